@@ -104,6 +104,13 @@ class PostTrainConfig(StageConfig):
                 f"{mode} generates while the trainer works, but with --colocate, --offload-train or --offload-rollout "
                 "trainer and engines use the memory in turns: omit one of them"
             )
+        if self.eval.eval_mode == "apart" and run.alternates_trainer_and_engines:
+            raise OptionError(
+                "--eval-mode apart evaluates while the trainer works, but with --colocate, --offload-train or "
+                "--offload-rollout trainer and engines use the memory in turns: omit one of them"
+            )
+        if self.eval.eval_mode == "between" and self.eval.eval_num_engines != 1:
+            raise OptionError("--eval-num-engines has no effect without --eval-mode apart: add this, or omit it")
         if not run.streams:
             for name in {"max_staleness", "pause_generation_mode"} & run.model_fields_set:
                 if getattr(run, name) != RunConfig.model_fields[name].default:

@@ -189,7 +189,10 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
             update=evals.rollout_overrides(dict(evals.eval_prompt_data)[name], name)
         )
         source = PromptSource.open(config)
-        with session.display.progress(f"eval {name}") as report, session.processes.engines_at(version) as engines:
+        with (
+            session.display.progress(f"eval {name}") as report,
+            session.processes.engines_for_evaluation(version) as engines,
+        ):
             context = RolloutContext(
                 session.store,
                 config,
@@ -247,34 +250,45 @@ def missing_evaluations(session: Session, version: int) -> list[str]:
 
 
 def request_evaluation(session: Session, version: int) -> None:
-    """Score policy `version`, the trainer's newest, while training continues: before the next rollout, or, with
-    --async-mode streaming, on engines that generate rollouts meanwhile."""
+    """Score policy `version`, the trainer's newest, while training continues: on engines of its own (--eval-mode
+    apart), on engines that generate rollouts meanwhile (--async-mode streaming), or before the next rollout."""
     processes = session.processes
     if not missing_evaluations(session, version):
         return
-    if not session.config.run.streams:
+    if processes.evaluates_apart:
+        processes.turns.wait_for_evaluation()
+        processes.publish_for_evaluation(version)
+        _start_evaluation(session, version)
+    elif not session.config.run.streams:
         processes.turns.request_evaluation(version)
     elif not session.needs_rollout(session.config.run.num_rollout - 1):
         processes.stream_ended.wait()
         evaluate(session, version)
     else:
         processes.publish_in_flight(version, during_evaluation=False)
-        processes.turns.begin_evaluation()
-        evaluation = contextvars.copy_context()  # the thread's tasks belong to this flow run
-        threading.Thread(target=evaluation.run, args=(_evaluate_beside_rollouts, session, version), daemon=True).start()
+        _start_evaluation(session, version)
 
 
-def _evaluate_beside_rollouts(session: Session, version: int) -> None:
-    try:
-        evaluate(session, version)
-    except (Exception, Preempted) as error:
-        session.display.note(f"version {version} will be evaluated after the last round ({type(error).__name__})")
-    finally:
-        session.processes.turns.end_evaluation()
+def _start_evaluation(session: Session, version: int) -> None:
+    """Score policy `version` in a thread. If this fails, `evaluate_skipped` does it later."""
+    turns = session.processes.turns
+
+    def run() -> None:
+        try:
+            evaluate(session, version)
+        except (Exception, Preempted) as error:
+            session.display.note(f"version {version} will be evaluated after the last round ({type(error).__name__})")
+        finally:
+            turns.end_evaluation()
+
+    turns.begin_evaluation()
+    flow_run = contextvars.copy_context()  # the thread's tasks belong to this flow run
+    threading.Thread(target=flow_run.run, args=(run,), name="evaluation", daemon=True).start()
 
 
 def evaluate_skipped(session: Session) -> None:
     """Score the policies whose evaluations a failure or a kill has prevented, each restored from the store."""
+    session.processes.turns.wait_for_evaluation()
     due = build_stage_schedule(session)
     for version in range(session.num_trained_rounds()):
         if request_evaluation in due(version) and missing_evaluations(session, version):
@@ -326,7 +340,7 @@ def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Ses
             stages.insert(0 if run.alternates_trainer_and_engines else len(stages), checkpoint)
         scores = version in (0, last) or (evals.eval_interval and version % evals.eval_interval == 0)
         if evals.eval_prompt_data and scores and not run.debug_train_only:
-            in_turn = version in (0, last) or not run.generates_ahead
+            in_turn = version in (0, last) or not (run.generates_ahead or session.processes.evaluates_apart)
             stages.append(evaluate if in_turn else request_evaluation)
         if version > 0 and is_last:
             stages.append(export)

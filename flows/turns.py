@@ -89,7 +89,7 @@ class Turns:
     def wait_for_evaluation(self) -> None:
         """Wait until no policy is evaluated while rollouts are generated."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or not self.is_evaluating)
+            self._changed.wait_for(lambda: not self.is_evaluating)
 
     # ---- the engines' side -------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ driver's pool adopts (reuses) the engines that were started with the same `Serve
 
 from __future__ import annotations
 
+import copy
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from penstock.engines.serving.replica import RayReplica, Replica, kill_surplus_r
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.serving.supervisor import Listener, Publish, Supervisor, restart_dead_engines
 from penstock.engines.weights.routes import ProcessPlace
+from penstock.storage.errors import EngineError
 from penstock.storage.secret_references import resolve_secrets
 
 
@@ -63,6 +65,7 @@ class EnginePool:
         self._connect = backend.connect
         self._lock = threading.RLock()
         self._replicas: list[Replica] = []
+        self._split_off: list[Replica] = []  # replicas that `split` moved to another pool
         self._serving: Supervisor | None = None  # of the `serving` block that a thread is inside
         owner = uuid.uuid4().hex
         kill_surplus_replicas(cluster, 0 if external else num_engines, spec.num_nodes)
@@ -77,6 +80,21 @@ class EnginePool:
         self._replicas += [
             RayReplica(cluster, spec, index, partial(place, index), owner, backend) for index in range(num_engines)
         ]
+
+    def split(self, num_engines: int) -> EnginePool:
+        """Move the last `num_engines` engines to a pool of their own, and return it. Raises EngineError if no engine
+        would be left."""
+        left = len(self._replicas) - num_engines
+        if left < 1:
+            raise EngineError(
+                f"--eval-mode apart with --eval-num-engines {num_engines} leaves no engine for rollouts, because the "
+                f"run has {len(self._replicas)}: start more engines, or use --eval-mode between"
+            )
+        other = copy.copy(self)
+        other._lock, other.listener = threading.RLock(), lambda urls: None
+        self._replicas, other._replicas = self._replicas[:left], self._replicas[left:]
+        self._split_off = other._replicas
+        return other
 
     @contextmanager
     def serving(self, version: str, publish: Publish) -> Iterator[Callable[[], list[str]]]:
@@ -147,13 +165,14 @@ class EnginePool:
 
     def places(self, urls: Sequence[str]) -> dict[str, ProcessPlace]:
         """Return where the engines at `urls` run: URL -> place."""
-        known = {replica.known_url: replica for replica in self._replicas}
+        known = {replica.known_url: replica for replica in [*self._replicas, *self._split_off]}
         return {url: known[url].place() for url in urls}
 
     def actors(self, urls: Sequence[str]) -> dict[str, Any]:
         """Return the handle of the Ray actor of each engine at `urls`, on its first node: URL -> handle. External
         engines, which have no actor, are omitted."""
-        known = {replica.known_url: replica for replica in self._replicas if isinstance(replica, RayReplica)}
+        replicas = [*self._replicas, *self._split_off]
+        known = {replica.known_url: replica for replica in replicas if isinstance(replica, RayReplica)}
         return {url: known[url].first_actor for url in urls if url in known}
 
     def release_memory(self) -> None:

@@ -80,9 +80,23 @@ def _run_checks_once(flow: str, config_json: str) -> None:
         capabilities = visible_gpu_capabilities() if on_this_machine else None  # None: unknown
         if capabilities is not None:
             engine_backend().check_gpus(options, has_gpus=bool(capabilities))
+            check_eval_engines(flow, config, options.num_engines_to_start(bool(capabilities)))
         if flow == "post_train" and not config.run.debug_rollout_only:
             engine_backend().check_weight_updates(options, capabilities)
     open_store(config.run)  # last, because it writes a probe
+
+
+def check_eval_engines(flow: str, config: PostTrainConfig, num_engines: int) -> None:
+    """Check that --eval-mode apart leaves engines for the rollouts. Raises InputError."""
+    evals = config.eval
+    if evals.eval_mode == "apart" and flow != "post_train":
+        raise OptionError(f"--eval-mode apart has no effect in the flow `{flow}`, which does not train: omit it")
+    if evals.eval_mode == "apart" and num_engines <= evals.eval_num_engines:
+        raise EngineError(
+            f"--eval-mode apart with --eval-num-engines {evals.eval_num_engines} leaves no engine for rollouts, "
+            f"because the run has {num_engines}: start more with --rollout-num-gpus (--num-engines without GPUs), or "
+            "use --eval-mode between"
+        )
 
 
 def check_run_record(flow: str, config: PostTrainConfig) -> None:

@@ -76,6 +76,8 @@ class Processes:
         self._cluster: Cluster | None = None
         self._trainer: TrainerGroup | None = None
         self._engines: EnginePool | None = None
+        self._eval_engines: EnginePool | None = None  # with --eval-mode apart
+        self._shared_for_evaluation: Callable[[], list[str]] | None = None  # their addresses in `share_engines_at`
         self._switches: list[MemorySwitch] = []  # since the last weight update
         run = config.run
         max_ahead = run.num_rollout if run.debug_rollout_only else run.async_buffer_size
@@ -135,7 +137,7 @@ class Processes:
         with self._starting:
             if self._cluster is not None and not self._cluster.alive():
                 self.note("the run's Ray cluster died; starting a new one")
-                self._trainer = self._engines = None
+                self._trainer = self._engines = self._eval_engines = None
                 self._stop_cluster()
             if self._cluster is None:
                 from penstock.engines.cluster import Cluster
@@ -207,7 +209,10 @@ class Processes:
         with self._starting:
             cluster = self.cluster
             if self._engines is None:
-                self._engines = start_pool(cluster, self._options, engine_backend())
+                engines = start_pool(cluster, self._options, engine_backend())
+                if self.evaluates_apart:
+                    self._eval_engines = engines.split(self.config.eval.eval_num_engines)
+                self._engines = engines
                 if self.router is not None:
                     self._engines.listener = self.router.set_backends
             return self._engines
@@ -249,10 +254,46 @@ class Processes:
             self._offload_trainer()
             yield urls
 
+    @property
+    def evaluates_apart(self) -> bool:
+        """Return whether evaluations have engines of their own."""
+        return self.config.eval.eval_mode == "apart" and self.has_trainer
+
+    @contextmanager
+    def engines_for_evaluation(self, version: int) -> Iterator[Callable[[], list[str]]]:
+        """Load policy `version` into the engines that evaluate, as `engines_at`."""
+        if not self.evaluates_apart:
+            with self.engines_at(version) as urls:
+                yield urls
+        elif self._shared_for_evaluation is not None:
+            yield self._shared_for_evaluation
+        else:
+            with self._pool_for_evaluation.serving(
+                self.weight_version(version), partial(self._publish, version)
+            ) as urls:
+                yield urls
+
+    def publish_for_evaluation(self, version: int) -> None:
+        """Load policy `version`, the trainer's, into the engines that only evaluate."""
+        self._pool_for_evaluation.update_to_version(self.weight_version(version), partial(self._publish, version))
+
+    @property
+    def _pool_for_evaluation(self) -> EnginePool:
+        self.start_engines()
+        assert self._eval_engines is not None
+        return self._eval_engines
+
     @contextmanager
     def share_engines_at(self, version: int) -> Iterator[None]:
-        """Let stages that run in parallel during the block share the engines at policy `version`."""
-        with self.engines_at(version) as urls:
+        """Let evaluations that run in parallel during the block share the engines at policy `version`."""
+        with self.engines_for_evaluation(version) as urls:
+            if self.evaluates_apart:
+                self._shared_for_evaluation = urls
+                try:
+                    yield
+                finally:
+                    self._shared_for_evaluation = None
+                return
             if self._shared is not None:  # already shared by `engines_for_stream`
                 yield
                 return
@@ -289,11 +330,12 @@ class Processes:
         Does nothing if the engines have no requests: they get the newest policy before the next ones.
         """
         turns, run = self.turns, self.config.run
-        if turns.is_evaluating and during_evaluation:
-            assert turns.sent is not None
-            if version + run.update_weights_interval - turns.sent <= run.max_staleness:
+        if turns.is_evaluating and not self.evaluates_apart:
+            sent = turns.sent
+            assert sent is not None
+            if during_evaluation and version + run.update_weights_interval - sent <= run.max_staleness:
                 return
-        turns.wait_for_evaluation()
+            turns.wait_for_evaluation()
         if self._shared is None or turns.sent == version:
             return
         self.start_engines().update_while_serving(self.weight_version(version), self._publish_newest)
@@ -436,10 +478,11 @@ class Processes:
         """
         self._entered.close()
         trainer, self._trainer = self._trainer, None
-        engines, self._engines = self._engines, None
+        pools = [pool for pool in (self._engines, self._eval_engines) if pool is not None]
+        self._engines = self._eval_engines = None
         if self._cluster is not None and self._cluster.alive():
-            if engines is not None:
-                engines.stop()
+            for pool in pools:
+                pool.stop()
             if trainer is not None:
                 trainer.kill()
         self._stop_cluster()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationInfo, field_serializer, field_validator, model_validator
 
@@ -22,6 +22,13 @@ class EvalConfig(StageConfig):
 
     eval_interval: int | None = option(None, mutability="schedule", ge=1)
     """Evaluate every N rounds, and also before the first and after the last round."""
+
+    eval_mode: Literal["between", "apart"] = option("between", mutability="schedule")
+    """between: evaluate on the engines of the rollouts, between two weight updates; apart: on engines of their own,
+    while training continues."""
+
+    eval_num_engines: int = option(1, mutability="placement", ge=1)
+    """With --eval-mode apart: the last N of the run's engines only evaluate."""
 
     n_samples_per_eval_prompt: int = option(1, mutability="schedule", ge=1)
     """Responses per prompt."""

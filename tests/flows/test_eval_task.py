@@ -56,7 +56,7 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
         return clients[-1]
 
     @contextmanager
-    def engines_at(version: int) -> Iterator[list[str]]:
+    def engines_for_evaluation(version: int) -> Iterator[list[str]]:
         yield ["http://engine"]
 
     @contextmanager
@@ -65,7 +65,7 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
 
     session = SimpleNamespace(
         config=config, store=store, keys=open_run(store, "evaluate", config), tokenizer=tokenizer,
-        processes=SimpleNamespace(engines_at=engines_at, engine_client_factory=connect),
+        processes=SimpleNamespace(engines_for_evaluation=engines_for_evaluation, engine_client_factory=connect),
         display=SimpleNamespace(progress=progress), provenance={}, stop=None,
         print_and_track=lambda prefix, commit: commit,
     )  # fmt: skip
