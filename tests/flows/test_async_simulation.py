@@ -67,3 +67,17 @@ def test_a_stream_keeps_the_engines_busy_that_wait_in_a_synchronous_run() -> Non
     streaming, synchronous = simulate(workload, Mode("streaming", max_staleness=2)), simulate(workload, SYNCHRONOUS)
     assert streaming.engines_idle < synchronous.engines_idle
     assert streaming.seconds < 0.8 * synchronous.seconds
+
+
+def test_a_stream_keeps_the_engines_busy_when_a_few_prompts_are_much_longer() -> None:
+    """Log-normal lengths, 2 % of the groups twenty times the median; generation takes longer than training."""
+    rng = random.Random(0)
+
+    def group() -> list[int]:
+        factor = 20 if rng.random() < 0.02 else 1
+        return [max(1, round(100 * factor * rng.lognormvariate(0, 0.5))) for _ in range(4)]
+
+    rounds = [[group() for _ in range(32)] for _ in range(16)]
+    outcome = simulate(Workload(rounds, 1, 64, 0.004, 0.0001, 1.0, 0.0, 0.1), Mode("streaming", max_staleness=2))
+    assert outcome.engines_idle < 0.05
+    assert sorted(outcome.order) == list(range(16 * 32))
