@@ -229,6 +229,7 @@ class RolloutStream:
     def _end_flight(self, task: asyncio.Task[None]) -> None:
         del self._running[task]
         self._count_idle_seconds()
+        self._changed.set()  # not earlier: a round waits for groups that are generated once more to leave `_running`
 
     def _count_idle_seconds(self) -> None:
         """Add the time since the last call to the idle seconds, if no group was in flight."""
@@ -252,7 +253,6 @@ class RolloutStream:
                     f"the dynamic sampling filter has dropped {len(self._dropped)} groups since the last round: use "
                     "prompts that the policy solves only sometimes, use a less strict filter, or raise --max-waves"
                 )
-        self._changed.set()
 
     async def _take(self, rollout_id: int) -> Taken:
         """Wait until the groups of the next round are finished, and take them."""

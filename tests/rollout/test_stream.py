@@ -1,0 +1,417 @@
+"""The stream of groups over the boundaries of rounds, in simulated time: which groups a round takes, what happens to
+slow and stale ones, and that a restart loses no group and uses none twice."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from scripted_engine import KEYS
+from simulated_stream import Clock, SimulatedBench, SimulatedStream, clock, lengths_of, number_of
+
+from penstock.stages.rollout.group import policy_spans
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.maintenance.audit import audit_run
+from penstock.storage.preemption import Preempted, StopRequest
+from penstock.storage.refs import BUFFER, Commit
+from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.shards import read_samples
+
+__all__ = ["clock"]  # a fixture
+
+BATCH = 4  # groups of a round
+
+
+@pytest.fixture
+def bench(tmp_path: Path, tokenizer: PromptTokenizer, clock: Clock) -> SimulatedBench:
+    """A run with rounds of 4 groups of 2 samples, whose prompts are issued in the order of their rows."""
+    return SimulatedBench(tmp_path, tokenizer, clock, rollout_shuffle=False)
+
+
+def commits_of(bench: SimulatedBench) -> list[Commit]:
+    """Return the commits of all rollouts in the store."""
+    rounds = bench.store.committed_indices(f"{KEYS.prefix}/rollouts")
+    return [commit for r in rounds if (commit := bench.store.committed(KEYS.rollout_prefix(r))) is not None]
+
+
+def trained(bench: SimulatedBench, commit: Commit) -> list[Sample]:
+    return read_samples(bench.store, commit)
+
+
+def buffered(bench: SimulatedBench, commit: Commit) -> list[Sample]:
+    return read_samples(bench.store, commit, BUFFER) if commit.num_samples(BUFFER) else []
+
+
+def ids(samples: list[Sample]) -> list[int]:
+    """Return the numbers of the samples' groups, each once, in their order. They count the issued prompts."""
+    return [int(group_id) for group_id in dict.fromkeys(sample.group_id for sample in samples)]
+
+
+def check_every_prompt_is_used_once(bench: SimulatedBench) -> None:
+    """Check that after every round, each issued prompt was trained or dropped in one round, or is in the buffer, and
+    that `penstock verify` agrees."""
+    used: Counter[int] = Counter()
+    for commit in commits_of(bench):
+        samples, waiting = trained(bench, commit), ids(buffered(bench, commit))
+        dropped = [int(group["group_id"]) for group in commit.state.get("dropped", [])]
+        assert len(ids(samples)) == BATCH and len({sample.sample_id for sample in samples}) == len(samples)
+        used.update(ids(samples) + dropped)
+        assert sorted([*used.elements(), *waiting]) == list(range(commit.state["data_source"]["issued"]))
+    bench.store.create(KEYS.record, json.dumps({"run": "run"}).encode())
+    assert [line for line in audit_run(bench.store, KEYS).problems if "rollouts/" in line or "sample ids" in line] == []
+
+
+def check_staleness(bench: SimulatedBench) -> None:
+    """Check that no trained token is older than `max_staleness`, or newer than the policy that it trains."""
+    for commit in commits_of(bench):
+        for sample in trained(bench, commit):
+            num_trained = sum(sample.loss_mask)
+            versions = [version for version, count in policy_spans(sample) for _ in range(count)]
+            kept = versions[len(versions) - num_trained :]
+            assert all(commit.index - bench.max_staleness <= version <= commit.index for version in kept)
+            assert not kept or sample.policy_versions == (kept[0], kept[-1])
+
+
+# ---- which groups a round takes --------------------------------------------------------------------------------------
+
+
+def test_round_takes_the_groups_that_finished_first(bench: SimulatedBench) -> None:
+    bench.length = lengths_of(p0=9, p1=7, p2=3, p3=8, p4=4, p5=2, p6=6, p7=5, p8=30, p9=31, p10=32, p11=33)
+    first, second = bench.round(0), bench.round(1)
+    bench.close()
+    assert ids(trained(bench, first)) == [2, 4, 5, 7], "in the order of the data, as in other modes"
+    assert ids(buffered(bench, first)) == [0, 1, 3, 6, 8, 9, 10, 11]
+    assert ids(trained(bench, second)) == [0, 1, 3, 6]
+    check_every_prompt_is_used_once(bench)
+
+
+def test_groups_that_finished_first_are_taken_first_also_after_a_wait(bench: SimulatedBench) -> None:
+    bench.length = lengths_of(p0=9, p1=7, p2=3, p3=8, p4=4, p5=2, p6=6, p7=5, p8=11, p9=10, p10=13, p11=12)
+    bench.round(0)
+    bench.clock.run_for(20)
+    assert bench.stream is not None
+    order = [flight.before[0].group_id for flight in bench.stream._finished]
+    assert [int(group_id) for group_id in order][:8] == [6, 1, 3, 0, 9, 8, 11, 10]
+    assert ids(trained(bench, bench.round(1))) == [0, 1, 3, 6]
+    bench.kill()  # the order is in the buffer
+    assert ids(trained(bench, bench.round(2, is_trained=False))) == [8, 9, 10, 11]
+    bench.close()
+
+
+def test_sample_records_the_round_that_started_and_the_round_that_trains_it(bench: SimulatedBench) -> None:
+    bench.length = lengths_of(p0=30)
+    for r in range(6):
+        [slow] = [
+            sample for sample in trained(bench, bench.round(r)) if sample.sample_id.startswith("000000000-00")
+        ] or [None]
+        if slow is not None:
+            break
+    bench.close()
+    assert slow is not None and r > 1
+    assert slow.rollout_id == r and slow.metadata["start_rollout_id"] == 0
+    assert slow.policy_versions == (max(0, r - 2), bench.versions[-2]) or slow.metadata["policy_spans"]
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+@pytest.mark.parametrize("train_seconds", [8.0, 100.0])
+def test_number_of_groups_in_flight_is_bounded(bench: SimulatedBench, max_staleness: int, train_seconds: float) -> None:
+    """No more than (V + S + 1 - R) * B groups: all could be trained before they get too old."""
+    bench.max_staleness, bench.train_seconds = max_staleness, train_seconds
+    most = 0
+    for r in range(12):
+        bench.round(r)
+        for _ in range(8):
+            assert bench.stream is not None
+            num_groups = len(bench.stream._running) + len(bench.stream._finished)
+            assert num_groups <= (bench.version + max_staleness + 1 - bench.stream.round.rollout_id) * BATCH
+            most = max(most, num_groups)
+            bench.clock.run_for(0.7)
+    bench.close()
+    assert most >= max_staleness * BATCH, "the bound is used"
+    check_every_prompt_is_used_once(bench)
+    check_staleness(bench)
+
+
+def test_groups_of_later_runs_are_not_started(bench: SimulatedBench) -> None:
+    bench.num_rounds = 5
+    commits = [bench.round(r) for r in range(5)]
+    bench.close()
+    assert commits[-1].state["data_source"]["issued"] == 5 * BATCH and not commits[-1].num_samples(BUFFER)
+    check_every_prompt_is_used_once(bench)
+
+
+# ---- stale tokens ----------------------------------------------------------------------------------------------------
+
+
+def test_tokens_that_are_too_old_are_masked_and_counted(bench: SimulatedBench) -> None:
+    bench.length = lengths_of(p0=60, p5=75)
+    num_masked = []
+    for r in range(14):
+        commit = bench.round(r)
+        stale = 0
+        for sample in trained(bench, commit):
+            spans = policy_spans(sample)
+            old = sum(count for version, count in spans if version < r - bench.max_staleness)
+            stale += old
+            assert sum(sample.loss_mask) == sum(count for _, count in spans) - old
+            assert all((p == 0.0) == (m == 0) for p, m in zip(sample.rollout_logprobs, sample.loss_mask))
+        assert commit.summary["rollout/masked_stale_tokens"] == stale
+        assert commit.summary["rollout/wasted_tokens"] == stale
+        assert commit.summary["rollout/staleness/max"] <= bench.max_staleness
+        num_masked.append(stale)
+    bench.close()
+    assert sum(map(bool, num_masked)) == 2, "the two slow groups"
+    check_every_prompt_is_used_once(bench)
+    check_staleness(bench)
+
+
+def test_group_with_only_stale_tokens_is_generated_once_more_then_awaited(bench: SimulatedBench) -> None:
+    """The reward of a group takes so long that all its tokens get too old; the second time, rounds wait for it."""
+    bench.grader.delay = lambda group_id: 40.0 if group_id == "000000000" else 0.0
+    used = {}
+    for r in range(12):
+        commit = bench.round(r)
+        used[r] = [sample for sample in trained(bench, commit) if sample.group_id == "000000000"]
+        if commit.summary["rollout/wasted_tokens"]:
+            wasted_in = r
+            assert commit.summary["rollout/wasted_tokens"] == sum(bench.length(bench.issues[0], i) for i in (0, 1))
+    bench.close()
+    [(r, samples)] = [(r, samples) for r, samples in used.items() if samples]
+    assert bench.issues.count(bench.issues[0]) == 2
+    assert wasted_in <= r and all(all(sample.loss_mask[sample.prompt_length :]) for sample in samples)
+    assert all(sample.policy_versions[0] >= r - bench.max_staleness for sample in samples), "fresh at last"
+    check_every_prompt_is_used_once(bench)
+    check_staleness(bench)
+
+
+CRITICAL = {1: 6.63, 7: 18.5}  # chi-square at 1 %, by degrees of freedom
+
+
+def test_slow_prompts_are_trained_as_often_as_fast_ones(
+    tmp_path: Path, tokenizer: PromptTokenizer, clock: Clock
+) -> None:
+    """Log-normal lengths, 2 % of the prompts twenty times the median: 2,000 prompts, one epoch and a half."""
+    num_prompts, size, median = 2000, 20, 20
+    options = {"rollout_batch_size": size, "n_samples_per_prompt": 1, "rollout_journal_interval": 0.0}
+    bench = SimulatedBench(
+        tmp_path, tokenizer, clock, num_rows=num_prompts, max_staleness=2, train_seconds=30.0, **options
+    )
+    chance = random.Random(0)
+    lengths = [max(1, round(chance.lognormvariate(math.log(median), 0.5))) for _ in range(num_prompts)]
+    slow = set(chance.sample(range(num_prompts), num_prompts // 50))
+    bench.length = lambda prompt, index: 20 * median if number_of(prompt) in slow else lengths[number_of(prompt)]
+    num_rounds = 3 * num_prompts // size // 2
+    num_trained: Counter[int] = Counter()
+    busy = []
+    for r in range(num_rounds):
+        commit = bench.round(r)
+        busy.append(commit.summary["rollout/num_running_groups"] > 0)
+        num_trained.update(sample.metadata["i"] for sample in trained(bench, commit) if any(sample.loss_mask))
+    bench.close()
+    total = num_rounds * size
+    assert num_trained.total() == total, "every sample has trained tokens"
+    by_length = sorted(set(range(num_prompts)) - slow, key=lambda number: lengths[number])
+    classes = [slow] + [set(by_length[start::7]) for start in range(7)]
+    expected = [total * len(members) / num_prompts for members in classes]
+    observed = [sum(num_trained[number] for number in members) for members in classes]
+    assert sum((o - e) ** 2 / e for o, e in zip(observed, expected)) < CRITICAL[7], (observed, expected)
+    quantiles = [set(by_length[start : start + 280]) for start in range(0, 1960, 280)] + [slow]
+    expected = [total * len(members) / num_prompts for members in quantiles]
+    observed = [sum(num_trained[number] for number in members) for members in quantiles]
+    assert sum((o - e) ** 2 / e for o, e in zip(observed, expected)) < CRITICAL[7], (observed, expected)
+    assert all(busy), "generation does not pause between rounds"
+
+
+# ---- restarts --------------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """The process ended."""
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_kills_at_any_time_lose_no_group_and_use_none_twice(
+    bench: SimulatedBench, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    chance = random.Random(seed)
+    bench.train_seconds = chance.choice([2.0, 8.0, 20.0])
+    slow = set(chance.sample(range(60), 6))
+    bench.length = lambda prompt, index: 40 if number_of(prompt) in slow else 1 + number_of(prompt) * (index + 3) % 9
+    r = 0
+    while r < 16:
+        kill = chance.choice(["none", "none", "before the commit", "after the commit", "while groups are generated"])
+        if kill == "before the commit":
+            kill_before_commit(bench, r, monkeypatch)
+            continue
+        if kill == "while groups are generated" and bench.stream is not None:
+            bench.clock.run_for(chance.uniform(0, 12))
+            bench.kill()
+        bench.round(r)
+        r += 1
+        if kill == "after the commit":
+            bench.kill()
+    bench.close()
+    assert bench.num_kills > 2
+    check_every_prompt_is_used_once(bench)
+    check_staleness(bench)
+
+
+def kill_before_commit(bench: SimulatedBench, r: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill the run when round `r` is taken from the stream, but not committed."""
+
+    def killed(*args: object, **fields: object) -> Commit:
+        raise Killed
+
+    with monkeypatch.context() as context, pytest.raises(Killed):
+        context.setattr("penstock.stages.rollout.stream.commit_samples", killed)
+        close, bench.close = bench.close, lambda: None  # type: ignore[method-assign]
+        try:
+            bench.round(r)
+        finally:
+            bench.close = close  # type: ignore[method-assign]
+    bench.kill()
+
+
+def test_round_taken_but_not_committed_is_taken_again(bench: SimulatedBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.round(0)
+    kill_before_commit(bench, 1, monkeypatch)
+    assert len(commits_of(bench)) == 1
+    for r in range(1, 4):
+        bench.round(r)
+    bench.close()
+    check_every_prompt_is_used_once(bench)
+
+
+def test_failed_commit_restarts_the_stream_after_the_last_round(
+    bench: SimulatedBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.round(0)
+
+    def fail(*args: object, **fields: object) -> Commit:
+        raise OSError("the store cannot be written")
+
+    with monkeypatch.context() as context, pytest.raises(OSError, match="cannot be written"):
+        context.setattr("penstock.stages.rollout.stream.commit_samples", fail)
+        bench.round(1)
+    assert bench.stream is None
+    commit = bench.round(1)
+    assert commit.state["adopted_groups"], "finished groups were in the journal"
+    bench.round(2)
+    bench.close()
+    check_every_prompt_is_used_once(bench)
+
+
+def test_finished_groups_that_no_round_took_are_not_generated_again(bench: SimulatedBench) -> None:
+    bench.length = lengths_of(p4=3, p5=3, p6=3, p7=3, p8=30, p9=30, p10=30, p11=30)
+    bench.round(0)
+    bench.clock.run_for(4)
+    bench.close()
+    before = len(bench.issues)
+    assert len(set(bench.issues)) == before == 3 * BATCH
+    assert ids(trained(bench, bench.round(1))) == [4, 5, 6, 7]
+    bench.close()
+    assert {number_of(prompt) for prompt in bench.issues[before:]} == {8, 9, 10, 11}
+
+
+def test_unfinished_groups_begin_again_without_their_tokens(bench: SimulatedBench) -> None:
+    bench.length = lengths_of(p0=30)
+    pending = [sample for sample in buffered(bench, bench.round(0)) if sample.group_id == "000000000"]
+    bench.close()
+    assert len(pending) == 2
+    for sample in pending:
+        assert sample.status is Status.PENDING and sample.reward is None and not sample.response
+        assert not any(sample.loss_mask) and "policy_spans" not in sample.metadata
+
+
+# ---- failures and stops ----------------------------------------------------------------------------------------------
+
+
+def test_engine_failure_between_two_rounds_fails_the_next_one(bench: SimulatedBench) -> None:
+    bench.length = lengths_of(p5=20)
+    bench.round(0, fails=lambda prompt: number_of(prompt) == 5)
+    assert bench.stream is not None
+    bench.clock.resume()
+    bench.stream._thread.join(60)
+    with pytest.raises(ConnectionError, match="no engine answered"):
+        bench.round(1)
+    bench.round(1)
+    bench.close()
+    check_every_prompt_is_used_once(bench)
+
+
+def test_round_that_takes_too_long_raises_timeout(bench: SimulatedBench) -> None:
+    bench.config = bench.config.model_copy(update={"rollout_timeout": 5.0})
+    bench.length = lengths_of(p0=30, p1=30, p2=30, p3=30, p4=30, p5=30, p6=30, p7=30, p8=30, p9=30)
+    with pytest.raises(TimeoutError, match=r"only 2 of 4 groups .*--rollout-timeout 5 s"):
+        bench.round(0)
+
+
+def test_stop_request_raises_preempted_and_finished_groups_are_in_the_journal(bench: SimulatedBench) -> None:
+    bench.config = bench.config.model_copy(update={"rollout_journal_interval": 1000.0})
+    bench.length = lengths_of(p0=4, p1=5, p2=6, p3=30)
+    bench.num_rounds = 1
+    stopped = bench.stream = bench.open(0)
+    bench.stream.start()
+    bench.clock.run_for(20)
+    assert not bench.journal(0), "nothing is written yet"
+    bench.stop.request(grace_seconds=0.0)
+    with pytest.raises(Preempted):
+        bench.round(0)
+    assert not stopped._thread.is_alive()
+    finished = {sample.group_id for entry in bench.journal(0) for sample in read_samples(bench.store, entry)}
+    assert {int(group_id) for group_id in finished} == {0, 1, 2}
+    before = len(bench.issues)
+    bench.stop = StopRequest()
+    commit = bench.round(0)
+    bench.close()
+    assert [int(group_id) for group_id in commit.state["adopted_groups"]] == [0, 1, 2]
+    assert [number_of(prompt) for prompt in bench.issues[before:]] == [3]
+    check_every_prompt_is_used_once(bench)
+
+
+# ---- dynamic sampling ------------------------------------------------------------------------------------------------
+
+FILTER = "def check(args, samples):\n    return int(samples[0].group_id) % 3 != {remainder}\n"
+
+
+def filtered_bench(directory: Path, tokenizer: PromptTokenizer, clock: Clock, code: str, **options: int):
+    (directory / "filters.py").write_text(code)
+    path = f"{directory}/filters.py:check"
+    return SimulatedBench(directory, tokenizer, clock, dynamic_sampling_filter_path=path, **options)
+
+
+def test_dropped_groups_are_replaced_and_recorded(tmp_path: Path, tokenizer: PromptTokenizer, clock: Clock) -> None:
+    bench = filtered_bench(tmp_path, tokenizer, clock, FILTER.format(remainder=1))
+    for r in range(8):
+        bench.round(r)
+        if r % 3 == 2:
+            bench.kill()
+    bench.close()
+    commits = commits_of(bench)
+    dropped = [group for commit in commits for group in commit.state.get("dropped", [])]
+    assert len(dropped) > 8 and {group["reason"] for group in dropped} == {"check"}
+    assert all(int(group["group_id"]) % 3 == 1 for group in dropped)
+    assert not any(number % 3 == 1 for commit in commits for number in ids(trained(bench, commit)))
+    assert sum(commit.summary.get("rollout/dynamic_filter/drop_check", 0) for commit in commits) == len(dropped)
+    assert sum(commit.summary["rollout/wasted_tokens"] for commit in commits) > 0
+    check_every_prompt_is_used_once(bench)
+
+
+def test_filter_that_drops_everything_fails_the_round(tmp_path: Path, tokenizer: PromptTokenizer, clock: Clock) -> None:
+    code = "def check(args, samples):\n    return False\n"
+    bench = filtered_bench(tmp_path, tokenizer, clock, code, max_waves=3)
+    with pytest.raises(RuntimeError, match=r"dropped 13 groups .*--max-waves"):
+        bench.round(0)
+
+
+def test_rounds_must_be_taken_in_order(bench: SimulatedBench) -> None:
+    bench.round(0)
+    stream = bench.stream
+    assert isinstance(stream, SimulatedStream)
+    with pytest.raises(AssertionError, match="round 2 was taken instead of 1"):
+        stream.run_round(2)
+    bench.close()
