@@ -287,13 +287,15 @@ def trained_spans(sample: Sample) -> list[list[int]]:
 def mask_stale_tokens(sample: Sample, oldest: int) -> int:
     """Set the loss mask and rollout log-probs to 0 for all tokens of a sample that policy versions before `oldest`
     generated. Return their number. `policy_spans` still counts them, `policy_versions` does not."""
-    num_stale = sum(count for version, count in policy_spans(sample) if version < oldest)
+    spans = policy_spans(sample)
+    num_stale = sum(count for version, count in spans if version < oldest)
     if num_stale:
+        sample.metadata["policy_spans"] = spans
         trained = [position for position, is_trained in enumerate(sample.loss_mask) if is_trained]
         start = trained[num_stale] if num_stale < len(trained) else len(sample.loss_mask)
         sample.loss_mask = [0] * start + sample.loss_mask[start:]
         sample.rollout_logprobs = [0.0] * start + sample.rollout_logprobs[start:]
-        fresh = [version for version, _ in policy_spans(sample) if version >= oldest]
+        fresh = [version for version, _ in spans if version >= oldest]
         sample.policy_versions = (fresh[0], fresh[-1]) if fresh else (sample.policy_versions[1],) * 2
     return num_stale
 

@@ -279,6 +279,9 @@ class RolloutStream:
         )
         samples = samples_to_train(kept, config)
         num_masked = sum(mask_stale_tokens(sample, oldest) for sample in samples)
+        for sample in samples:  # changes only samples without a trained token
+            first, last = sample.policy_versions
+            sample.policy_versions = (max(first, oldest), max(last, oldest))
         return self._end_round(kept, samples, num_masked)
 
     async def _wait_for_groups(self, oldest: int, number: int) -> None:

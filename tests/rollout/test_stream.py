@@ -117,7 +117,7 @@ def test_sample_records_the_round_that_started_and_the_round_that_trains_it(benc
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])
-@pytest.mark.parametrize("train_seconds", [8.0, 100.0])
+@pytest.mark.parametrize("train_seconds", [1.0, 8.0, 100.0])
 def test_number_of_groups_in_flight_is_bounded(bench: SimulatedBench, max_staleness: int, train_seconds: float) -> None:
     """No more than (V + S + 1 - R) * B groups: all could be trained before they get too old."""
     bench.max_staleness, bench.train_seconds = max_staleness, train_seconds
@@ -165,6 +165,19 @@ def test_tokens_that_are_too_old_are_masked_and_counted(bench: SimulatedBench) -
         num_masked.append(stale)
     bench.close()
     assert sum(map(bool, num_masked)) == 2, "the two slow groups"
+    check_every_prompt_is_used_once(bench)
+    check_staleness(bench)
+
+
+def test_sample_without_trainable_tokens_beside_a_fresh_one_keeps_the_run_consistent(bench: SimulatedBench) -> None:
+    """One sample of a group ends at once, by a policy that is too old when the other one ends."""
+    bench.length = lambda prompt, index: (60 if index else 3) if number_of(prompt) == 0 else 2
+    commits = [bench.round(r) for r in range(10)]
+    bench.close()
+    pairs = [[s for s in trained(bench, commit) if s.group_id == "000000000"] for commit in commits]
+    [(short, long)] = [pair for pair in pairs if pair]
+    assert not any(short.loss_mask) and any(long.loss_mask), "the group is used, as some of its tokens are fresh"
+    assert short.status is Status.COMPLETED and short.reward == 1.0
     check_every_prompt_is_used_once(bench)
     check_staleness(bench)
 
@@ -330,6 +343,18 @@ def test_unfinished_groups_begin_again_without_their_tokens(bench: SimulatedBenc
 # ---- failures and stops ----------------------------------------------------------------------------------------------
 
 
+def test_failing_engine_fails_the_round_and_the_next_stream_continues(bench: SimulatedBench) -> None:
+    bench.round(0)
+    bench.kill()
+    with pytest.raises(ConnectionError, match="no engine answered"):
+        bench.round(1, fails=lambda prompt: number_of(prompt) == 9)
+    assert bench.stream is None
+    for r in range(1, 5):
+        bench.round(r)
+    bench.close()
+    check_every_prompt_is_used_once(bench)
+
+
 def test_engine_failure_between_two_rounds_fails_the_next_one(bench: SimulatedBench) -> None:
     bench.length = lengths_of(p5=20)
     bench.round(0, fails=lambda prompt: number_of(prompt) == 5)
@@ -340,6 +365,17 @@ def test_engine_failure_between_two_rounds_fails_the_next_one(bench: SimulatedBe
         bench.round(1)
     bench.round(1)
     bench.close()
+    check_every_prompt_is_used_once(bench)
+
+
+def test_prompt_that_the_engine_refuses_is_used_as_failed(bench: SimulatedBench) -> None:
+    bench.length = lengths_of(p2=50)
+    for r in range(10):
+        bench.round(r, refuses=lambda prompt: number_of(prompt) == 2)
+    bench.close()
+    failed = [s for commit in commits_of(bench) for s in trained(bench, commit) if s.status is Status.FAILED]
+    assert {sample.group_id for sample in failed} == {"000000002"} and len(failed) == 2
+    assert all("refused by the engine" in sample.metadata["error"] for sample in failed)
     check_every_prompt_is_used_once(bench)
 
 
