@@ -12,6 +12,7 @@ without any other token is generated once more; rounds then wait for it before i
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -267,7 +268,7 @@ class RolloutStream:
                 f"only {len(self._finished)} of {size} groups were finished within --rollout-timeout "
                 f"{config.rollout_timeout:g} s: raise --rollout-timeout, or use more engines"
             ) from None
-        self._finished.sort(key=lambda flight: not flight.is_repeated)  # stable: the others stay in their order
+        self._finished.sort(key=lambda flight: flight.version if flight.is_repeated else math.inf)  # stable
         taken, self._finished = self._finished[:size], self._finished[size:]
         kept = sorted((flight.group or [] for flight in taken), key=lambda group: group[0].group_id)
         for sample in (sample for group in kept for sample in group if sample.rollout_id != rollout_id):
@@ -286,16 +287,27 @@ class RolloutStream:
 
     async def _wait_for_groups(self, oldest: int, number: int) -> None:
         """Wait until `number` groups are finished that have tokens of policy version `oldest` or newer, and no group
-        that is generated once more would be too old for the next round."""
+        that is generated once more would get too old again before a later round can take it."""
         while True:
             self._repeat_stale_groups(oldest)
-            is_late = any(flight.is_repeated and flight.version <= oldest for flight in self._running.values())
-            if len(self._finished) >= number and not is_late:
+            if len(self._finished) >= number and not self._must_await_repeated_groups(oldest, number):
                 return
             if self.context.on_progress is not None:
                 self.context.on_progress(min(len(self._finished), number), number)
             self._changed.clear()
             await self._changed.wait()
+
+    def _must_await_repeated_groups(self, oldest: int, number: int) -> bool:
+        """Return whether too few of the groups that are generated once more are finished: if a round takes `number` of
+        them now, those left are more than later rounds can take before they get too old."""
+        running = [flight.version for flight in self._running.values() if flight.is_repeated]
+        finished = [flight.version for flight in self._finished if flight.is_repeated]
+        for version in {*running, *finished}:
+            num_running, num_finished = (sum(v <= version for v in versions) for versions in (running, finished))
+            num_left = num_running + max(0, num_finished - number)
+            if num_running and num_left > max(0, version - oldest) * number:
+                return True
+        return False
 
     def _repeat_stale_groups(self, oldest: int) -> None:
         """Start those finished groups again whose tokens all come from policy versions before `oldest`."""

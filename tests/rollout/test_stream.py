@@ -201,6 +201,24 @@ def test_group_with_only_stale_tokens_is_generated_once_more_then_awaited(bench:
     check_staleness(bench)
 
 
+@pytest.mark.parametrize("seed", [12, 13, 15, 35, 39, 40])
+def test_groups_whose_rewards_are_late_are_all_used_with_fresh_tokens(bench: SimulatedBench, seed: int) -> None:
+    """More groups than a round can take become too old at the same time, and are generated once more."""
+    chance = random.Random(seed)
+    bench.max_staleness, bench.train_seconds = chance.choice([1, 2, 3, 4]), chance.choice([3.0, 8.0, 15.0])
+    late = {f"{number:09d}" for number in chance.sample(range(24), chance.choice([4, 8, 12]))}
+    longest = chance.choice([20, 40, 80])
+    bench.grader.delay = lambda group_id: chance.choice([longest, longest, longest / 2]) if group_id in late else 0.0
+    for r in range(14):
+        bench.round(r)
+    bench.close()
+    for commit in commits_of(bench):
+        fresh = [sample for sample in trained(bench, commit) if any(sample.loss_mask)]
+        assert len(ids(fresh)) == BATCH, "every group has trainable tokens"
+    check_every_prompt_is_used_once(bench)
+    check_staleness(bench)
+
+
 CRITICAL = {1: 6.63, 7: 18.5}  # chi-square at 1 %, by degrees of freedom
 
 
