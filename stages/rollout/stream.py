@@ -15,9 +15,9 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import CancelledError
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, wait
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,6 +111,7 @@ class RolloutStream:
         self._idle_seconds = 0.0  # without a group in flight, in this round
         self._idle_since: float | None = None  # set while no group is in flight
         self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()  # set when `_loop` runs or has failed
         self._thread = threading.Thread(target=self._run, name="rollout-stream", daemon=True)
 
@@ -123,7 +124,9 @@ class RolloutStream:
     def close(self) -> None:
         """Cancel the groups in flight and end the thread. Finished groups are in the journal."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._closed.set)
+            if self._loop is not None:
+                with suppress(RuntimeError):  # the loop is closed, because the stream has failed
+                    self._loop.call_soon_threadsafe(self._closed.set)
             self._thread.join()
 
     def run_round(self, rollout_id: int) -> Commit:
@@ -136,9 +139,8 @@ class RolloutStream:
             Preempted: a stop was requested.
         """
         self._raise_failure()
-        future = asyncio.run_coroutine_threadsafe(self._take(rollout_id), self._loop)
         try:
-            taken = future.result()
+            taken = self._run_in_loop(self._take(rollout_id))
         except CancelledError:
             self._thread.join()
             self._raise_failure()
@@ -160,6 +162,20 @@ class RolloutStream:
             )
         taken.journal.delete_entries()
         return commit
+
+    def _run_in_loop(self, coroutine: Coroutine[Any, Any, Taken]) -> Taken:
+        """Return the result of a coroutine that runs in the stream's thread. Raises CancelledError if the thread ends
+        before."""
+        assert self._loop is not None
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:  # the loop is closed
+            coroutine.close()
+            raise CancelledError from None
+        while not wait([future], timeout=1.0).done:  # a loop that is being closed may not run the coroutine any more
+            if not self._thread.is_alive():
+                raise CancelledError
+        return future.result()
 
     # ---- the stream's thread -----------------------------------------------------------------------------------------
 

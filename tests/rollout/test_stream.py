@@ -3,9 +3,11 @@ slow and stale ones, and that a restart loses no group and uses none twice."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -384,6 +386,82 @@ def test_engine_failure_between_two_rounds_fails_the_next_one(bench: SimulatedBe
     bench.round(1)
     bench.close()
     check_every_prompt_is_used_once(bench)
+
+
+class SlowExit:
+    """Engines that need some time to end after a failure."""
+
+    def __init__(self) -> None:
+        self.failed, self.may_end = threading.Event(), threading.Event()
+
+    def __enter__(self) -> list[str]:
+        return ["http://engine"]
+
+    def __exit__(self, *details: object) -> None:
+        self.failed.set()
+        assert self.may_end.wait(60)
+
+
+def test_failure_is_raised_also_while_the_stream_is_ending(bench: SimulatedBench) -> None:
+    """The engines end seconds later than the event loop if weights are being sent to them."""
+    engines = SlowExit()
+    stream = bench.stream = bench.open(0, fails=lambda prompt: number_of(prompt) == 5)
+    stream.engines = lambda: engines
+    stream.start()
+    bench.clock.resume()
+    assert engines.failed.wait(60)
+    threading.Timer(0.05, engines.may_end.set).start()
+    with pytest.raises(ConnectionError, match="no engine answered"):
+        stream.run_round(0)
+    stream.close()
+
+
+def test_close_waits_for_a_stream_that_is_ending(bench: SimulatedBench) -> None:
+    engines = SlowExit()
+    stream = bench.open(0, fails=lambda prompt: number_of(prompt) == 5)
+    stream.engines = lambda: engines
+    stream.start()
+    bench.clock.resume()
+    assert engines.failed.wait(60)
+    threading.Timer(0.05, engines.may_end.set).start()
+    stream.close()
+    assert not stream._thread.is_alive()
+
+
+def test_failure_is_raised_also_while_the_event_loop_is_closed(bench: SimulatedBench) -> None:
+    """The loop waits for its worker threads, for example for one that writes to the store, and runs no new task."""
+    bench.config = bench.config.model_copy(update={"rollout_timeout": 1e15})
+    bench.length = lambda prompt, index: 2 if number_of(prompt) == 5 else 30
+    may_end, is_closing = asyncio.Event(), threading.Event()
+    stream = bench.open(0, fails=lambda prompt: number_of(prompt) == 5)
+    stream.start()
+    loop = stream._loop
+    assert loop is not None
+
+    async def slow_shutdown() -> None:
+        is_closing.set()
+        await may_end.wait()
+
+    loop.shutdown_default_executor = slow_shutdown  # type: ignore[method-assign]
+    bench.clock.resume()
+    assert is_closing.wait(60)
+    threading.Timer(0.05, loop.call_soon_threadsafe, [may_end.set]).start()
+    with pytest.raises(ConnectionError, match="no engine answered"):
+        stream.run_round(0)
+
+
+def test_engines_that_do_not_start_fail_the_round(bench: SimulatedBench) -> None:
+    class Broken(SlowExit):
+        def __enter__(self) -> list[str]:
+            raise RuntimeError("no engine started")
+
+    stream = bench.open(0)
+    stream.engines = Broken
+    with pytest.raises(RuntimeError, match="no engine started"):
+        stream.start()
+    stream.close()
+    bench.round(0)
+    bench.close()
 
 
 def test_prompt_that_the_engine_refuses_is_used_as_failed(bench: SimulatedBench) -> None:
