@@ -221,42 +221,36 @@ def test_groups_whose_rewards_are_late_are_all_used_with_fresh_tokens(bench: Sim
     check_staleness(bench)
 
 
-CRITICAL = {1: 6.63, 7: 18.5}  # chi-square at 1 %, by degrees of freedom
-
-
 def test_slow_prompts_are_trained_as_often_as_fast_ones(
     tmp_path: Path, tokenizer: PromptTokenizer, clock: Clock
 ) -> None:
     """Log-normal lengths, 2 % of the prompts twenty times the median: 2,000 prompts, one epoch and a half."""
     num_prompts, size, median = 2000, 20, 20
     options = {"rollout_batch_size": size, "n_samples_per_prompt": 1, "rollout_journal_interval": 0.0}
-    bench = SimulatedBench(
-        tmp_path, tokenizer, clock, num_rows=num_prompts, max_staleness=2, train_seconds=30.0, **options
-    )
+    bench = SimulatedBench(tmp_path, tokenizer, clock, num_rows=num_prompts, train_seconds=30.0, **options)
     chance = random.Random(0)
     lengths = [max(1, round(chance.lognormvariate(math.log(median), 0.5))) for _ in range(num_prompts)]
     slow = set(chance.sample(range(num_prompts), num_prompts // 50))
     bench.length = lambda prompt, index: 20 * median if number_of(prompt) in slow else lengths[number_of(prompt)]
     num_rounds = 3 * num_prompts // size // 2
     num_trained: Counter[int] = Counter()
-    busy = []
     for r in range(num_rounds):
         commit = bench.round(r)
-        busy.append(commit.summary["rollout/num_running_groups"] > 0)
+        assert commit.summary["rollout/num_running_groups"] > 0, "generation does not pause between rounds"
         num_trained.update(sample.metadata["i"] for sample in trained(bench, commit) if any(sample.loss_mask))
     bench.close()
-    total = num_rounds * size
-    assert num_trained.total() == total, "every sample has trained tokens"
+    assert num_trained.total() == num_rounds * size, "every sample has trained tokens"
     by_length = sorted(set(range(num_prompts)) - slow, key=lambda number: lengths[number])
-    classes = [slow] + [set(by_length[start::7]) for start in range(7)]
-    expected = [total * len(members) / num_prompts for members in classes]
-    observed = [sum(num_trained[number] for number in members) for members in classes]
-    assert sum((o - e) ** 2 / e for o, e in zip(observed, expected)) < CRITICAL[7], (observed, expected)
-    quantiles = [set(by_length[start : start + 280]) for start in range(0, 1960, 280)] + [slow]
-    expected = [total * len(members) / num_prompts for members in quantiles]
-    observed = [sum(num_trained[number] for number in members) for members in quantiles]
-    assert sum((o - e) ** 2 / e for o, e in zip(observed, expected)) < CRITICAL[7], (observed, expected)
-    assert all(busy), "generation does not pause between rounds"
+    classes = [*(set(by_length[start : start + 280]) for start in range(0, 1960, 280)), slow]
+    assert chi_square(classes, num_trained) < 18.5, "1 %, 7 degrees of freedom"
+    assert chi_square([{number} for number in range(num_prompts)], num_trained) < 2149, "1 %, 1999 degrees of freedom"
+
+
+def chi_square(classes: list[set[int]], num_trained: Counter[int]) -> float:
+    """Return the chi-square statistic of how often the prompts of the classes were trained, if all were equal."""
+    mean = num_trained.total() / sum(map(len, classes))
+    counts = [(sum(num_trained[number] for number in members), mean * len(members)) for members in classes]
+    return sum((observed - expected) ** 2 / expected for observed, expected in counts)
 
 
 # ---- restarts --------------------------------------------------------------------------------------------------------
@@ -381,6 +375,7 @@ def test_engine_failure_between_two_rounds_fails_the_next_one(bench: SimulatedBe
     assert bench.stream is not None
     bench.clock.resume()
     bench.stream._thread.join(60)
+    assert not bench.stream._thread.is_alive()
     with pytest.raises(ConnectionError, match="no engine answered"):
         bench.round(1)
     bench.round(1)
