@@ -96,13 +96,18 @@ class PostTrainConfig(StageConfig):
 
     @model_validator(mode="after")
     def _check_async(self) -> PostTrainConfig:
-        """Check the options of asynchronous training: --async-buffer-size, --async-mode and those that depend on it."""
-        run, rollout = self.run, self.rollout
+        """Check that generation or evaluation during training does not contradict options about memory."""
+        run = self.run
         mode = "--async-mode streaming" if run.streams else f"--async-buffer-size {run.async_buffer_size}"
         if run.generates_ahead and run.alternates_trainer_and_engines:
             raise OptionError(
                 f"{mode} generates while the trainer works, but with --colocate, --offload-train or --offload-rollout "
                 "trainer and engines use the memory in turns: omit one of them"
+            )
+        if run.offloads_engines and run.update_weights_interval > 1:
+            raise OptionError(
+                f"--update-weights-interval {run.update_weights_interval} leaves weights in the engines for several "
+                "rounds, but with --colocate or --offload-rollout they release them after each: omit one of them"
             )
         if self.eval.eval_mode == "apart" and run.alternates_trainer_and_engines:
             raise OptionError(
@@ -111,6 +116,13 @@ class PostTrainConfig(StageConfig):
             )
         if self.eval.eval_mode == "between" and self.eval.eval_num_engines != 1:
             raise OptionError("--eval-num-engines has no effect without --eval-mode apart: add this, or omit it")
+        return self
+
+    @model_validator(mode="after")
+    def _check_streaming(self) -> PostTrainConfig:
+        """Check that --async-mode streaming does not contradict other options, and that its own options come with
+        it."""
+        run, rollout = self.run, self.rollout
         if not run.streams:
             for name in {"max_staleness", "pause_generation_mode"} & run.model_fields_set:
                 if getattr(run, name) != RunConfig.model_fields[name].default:
@@ -131,6 +143,11 @@ class PostTrainConfig(StageConfig):
                     f"{flag} cannot be combined with --async-mode streaming, in which rounds have no end at which "
                     "groups are aborted or returned to a data source: omit one of them"
                 )
+        if run.check_weight_update_equal:
+            raise OptionError(
+                "--check-weight-update-equal cannot be combined with --async-mode streaming, because it overwrites the "
+                "weights while requests use them: omit one of them"
+            )
         if run.update_weights_interval > run.max_staleness + 1:
             raise OptionError(
                 f"--update-weights-interval {run.update_weights_interval} makes tokens older than --max-staleness "

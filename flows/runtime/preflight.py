@@ -80,17 +80,15 @@ def _run_checks_once(flow: str, config_json: str) -> None:
         capabilities = visible_gpu_capabilities() if on_this_machine else None  # None: unknown
         if capabilities is not None:
             engine_backend().check_gpus(options, has_gpus=bool(capabilities))
-            check_eval_engines(flow, config, options.num_engines_to_start(bool(capabilities)))
+            check_eval_engines(config, options.num_engines_to_start(bool(capabilities)))
         if flow == "post_train" and not config.run.debug_rollout_only:
             engine_backend().check_weight_updates(options, capabilities)
     open_store(config.run)  # last, because it writes a probe
 
 
-def check_eval_engines(flow: str, config: PostTrainConfig, num_engines: int) -> None:
+def check_eval_engines(config: PostTrainConfig, num_engines: int) -> None:
     """Check that --eval-mode apart leaves engines for the rollouts. Raises InputError."""
     evals = config.eval
-    if evals.eval_mode == "apart" and flow != "post_train":
-        raise OptionError(f"--eval-mode apart has no effect in the flow `{flow}`, which does not train: omit it")
     if evals.eval_mode == "apart" and num_engines <= evals.eval_num_engines:
         raise EngineError(
             f"--eval-mode apart with --eval-num-engines {evals.eval_num_engines} leaves no engine for rollouts, "
@@ -129,11 +127,7 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
             f"--loss-type {train.loss_type} does not match the flow `{flow}`: `penstock sft` trains on demonstrations "
             "(sft_loss), `penstock train` on graded samples (policy_loss)"
         )
-    if run.check_weight_update_equal and flow in ("sft", "evaluate"):
-        raise OptionError(
-            f"--check-weight-update-equal has no effect in the flow `{flow}`, which sends no weights to engines: "
-            "omit it"
-        )
+    check_loop_options(flow, config)
     if run.check_weight_update_equal and config.speculates:
         raise OptionError(
             "--check-weight-update-equal cannot be combined with --sglang-speculative-algorithm, because it overwrites "
@@ -158,6 +152,23 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
         raise EngineError(
             f"--sglang-{started[0].replace('_', '-')} is an option for starting engines, but the engines of "
             "--rollout-external-engine-addrs are running already: set it where they are started, and leave it out here"
+        )
+
+
+def check_loop_options(flow: str, config: PostTrainConfig) -> None:
+    """Check that options of the loop of rollouts and training are not given to other flows. Raises OptionError."""
+    run = config.run
+    if flow not in ("sft", "evaluate"):
+        return
+    given = {
+        "--check-weight-update-equal": run.check_weight_update_equal,
+        "--async-buffer-size": run.async_buffer_size,
+        "--async-mode streaming": run.streams,
+        "--eval-mode apart": config.eval.eval_mode == "apart",
+    }
+    for flag in (flag for flag, value in given.items() if value):
+        raise OptionError(
+            f"{flag} has no effect in the flow `{flow}`, which does not send weights from a trainer to engines: omit it"
         )
 
 

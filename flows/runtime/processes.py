@@ -22,7 +22,6 @@ from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.engine_options import engine_options, run_placement, starting_weights
 from penstock.flows.runtime.runs import missing_fork_checkpoint
 from penstock.flows.turns import Turns
-from penstock.storage.errors import RunError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.refs import CheckpointRef, RunKeys
 from penstock.storage.store import Store
@@ -238,12 +237,13 @@ class Processes:
 
         Args:
             version: the policy version.
-            rewind: whether a trainer that has a newer version is restored to `version`; otherwise RunError is raised.
+            rewind: whether a trainer that has a newer version is restored to `version`; otherwise RuntimeError is
+                raised.
         """
         if self._shared is not None:
             shared_version, urls = self._shared
             if shared_version != version:
-                raise RunError(f"the engines have got the weights of version {shared_version} meanwhile")
+                raise RuntimeError(f"the engines have got the weights of version {shared_version} meanwhile")
             yield urls
             return
         engines = self.start_engines()
@@ -268,9 +268,9 @@ class Processes:
         elif self._shared_for_evaluation is not None:
             yield self._shared_for_evaluation
         else:
-            with self._pool_for_evaluation.serving(
-                self.weight_version(version), partial(self._publish, version)
-            ) as urls:
+            # A trainer that trains the next rounds meanwhile is not restored.
+            publish = partial(self._publish, version, rewind=not self.turns.is_evaluating)
+            with self._pool_for_evaluation.serving(self.weight_version(version), publish) as urls:
                 yield urls
 
     def publish_for_evaluation(self, version: int) -> None:
@@ -361,7 +361,7 @@ class Processes:
 
     def _send_weights(self, version: int, urls: list[str], *, rewind: bool) -> None:
         if not rewind and (state := self.trainer.policy_state()) is not None and state.version > version:
-            raise RunError(
+            raise RuntimeError(  # not a ValueError, which is not retried
                 f"an engine needs the weights of version {version}, but the trainer has version {state.version}: the "
                 "rollout starts again with these; finished groups are kept"
             )

@@ -286,7 +286,7 @@ def trained_spans(sample: Sample) -> list[list[int]]:
 
 def mask_stale_tokens(sample: Sample, oldest: int) -> int:
     """Set the loss mask and rollout log-probs to 0 for all tokens of a sample that policy versions before `oldest`
-    generated. Return their number. `policy_spans` still counts them, `policy_versions` does not."""
+    generated. Return their number. `policy_spans` still counts them, `policy_versions` is at least `oldest`."""
     spans = policy_spans(sample)
     num_stale = sum(count for version, count in spans if version < oldest)
     if num_stale:
@@ -296,7 +296,9 @@ def mask_stale_tokens(sample: Sample, oldest: int) -> int:
         sample.loss_mask = [0] * start + sample.loss_mask[start:]
         sample.rollout_logprobs = [0.0] * start + sample.rollout_logprobs[start:]
         fresh = [version for version, _ in spans if version >= oldest]
-        sample.policy_versions = (fresh[0], fresh[-1]) if fresh else (sample.policy_versions[1],) * 2
+        sample.policy_versions = (fresh[0], fresh[-1]) if fresh else sample.policy_versions
+    first, last = sample.policy_versions
+    sample.policy_versions = (max(first, oldest), max(last, oldest))
     return num_stale
 
 

@@ -152,7 +152,7 @@ def rollout_stage(
         num_prompts = num_prompts or config.rollout_batch_size
         result = run_blocking(generate_round(context, intake, journal, grader, num_prompts))
         seconds, groups = seconds | result.seconds, result.groups
-        samples = samples_to_train(groups.kept, config)
+        samples, num_masked = samples_to_train(groups.kept, config, round)
         intake.source.add_samples(groups.buffered)
         discarded = intake.groups_discarded_by_source(groups.kept, groups.dropped_groups)
         groups.dropped += [(group, DISCARDED) for group in discarded]
@@ -161,7 +161,7 @@ def rollout_stage(
         prefix,
         samples,
         seconds,
-        lambda: summarize(samples) | round_metrics(result, intake, round, samples, seconds),
+        lambda: summarize(samples) | round_metrics(result, intake, round, samples, seconds, num_masked),
         buffer=[sample for group in intake.buffered_groups for sample in group],
         kind=round.kind,
         index=round.rollout_id,
@@ -312,9 +312,10 @@ async def open_generator(
             yield generator
 
 
-def samples_to_train(groups: Sequence[Group], config: RolloutConfig) -> list[Sample]:
-    """Return the samples of the kept groups; with `mask_offpolicy_in_partial_rollout`, set the loss mask of tokens that
-    earlier policies generated to 0. Raises RuntimeError if all samples have failed."""
+def samples_to_train(groups: Sequence[Group], config: RolloutConfig, round: RolloutRound) -> tuple[list[Sample], int]:
+    """Return the samples of the kept groups. With `mask_offpolicy_in_partial_rollout`, the loss mask of tokens that
+    earlier policies generated is set to 0; with `max_staleness`, that of tokens which are older, whose number is
+    returned, too. Raises RuntimeError if all samples have failed."""
     samples = [sample for group in groups for sample in group]
     failures = [sample for sample in samples if sample.status is Status.FAILED]
     if len(failures) == len(samples):
@@ -325,7 +326,9 @@ def samples_to_train(groups: Sequence[Group], config: RolloutConfig) -> list[Sam
     if config.mask_offpolicy_in_partial_rollout:
         for sample in samples:
             mask_stale_tokens(sample, oldest=sample.policy_versions[1])
-    return samples
+    if not round.max_staleness:
+        return samples, 0
+    return samples, sum(mask_stale_tokens(sample, round.rollout_id - round.max_staleness) for sample in samples)
 
 
 def state_of_groups(result: RoundResult, round: RolloutRound) -> dict[str, Any]:
@@ -348,8 +351,10 @@ def round_metrics(
     round: RolloutRound,
     samples: Sequence[Sample],
     seconds: Mapping[str, float],
+    num_masked: int,
 ) -> dict[str, float]:
-    """Return the metrics (name -> value) of throughput, dynamic sampling, skipped prompts and staleness of a round."""
+    """Return the metrics (name -> value) of throughput, dynamic sampling, skipped prompts and staleness of a round, of
+    which `num_masked` tokens are masked as too old."""
     groups, dataset = result.groups, intake.source.dataset
     metrics = throughput_metrics(result.runner, seconds, result.num_gpus)
     if groups.num_batches > 1 or groups.dropped or groups.buffered:
@@ -361,6 +366,8 @@ def round_metrics(
         metrics["rollout/num_skipped_prompts"] = float(intake.num_skipped)
     if round.kind == "rollout":
         metrics |= staleness_metrics(samples, round.rollout_id)
+    if round.max_staleness:
+        metrics["rollout/masked_stale_tokens"] = float(num_masked)
     return metrics
 
 

@@ -23,12 +23,18 @@ from typing import Any
 
 from penstock.engines.generation import EngineUrls
 from penstock.stages.rollout.deadline import flatten_errors
-from penstock.stages.rollout.group import GroupRunner, mask_stale_tokens, num_trained_tokens
+from penstock.stages.rollout.group import GroupRunner, num_trained_tokens
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.metrics import rollout_metrics
 from penstock.stages.rollout.plugins.filters import load_group_filter
 from penstock.stages.rollout.plugins.hooks import Hooks
-from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample
+from penstock.stages.rollout.prompts.data_source import (
+    Group,
+    RolloutRound,
+    copy_sample,
+    is_too_old,
+    without_responses,
+)
 from penstock.stages.rollout.resume_point import ResumePoint
 from penstock.stages.rollout.rollout import (
     CollectedGroups,
@@ -45,7 +51,7 @@ from penstock.stages.rollout.rollout import (
 )
 from penstock.storage.preemption import Preempted
 from penstock.storage.refs import Commit
-from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.sample import Sample
 
 FILL_INTERVAL = 0.05  # seconds between checks whether more groups may be started
 
@@ -107,6 +113,7 @@ class RolloutStream:
         self._running: dict[asyncio.Task[None], Flight] = {}
         self._finished: list[Flight] = []  # the group that finished first comes first
         self._dropped: list[tuple[Group, str]] = []
+        self._num_taken = 0  # groups that a round has taken, until its commit is prepared
         self._num_wasted_tokens = 0
         self._idle_seconds = 0.0  # without a group in flight, in this round
         self._idle_since: float | None = None  # set while no group is in flight
@@ -225,16 +232,20 @@ class RolloutStream:
 
     async def _fill(self) -> None:
         """Start groups whenever fewer are in flight or unused than could be trained before they get too old."""
-        config, round = self.context.config, self.round
+        config, round, version = self.context.config, self.round, self.engine_version()
         while True:
+            if version != self.engine_version():
+                version = self.engine_version()
+                self._changed.set()
             if self.context.stop is not None:
                 self.context.stop.raise_if_requested()
-            end = min(self.num_rounds, self.engine_version() + round.max_staleness + 1)
+            end = min(self.num_rounds, version + round.max_staleness + 1)
             rounds = end - self.round.rollout_id
-            room = rounds * config.rollout_batch_size - len(self._running) - len(self._finished)
+            num_started = len(self._running) + len(self._finished) + self._num_taken
+            room = rounds * config.rollout_batch_size - num_started
             if room > 0:
                 for group in self.intake.next_groups(room):
-                    self._start(Flight(without_responses(group), self.engine_version()), group)
+                    self._start(Flight(without_responses(group), version), group)
             await asyncio.sleep(FILL_INTERVAL)
 
     def _start(self, flight: Flight, group: Group) -> None:
@@ -286,6 +297,7 @@ class RolloutStream:
             ) from None
         self._finished.sort(key=lambda flight: flight.version if flight.is_repeated else math.inf)  # stable
         taken, self._finished = self._finished[:size], self._finished[size:]
+        self._num_taken = size
         kept = sorted((flight.group or [] for flight in taken), key=lambda group: group[0].group_id)
         for sample in (sample for group in kept for sample in group if sample.rollout_id != rollout_id):
             sample.metadata.setdefault("start_rollout_id", sample.rollout_id)
@@ -294,20 +306,17 @@ class RolloutStream:
         await asyncio.to_thread(
             self.hooks.run_round_hook, kept + [group for group, _ in self._dropped], self.intake.source
         )
-        samples = samples_to_train(kept, config)
-        num_masked = sum(mask_stale_tokens(sample, oldest) for sample in samples)
-        for sample in samples:  # changes only samples without a trained token
-            first, last = sample.policy_versions
-            sample.policy_versions = (max(first, oldest), max(last, oldest))
+        samples, num_masked = samples_to_train(kept, config, round)
         return self._end_round(kept, samples, num_masked)
 
     async def _wait_for_groups(self, oldest: int, number: int) -> None:
         """Wait until `number` groups are finished that have tokens of policy version `oldest` or newer, and no group
         that is generated once more would get too old again before a later round can take it."""
         while True:
-            self._repeat_stale_groups(oldest)
-            if len(self._finished) >= number and not self._must_await_repeated_groups(oldest, number):
-                return
+            if self.engine_version() >= oldest:  # otherwise also new groups would be too old
+                self._repeat_stale_groups(oldest)
+                if len(self._finished) >= number and not self._must_await_repeated_groups(oldest, number):
+                    return
             if self.context.on_progress is not None:
                 self.context.on_progress(min(len(self._finished), number), number)
             self._changed.clear()
@@ -329,8 +338,7 @@ class RolloutStream:
         """Start those finished groups again whose tokens all come from policy versions before `oldest`."""
         for flight in list(self._finished):
             group = flight.group or []
-            newest = max((sample.policy_versions[1] for sample in group if any(sample.loss_mask)), default=oldest)
-            if newest < oldest and not flight.is_repeated:
+            if is_too_old(group, oldest) and not flight.is_repeated:
                 self._finished.remove(flight)
                 self._num_wasted_tokens += num_trained_tokens(group)
                 self.runner.journal.forget_finished_group(group[0].group_id)
@@ -349,9 +357,11 @@ class RolloutStream:
             self._num_engines * config.rollout_num_gpus_per_engine,
             seconds={"generate": time.perf_counter() - self._since},
         )
-        metrics = round_metrics(result, self.intake, round, samples, result.seconds)
-        metrics["rollout/masked_stale_tokens"] = float(num_masked)
+        metrics = round_metrics(result, self.intake, round, samples, result.seconds, num_masked)
+        unused = [flight.before for flight in self._running.values()] + waiting + self.intake.buffered_groups
         self._count_idle_seconds()
+        metrics.pop("rollout/num_waves", None)
+        metrics["rollout/num_buffered_groups"] = float(len(unused))
         metrics["rollout/num_waiting_groups"] = float(len(waiting))
         metrics["rollout/num_running_groups"] = float(len(self._running))
         metrics["perf/engine_idle_ratio"] = min(1.0, self._idle_seconds / result.seconds["generate"])
@@ -361,12 +371,12 @@ class RolloutStream:
             "shown": sample_preview(samples, config.num_shown_samples),
             **state_of_groups(result, round),
         }
-        unused = [flight.before for flight in self._running.values()] + waiting + self.intake.buffered_groups
         buffer = [copy_sample(sample) for group in unused for sample in group]
         taken = Taken(samples, runner.journal, result.seconds, metrics, state, buffer)
 
         self.round = replace(round, rollout_id=round.rollout_id + 1, policy_version=self.engine_version())
         self.intake.begin_round(self.round)
+        self._num_taken = 0
         runner.begin_round(self.round, self._open_journal(self.round))
         self._dropped, self._num_wasted_tokens, self._idle_seconds = [], 0, 0.0
         self._since = time.perf_counter()
@@ -386,18 +396,3 @@ class RolloutStream:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-def without_responses(group: Group) -> Group:
-    """Return copies of a group's samples as they were before their responses, one for each trajectory."""
-    first = {sample.trajectory_id: sample for sample in reversed(group)}
-    copies = [copy_sample(first[name]) for name in dict.fromkeys(sample.trajectory_id for sample in group)]
-    for sample in copies:
-        num_prompt = sample.prompt_length
-        sample.token_ids = sample.token_ids[:num_prompt]
-        sample.loss_mask, sample.rollout_logprobs = [0] * num_prompt, [0.0] * num_prompt
-        sample.response, sample.reward, sample.rewards, sample.routed_experts = "", None, {}, None
-        sample.status = Status.PENDING
-        for name in ("policy_spans", "start_rollout_id", "error"):
-            sample.metadata.pop(name, None)
-    return copies

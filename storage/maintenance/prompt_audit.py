@@ -113,10 +113,10 @@ def _matches_commit(row: dict[str, Any], metadata: dict[str, Any], commit: Commi
     earlier round may begin with an older policy version."""
     first, last = row["policy_versions"]
     limit = max_staleness(commit)
-    if metadata.get("start_rollout_id") is not None and not commit.state.get("updates_in_flight"):
-        oldest = 0
-    elif limit:
+    if limit:
         oldest = commit.index - limit
+    elif metadata.get("start_rollout_id") is not None:
+        oldest = 0
     else:
         oldest = commit.policy_version
     return bool(row["rollout_id"] == commit.index and oldest <= first <= last <= commit.policy_version)

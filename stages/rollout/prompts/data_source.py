@@ -102,6 +102,26 @@ def copy_sample(sample: Sample) -> Sample:
     )
 
 
+def is_too_old(group: Group, oldest: int) -> bool:
+    """Return whether all trained tokens of a group come from policy versions before `oldest`."""
+    return max((sample.policy_versions[1] for sample in group if any(sample.loss_mask)), default=oldest) < oldest
+
+
+def without_responses(group: Group) -> Group:
+    """Return copies of a group's samples as they were before their responses, one for each trajectory."""
+    first = {sample.trajectory_id: sample for sample in reversed(group)}
+    copies = [copy_sample(first[name]) for name in dict.fromkeys(sample.trajectory_id for sample in group)]
+    for sample in copies:
+        num_prompt = sample.prompt_length
+        sample.token_ids = sample.token_ids[:num_prompt]
+        sample.loss_mask, sample.rollout_logprobs = [0] * num_prompt, [0.0] * num_prompt
+        sample.response, sample.reward, sample.rewards, sample.routed_experts = "", None, {}, None
+        sample.status = Status.PENDING
+        for name in ("policy_spans", "start_rollout_id", "error"):
+            sample.metadata.pop(name, None)
+    return copies
+
+
 def group_by_group_id(samples: Iterable[Any]) -> list[Group]:
     """Group samples by group id, in order of first occurrence. The elements of `samples` are samples or lists of
     samples."""
@@ -341,6 +361,9 @@ class PromptIntake:
         number of the round that generated its first token.
         """
         round, groups = self.source.dataset.round, take_checked_groups(self.source, count)
+        if round.max_staleness and not round.updates_in_flight:
+            oldest = round.rollout_id - round.max_staleness
+            groups = [without_responses(group) if is_too_old(group, oldest) else group for group in groups]
         for group in groups:
             self._groups[group[0].group_id] = group
             for sample in group:
@@ -354,7 +377,8 @@ class PromptIntake:
         return groups
 
     def begin_round(self, round: RolloutRound) -> None:
-        """Assign groups that are taken from now on to `round`."""
+        """Assign groups that are taken from now on to `round`, and forget those of earlier rounds."""
+        self._groups.clear()
         self.source.dataset.round = round
         self._skipped_before = self.source.dataset.state.skipped
 
