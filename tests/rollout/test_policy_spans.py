@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from penstock.engines.generation import Generation
+from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import append_generation, mask_stale_tokens, policy_spans
-from penstock.stages.rollout.prompts.data_source import RolloutRound
+from penstock.stages.rollout.prompts.data_source import PromptIntake, RolloutRound, is_too_old, without_responses
+from penstock.stages.rollout.rollout import samples_to_train
 from penstock.storage.samples.sample import Sample, Status
 
 STREAMING = RolloutRound("run", 5, policy_version=3, max_staleness=2, updates_in_flight=True)
@@ -67,3 +71,60 @@ def test_tokens_of_versions_before_the_oldest_are_masked(oldest: int, num_stale:
     sample.metadata["policy_spans"] = [[3, 2], [4, 1], [5, 1]]
     assert mask_stale_tokens(sample, oldest) == num_stale
     assert sample.loss_mask == mask and [bool(p) for p in sample.rollout_logprobs] == [bool(m) for m in mask]
+
+
+def buffered_group(*versions: tuple[int, int]) -> list[Sample]:
+    """A finished group of round 3 with one sample of two tokens for each pair of policy versions."""
+    group = []
+    for index, (first, last) in enumerate(versions):
+        sample = Sample(f"g-{index}", "g", f"g-{index}", 3, prompt="1+1", label="2", token_ids=[7, 8, 9, 9])
+        sample.loss_mask, sample.rollout_logprobs, sample.policy_versions = [0, 0, 1, 1], [0, 0, -1, -1], (first, last)
+        sample.status, sample.reward, sample.response = Status.COMPLETED, 1.0, "99"
+        if first != last:
+            sample.metadata["policy_spans"] = [[first, 1], [last, 1]]
+        group.append(sample)
+    return group
+
+
+def test_a_group_is_too_old_if_all_its_tokens_are() -> None:
+    assert not is_too_old(buffered_group((2, 4), (1, 1)), oldest=4)
+    assert is_too_old(buffered_group((2, 4), (1, 1)), oldest=5)
+    assert not is_too_old([new_sample()], oldest=5), "it has no token"
+
+
+def test_a_group_starts_again_from_its_prompt() -> None:
+    again = without_responses(buffered_group((2, 4), (1, 1)))
+    for sample, number in zip(again, range(2), strict=True):
+        assert (sample.sample_id, sample.label, sample.status) == (f"g-{number}", "2", Status.PENDING)
+        assert sample.token_ids == [7, 8] and sample.loss_mask == [0, 0] == sample.rollout_logprobs
+        assert sample.reward is None and sample.response == "" and "policy_spans" not in sample.metadata
+
+
+def test_a_buffered_group_that_is_too_old_for_a_round_is_generated_again() -> None:
+    class Source:  # of two buffered groups
+        args = SimpleNamespace(n_samples_per_prompt=2)
+        dataset = SimpleNamespace(
+            round=RolloutRound("run", 6, policy_version=5, max_staleness=2), state=SimpleNamespace(skipped=0, issued=9)
+        )
+
+        def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+        def restore_buffer(self, samples: list[Sample]) -> None:
+            self.samples = samples
+
+        def get_samples(self, num_samples: int) -> list[list[Sample]]:
+            return [self.samples[:2], self.samples[2:]]
+
+        def buffered_samples(self) -> list[Sample]:
+            return []
+
+    old, fresh = buffered_group((2, 3), (1, 1)), buffered_group((3, 4), (4, 4))
+    for sample in fresh:
+        sample.group_id, sample.sample_id, sample.trajectory_id = "f", f"f{sample.sample_id}", f"f{sample.sample_id}"
+    for sample in [*old, *fresh]:
+        sample.group_id = {"g": "1", "f": "2"}[sample.group_id]
+    first, second = PromptIntake(Source(), None, [*old, *fresh]).next_groups(2)  # type: ignore[arg-type]
+    assert [sample.status for sample in first] == [Status.PENDING] * 2
+    assert [sample.status for sample in second] == [Status.COMPLETED] * 2
+    samples, num_masked = samples_to_train([second], RolloutConfig(prompt_data=["p"]), Source.dataset.round)
+    assert num_masked == 1 and samples[0].loss_mask == [0, 0, 0, 1]
