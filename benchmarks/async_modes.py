@@ -38,7 +38,7 @@ MODES = {
 }
 LIMITS = {"synchronous": 0, "ahead": 1, "streaming": 2}  # policy versions
 GOALS = {"ahead": 0.62, "streaming": 0.58}  # of the synchronous wall time
-SIZES = ["--rollout-batch-size", "128", "--global-batch-size", "1024", "--max-tokens-per-gpu", "256"]
+SIZES = ["--rollout-batch-size", "128", "--global-batch-size", "1024", "--max-tokens-per-gpu", "1024"]
 """Sizes of a round with which generation and training take about equal time on one core each."""
 
 
