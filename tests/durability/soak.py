@@ -19,8 +19,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = map(str, [Path(__file__).parent, *Path(__file__).parents[1:3]])
 
 from harness import Pipeline, World
 

@@ -626,6 +626,29 @@ def rows_of_one_half() -> Iterator[Bad]:
     yield train("--debug-rollout-only", "--rollout-external-engine-addrs", "127.0.0.1:1")
 
 
+def rows_of_async() -> Iterator[Bad]:
+    """Options that asynchronous training cannot combine (test_async_options.py checks the messages)."""
+    for words, culprit in (
+        ("--async-buffer-size 1 --colocate", "--async-buffer-size 1"), ("--async-buffer-size 1 --offload-train",
+        "--offload-train"), ("--async-mode streaming --offload-rollout", "--async-mode streaming"),
+        ("--eval-mode apart --colocate", "--eval-mode apart"), ("--eval-num-engines 2", "--eval-num-engines"),
+        ("--max-staleness 3", "--max-staleness"), ("--pause-generation-mode in_place", "--pause-generation-mode"),
+        ("--async-mode streaming --async-buffer-size 1", "--async-buffer-size"),
+        ("--async-mode streaming --partial-rollout --over-sampling-batch-size 8", "--partial-rollout"),
+        ("--async-mode streaming --over-sampling-batch-size 8", "--over-sampling-batch-size"),
+        ("--async-mode streaming --data-source-path {root}/functions.py:Source", "--data-source-path"),
+        ("--async-mode streaming --buffer-filter-path {root}/functions.py:one", "--buffer-filter-path"),
+        ("--async-mode streaming --update-weights-interval 4", "--update-weights-interval"),
+        ("--async-mode streaming --debug-rollout-only", "--debug-rollout-only"),
+        ("--eval-mode apart --eval-prompt-data sums {root}/prompts.jsonl", "--eval-mode apart"),
+    ):  # fmt: skip
+        yield train(*words.split(" "), culprit=culprit)
+    yield on("eval", "--eval-mode", "apart", culprit="--eval-mode apart")
+    for words in ("--colocate", "--async-buffer-size x", "--async-mode streaming --async-buffer-size 1"):
+        row = train(*words.split(" "))
+        yield Bad(("train-async", *row.words[1:]), "--async-buffer-size")
+
+
 def rows_of_data() -> Iterator[Bad]:
     """Prompt files."""
     for name in (
@@ -675,6 +698,7 @@ def quick_rows() -> list[Bad]:
         *rows_of_words(),
         *rows_of_requests(),
         *rows_of_one_half(),
+        *rows_of_async(),
         *rows_of_data(),
     ]
     return [*made, *rows_of_models(), *[*rows_of_fields()][::4]]

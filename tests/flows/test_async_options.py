@@ -1,0 +1,105 @@
+"""Options of asynchronous training: `penstock train-async`, defaults that depend on the mode, and refusals. The rows of
+`rows_of_async` in bad_inputs.py try the same refusals as commands."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.flows import cli
+from penstock.flows.config import PostTrainConfig, config_hash
+from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime import runner
+from penstock.storage.errors import OptionError
+
+STREAMING = "--async-mode streaming"
+
+
+@pytest.mark.parametrize(
+    ("words", "found", "advice"),
+    [
+        ("--async-buffer-size 1 --colocate", "--async-buffer-size 1 .*--colocate", "omit one of them"),
+        ("--async-buffer-size 3 --offload-train", "--async-buffer-size 3 .*--offload-train", "omit one of them"),
+        (f"{STREAMING} --offload-rollout", f"{STREAMING} .*--offload-rollout", "omit one of them"),
+        ("--eval-mode apart --colocate", "--eval-mode apart .*--colocate", "omit one of them"),
+        ("--eval-num-engines 2", "--eval-num-engines .*without --eval-mode apart", "add this, or omit it"),
+        ("--max-staleness 3", f"--max-staleness .*without {STREAMING}", "add this, or omit it"),
+        ("--pause-generation-mode in_place", f"--pause-generation-mode .*without {STREAMING}", "add this, or omit it"),
+        ("--async-buffer-size 1 --max-staleness 1", f"--max-staleness .*without {STREAMING}", "add this, or omit it"),
+        (f"{STREAMING} --async-buffer-size 1", "--async-buffer-size cannot be combined", "omit one of them"),
+        (f"{STREAMING} --partial-rollout", "--partial-rollout cannot be combined", "omit one of them"),
+        (f"{STREAMING} --over-sampling-batch-size 64", "--over-sampling-batch-size cannot", "omit one of them"),
+        (f"{STREAMING} --data-source-path source.py:Source", "--data-source-path cannot", "omit one of them"),
+        (f"{STREAMING} --buffer-filter-path filter.py:f", "--buffer-filter-path cannot", "omit one of them"),
+        (f"{STREAMING} --update-weights-interval 4", "interval 4 .*--max-staleness 2", "an interval of at most 3"),
+        (
+            f"{STREAMING} --max-staleness 1 --update-weights-interval 3",
+            "interval 3 .*--max-staleness 1",
+            "an interval of at most 2",
+        ),
+    ],
+)
+def test_contradicting_options_are_refused_with_advice(words: str, found: str, advice: str) -> None:
+    with pytest.raises(OptionError, match=f"{found}.*: .*{advice}$"):
+        parse_config(words.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--async-buffer-size 2 --update-weights-interval 5",
+        "--async-buffer-size 1 --partial-rollout --over-sampling-batch-size 64",
+        f"{STREAMING} --max-staleness 1 --update-weights-interval 2 --pause-generation-mode in_place",
+        "--max-staleness 2 --pause-generation-mode retract",  # the defaults
+        "--eval-mode apart --eval-num-engines 2",
+        "--update-weights-interval 3 --colocate",
+    ],
+)
+def test_possible_combination_is_accepted(words: str) -> None:
+    parse_config(words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "limit"),
+    [
+        ("", 0),
+        ("--async-buffer-size 1", 1),
+        ("--update-weights-interval 3", 2),
+        ("--async-buffer-size 2 --update-weights-interval 3", 4),
+        (STREAMING, 2),
+        (f"{STREAMING} --max-staleness 5 --update-weights-interval 2", 5),
+    ],
+)
+def test_corrections_are_on_if_tokens_may_be_stale(words: str, limit: int) -> None:
+    config = parse_config(words.split())
+    assert config.run.staleness_limit == limit
+    assert config.train.use_tis == (limit > 0)
+    assert not parse_config([*words.split(), "--no-use-tis"]).train.use_tis, "as given"
+    assert not parse_config([*words.split(), "--use-rollout-logprobs"]).train.use_tis, "it needs no correction"
+
+
+def train_async(words: str, monkeypatch: pytest.MonkeyPatch) -> PostTrainConfig:
+    """Return the config with which `penstock train-async` starts the flow `post_train`."""
+    configs: list[PostTrainConfig] = []
+
+    def run_flow(name: str, config: PostTrainConfig) -> int:
+        assert name == "post_train"
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr(runner, "run_flow", run_flow)
+    assert cli.run_command(["train-async", *words.split()]) == 0
+    return configs[0]
+
+
+def test_train_async_is_train_with_one_rollout_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert train_async("--lr 1e-4", monkeypatch) == parse_config(["--lr", "1e-4", "--async-buffer-size", "1"])
+    assert train_async("--async-buffer-size 4", monkeypatch).run.async_buffer_size == 4
+    assert train_async(STREAMING, monkeypatch) == parse_config(STREAMING.split())
+
+
+def test_train_async_without_rollouts_ahead_is_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same config, so the same flow: K = 0 and N = 1 is the synchronous loop."""
+    words = "--lr 1e-4 --rollout-batch-size 8 --n-samples-per-prompt 4 --seed 3"
+    config, synchronous = train_async(f"{words} --async-buffer-size 0", monkeypatch), parse_config(words.split())
+    assert config == synchronous and config_hash(config) == config_hash(synchronous)
+    assert not config.run.generates_ahead and config.run.staleness_limit == 0
