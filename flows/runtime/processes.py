@@ -83,6 +83,7 @@ class Processes:
         self.turns = Turns(max_ahead, run.update_weights_interval)
         # Policy version and address function inside `share_engines_at` and `engines_for_stream`.
         self._shared: tuple[int, Callable[[], list[str]]] | None = None
+        self._serving = threading.RLock()  # held by the thread whose block keeps the engines at a policy version
         self.stream_ended = threading.Event()  # cleared inside `engines_for_stream`
         self.stream_ended.set()
 
@@ -235,24 +236,31 @@ class Processes:
         """Load policy `version` into all engines, and into engines that restart during the block. Yields a function
         that returns the addresses of the live engines.
 
+        If another thread is inside such a block or inside `engines_for_stream`, wait until it ends or shares the engines.
+
         Args:
             version: the policy version.
             rewind: whether a trainer that has a newer version is restored to `version`; otherwise RuntimeError is
                 raised.
         """
-        if self._shared is not None:
-            shared_version, urls = self._shared
+        while (shared := self._shared) is None and not self._serving.acquire(timeout=0.1):
+            pass
+        if shared is not None:
+            shared_version, urls = shared
             if shared_version != version:
                 raise RuntimeError(f"the engines have got the weights of version {shared_version} meanwhile")
             yield urls
             return
-        engines = self.start_engines()
-        self._offload_trainer(keep_weights=True)
-        publish = partial(self._publish, version, rewind=rewind)
-        with engines.serving(self.weight_version(version), publish) as urls:
-            self.turns.weights_sent(version)
-            self._offload_trainer()
-            yield urls
+        try:
+            engines = self.start_engines()
+            self._offload_trainer(keep_weights=True)
+            publish = partial(self._publish, version, rewind=rewind)
+            with engines.serving(self.weight_version(version), publish) as urls:
+                self.turns.weights_sent(version)
+                self._offload_trainer()
+                yield urls
+        finally:
+            self._serving.release()
 
     @property
     def evaluates_apart(self) -> bool:
@@ -311,6 +319,7 @@ class Processes:
         self.stream_ended.clear()
         with ExitStack() as entered:
             entered.callback(self.stream_ended.set)
+            entered.enter_context(self._serving)
             with turns.sending():
                 version = turns.num_trained
                 publish = self._publish_newest

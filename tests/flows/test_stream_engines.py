@@ -1,0 +1,161 @@
+"""The engines of a stream, and evaluations that use them meanwhile, with a scripted engine pool."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.processes import Processes
+from penstock.storage.errors import RunError
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
+
+HANG = 60.0  # seconds; only a deadlock exceeds it
+URLS = ["http://engine"]
+
+
+class ScriptedPool:
+    """Engines that need time until they serve; only one thread at a time can be inside `serving`, as in EnginePool."""
+
+    def __init__(self) -> None:
+        self.lock, self.is_starting, self.may_serve = threading.RLock(), threading.Event(), threading.Event()
+        self.updates: list[str] = []
+
+    @contextmanager
+    def serving(self, version: str, publish: Callable[[list[str]], None]) -> Iterator[Callable[[], list[str]]]:
+        with self.lock:
+            self.is_starting.set()
+            assert self.may_serve.wait(HANG)
+            publish(URLS)
+            self.updates.append(version)
+            yield lambda: URLS
+
+    def update_while_serving(self, version: str, publish: Callable[[list[str]], None]) -> None:
+        publish(URLS)
+        self.updates.append(version)
+
+
+@pytest.fixture
+def pool() -> ScriptedPool:
+    return ScriptedPool()
+
+
+@pytest.fixture
+def processes(tmp_path: Path, pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch) -> Processes:
+    config = parse_config(["--async-mode", "streaming", "--max-staleness", "2", "--num-rollout", "9"])
+    keys, store = RunKeys("run"), Store(str(tmp_path / "store"))
+    processes = Processes(config, store, keys, {}, note=lambda text: None, on_published=lambda *published: None)
+    monkeypatch.setattr(processes, "start_engines", lambda: pool)
+    monkeypatch.setattr(processes, "_send_weights", lambda version, urls, rewind: None)
+    processes.turns.num_trained = 3
+    return processes
+
+
+class Stream:
+    """A thread inside `engines_for_stream` until `end`."""
+
+    def __init__(self, processes: Processes) -> None:
+        self.processes, self.serves, self.may_end = processes, threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        with self.processes.engines_for_stream() as urls:
+            assert urls() == URLS
+            self.serves.set()
+            assert self.may_end.wait(HANG)
+
+    def end(self) -> None:
+        self.may_end.set()
+        self.thread.join(HANG)
+        assert not self.thread.is_alive(), "deadlock"
+
+
+def evaluate(processes: Processes, version: int) -> tuple[threading.Thread, list[Any]]:
+    """Evaluate a policy in a thread. Returns it, and a list of its result: the engines' addresses or an exception."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            with processes.engines_for_evaluation(version) as urls:
+                results.append(urls())
+        except RunError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, results
+
+
+def train(processes: Processes, rollout_id: int) -> None:
+    with processes.turns.training(rollout_id):
+        pass
+
+
+@pytest.mark.parametrize("version", [3, 2])
+def test_evaluation_that_finds_a_starting_stream_uses_its_engines(
+    processes: Processes, pool: ScriptedPool, version: int
+) -> None:
+    """Regression test: it waited for the end of the stream, which waited for rounds, whose weights waited for it."""
+    stream = Stream(processes)
+    assert pool.is_starting.wait(HANG)
+    thread, results = evaluate(processes, version)
+    thread.join(0.05)
+    pool.may_serve.set()
+    thread.join(HANG / 4)
+    assert not thread.is_alive(), "deadlock"
+    if version == 3:
+        assert results == [URLS]
+    else:
+        assert isinstance(results[0], RunError) and "version 3 meanwhile" in str(results[0])
+    assert stream.thread.is_alive() and not processes.stream_ended.is_set()
+    stream.end()
+    assert processes.stream_ended.is_set() and pool.updates == ["run/3"]
+
+
+def test_stream_waits_for_an_evaluation_that_uses_the_engines(processes: Processes, pool: ScriptedPool) -> None:
+    pool.may_serve.set()
+    with processes.engines_at(3):
+        stream = Stream(processes)
+        assert not stream.serves.wait(0.05)
+        trainer = threading.Thread(target=train, args=(processes, 3), daemon=True)
+        trainer.start()
+        trainer.join(HANG / 4)
+        assert not trainer.is_alive(), "a stream that waits does not delay the trainer"
+    assert stream.serves.wait(HANG)
+    stream.end()
+    assert pool.updates == ["run/3", "run/4"]
+
+
+def test_weights_are_sent_during_an_evaluation_only_when_rollouts_would_get_too_old(
+    processes: Processes, pool: ScriptedPool
+) -> None:
+    pool.may_serve.set()
+    stream, turns = Stream(processes), processes.turns
+    assert stream.serves.wait(HANG)
+    turns.begin_evaluation()
+    turns.num_trained = 4
+    processes.publish_in_flight(4)
+    assert turns.sent == 3, "4 - 3 + 1 <= --max-staleness 2: later"
+    turns.num_trained = 5
+    publish = threading.Thread(target=processes.publish_in_flight, args=(5,), daemon=True)
+    publish.start()
+    publish.join(0.05)
+    assert publish.is_alive() and turns.sent == 3, "it waits for the evaluation"
+    turns.end_evaluation()
+    publish.join(HANG)
+    assert not publish.is_alive() and turns.sent == 5 and pool.updates == ["run/3", "run/5"]
+    with pytest.raises(RunError, match="version 5 meanwhile"), processes.engines_at(3):
+        pass
+    stream.end()
+
+
+def test_weights_are_not_sent_without_a_stream(processes: Processes, pool: ScriptedPool) -> None:
+    processes.publish_in_flight(3)
+    assert pool.updates == [] and processes.turns.sent is None
