@@ -236,7 +236,8 @@ class Processes:
         """Load policy `version` into all engines, and into engines that restart during the block. Yields a function
         that returns the addresses of the live engines.
 
-        If another thread is inside such a block or inside `engines_for_stream`, wait until it ends or shares the engines.
+        If another thread is inside such a block or inside `engines_for_stream`, wait until it ends or shares the
+        engines.
 
         Args:
             version: the policy version.

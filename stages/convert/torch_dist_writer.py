@@ -118,7 +118,7 @@ def plan_units(
             )
             rows = _slice_source_ranges(whole, piece.part[0].start, piece.part[0].stop)
             placed.append(
-                (_last_source_position(weights, rows), Slice(piece.key, piece.offset, piece.sizes, dtype, rows))
+                (last_source_position(weights, rows), Slice(piece.key, piece.offset, piece.sizes, dtype, rows))
             )
     placed.sort(key=lambda entry: (entry[0], entry[1].key, entry[1].offset))
     return group_units([piece for _, piece in placed], unit_bytes)
@@ -137,7 +137,7 @@ def group_units(slices: Iterable[Slice], unit_bytes: int = UNIT_BYTES) -> list[W
     return [WorkUnit(index, tuple(group)) for index, group in enumerate(groups)]
 
 
-def _last_source_position(weights: HFWeights, rows: tuple[RowRange, ...]) -> tuple[int, int]:
+def last_source_position(weights: HFWeights, rows: tuple[RowRange, ...]) -> tuple[int, int]:
     """Return (index of the file, end offset in the file) of the rows that come last in the source."""
     files = {path: index for index, path in enumerate(weights.files)}
     ends = [(weights.locations[run.name], run.stop * weights.info[run.name].row_bytes) for run in rows]

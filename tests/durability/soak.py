@@ -19,7 +19,9 @@ import time
 from functools import partial
 from pathlib import Path
 
-sys.path[:0] = map(str, [Path(__file__).parent, *Path(__file__).parents[1:3]])
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import Pipeline, World
 

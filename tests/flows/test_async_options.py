@@ -30,6 +30,8 @@ STREAMING = "--async-mode streaming"
         (f"{STREAMING} --over-sampling-batch-size 64", "--over-sampling-batch-size cannot", "omit one of them"),
         (f"{STREAMING} --data-source-path source.py:Source", "--data-source-path cannot", "omit one of them"),
         (f"{STREAMING} --buffer-filter-path filter.py:f", "--buffer-filter-path cannot", "omit one of them"),
+        (f"{STREAMING} --check-weight-update-equal", "overwrites the weights", "omit one of them"),
+        ("--update-weights-interval 3 --colocate", "interval 3 leaves weights", "omit one of them"),
         (f"{STREAMING} --update-weights-interval 4", "interval 4 .*--max-staleness 2", "an interval of at most 3"),
         (
             f"{STREAMING} --max-staleness 1 --update-weights-interval 3",
@@ -51,7 +53,7 @@ def test_contradicting_options_are_refused_with_advice(words: str, found: str, a
         f"{STREAMING} --max-staleness 1 --update-weights-interval 2 --pause-generation-mode in_place",
         "--max-staleness 2 --pause-generation-mode retract",  # the defaults
         "--eval-mode apart --eval-num-engines 2",
-        "--update-weights-interval 3 --colocate",
+        "--update-weights-interval 3 --offload-train",
     ],
 )
 def test_possible_combination_is_accepted(words: str) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.processes import Processes
-from penstock.storage.errors import RunError
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
@@ -85,7 +84,7 @@ def evaluate(processes: Processes, version: int) -> tuple[threading.Thread, list
         try:
             with processes.engines_for_evaluation(version) as urls:
                 results.append(urls())
-        except RunError as error:
+        except RuntimeError as error:
             results.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -113,7 +112,7 @@ def test_evaluation_that_finds_a_starting_stream_uses_its_engines(
     if version == 3:
         assert results == [URLS]
     else:
-        assert isinstance(results[0], RunError) and "version 3 meanwhile" in str(results[0])
+        assert isinstance(results[0], RuntimeError) and "version 3 meanwhile" in str(results[0])
     assert stream.thread.is_alive() and not processes.stream_ended.is_set()
     stream.end()
     assert processes.stream_ended.is_set() and pool.updates == ["run/3"]
@@ -151,7 +150,7 @@ def test_weights_are_sent_during_an_evaluation_only_when_rollouts_would_get_too_
     turns.end_evaluation()
     publish.join(HANG)
     assert not publish.is_alive() and turns.sent == 5 and pool.updates == ["run/3", "run/5"]
-    with pytest.raises(RunError, match="version 5 meanwhile"), processes.engines_at(3):
+    with pytest.raises(RuntimeError, match="version 5 meanwhile"), processes.engines_at(3):
         pass
     stream.end()
 
