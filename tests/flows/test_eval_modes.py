@@ -1,0 +1,120 @@
+"""Evaluations while training continues: on engines of their own, on engines that generate rollouts, or later."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from penstock_command import penstock
+
+from penstock.engines.serving.pool import EnginePool
+from penstock.flows.commands.demo_model import make_tiny_data
+from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.preflight import check_eval_engines
+from penstock.storage.errors import EngineError, OptionError
+from penstock.storage.maintenance.audit import audit_run
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
+
+KEYS = RunKeys("r")
+
+
+def pool_of(num_engines: int) -> EnginePool:
+    pool = object.__new__(EnginePool)
+    pool._lock, pool.listener, pool._split_off = threading.RLock(), print, []
+    pool._replicas = [SimpleNamespace(known_url=f"http://{n}", place=lambda n=n: n) for n in range(num_engines)]  # type: ignore[misc]
+    return pool
+
+
+def test_split_moves_the_last_engines_to_another_pool() -> None:
+    pool = pool_of(3)
+    other = pool.split(1)
+    assert [replica.known_url for replica in pool._replicas] == ["http://0", "http://1"]
+    assert [replica.known_url for replica in other._replicas] == ["http://2"]
+    assert other._lock is not pool._lock and other.listener is not pool.listener
+    assert pool.places(["http://0", "http://2"]) == {"http://0": 0, "http://2": 2}
+    with pytest.raises(EngineError, match="leaves no engine for rollouts"):
+        pool_of(2).split(2)
+
+
+def test_engines_that_only_evaluate_must_leave_some_for_rollouts() -> None:
+    config = parse_config(["--run", "r", "--eval-mode", "apart", "--eval-num-engines", "2"])
+    check_eval_engines(config, num_engines=3)
+    with pytest.raises(EngineError, match=r"leaves no engine for rollouts, because the run has 2"):
+        check_eval_engines(config, num_engines=2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--eval-num-engines", "2"],
+        ["--eval-mode", "apart", "--colocate"],
+        ["--eval-mode", "apart", "--offload-train"],
+    ],
+)
+def test_options_of_evaluation_that_cannot_work_are_refused(words: list[str]) -> None:
+    with pytest.raises(OptionError, match="--eval-"):
+        parse_config(["--run", "r", *words])
+
+
+@pytest.mark.integration
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["synchronous", "streaming"])
+def test_every_policy_is_evaluated_apart_while_training_continues(
+    mode: str, prefect_api: dict[str, str], tiny_model: Path, tmp_path: Path
+) -> None:
+    store = Store(str(tmp_path / "store"))
+    more = ["--async-mode", "streaming"] if mode == "streaming" else []
+    train(
+        store,
+        prefect_api,
+        tiny_model,
+        tmp_path,
+        "--num-rollout",
+        "4",
+        "--num-engines",
+        "2",
+        "--eval-mode",
+        "apart",
+        *more,
+    )
+    assert_evaluated(store, 4)
+    if mode == "synchronous":  # in streaming, rollouts may be committed before an evaluation begins
+        rollout, score = store.committed(KEYS.rollout_prefix(2)), store.committed(KEYS.eval_prefix(1, "held"))
+        assert rollout and score
+        assert rollout.policy_version == 2 and score.policy_version == 1
+
+
+@pytest.mark.integration
+@pytest.mark.full
+def test_skipped_evaluations_follow_after_the_last_round(
+    prefect_api: dict[str, str], tiny_model: Path, tmp_path: Path
+) -> None:
+    store = Store(str(tmp_path / "store"))
+    ahead = ("--async-buffer-size", "1")
+    train(store, prefect_api, tiny_model, tmp_path, "--num-rollout", "3", "--eval-interval", "9", *ahead)
+    assert store.committed(KEYS.eval_prefix(1, "held")) is None
+    train(store, prefect_api, tiny_model, tmp_path, "--num-rollout", "4", *ahead)
+    assert_evaluated(store, 4)
+
+
+def train(store: Store, env: dict[str, str], model: Path, directory: Path, *more: str) -> None:
+    data = make_tiny_data(directory / "data")
+    words = f"""
+        --run r --store {store.uri} --hf-checkpoint {model} --prompt-data {data["train"]} --input-key prompt
+        --label-key label --rm-type random --apply-chat-template --rollout-batch-size 4 --n-samples-per-prompt 2
+        --rollout-max-response-len 8 --lr 1e-3 --trainer-threads 1 --check-logits false
+        --eval-prompt-data held {data["heldout"]} --eval-max-response-len 4
+    """.split()
+    interval = [] if "--eval-interval" in more else ["--eval-interval", "1"]
+    penstock("train", *words, *interval, *more, env=env)
+
+
+def assert_evaluated(store: Store, num_rounds: int) -> None:
+    """Assert that every policy has an evaluation of its own version, and that the run is whole."""
+    for version in range(num_rounds + 1):
+        score = store.committed(KEYS.eval_prefix(version, "held"))
+        assert score is not None and score.policy_version == version
+    assert audit_run(store, KEYS).problems == []
