@@ -49,6 +49,7 @@ from penstock.stages.rollout.rollout import (
     samples_to_train,
     state_of_groups,
 )
+from penstock.storage.failpoints import failpoint
 from penstock.storage.preemption import Preempted
 from penstock.storage.refs import Commit
 from penstock.storage.samples.sample import Sample
@@ -154,6 +155,7 @@ class RolloutStream:
             raise Preempted("the stream was closed") from None
         fields = {"run": self.round.run, "inputs": prompt_files_by_name(self.context.config), **self.context.provenance}
         with taken.journal:
+            failpoint("stream-round-taken")
             commit = commit_samples(
                 self.context.store,
                 self.prefix_of(rollout_id),
@@ -252,12 +254,15 @@ class RolloutStream:
         task = self._tasks.create_task(self._finish(flight, group))
         self._running[task] = flight
         self._count_idle_seconds()
-        task.add_done_callback(self._end_flight)
 
-    def _end_flight(self, task: asyncio.Task[None]) -> None:
+    def _end_flight(self) -> None:
+        """Remove the group of the current task from those in flight. The task must decide without a pause in which list
+        it continues, because a round's commit has every group once."""
+        task = asyncio.current_task()
+        assert task is not None
         del self._running[task]
         self._count_idle_seconds()
-        self._changed.set()  # not earlier: a round waits for groups that are generated once more to leave `_running`
+        self._changed.set()
 
     def _count_idle_seconds(self) -> None:
         """Add the time since the last call to the idle seconds, if no group was in flight."""
@@ -268,8 +273,11 @@ class RolloutStream:
 
     async def _finish(self, flight: Flight, group: Group) -> None:
         """Generate, grade and filter one group."""
-        flight.group = await self.runner.run(group)
-        decision = await self.filter(flight.group)
+        try:
+            flight.group = await self.runner.run(group)
+            decision = await self.filter(flight.group)
+        finally:
+            self._end_flight()
         if decision.keep:
             self._finished.append(flight)
         else:
@@ -371,6 +379,8 @@ class RolloutStream:
             "shown": sample_preview(samples, config.num_shown_samples),
             **state_of_groups(result, round),
         }
+        ids = [group[0].group_id for group in [*kept, *unused]]
+        assert len(set(ids)) == len(ids), "a group is in two places of the stream"
         buffer = [copy_sample(sample) for group in unused for sample in group]
         taken = Taken(samples, runner.journal, result.seconds, metrics, state, buffer)
 
