@@ -111,10 +111,9 @@ class RolloutStream:
         self.num_rounds, self.engine_version = num_rounds, engine_version
         self.hooks, self.filter = Hooks(context.config), load_group_filter(context.config)
         self.intake = open_prompt_intake(context, round, resume_point)
-        self._running: dict[asyncio.Task[None], Flight] = {}
+        self._running: dict[Flight, asyncio.Task[None]] = {}  # a flight leaves when it is finished or dropped
         self._finished: list[Flight] = []  # the group that finished first comes first
         self._dropped: list[tuple[Group, str]] = []
-        self._num_taken = 0  # groups that a round has taken, until its commit is prepared
         self._num_wasted_tokens = 0
         self._idle_seconds = 0.0  # without a group in flight, in this round
         self._idle_since: float | None = None  # set while no group is in flight
@@ -225,7 +224,7 @@ class RolloutStream:
                     background = [tasks.create_task(self._flush_periodically()), tasks.create_task(self._fill())]
                     self._ready.set()
                     await self._closed.wait()
-                    for task in [*background, *self._running]:
+                    for task in [*background, *self._running.values()]:
                         task.cancel()
             except BaseExceptionGroup as failures:
                 raise next(flatten_errors(failures)) from None
@@ -243,26 +242,15 @@ class RolloutStream:
                 self.context.stop.raise_if_requested()
             end = min(self.num_rounds, version + round.max_staleness + 1)
             rounds = end - self.round.rollout_id
-            num_started = len(self._running) + len(self._finished) + self._num_taken
-            room = rounds * config.rollout_batch_size - num_started
+            room = rounds * config.rollout_batch_size - len(self._running) - len(self._finished)
             if room > 0:
                 for group in self.intake.next_groups(room):
                     self._start(Flight(without_responses(group), version), group)
             await asyncio.sleep(FILL_INTERVAL)
 
     def _start(self, flight: Flight, group: Group) -> None:
-        task = self._tasks.create_task(self._finish(flight, group))
-        self._running[task] = flight
+        self._running[flight] = self._tasks.create_task(self._finish(flight, group))
         self._count_idle_seconds()
-
-    def _end_flight(self) -> None:
-        """Remove the group of the current task from those in flight. The task must decide without a pause in which list
-        it continues, because a round's commit has every group once."""
-        task = asyncio.current_task()
-        assert task is not None
-        del self._running[task]
-        self._count_idle_seconds()
-        self._changed.set()
 
     def _count_idle_seconds(self) -> None:
         """Add the time since the last call to the idle seconds, if no group was in flight."""
@@ -273,11 +261,11 @@ class RolloutStream:
 
     async def _finish(self, flight: Flight, group: Group) -> None:
         """Generate, grade and filter one group."""
-        try:
-            flight.group = await self.runner.run(group)
-            decision = await self.filter(flight.group)
-        finally:
-            self._end_flight()
+        flight.group = await self.runner.run(group)
+        decision = await self.filter(flight.group)
+        del self._running[flight]  # without an `await` up to the end: `_end_round` must find every group in one place
+        self._count_idle_seconds()
+        self._changed.set()
         if decision.keep:
             self._finished.append(flight)
         else:
@@ -304,8 +292,7 @@ class RolloutStream:
                 f"{config.rollout_timeout:g} s: raise --rollout-timeout, or use more engines"
             ) from None
         self._finished.sort(key=lambda flight: flight.version if flight.is_repeated else math.inf)  # stable
-        taken, self._finished = self._finished[:size], self._finished[size:]
-        self._num_taken = size
+        taken = self._finished[:size]  # `_end_round` removes them; until then `_fill` counts them
         kept = sorted((flight.group or [] for flight in taken), key=lambda group: group[0].group_id)
         for sample in (sample for group in kept for sample in group if sample.rollout_id != rollout_id):
             sample.metadata.setdefault("start_rollout_id", sample.rollout_id)
@@ -333,7 +320,7 @@ class RolloutStream:
     def _must_await_repeated_groups(self, oldest: int, number: int) -> bool:
         """Return whether too few of the groups that are generated once more are finished: if a round takes `number` of
         them now, those left are more than later rounds can take before they get too old."""
-        running = [flight.version for flight in self._running.values() if flight.is_repeated]
+        running = [flight.version for flight in self._running if flight.is_repeated]
         finished = [flight.version for flight in self._finished if flight.is_repeated]
         for version in {*running, *finished}:
             num_running, num_finished = (sum(v <= version for v in versions) for versions in (running, finished))
@@ -357,6 +344,7 @@ class RolloutStream:
         """Return what the round commits, and begin the next round. Other coroutines do not run meanwhile, so every
         group is either in flight, finished, dropped or kept."""
         config, round, runner = self.context.config, self.round, self.runner
+        del self._finished[: config.rollout_batch_size]
         waiting = [flight.group or [] for flight in self._finished]
         dropped = sorted(self._dropped, key=lambda entry: entry[0][0].group_id)
         result = RoundResult(
@@ -366,7 +354,7 @@ class RolloutStream:
             seconds={"generate": time.perf_counter() - self._since},
         )
         metrics = round_metrics(result, self.intake, round, samples, result.seconds, num_masked)
-        unused = [flight.before for flight in self._running.values()] + waiting + self.intake.buffered_groups
+        unused = [flight.before for flight in self._running] + waiting + self.intake.buffered_groups
         self._count_idle_seconds()
         metrics.pop("rollout/num_waves", None)
         metrics["rollout/num_buffered_groups"] = float(len(unused))
@@ -386,7 +374,6 @@ class RolloutStream:
 
         self.round = replace(round, rollout_id=round.rollout_id + 1, policy_version=self.engine_version())
         self.intake.begin_round(self.round)
-        self._num_taken = 0
         runner.begin_round(self.round, self._open_journal(self.round))
         self._dropped, self._num_wasted_tokens, self._idle_seconds = [], 0, 0.0
         self._since = time.perf_counter()

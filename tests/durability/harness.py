@@ -26,10 +26,12 @@ from penstock_command import penstock
 from penstock.engines.ports import reserve_free_port
 from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
 from penstock.flows.runtime.prefect_api import LAUNCHER
+from penstock.stages.rollout.group import trained_spans
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.failpoints import VARIABLE
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.refs import RunKeys, commit_key
+from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store
 
 FAULTY = Path(__file__).parents[1] / "storage" / "faulty.py"
@@ -47,9 +49,15 @@ POINTS = (  # in an order that lets a killed trainer restart before it is killed
     "rollout-after-commit",
     "export-writing",
 )
+ROUNDS = 6  # enough for every point to be reached after the previous one in POINTS
+MODES = {  # options of `penstock train`, and the limit of the staleness of trained tokens
+    "synchronous": ("--over-sampling-batch-size 12 --partial-rollout", ROUNDS),
+    "plain": ("", 0),
+    "ahead": ("--async-buffer-size 2", 2),
+    "streaming": ("--async-mode streaming --max-staleness 2", 2),
+}
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-ROUNDS = 6  # enough for every point to be reached after the previous one in POINTS
 START_TIMEOUT = 600.0  # seconds; only a service that hangs exceeds it
 REACH_TIMEOUT = END_TIMEOUT = 900.0  # a run hangs, on any machine
 
@@ -238,7 +246,7 @@ class World:
 
 
 class Pipeline:
-    """A run of `penstock train` that is killed and restarted until it finishes.
+    """A run of `penstock train` (or another `command`) that is killed and restarted until it finishes.
 
     Args:
         world: its services and data.
@@ -270,13 +278,14 @@ class Pipeline:
         # tests/convert/test_logits.py compares logits; here it would be 3 s of processor time for every run
         self._flags = ["--run", run, "--check-logits", "false", *self._place, *flags]
         self._process: subprocess.Popen[bytes] | None = None
+        self.command = "train"
         self.num_starts = 0
 
     # ---- start and end -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start or resume the run, alternately by the same command and by `penstock resume`."""
-        words = ["resume", self.keys.run, *self._place] if self.num_starts % 2 else ["train", *self._flags]
+        words = ["resume", self.keys.run, *self._place] if self.num_starts % 2 else [self.command, *self._flags]
         self.num_starts += 1
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -407,6 +416,22 @@ class Pipeline:
         assert not result.problems, "\n".join(result.problems)
         return {name: value for name, value in vars(result).items() if name.startswith("num_")}
 
+    def check_consumption(self, max_staleness: int) -> None:
+        """Check that every step trained the rollout of its number, every sample was trained once, and no trained token
+        was more than `max_staleness` policy versions older than the policy that it trained."""
+        trained: set[str] = set()
+        for rollout_id in self.store.committed_indices(f"{self.keys.prefix}/steps"):
+            step = self.store.committed(self.keys.step_prefix(rollout_id))
+            rollout = self.store.committed(self.keys.rollout_prefix(rollout_id))
+            assert step is not None and rollout is not None
+            assert step.inputs == {"rollout": commit_key(self.keys.rollout_prefix(rollout_id))}
+            for sample in read_samples(self.store, rollout):
+                assert sample.sample_id not in trained, f"{sample.sample_id} was trained twice"
+                trained.add(sample.sample_id)
+                for version, num_tokens in trained_spans(sample):
+                    age = rollout_id - version
+                    assert 0 <= age <= max_staleness, f"{num_tokens} tokens of {sample.sample_id} have age {age}"
+
     def replay(self) -> int:
         """Check that a replay of the commits gives the same weights, bit for bit. Return the number of rounds."""
         report = self.world.root / f"{self.keys.run}-replay.json"
@@ -419,13 +444,19 @@ class Pipeline:
         return len(replayed)
 
 
-def tiny_flags(world: World, rounds: int = ROUNDS) -> list[str]:
+def points_of(mode: str) -> tuple[str, ...]:
+    """Return the points of a run in a mode of `MODES`: `POINTS`, and those that only this mode has."""
+    own = {"publish-after": ("publish-in-flight", "stream-round-taken")} if mode == "streaming" else {}
+    return tuple(name for point in POINTS for name in (point, *own.get(point, ())))
+
+
+def tiny_flags(world: World, rounds: int = ROUNDS, mode: str = "synchronous") -> list[str]:
     """Return the flags of a run of a few rounds of one second, with everything that can be killed."""
     text = f"""
         --hf-checkpoint {world.model} --prompt-data {world.train_data} --input-key prompt --label-key label
         --apply-chat-template --rollout-shuffle --rm-type random --num-rollout {rounds} --save-interval 1
         --keep-checkpoints 2 --rollout-batch-size 8 --n-samples-per-prompt 4 --rollout-max-response-len 24
-        --rollout-sampling ignore_eos=true --over-sampling-batch-size 12 --partial-rollout
+        --rollout-sampling ignore_eos=true {MODES[mode][0]}
         --num-steps-per-rollout 2 --lr 1e-3 --lr-warmup-iters 3 --use-kl-loss --kl-loss-coef 0.01
         --max-tokens-per-gpu 1024 --eval-prompt-data tiny {world.eval_data} --eval-interval 3 --trainer-threads 1
         --rollout-journal-interval 0.2

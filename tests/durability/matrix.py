@@ -3,6 +3,7 @@ it in short form.
 
     python tests/durability/matrix.py --results matrix.jsonl                everything (hours on 2 cores), resumable
     python tests/durability/matrix.py --results matrix.jsonl --table        the table of what was done so far
+    python tests/durability/matrix.py --results streaming.jsonl --mode streaming     the same of an asynchronous run
 
 One run per target and store is killed at all boundaries, one after the other, and has to end by itself in between.
 Finished runs are in the results file and are not done again.
@@ -22,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import POINTS, TARGETS, Pipeline, World, tiny_flags
+from harness import MODES, TARGETS, Pipeline, World, points_of, tiny_flags
 
 STORES = ("local", "s3")
+ROUNDS = {"synchronous": 6, "ahead": 12, "streaming": 14}  # enough for every point after the previous one
 
 
 def kill_at(pipeline: Pipeline, schedule: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -68,13 +71,14 @@ def kill_at(pipeline: Pipeline, schedule: Sequence[tuple[str, str]]) -> list[dic
     return kills
 
 
-def verdict(pipeline: Pipeline) -> dict[str, Any]:
+def verdict(pipeline: Pipeline, mode: str = "synchronous") -> dict[str, Any]:
     """Check a killed run after its end; return the results."""
     counts = pipeline.check()
+    pipeline.check_consumption(MODES[mode][1])
     return {"starts": pipeline.num_starts, "replayed_rounds": pipeline.replay(), **counts}
 
 
-def one_run(root: Path, store: str, target: str, points: Sequence[str]) -> dict[str, Any]:
+def one_run(root: Path, store: str, target: str, points: Sequence[str], mode: str = "synchronous") -> dict[str, Any]:
     """Kill one target at all boundaries."""
     with World(root) as world:
         if target != "prefect":  # else every run starts its own, which is the one to kill
@@ -83,22 +87,22 @@ def one_run(root: Path, store: str, target: str, points: Sequence[str]) -> dict[
         options = world.start_s3() if store == "s3" else None
         address = world.start_ray() if target == "driver, standing Ray" else None
         uri = "s3://bucket/store" if store == "s3" else str(root / "store")
-        pipeline = Pipeline(world, "matrix", uri, tiny_flags(world), options, address)
+        pipeline = Pipeline(world, "matrix", uri, tiny_flags(world, ROUNDS[mode], mode), options, address)
         start = time.monotonic()
         kills = kill_at(pipeline, [(point, target) for point in points])
         return {
             "store": store,
             "target": target,
             "kills": kills,
-            "verdict": verdict(pipeline),
+            "verdict": verdict(pipeline, mode),
             "seconds": time.monotonic() - start,
         }
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
+def table(results: Sequence[dict[str, Any]], points: Sequence[str]) -> str:
     """Print targets x boundaries: survived kills, local / S3; `-` where nothing could be killed."""
     lines = ["| boundary | " + " | ".join(TARGETS) + " |", "|---" * (len(TARGETS) + 1) + "|"]
-    for point in POINTS:
+    for point in points:
         cells = []
         for target in TARGETS:
             found = {
@@ -116,9 +120,11 @@ def main() -> int:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--stores", nargs="+", default=STORES, choices=STORES)
     parser.add_argument("--targets", nargs="+", default=TARGETS, choices=TARGETS)
-    parser.add_argument("--points", nargs="+", default=POINTS, choices=POINTS)
+    parser.add_argument("--mode", default="synchronous", choices=MODES)
+    parser.add_argument("--points", nargs="+", help="by default all of the mode")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
+    points = options.points or points_of(options.mode)
     results = (
         [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
     )
@@ -130,7 +136,7 @@ def main() -> int:
             print(f"{target} on {store}", flush=True)
             root = Path(tempfile.mkdtemp(prefix="penstock-matrix-"))
             try:
-                result = one_run(root, store, target, options.points)
+                result = one_run(root, store, target, points, options.mode)
             except AssertionError as error:
                 failed += 1
                 print(f"  FAILED: {error}\n  everything is kept in {root}", flush=True)
@@ -140,7 +146,7 @@ def main() -> int:
                 file.write(json.dumps(result) + "\n")
             print(f"  ok in {result['seconds']:.0f} s: {result['verdict']}", flush=True)
             shutil.rmtree(root)
-    print(table(results))
+    print(table(results, points))
     return 1 if failed else 0
 
 

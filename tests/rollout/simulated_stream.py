@@ -42,6 +42,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = self.limit = 0.0
+        self.thread_seconds = 0.0  # of a call in another thread
         self.changed = threading.Condition()
 
     def resume(self) -> None:
@@ -90,14 +91,23 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Simulate the time of all event loops of the test."""
 
+    chance = random.Random(0)
+
     async def run_inline(function: Callable[..., Any], *args: Any) -> Any:
-        await asyncio.sleep(0)
+        await asyncio.sleep(clock.thread_seconds)
+        await yield_to_others(chance.randrange(3))
         return function(*args)
 
     clock = Clock()
     monkeypatch.setattr(asyncio.events, "new_event_loop", lambda: SimulatedLoop(clock))
     monkeypatch.setattr(asyncio, "to_thread", run_inline)  # a thread would take no simulated time, but a random one
     return clock
+
+
+async def yield_to_others(number: int) -> None:
+    """Let the event loop run `number` times."""
+    for _ in range(number):
+        await asyncio.sleep(0)
 
 
 class TimedClient(ScriptedClient):
@@ -119,6 +129,7 @@ class TimedClient(ScriptedClient):
         try:
             lengths = [bench.length(prompt, index) for index in range(len(prompts))]
             await asyncio.sleep(max(lengths))
+            await yield_to_others(bench.chance.randrange(8))
         finally:
             self.in_flight -= 1
         if self.fails(prompt):
@@ -185,6 +196,7 @@ class SimulatedBench(Bench):
         self.directory, self.clock = directory, clock
         self.max_staleness, self.num_rounds, self.train_seconds = max_staleness, num_rounds, train_seconds
         self.grader, self.stop = ScriptedGrader(), StopRequest()
+        self.chance = random.Random(0)  # order of what happens at the same simulated time
         self.length: Callable[[str, int], int] = short_lengths
         self.issues: list[str] = []  # prompts of all requests
         self.versions = [0]  # policy versions of the engines, and since when they have had each

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from scripted_engine import KEYS
-from simulated_stream import Clock, SimulatedBench, SimulatedStream, clock, lengths_of, number_of
+from simulated_stream import Clock, SimulatedBench, SimulatedStream, clock, lengths_of, number_of, short_lengths
 
 from penstock.stages.rollout.group import policy_spans
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
@@ -59,6 +59,7 @@ def check_every_prompt_is_used_once(bench: SimulatedBench) -> None:
     used: Counter[int] = Counter()
     for commit in commits_of(bench):
         samples, waiting = trained(bench, commit), ids(buffered(bench, commit))
+        assert commit.num_samples(BUFFER) == len(waiting) * 2, "a group is in the buffer twice"
         dropped = [int(group["group_id"]) for group in commit.state.get("dropped", [])]
         assert len(ids(samples)) == BATCH and len({sample.sample_id for sample in samples}) == len(samples)
         used.update(ids(samples) + dropped)
@@ -136,6 +137,23 @@ def test_number_of_groups_in_flight_is_bounded(bench: SimulatedBench, max_stalen
     assert most >= max_staleness * BATCH, "the bound is used"
     check_every_prompt_is_used_once(bench)
     check_staleness(bench)
+
+
+def test_number_of_groups_in_flight_is_bounded_while_hooks_run(bench: SimulatedBench) -> None:
+    """A round that is being taken counts until its end: no group is started that only the round after could train."""
+    bench.clock.thread_seconds, bench.train_seconds = 1.0, 20.0
+
+    def length(prompt: str, index: int) -> int:
+        assert bench.stream is not None
+        num_issued = bench.stream.intake.source.dataset.state.issued
+        assert num_issued <= (bench.version + bench.max_staleness + 1) * BATCH
+        return short_lengths(prompt, index)
+
+    bench.length = length
+    for r in range(8):
+        bench.round(r)
+    bench.close()
+    check_every_prompt_is_used_once(bench)
 
 
 def test_groups_of_later_runs_are_not_started(bench: SimulatedBench) -> None:

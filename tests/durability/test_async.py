@@ -1,0 +1,143 @@
+"""Kills of runs that generate while they train: rollouts ahead of the trainer, and a stream with weight updates in
+flight. matrix.py with `--mode` does all targets, boundaries and stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import MODES, Pipeline, World, points_of, tiny_flags
+from matrix import ROUNDS, kill_at, one_run, verdict
+from soak import soak
+
+from penstock.storage.refs import Commit
+from penstock.storage.samples.shards import read_samples
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(3600)]
+
+SHORT = 4  # rounds
+
+
+def async_pipeline(world: World, mode: str, rounds: int, store: str = "local") -> Pipeline:
+    options = world.start_s3() if store == "s3" else None
+    uri = "s3://bucket/store" if store == "s3" else str(world.root / "store")
+    return Pipeline(world, mode, uri, tiny_flags(world, rounds, mode), options)
+
+
+def rollouts_of(pipeline: Pipeline, rounds: int) -> list[Commit]:
+    commits = [pipeline.store.committed(pipeline.keys.rollout_prefix(rollout_id)) for rollout_id in range(rounds)]
+    assert all(commits)
+    return [commit for commit in commits if commit is not None]
+
+
+def check_overlap(pipeline: Pipeline, mode: str, rounds: int) -> None:
+    """Check that rollouts were committed before the steps of earlier rounds, with the policies of that time."""
+    rollouts = rollouts_of(pipeline, rounds)
+    steps = [pipeline.store.committed(pipeline.keys.step_prefix(rollout_id)) for rollout_id in range(rounds)]
+    ahead = [
+        rollout.index for rollout, step in zip(rollouts[1:], steps) if step and rollout.created_at < step.created_at
+    ]
+    assert ahead, "no rollout was ahead of the trainer"
+    for rollout in rollouts:
+        assert rollout.state["max_staleness"] == MODES[mode][1]
+        assert rollout.state.get("updates_in_flight", False) == (mode == "streaming")
+        assert rollout.index - MODES[mode][1] <= rollout.policy_version <= rollout.index
+
+
+@pytest.mark.parametrize(
+    ("mode", "point", "target", "num_starts"),
+    [("ahead", "train-mid-step", "tree", 2), ("streaming", "publish-in-flight", "trainer", 1)],
+)
+def test_killed_asynchronous_run_trains_each_sample_once(
+    world: World, mode: str, point: str, target: str, num_starts: int
+) -> None:
+    pipeline = async_pipeline(world, mode, SHORT)
+    [kill] = kill_at(pipeline, [(point, target)])
+    assert kill["num_killed"] and pipeline.num_starts == num_starts
+    results = verdict(pipeline, mode)
+    assert results["replayed_rounds"] == SHORT and results["num_samples"] == SHORT * 8 * 4
+    check_overlap(pipeline, mode, SHORT)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("mode", "store", "target"),
+    [
+        ("ahead", "local", "engine"),
+        ("ahead", "local", "tree"),
+        ("ahead", "s3", "trainer"),
+        ("ahead", "s3", "driver"),
+        ("streaming", "s3", "engine"),
+        ("streaming", "s3", "tree"),
+        ("streaming", "local", "trainer"),
+        ("streaming", "local", "driver"),
+    ],
+)
+def test_asynchronous_run_killed_at_every_boundary_loses_nothing(
+    mode: str, store: str, target: str, tmp_path: Path
+) -> None:
+    points = points_of(mode)
+    result = one_run(tmp_path, store, target, points, mode)
+    assert sum(kill["num_killed"] > 0 for kill in result["kills"]) >= len(points) - 1, result["kills"]
+    assert result["verdict"]["replayed_rounds"] == ROUNDS[mode]
+    assert result["verdict"]["num_samples"] == ROUNDS[mode] * 8 * 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("store", ["local", "s3"])
+@pytest.mark.parametrize("mode", ["ahead", "streaming"])
+def test_asynchronous_run_killed_at_random_times_loses_nothing(world: World, mode: str, store: str) -> None:
+    rounds = ROUNDS[mode]
+    world.start_prefect()
+    pipeline = async_pipeline(world, mode, rounds, store)
+    killed = soak(pipeline, rounds, probability=0.7, seed=3, outage=5)
+    assert sum(killed.values()) >= 2, killed
+    results = verdict(pipeline, mode)
+    assert results["replayed_rounds"] == rounds and results["num_samples"] == rounds * 8 * 4
+
+
+REWARD = """
+import zlib
+
+async def reward_func(args, sample, **kwargs):
+    return float(zlib.crc32(sample.response.encode()) % 2)
+"""
+REPRODUCIBLE = """--rollout-top-k 1 --rollout-batch-size 32 --n-samples-per-prompt 1
+    --advantage-estimator reinforce_plus_plus --normalize-advantages"""
+
+
+@pytest.mark.full
+def test_no_rollout_ahead_gives_the_weights_of_the_synchronous_run(world: World) -> None:
+    """K = 0 and N = 1 is the synchronous loop, bit for bit. Responses are greedy, because engines sample reproducibly
+    only on GPUs; even so their log-probs differ in the last bits."""
+    (world.root / "reward.py").write_text(REWARD)
+    flags = [*tiny_flags(world, 3, "plain"), *REPRODUCIBLE.split(), "--custom-rm-path", f"{world.root}/reward.py"]
+    del flags[flags.index("--rm-type") : flags.index("--rm-type") + 2]
+    runs = []
+    for command, further in (("train", []), ("train-async", ["--async-buffer-size", "0"])):
+        pipeline = Pipeline(world, command, str(world.root / "store"), [*flags, *further])
+        pipeline.command = command
+        pipeline.start()
+        assert pipeline.wait() == 0, pipeline.tail()
+        runs.append(pipeline)
+    synchronous, asynchronous = (rounds_of(pipeline, 3) for pipeline in runs)
+    assert [(commit.kind, commit.index) for commit in asynchronous] == [(c.kind, c.index) for c in synchronous]
+    for a, b in zip(synchronous, asynchronous):
+        assert (a.policy_version, a.config_hash) == (b.policy_version, b.config_hash)
+        assert a.state.get("digest") == b.state.get("digest"), f"{a.kind} {a.index}"
+    responses = [
+        [(sample.sample_id, sample.token_ids, sample.reward) for sample in read_samples(pipeline.store, commit)]
+        for pipeline, commits in zip(runs, (synchronous, asynchronous))
+        for commit in commits
+        if commit.kind == "rollout"
+    ]
+    assert responses[:3] == responses[3:]
+    assert {reward for _, _, reward in responses[0]} == {0.0, 1.0}, "the weights change"
+
+
+def rounds_of(pipeline: Pipeline, rounds: int) -> list[Commit]:
+    """Return the commits of rollouts and steps, in the order of their creation."""
+    keys = [key(r) for r in range(rounds) for key in (pipeline.keys.rollout_prefix, pipeline.keys.step_prefix)]
+    commits = [commit for key in keys if (commit := pipeline.store.committed(key)) is not None]
+    assert len(commits) == 2 * rounds
+    return sorted(commits, key=lambda commit: commit.created_at)
