@@ -221,7 +221,7 @@ def test_group_with_only_stale_tokens_is_generated_once_more_then_awaited(bench:
     check_staleness(bench)
 
 
-@pytest.mark.parametrize("seed", [12, 13, 15, 35, 39, 40])
+@pytest.mark.parametrize("seed", [12, 40, *(pytest.param(seed, marks=pytest.mark.full) for seed in (13, 15, 35, 39))])
 def test_groups_whose_rewards_are_late_are_all_used_with_fresh_tokens(bench: SimulatedBench, seed: int) -> None:
     """More groups than a round can take become too old at the same time, and are generated once more."""
     chance = random.Random(seed)
@@ -278,7 +278,7 @@ class Killed(BaseException):
     """The process ended."""
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 8))])
 def test_kills_at_any_time_lose_no_group_and_use_none_twice(
     bench: SimulatedBench, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
