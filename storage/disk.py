@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import xxhash
 
@@ -24,6 +24,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 CHUNK = 16 << 20  # bytes per read
+WRITEBACK = 16 << 20  # bytes that are written to the disk at once while a file grows
 _NUM_READERS = min(8, os.cpu_count() or 1)  # hashing threads; xxh3 releases the GIL (measured: 27 GB/s per core)
 # Error codes of link(2) on file systems without hard links: FAT, some FUSE and CIFS mounts.
 NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -177,6 +178,16 @@ def fsync(path: str | Path) -> None:
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def write_back(file: BinaryIO, start: int, end: int) -> int:
+    """If the bytes [start, end) of a file are enough, let the kernel begin to write them to the disk, and return `end`;
+    otherwise return `start`. Without it the disk is idle until the kernel has many unwritten bytes, or until fsync."""
+    if end - start < WRITEBACK:
+        return start
+    # The kernel starts to write the unwritten pages of the range. It drops only pages that are written already.
+    os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
+    return end
 
 
 def files_in(directory: Path) -> list[Path]:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from penstock.engines.megatron.host_memory import NUM_THREADS, host_chunks
-from penstock.storage.disk import map_in_threads
+from penstock.storage.disk import map_in_threads, write_back
 
 
 class ParallelWriter(dcp.FileSystemWriter):
@@ -86,6 +86,7 @@ class ArchiveFile:
     def __init__(self, file: BinaryIO, on_bytes: Callable[[int], object] = lambda num_bytes: None) -> None:
         self.file, self.on_bytes = file, on_bytes
         self.digest, self.length = xxhash.xxh3_128(), 0
+        self._written_back = 0  # bytes that the kernel writes to the disk
         self._address = self._num_written = 0
         self._content: Iterable[memoryview] = ()
 
@@ -118,6 +119,7 @@ class ArchiveFile:
         self.file.write(data)
         self.digest.update(data)
         self.length += len(data)
+        self._written_back = write_back(self.file, self._written_back, self.length)
 
 
 def disable_crc() -> None:

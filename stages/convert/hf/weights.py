@@ -32,7 +32,7 @@ from penstock.engines.weights.hf_headers import (
     unsupported_dtype_error,
     weight_files,
 )
-from penstock.storage.disk import hash_file
+from penstock.storage.disk import hash_file, write_back
 from penstock.storage.errors import ModelError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -261,6 +261,7 @@ class ShardFile:
         self._digest, self._num_hashed = xxhash.xxh3_128(header), len(header)
         self._file = open(path, "wb")  # noqa: SIM115, closed by __exit__
         self._file.write(header)
+        self._written_back = 0  # file position up to which the kernel writes to the disk
 
     def __enter__(self) -> ShardFile:
         return self
@@ -279,10 +280,12 @@ class ShardFile:
         is_next = start == self._num_hashed
         if self._file.tell() != start:
             self._file.seek(start)
+            self._written_back = start
         for chunk in host_chunks(tensor):
             self._file.write(chunk)
             if is_next:
                 self._digest.update(chunk)
+            self._written_back = write_back(self._file, self._written_back, self._file.tell())
         self._num_hashed += info.num_bytes if is_next else 0
 
     def hash(self) -> str:
