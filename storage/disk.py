@@ -5,6 +5,7 @@ Used by store.py for local stores, and by objects.py for temporary local copies 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
@@ -12,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from ctypes import c_int64
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -24,6 +26,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 CHUNK = 16 << 20  # bytes per read
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux; not in `os`
+SYNC_FILE_RANGE_WRITE = 2  # begin to write the range, and do not wait
 WRITEBACK = 16 << 20  # bytes that are written to the disk at once while a file grows
 _NUM_READERS = min(8, os.cpu_count() or 1)  # hashing threads; xxh3 releases the GIL (measured: 27 GB/s per core)
 # Error codes of link(2) on file systems without hard links: FAT, some FUSE and CIFS mounts.
@@ -182,11 +186,12 @@ def fsync(path: str | Path) -> None:
 
 def write_back(file: BinaryIO, start: int, end: int) -> int:
     """If the bytes [start, end) of a file are enough, let the kernel begin to write them to the disk, and return `end`;
-    otherwise return `start`. Without it the disk is idle until the kernel has many unwritten bytes, or until fsync."""
+    otherwise return `start`. Without it the disk is idle until the kernel has many unwritten bytes, or until fsync,
+    which reports the errors of both."""
     if end - start < WRITEBACK:
         return start
-    # The kernel starts to write the unwritten pages of the range. It drops only pages that are written already.
-    os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
+    if _sync_file_range:
+        _sync_file_range(file.fileno(), c_int64(start), c_int64(end - start), SYNC_FILE_RANGE_WRITE)
     return end
 
 

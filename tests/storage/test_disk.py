@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from ctypes import c_int64
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,15 @@ def test_a_growing_file_is_written_back_in_pieces_of_at_least_the_given_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranges: list[tuple[int, int]] = []
-    advise = os.posix_fadvise
+    sync_file_range = disk._sync_file_range
+    assert sync_file_range is not None
 
-    def record(descriptor: int, start: int, length: int, advice: int) -> None:
-        ranges.append((start, length))
-        advise(descriptor, start, length, advice)
+    def record(descriptor: int, start: c_int64, length: c_int64, flags: int) -> None:
+        ranges.append((start.value, length.value))
+        assert sync_file_range(descriptor, start, length, flags) == 0
 
     monkeypatch.setattr(disk, "WRITEBACK", 8192)
-    monkeypatch.setattr(os, "posix_fadvise", record)
+    monkeypatch.setattr(disk, "_sync_file_range", record)
     content, written_back = os.urandom(30000), 0
     with open(tmp_path / "file", "wb") as file:
         for start in range(0, len(content), 5000):
