@@ -1,5 +1,6 @@
 """Compare the wall time of asynchronous training with that of the synchronous loop, and what the policies learn: the
-demo's task on a CPU, with generation and training of about equal length and one core each.
+demo's task on two CPU cores. All processes of the engine are kept on one core and the trainer on the other one, and the
+sizes of a round make generation and training take about equally long.
 
     python benchmarks/async_modes.py DIRECTORY [--seeds 0 1 2] [--rounds 24] [--modes synchronous ahead streaming]
         [-- further train options]
@@ -17,10 +18,16 @@ from __future__ import annotations
 import os
 import statistics
 import sys
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from penstock.flows.commands.demo import make_model_and_data
+from penstock.flows.commands.demo_model import make_tiny_model
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import read_samples
@@ -38,8 +45,12 @@ MODES = {
 }
 LIMITS = {"synchronous": 0, "ahead": 1, "streaming": 2}  # policy versions
 GOALS = {"ahead": 0.62, "streaming": 0.58}  # of the synchronous wall time
-SIZES = ["--rollout-batch-size", "128", "--global-batch-size", "1024", "--max-tokens-per-gpu", "1024"]
-"""Sizes of a round with which generation and training take about equal time on one core each."""
+LAYERS = 8  # of the model: with more layers than the demo, generation and training take about equal time
+SIZES = ["--rollout-batch-size", "128", "--global-batch-size", "1024", "--trainer-threads", "1"]
+
+
+CORES = {"sglang/launch.py": 0, "sglang::": 0, "ray::SGLangServer": 0, "ray::TrainActor": 1}
+"""Words in the command of a process, and its core."""
 
 
 def main() -> int:
@@ -50,9 +61,13 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     options = parse_options(parser)
     os.environ["OMP_NUM_THREADS"] = "1"
+    threading.Thread(target=pin_processes, name="pin processes", daemon=True).start()
     store, runs = Store(str(options.directory / "store")), []
     for seed in options.seeds:
-        model, data = make_model_and_data(options.directory / "inputs", seed)
+        _, data = make_model_and_data(options.directory / "inputs", seed)
+        model = options.directory / "inputs" / f"model-{LAYERS}-layers-seed{seed}"
+        if not model.exists():
+            make_tiny_model(model, seed, layers=LAYERS)
         arguments: list[str | Path] = ["--config", recipe_path("sft")]
         sft = train("sft", f"sft-seed{seed}", options.directory, model, data / "sft.jsonl", seed, arguments)
         start = export_directory(options.directory, sft)
@@ -66,6 +81,21 @@ def main() -> int:
             print(runs[-1], file=sys.stderr, flush=True)
     write_report(options, {"goals": GOALS, "modes": compare(runs), "runs": runs})
     return 0
+
+
+def pin_processes() -> None:
+    """Keep the engine's processes on one core and the trainer on another one, as they start."""
+    pinned: set[psutil.Process] = set()
+    while True:
+        for process in set(psutil.Process().children(recursive=True)) - pinned:
+            with suppress(psutil.NoSuchProcess):
+                command = " ".join(process.cmdline())
+                cores = [core for word, core in CORES.items() if word in command]
+                if cores:
+                    pinned.add(process)
+                for thread in process.threads() if cores else []:
+                    os.sched_setaffinity(thread.id, cores[:1])
+        time.sleep(0.5)
 
 
 def measure(store: Store, keys: RunKeys, limit: int) -> dict[str, Any]:
