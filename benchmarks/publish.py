@@ -16,7 +16,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch.multiprocessing as mp
 from penstock.engines.backends import engine_backend
 from penstock.engines.cluster import Cluster
 from penstock.engines.families import read_shape
-from penstock.engines.serving.pool import start_pool
+from penstock.engines.serving.pool import EnginePool, start_pool
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.engine_options import engine_options
@@ -68,6 +69,16 @@ def main() -> int:
 
 def updates(store: Store, model: Path, words: list[str]) -> list[float]:
     """Return the seconds of successive weight updates."""
+    with trainer_and_engines(store, model, words) as (_, publish):
+        return [publish() for _ in range(UPDATES)]
+
+
+@contextmanager
+def trainer_and_engines(
+    store: Store, model: Path, words: list[str]
+) -> Iterator[tuple[EnginePool, Callable[[], float]]]:
+    """Start trainer and engines with further options of `penstock train`. Yields the engines, and a function that sends
+    them the trainer's weights and returns the seconds."""
     inputs = ["--hf-checkpoint", str(model), "--prompt-data", str(write_prompts(model.parent / "prompts.jsonl"))]
     config = parse_config(["--run", "publish", "--store", store.uri, "--params-dtype", "bf16", *inputs, *words])
     cluster, options = Cluster.start(), engine_options(config)
@@ -77,13 +88,14 @@ def updates(store: Store, model: Path, words: list[str]) -> list[float]:
     group = TrainerGroup(cluster, TrainerSpec(run="publish", shape=shape, config=config.train, store=store.uri))
     try:
         PolicyRestorer(store, RunKeys("publish"), group, base).restore(0)
-        seconds = []
-        for _ in range(UPDATES):
+
+        def publish() -> float:
             transport = options.weight_transport(pool.places(pool.urls), group.places(), "")
             start = time.perf_counter()
             group.publish(pool.urls, "publish/0", transport)
-            seconds.append(round(time.perf_counter() - start, 4))
-        return seconds
+            return round(time.perf_counter() - start, 4)
+
+        yield pool, publish
     finally:
         pool.stop()
         group.kill()
