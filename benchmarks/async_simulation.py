@@ -6,11 +6,15 @@
 
 Simulated are engines that decode all their running requests step by step, groups that end with their slowest sample, a
 trainer, and weight updates; prompts cost nothing. A decoding step with k requests takes `step_seconds` + k x
-`request_seconds`. The modes follow flows/turns.py (ahead) and stages/rollout/stream.py (streaming).
+`request_seconds`, whatever their lengths. The modes follow flows/turns.py (ahead) and stages/rollout/stream.py
+(streaming). Trainer and engines do not slow each other down: on a CPU this needs a core for each.
 
-The figures behind --table are those of a 4B model on H200 GPUs (benchmarks/results): decoding steps of fp8_rollout.py's
-bf16 engine with 16 and 256 requests, training at 54 % MFU, weight updates over NCCL in proportion to their bytes. It
-assumes that training speed is proportional to the number of GPUs.
+--table takes the speeds of a 4B model on H200 GPUs from benchmarks/results. It assumes that training speed is
+proportional to the number of GPUs, that a weight update takes as long for any number of engines, and that an engine
+uses one GPU. The size of a round is the same for every number of GPUs. Wasted tokens are generated, but not trained.
+
+--fit uses the lengths, the seconds and the options of the synchronous run only, and of the others their mode and their
+number of rounds.
 """
 
 from __future__ import annotations
@@ -18,11 +22,11 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
+import math
 import random
 import statistics
 import sys
-from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +44,7 @@ from run import read_publish_seconds, round_seconds
 
 Process = Generator[simpy.Event, Any, None]
 Group = list[int]  # response length of each sample, in tokens
+ROUND_OFF = 1e-6  # tokens: less is an error of floating-point sums
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Workload:
 
     rounds: list[list[Group]]  # the groups of each round
     num_engines: int
-    slots: int  # samples that an engine decodes at once; further groups wait
+    concurrency: int  # samples in flight per engine (--sglang-server-concurrency); further groups wait
     step_seconds: float  # of a decoding step, without the part that grows with the number of requests
     request_seconds: float  # of a decoding step, for each running request
     train_seconds: float  # of a round, apart from the part that grows with its tokens
@@ -56,10 +61,13 @@ class Workload:
     publish_seconds: float  # of a weight update, during which the engines stand still
     commit_rollout_seconds: float = 0.0  # of a round between its generation and the start of its training
     commit_step_seconds: float = 0.0  # of a round after its training
+    grade_seconds: float = 0.0  # of a group after its generation: at most, uniformly distributed
+    warm_up_seconds: Sequence[float] = ()  # of the training of the first rounds, in addition: kernels are compiled
 
-    def train_time(self, groups: Sequence[Group]) -> float:
-        """Return the seconds of training on some groups."""
-        return self.train_seconds + self.train_seconds_per_token * sum(map(sum, groups))
+    def train_time(self, number: int, groups: Sequence[Group]) -> float:
+        """Return the seconds of training round `number` on some groups."""
+        warm_up = self.warm_up_seconds[number] if number < len(self.warm_up_seconds) else 0.0
+        return warm_up + self.train_seconds + self.train_seconds_per_token * sum(map(sum, groups))
 
 
 @dataclass(frozen=True)
@@ -80,19 +88,27 @@ SYNCHRONOUS = Mode("synchronous")
 class Outcome:
     """What a simulated run took and did."""
 
-    seconds: float
-    trained_tokens: int
-    engines_idle: float  # fraction of the time without a request, mean over the engines
-    trainer_idle: float  # fraction of the time
-    staleness: dict[int, int]  # policy versions -> trained tokens
-    masked_tokens: int  # generated, but too old to be trained
-    order: list[int]  # number of each group, in the order in which they were trained
-    ends: list[float]  # when each round was trained
+    seconds: float = 0.0
+    generated_tokens: float = 0.0
+    trained_tokens: float = 0.0
+    wasted_tokens: float = 0.0  # generated, but too old to be trained
+    engines_idle: float = 0.0  # fraction of the time without a request, mean over the engines
+    trainer_idle: float = 0.0  # fraction of the time
+    staleness: dict[int, float] = field(default_factory=dict)  # policy versions -> trained tokens
+    order: list[int] = field(default_factory=list)  # number of each group, in the order in which they were trained
+    repeated: list[int] = field(default_factory=list)  # number of each group that was generated once more
+    masked: list[int] = field(default_factory=list)  # number of each group that was trained without a token
+    ends: list[float] = field(default_factory=list)  # when each round was trained
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the trained tokens per second."""
+        return self.trained_tokens / self.seconds
 
     @property
     def mean_staleness(self) -> float:
         """Return the mean over the trained tokens, in policy versions."""
-        return sum(age * number for age, number in self.staleness.items()) / max(1, self.trained_tokens)
+        return sum(age * number for age, number in self.staleness.items()) / max(1.0, self.trained_tokens)
 
 
 # ---- the actors ------------------------------------------------------------------------------------------------------
@@ -103,65 +119,63 @@ class Engine:
 
     def __init__(self, env: simpy.Environment, workload: Workload) -> None:
         self.env, self.workload = env, workload
-        self.busy_seconds = 0.0
+        self.load = 0  # samples of unfinished groups, by which a group chooses its engine
+        self.busy_seconds = self.generated_tokens = 0.0
         self._progress = 0.0  # tokens by which a request would have advanced that runs since the start
         self._running: list[tuple[float, int, simpy.Event]] = []  # heap of (progress at its end, tie, end)
-        self._waiting: deque[tuple[int, simpy.Event]] = deque()
         self._ties = itertools.count()
+        self._updates = [(0, 0.0)]  # policy version, progress when it was loaded
         self._changed_at = 0.0
-        self._pauses = 0
+        self._is_paused = False
         self._timer = 0
 
-    @property
-    def load(self) -> int:
-        """Return the number of running and waiting requests."""
-        return len(self._running) + len(self._waiting)
-
-    @property
-    def progress(self) -> float:
-        """Return the tokens by which a request would have advanced that runs since the start of the simulation."""
-        self._advance()
-        return self._progress
-
     def submit(self, length: int) -> simpy.Event:
-        """Start a request of `length` tokens, or queue it. Returns the event of its end, with its progress at the start
-        and at the end as value."""
+        """Start a request of `length` tokens. Returns the event of its end, with the progress at its end as value."""
+        self._advance()
         end = self.env.event()
-        self._waiting.append((length, end))
-        self._update()
+        heapq.heappush(self._running, (self._progress + length, next(self._ties), end))
+        self._set_timer()
         return end
 
     def pause(self) -> None:
-        """Stand still until `resume` is called as often as `pause`."""
+        """Stand still until `load_weights` is called."""
         self._advance()
-        self._pauses += 1
-        self._update()
+        self._is_paused = True
+        self._set_timer()
 
-    def resume(self) -> None:
-        """Continue after `pause`."""
+    def load_weights(self, version: int) -> None:
+        """Continue after `pause`, with policy `version`."""
         self._advance()
-        self._pauses -= 1
-        self._update()
+        self._is_paused = False
+        self._updates.append((version, self._progress))
+        self._set_timer()
+
+    def tokens_by_version(self, start: float, end: float) -> Iterator[tuple[int, float]]:
+        """Yield (policy version, tokens) of a request that ran while the progress went from `start` to `end`."""
+        for version, progress in reversed(self._updates):
+            tokens = end - max(start, progress)
+            if tokens > ROUND_OFF:
+                yield version, tokens
+                end = progress
+            if start >= progress:
+                return
 
     def _advance(self) -> None:
         seconds, self._changed_at = self.env.now - self._changed_at, self.env.now
         if self._running:
             self.busy_seconds += seconds
-            if not self._pauses:
+            if not self._is_paused:
                 self._progress += seconds / self._step_time
+                self.generated_tokens += seconds / self._step_time * len(self._running)
 
     @property
     def _step_time(self) -> float:
         return self.workload.step_seconds + self.workload.request_seconds * len(self._running)
 
-    def _update(self) -> None:
-        """Start waiting requests, and set the timer to the end of the next request."""
-        self._advance()
-        while self._waiting and len(self._running) < self.workload.slots:
-            length, end = self._waiting.popleft()
-            heapq.heappush(self._running, (self._progress + length, next(self._ties), end))
+    def _set_timer(self) -> None:
+        """Set the timer to the end of the next request."""
         self._timer += 1
-        if self._running and not self._pauses:
+        if self._running and not self._is_paused:
             seconds = max(0.0, self._running[0][0] - self._progress) * self._step_time
             timer, timeout = self._timer, self.env.timeout(seconds)
             assert timeout.callbacks is not None
@@ -173,18 +187,20 @@ class Engine:
         self._advance()
         self._progress = max(self._progress, self._running[0][0])
         while self._running and self._running[0][0] <= self._progress:
-            heapq.heappop(self._running)[2].succeed(self._progress)
-        self._update()
+            end_progress, _, end = heapq.heappop(self._running)
+            end.succeed(end_progress)
+        self._set_timer()
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
-    """A group that is generated or waits for its training."""
+    """A group from its start to its training."""
 
     number: int
     group: Group
+    version: int = 0  # policy version in the engines at its start
+    is_repeated: bool = False  # whether it is generated once more, because all its tokens became too old
     tokens: dict[int, float] = field(default_factory=dict)  # policy version -> tokens that it generated
-    is_repeated: bool = False
 
 
 class Run:
@@ -192,27 +208,33 @@ class Run:
 
     def __init__(self, workload: Workload, mode: Mode) -> None:
         self.workload, self.mode = workload, mode
+        self.size = len(workload.rounds[0])  # groups of a round
         self.env = simpy.Environment()
         self.engines = [Engine(self.env, workload) for _ in range(workload.num_engines)]
+        num_samples = workload.concurrency * workload.num_engines
+        self.slots = simpy.Resource(self.env, max(1, num_samples // len(workload.rounds[0][0])))  # of groups
         self.changed = self.env.event()  # triggered, and replaced, by `notify`
         self.batches: simpy.Store = simpy.Store(self.env)
-        self.num_trained = self.sent = 0
+        self.num_trained = self.sent = self.num_taken = 0
         self.is_training = self.is_sending = False
         self.next_rollout: int | None = 0
-        self.updates: list[tuple[int, list[float]]] = [(0, [0.0] * workload.num_engines)]  # version, engines' progress
-        self.train_seconds = 0.0
-        self.outcome = Outcome(0.0, 0, 0.0, 0.0, {}, 0, [], [])
-        self.in_flight = 0
+        self.running: set[Flight] = set()
         self.finished: list[Flight] = []
+        self.train_seconds = 0.0
+        self.outcome = Outcome()
 
     def simulate(self) -> Outcome:
         """Run until the last round is trained."""
-        self.env.process(self.generate_in_stream() if self.mode.max_staleness is not None else self.generate_rollouts())
+        if self.mode.max_staleness is None:
+            self.env.process(self.generate_rollouts())
+        else:
+            self.env.process(self.start_groups(self.mode.max_staleness))
+            self.env.process(self.take_rounds(self.mode.max_staleness))
         self.env.run(until=self.env.process(self.train()))
         total, outcome = self.env.now, self.outcome
-        outcome.seconds = total
+        outcome.seconds, outcome.trainer_idle = total, 1 - self.train_seconds / total
+        outcome.generated_tokens = sum(engine.generated_tokens for engine in self.engines)
         outcome.engines_idle = 1 - statistics.fmean(engine.busy_seconds for engine in self.engines) / total
-        outcome.trainer_idle = 1 - self.train_seconds / total
         return outcome
 
     # ---- the trainer ---------------------------------------------------------------------------------------------
@@ -223,7 +245,7 @@ class Run:
             flights: list[Flight] = yield self.batches.get()
             while self.is_sending or self.version_for(self.next_rollout) not in (None, self.sent):
                 yield self.changed
-            seconds = self.workload.train_time([flight.group for flight in flights])
+            seconds = self.workload.train_time(number, [flight.group for flight in flights])
             seconds += self.workload.commit_step_seconds + (self.mode.switch_seconds or 0.0)
             self.is_training, self.train_seconds = True, self.train_seconds + seconds
             yield self.env.timeout(seconds)
@@ -231,20 +253,23 @@ class Run:
             self.outcome.ends.append(self.env.now)
             self.count_tokens(number, flights)
             self.notify()
-            if self.mode.max_staleness is not None and self.num_trained % self.mode.interval == 0:
+            needs_weights = self.mode.max_staleness is not None and self.num_taken < len(self.workload.rounds)
+            if needs_weights and self.num_trained % self.mode.interval == 0:
                 yield from self.send_weights()
 
     def count_tokens(self, number: int, flights: list[Flight]) -> None:
         """Add the tokens of a trained round to the outcome."""
+        outcome, limit = self.outcome, self.mode.max_staleness
         for flight in flights:
-            self.outcome.order.append(flight.number)
-            for version, tokens in flight.tokens.items():
-                age, num_tokens = number - version, round(tokens)
-                if self.mode.max_staleness is not None and age > self.mode.max_staleness:
-                    self.outcome.masked_tokens += num_tokens
-                elif num_tokens:
-                    self.outcome.staleness[age] = self.outcome.staleness.get(age, 0) + num_tokens
-                    self.outcome.trained_tokens += num_tokens
+            outcome.order.append(flight.number)
+            ages = {number - version: tokens for version, tokens in flight.tokens.items()}
+            trained = {age: tokens for age, tokens in ages.items() if limit is None or age <= limit}
+            outcome.wasted_tokens += sum(ages.values()) - sum(trained.values())
+            outcome.trained_tokens += sum(trained.values())
+            for age, tokens in trained.items():
+                outcome.staleness[age] = outcome.staleness.get(age, 0.0) + tokens
+            if not trained:
+                outcome.masked.append(flight.number)
 
     def send_weights(self) -> Process:
         """Load the trainer's policy into the engines, which stand still meanwhile."""
@@ -253,9 +278,8 @@ class Run:
             engine.pause()
         yield self.env.timeout(self.workload.publish_seconds + (self.mode.switch_seconds or 0.0))
         for engine in self.engines:
-            engine.resume()
+            engine.load_weights(version)
         self.sent, self.is_sending = version, False
-        self.updates.append((version, [engine.progress for engine in self.engines]))
         self.notify()
 
     # ---- rounds of their own: synchronous, colocated, ahead ------------------------------------------------------
@@ -281,32 +305,34 @@ class Run:
                 yield from self.send_weights()
             self.next_rollout = None
             self.notify()
-            first = number * len(groups)
-            flights = [Flight(first + index, group) for index, group in enumerate(groups)]
-            yield self.env.all_of([self.env.process(self.generate(flight)) for flight in flights])
+            first = number * self.size
+            yield self.env.all_of([self.start(Flight(first + index, group)) for index, group in enumerate(groups)])
             yield self.env.timeout(self.workload.commit_rollout_seconds)
             self.next_rollout = number + 1 if number + 1 < len(self.workload.rounds) else None
-            yield self.batches.put(flights)
-            self.finished.clear()
+            taken, self.finished = self.finished, []
+            yield self.batches.put(taken)
 
-    # ---- a stream ------------------------------------------------------------------------------------------------
+    # ---- a stream (`RolloutStream`) ------------------------------------------------------------------------------
 
-    def generate_in_stream(self) -> Process:
-        """Keep groups in flight, and hand over the oldest finished ones as rounds (`RolloutStream`)."""
-        limit, rounds = self.mode.max_staleness or 0, self.workload.rounds
-        size = len(rounds[0])
-        waiting = deque(enumerate(group for groups in rounds for group in groups))
-        for number in range(len(rounds)):
-            while True:
-                room = (self.sent + limit + 1 - number) * size - self.in_flight - len(self.finished)
-                for _ in range(min(room, len(waiting))):
-                    self.env.process(self.generate(Flight(*waiting.popleft())))
-                self.repeat_stale_groups(number - limit)
-                if len(self.finished) >= size:
-                    break
+    def start_groups(self, limit: int) -> Process:
+        """Start groups whenever fewer are in flight or unused than could be trained before they get too old."""
+        groups = [group for round in self.workload.rounds for group in round]
+        for number, group in enumerate(groups):
+            while len(self.running) + len(self.finished) >= (self.sent + limit + 1 - self.num_taken) * self.size:
                 yield self.changed
-            self.finished.sort(key=lambda flight: not flight.is_repeated)
-            taken, self.finished = self.finished[:size], self.finished[size:]
+            self.start(Flight(number, group, self.sent))
+
+    def take_rounds(self, limit: int) -> Process:
+        """Hand over the oldest finished groups as rounds."""
+        for number in range(len(self.workload.rounds)):
+            self.repeat_stale_groups(number - limit)
+            while len(self.finished) < self.size or self.must_await_repeated_groups(number - limit):
+                yield self.changed
+                self.repeat_stale_groups(number - limit)
+            self.finished.sort(key=lambda flight: flight.version if flight.is_repeated else math.inf)
+            taken, self.finished = self.finished[: self.size], self.finished[self.size :]
+            self.num_taken += 1
+            self.notify()
             yield self.env.timeout(self.workload.commit_rollout_seconds)
             yield self.batches.put(taken)
 
@@ -315,33 +341,45 @@ class Run:
         for flight in list(self.finished):
             if max(flight.tokens) < oldest and not flight.is_repeated:
                 self.finished.remove(flight)
-                self.outcome.masked_tokens += sum(flight.group)
-                self.env.process(self.generate(Flight(flight.number, flight.group, is_repeated=True)))
+                self.outcome.wasted_tokens += sum(flight.group)
+                self.outcome.repeated.append(flight.number)
+                self.start(Flight(flight.number, flight.group, self.sent, is_repeated=True))
+
+    def must_await_repeated_groups(self, oldest: int) -> bool:
+        """Return whether too few of the groups that are generated once more are finished: those left would be more than
+        later rounds can take before they get too old."""
+        running = [flight.version for flight in self.running if flight.is_repeated]
+        finished = [flight.version for flight in self.finished if flight.is_repeated]
+        for version in {*running, *finished}:
+            num_running, num_finished = (sum(v <= version for v in versions) for versions in (running, finished))
+            num_left = num_running + max(0, num_finished - self.size)
+            if num_running and num_left > max(0, version - oldest) * self.size:
+                return True
+        return False
 
     # ---- both ----------------------------------------------------------------------------------------------------
 
+    def start(self, flight: Flight) -> simpy.Process:
+        """Start a group, or queue it if too many are in flight. Returns the event of its end."""
+        self.running.add(flight)
+        return self.env.process(self.generate(flight))
+
     def generate(self, flight: Flight) -> Process:
-        """Generate one group on the least busy engine, and record which policy versions made its tokens."""
-        self.in_flight += 1
-        index = min(range(len(self.engines)), key=lambda index: self.engines[index].load)
-        engine = self.engines[index]
-        ends = [engine.submit(length) for length in flight.group]
+        """Generate one group on the least busy engine, record which policy versions made its tokens, and grade it."""
+        with self.slots.request() as slot:
+            yield slot
+            engine = min(self.engines, key=lambda engine: engine.load)
+            engine.load += len(flight.group)
+            ends = [engine.submit(length) for length in flight.group]
+            ended: simpy.events.ConditionValue = yield self.env.all_of(ends)
+            engine.load -= len(flight.group)
         for length, end in zip(flight.group, ends):
-            end_progress = yield end
-            self.add_tokens(flight, index, end_progress - length, end_progress)
-        self.in_flight -= 1
+            for version, tokens in engine.tokens_by_version(ended[end] - length, ended[end]):
+                flight.tokens[version] = flight.tokens.get(version, 0.0) + tokens
+        yield self.env.timeout(self.workload.grade_seconds * random.Random(flight.number).random())
+        self.running.remove(flight)
         self.finished.append(flight)
         self.notify()
-
-    def add_tokens(self, flight: Flight, engine: int, start: float, end: float) -> None:
-        """Add the tokens of one sample, generated while the engine's progress went from `start` to `end`."""
-        for version, progress in reversed(self.updates):
-            if end > progress[engine]:
-                tokens = end - max(start, progress[engine])
-                flight.tokens[version] = flight.tokens.get(version, 0.0) + tokens
-                end -= tokens
-            if start >= progress[engine]:
-                return
 
     def notify(self) -> None:
         """Wake everything that waits for a change."""
@@ -356,23 +394,26 @@ def simulate(workload: Workload, mode: Mode) -> Outcome:
 
 # ---- the table: which mode at which size -----------------------------------------------------------------------------
 
+# Of a 4B model in bf16 on H200 GPUs, from benchmarks/results:
+STEP_SECONDS = (0.0041, 0.01228)  # of a decoding step with 16 and with 256 requests (one-h200.json, fp8_rollout_4b)
+TRAINED_TOKENS_PER_SECOND = 32_768 / 1.597  # of one GPU, with planning and log-probs (step-h200.json, 4b)
+PUBLISH_SECONDS = 0.105  # over NCCL, with one rank and one engine (two-h200.json, publish)
+SWITCH_SECONDS = 0.9  # of moving memory in one direction (two-h200.json, turns-4b, round 3)
+COMMIT_SECONDS = (0.1, 0.3)  # of a rollout and of a step: assumed
+
 GPUS = (8, 16, 64, 256, 1024)
-SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8)  # of the GPUs for the trainer; the best one is taken
+SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the GPUs for the trainer; the best one is taken
 TABLE_MODES = (
     SYNCHRONOUS,
-    Mode("colocated", switch_seconds=1.0),
+    Mode("colocated", switch_seconds=SWITCH_SECONDS),
     Mode("ahead K=1", max_ahead=1),
     Mode("ahead K=2", max_ahead=2),
     Mode("streaming S=1", max_staleness=1),
     Mode("streaming S=2", max_staleness=2),
     Mode("streaming S=4", max_staleness=4),
 )
-PROMPTS, SAMPLES, ROUNDS = 256, 16, 8
+PROMPTS, SAMPLES, ROUNDS = 256, 16, 16
 MEDIAN_LENGTH, SIGMA, MAX_LENGTH = 2000, 1.0, 16384  # log-normal response lengths, cut off at the maximum
-PARAMETERS = 4.02e9
-TRAINED_TOKENS_PER_SECOND = 0.54 * 989e12 / (6 * PARAMETERS)  # of one GPU, at 54 % MFU of the data sheet's peak
-STEP_SECONDS = (0.0041, 0.01228)  # of a decoding step with 16 and with 256 requests
-PUBLISH_SECONDS = 0.059 * 8.04 / 1.19  # 0.059 s for 1.19 GB over NCCL
 
 
 def long_tailed_rounds(rounds: int, seed: int = 0) -> list[list[Group]]:
@@ -392,14 +433,14 @@ def workload_on(gpus: int, trainer_gpus: int, mode: Mode) -> Workload:
     return Workload(
         rounds=long_tailed_rounds(ROUNDS),
         num_engines=engines,
-        slots=256,
+        concurrency=256,
         step_seconds=STEP_SECONDS[0] - 16 * per_request,
         request_seconds=per_request,
         train_seconds=0.0,
         train_seconds_per_token=1 / (trainer_gpus * TRAINED_TOKENS_PER_SECOND),
         publish_seconds=PUBLISH_SECONDS,
-        commit_rollout_seconds=0.1,
-        commit_step_seconds=0.3,
+        commit_rollout_seconds=COMMIT_SECONDS[0],
+        commit_step_seconds=COMMIT_SECONDS[1],
     )
 
 
@@ -409,53 +450,84 @@ def best_split(gpus: int, mode: Mode) -> tuple[Outcome, int]:
         return simulate(workload_on(gpus, gpus, mode), mode), gpus
     tries = [max(1, round(share * gpus)) for share in SHARES]
     outcomes = [(simulate(workload_on(gpus, trainers, mode), mode), trainers) for trainers in dict.fromkeys(tries)]
-    return min(outcomes, key=lambda outcome: outcome[0].seconds)
+    return max(outcomes, key=lambda outcome: outcome[0].tokens_per_second)
 
 
 def print_table() -> None:
     """Print throughput, idle time and staleness of every mode for every number of GPUs as Markdown."""
-    print("| GPUs | mode | tokens/s per GPU | x synchronous | staleness mean / max | engines idle | trainer idle |")
-    print("|---|---|---|---|---|---|---|")
+    columns = ["GPUs", "mode", "tokens/s per GPU", "x synchronous", "staleness mean / max"]
+    columns += ["engines idle", "trainer idle", "wasted tokens"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for gpus in GPUS:
         baseline = 0.0
         for mode in TABLE_MODES:
             outcome, trainers = best_split(gpus, mode)
-            speed = outcome.trained_tokens / outcome.seconds / gpus
+            speed = outcome.tokens_per_second / gpus
             baseline = baseline or speed
             split = "all GPUs" if mode.switch_seconds is not None else f"{trainers} train"
             cells = [f"{gpus:,}", f"{mode.name} ({split})", f"{speed:,.0f}", f"{speed / baseline:.2f}"]
             cells.append(f"{outcome.mean_staleness:.1f} / {max(outcome.staleness)}")
             cells += [f"{outcome.engines_idle:.0%}", f"{outcome.trainer_idle:.0%}"]
+            cells.append(f"{outcome.wasted_tokens / outcome.generated_tokens:.1%}")
             print("| " + " | ".join(cells) + " |", flush=True)
 
 
 # ---- the fit: predict real runs --------------------------------------------------------------------------------------
 
+NUM_WARM_UP = 2  # rounds in which kernels are compiled
+MIN_SPREAD = 0.05  # of the mean, by which the points of a fitted line must differ
+
 
 def measure(store: Store, keys: RunKeys) -> Workload:
-    """Return the workload of a finished synchronous run with one engine: its lengths, and median times."""
+    """Return the workload of a finished synchronous run: its lengths, and mean times after the first two rounds, in
+    which kernels are compiled."""
     published = read_publish_seconds(Path(store.path(f"{keys.prefix}/tracking/outbox.jsonl")))
     numbers = store.committed_indices(f"{keys.prefix}/steps")
     rounds = [groups_of(store, keys, number) for number in numbers]
-    parts = [round_seconds(store, keys, number, published) for number in numbers[2:]]  # in the first, kernels compile
+    config = config_of(store, keys)["rollout"]
+    size = {"num_engines": config["num_engines"], "concurrency": config["sglang_server_concurrency"]}
+    parts = [round_seconds(store, keys, number, published) for number in numbers[NUM_WARM_UP:]]
 
-    def median(*names: str) -> float:
-        return statistics.median(sum(part.get(name, 0.0) for name in names) for part in parts)
+    def mean(*names: str) -> float:
+        return statistics.fmean(sum(part.get(name, 0.0) for name in names) for part in parts)
 
-    tokens = statistics.median(sum(map(sum, groups)) for groups in rounds[2:])
-    of_rollout = median("prepare", "grading", "write") + median("Prefect, commits, other") / 2
+    tokens = [float(sum(map(sum, groups))) for groups in rounds[NUM_WARM_UP:]]
+    steps = decoding_steps(rounds, **size)[NUM_WARM_UP:]
+    running = [number / step / config["num_engines"] for number, step in zip(tokens, steps)]  # mean of an engine
+    decoding = fit_line(running, [part["generation"] / step for part, step in zip(parts, steps)])
+    training = fit_line(tokens, [part["training"] for part in parts])
+    of_rollout = mean("prepare", "grading", "write") + mean("Prefect, commits, other") / 2
+    train_seconds = [sum(read_commit(store, keys.step_prefix(number)).seconds.values()) for number in numbers]
+    usual = statistics.fmean(train_seconds[NUM_WARM_UP:])
     return Workload(
         rounds,
-        num_engines=1,
-        slots=1 << 30,
-        step_seconds=0.0,  # on a CPU the time of a step is proportional to the requests
-        request_seconds=median("generation") / tokens,
-        train_seconds=median("training"),
-        train_seconds_per_token=0.0,
-        publish_seconds=median("publish"),
+        **size,
+        step_seconds=decoding[0] if decoding else 0.0,
+        request_seconds=decoding[1]
+        if decoding
+        else mean("generation") / statistics.fmean(tokens) * size["num_engines"],
+        train_seconds=training[0] if training else mean("training"),
+        train_seconds_per_token=training[1] if training else 0.0,
+        publish_seconds=mean("publish"),
         commit_rollout_seconds=of_rollout,
-        commit_step_seconds=median("round") - median("generation", "training", "publish") - of_rollout,
+        commit_step_seconds=mean("round") - mean("generation", "training", "publish") - of_rollout,
+        warm_up_seconds=[max(0.0, seconds - usual) for seconds in train_seconds[:NUM_WARM_UP]],
     )
+
+
+def decoding_steps(rounds: list[list[Group]], num_engines: int, concurrency: int) -> list[float]:
+    """Return the number of decoding steps of each round of a synchronous run: its seconds if a step takes one."""
+    ends = simulate(Workload(rounds, num_engines, concurrency, 1.0, 0.0, 0.0, 0.0, 0.0), SYNCHRONOUS).ends
+    return [end - start for start, end in zip([0.0, *ends], ends)]
+
+
+def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float] | None:
+    """Return (intercept, slope) of the least-squares line; None if `x` varies too little to tell them apart, or if one
+    of them is negative."""
+    if len(x) < 3 or max(x) - min(x) < MIN_SPREAD * statistics.fmean(x):
+        return None
+    slope, intercept = statistics.linear_regression(x, y)
+    return (intercept, slope) if intercept >= 0 and slope >= 0 else None
 
 
 def groups_of(store: Store, keys: RunKeys, rollout_id: int) -> list[Group]:
@@ -466,29 +538,41 @@ def groups_of(store: Store, keys: RunKeys, rollout_id: int) -> list[Group]:
     return list(groups.values())
 
 
-def mode_of(store: Store, keys: RunKeys) -> Mode:
-    """Return the mode of a run, from its recorded config."""
+def config_of(store: Store, keys: RunKeys) -> dict[str, Any]:
+    """Return the recorded config of a run."""
     record = store.read_json(keys.record)
-    assert record is not None
-    run = record["config"]["run"]
-    staleness = run.get("max_staleness", 2) if run.get("async_mode") == "streaming" else None
-    return Mode(keys.run, run.get("async_buffer_size", 0), run.get("update_weights_interval", 1), staleness)
+    assert record is not None, f"the store has no run {keys.run}"
+    return dict(record["config"])
+
+
+def mode_of(store: Store, keys: RunKeys) -> Mode:
+    """Return the mode of a run with trainer and engines apart."""
+    run = config_of(store, keys)["run"]
+    staleness = run["max_staleness"] if run["async_mode"] == "streaming" else None
+    return Mode(keys.run, run["async_buffer_size"], run["update_weights_interval"], staleness)
 
 
 def print_fit(uri: str, runs: Sequence[str]) -> None:
-    """Print the measured and the predicted seconds of some runs, from the end of their second round."""
+    """Print the measured and the predicted seconds of some runs: from the start of the first rollout, and from the end
+    of the second round, to the commit of the last step. Nothing that a predicted run measured is used."""
     store = Store(uri)
+    assert replace(mode_of(store, RunKeys(runs[0])), name="") == Mode(""), f"{runs[0]} is not a synchronous run"
     workload = measure(store, RunKeys(runs[0]))
-    print("| run | measured s | predicted s | error |\n|---|---|---|---|")
+    print("| run | measured s | predicted s | error | without two rounds: measured s | predicted s | error |")
+    print("|---|---|---|---|---|---|---|")
     for run in runs:
         keys = RunKeys(run)
-        steps = [
-            read_commit(store, keys.step_prefix(number)) for number in store.committed_indices(f"{keys.prefix}/steps")
-        ]
-        own = replace(workload, rounds=[groups_of(store, keys, number) for number in range(len(steps))])
-        ends = simulate(own, mode_of(store, keys)).ends
-        measured, predicted = steps[-1].created_at - steps[1].created_at, ends[-1] - ends[1]
-        print(f"| {run} | {measured:.1f} | {predicted:.1f} | {predicted / measured - 1:+.1%} |")
+        numbers = store.committed_indices(f"{keys.prefix}/steps")
+        first = read_commit(store, keys.rollout_prefix(numbers[0]))
+        start = first.created_at - sum(first.seconds.values())
+        measured = [read_commit(store, keys.step_prefix(number)).created_at - start for number in numbers]
+        rounds = list(itertools.islice(itertools.cycle(workload.rounds), len(numbers)))
+        predicted = simulate(replace(workload, rounds=rounds), mode_of(store, keys)).ends
+        cells = [run]
+        for skipped in (0.0, 1.0):
+            seconds = [ends[-1] - skipped * ends[NUM_WARM_UP - 1] for ends in (measured, predicted)]
+            cells += [f"{seconds[0]:.1f}", f"{seconds[1]:.1f}", f"{seconds[1] / seconds[0] - 1:+.1%}"]
+        print(f"| {' | '.join(cells)} |")
 
 
 def main() -> int:
