@@ -96,7 +96,8 @@ def experts_from_config(config: ConfigEntries, num_dense_layers: int) -> Experts
 def deepseek_v3_rows(shape: ModelShape) -> list[TensorRow]:
     """Return the table of Megatron and Hugging Face tensor names of a DeepSeek-V3 model. RoPE dimensions have the same
     order in both formats, because the Megatron model also applies interleaved RoPE."""
-    return [*embedding_rows(shape), *norm_rows(shape), *mla_rows(shape), *mlp_rows(shape)]
+    input_norm, mlp_norm = norm_rows(shape)
+    return [*embedding_rows(shape), input_norm, *mla_rows(shape), mlp_norm, *mlp_rows(shape)]
 
 
 def expert_entries(num_dense: int, num_layers: int) -> dict[str, Any]:

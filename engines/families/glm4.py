@@ -35,7 +35,8 @@ def glm_rows(shape: ModelShape) -> list[TensorRow]:
     ]
     sandwich = ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight") if shape.sandwich_norms else ()
     post_norms = [unconverted_layer_row(shape, name, name, (hidden,)) for name in sandwich]
-    return [*embedding_rows(shape), *norm_rows(shape), *attention_rows(shape), *fused_mlp, *post_norms]
+    input_norm, mlp_norm = norm_rows(shape)
+    return [*embedding_rows(shape), input_norm, *attention_rows(shape), mlp_norm, *fused_mlp, *post_norms]
 
 
 _DEFAULTS = dict(

@@ -8,7 +8,7 @@ family.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -119,6 +119,17 @@ class TensorRow:
     num_experts: int = 1
 
 
+def _by_layer(rows: Sequence[TensorRow], num_layers: int) -> Iterator[tuple[int, TensorRow]]:
+    """Yield every row once for each of its layers, in the order of `TensorLayout.megatron_names`."""
+    for row in rows:
+        assert ("{layer}" in row.megatron) == (row.layers is not None), row.megatron
+    outside = [row for row in rows if row.layers is None]
+    yield from ((0, row) for row in outside if row.megatron.startswith("embedding."))
+    for layer in range(num_layers):
+        yield from ((layer, row) for row in rows if row.layers and layer in row.layers)
+    yield from ((0, row) for row in outside if not row.megatron.startswith("embedding."))
+
+
 class TensorLayout:
     """The tensor names of one model in Megatron and Hugging Face format, and the conversion of tensors between the two.
 
@@ -134,13 +145,11 @@ class TensorLayout:
         self.hf_shapes: dict[str, tuple[int, ...]] = {}  # Hugging Face name -> shape, without duplicates
         self.copies: dict[str, str] = {}  # Hugging Face name of a duplicate (a tied head) -> name of the original
         self._rows: dict[str, tuple[Op, tuple[str, ...]]] = {}  # Megatron name -> op, Hugging Face names
-        for row in rows:
-            assert ("{layer}" in row.megatron) == (row.layers is not None), row.megatron
-            for layer in range(1) if row.layers is None else row.layers:
-                for expert in range(row.num_experts):
-                    names = {name.format(layer=layer, expert=expert): size for name, size in row.hf.items()}
-                    self._rows[row.megatron.format(layer=layer, expert=expert)] = (row.op, tuple(names))
-                    self.hf_shapes |= names
+        for layer, row in _by_layer(rows, shape.num_layers):
+            for expert in range(row.num_experts):
+                names = {name.format(layer=layer, expert=expert): size for name, size in row.hf.items()}
+                self._rows[row.megatron.format(layer=layer, expert=expert)] = (row.op, tuple(names))
+                self.hf_shapes |= names
             self.copies |= dict.fromkeys(row.copies, next(iter(row.hf)))
 
     def to_hf(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
@@ -166,7 +175,8 @@ class TensorLayout:
         return self._row(name)[1]
 
     def megatron_names(self) -> list[str]:
-        """Return the names of all Megatron tensors of the model."""
+        """Return the names of all Megatron tensors of the model: the embedding, then layer by layer, then the others.
+        Exported files have their tensors in this order, which is also the order of Megatron's modules."""
         return list(self._rows)
 
     def hf_names(self) -> set[str]:

@@ -17,7 +17,8 @@ MEGATRON, HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 def decoder_rows(shape: ModelShape) -> list[TensorRow]:
     """Return the Megatron-to-Hugging-Face tensor mapping of a pre-norm decoder, dense or MoE, with grouped-query
     attention and SwiGLU."""
-    return [*embedding_rows(shape), *norm_rows(shape), *attention_rows(shape), *mlp_rows(shape)]
+    input_norm, mlp_norm = norm_rows(shape)
+    return [*embedding_rows(shape), input_norm, *attention_rows(shape), mlp_norm, *mlp_rows(shape)]
 
 
 def embedding_rows(shape: ModelShape) -> list[TensorRow]:
@@ -48,7 +49,9 @@ def attention_rows(shape: ModelShape) -> list[TensorRow]:
     heads, groups, dim, hidden = shape.num_attention_heads, shape.num_query_groups, shape.head_dim, shape.hidden_size
     qkv, layers = InterleavedQKV(groups, heads // groups, dim), range(shape.num_layers)
     widths = {"q": heads * dim, "k": groups * dim, "v": groups * dim}
-    rows = [
+    output = (hidden, heads * dim)
+    rows = [unconverted_layer_row(shape, "self_attention.linear_proj.weight", "self_attn.o_proj.weight", output)]
+    rows += [
         TensorRow(
             f"{MEGATRON}self_attention.linear_qkv.{kind}",
             qkv,
@@ -57,11 +60,6 @@ def attention_rows(shape: ModelShape) -> list[TensorRow]:
         )
         for kind, columns in ({"weight": (hidden,), "bias": ()} if shape.qkv_bias else {"weight": (hidden,)}).items()
     ]
-    rows.append(
-        unconverted_layer_row(
-            shape, "self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, heads * dim)
-        )
-    )
     for x in "qk" if shape.qk_layernorm else "":
         rows.append(
             unconverted_layer_row(shape, f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", (dim,))

@@ -138,7 +138,9 @@ def sharded_axis(tensor: Tensor) -> int | None:
 
 def _local_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     """Yield (local name, shard) of this rank's weights in a pipeline chunk, without a tied LM head. Stacked experts are
-    yielded one by one, under the names that they have without stacking."""
+    yielded one by one, under the names that they have without stacking, and a router's correction bias after its
+    weight."""
+    biases = dict(_correction_biases(chunk))
     for name, param in chunk.named_parameters():
         if STACKED.search(name):
             weight: Any
@@ -149,7 +151,9 @@ def _local_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
                 yield STACKED.sub(rf".mlp.experts.local_experts.{expert}.\1", name), weight
         elif name != HEAD or not chunk.share_embeddings_and_output_weights:
             yield name, param
-    yield from _correction_biases(chunk)
+            bias = name.replace("router.weight", "router.expert_bias")
+            if bias in biases:
+                yield bias, biases[bias]
 
 
 def _correction_biases(chunk: PolicyModel) -> list[tuple[str, Tensor]]:

@@ -32,7 +32,7 @@ from penstock.storage.store import Store
 if TYPE_CHECKING:  # a driver that submits an export does not import Megatron
     from penstock.engines.megatron.weights import GatheredWeights
 
-FORMAT = 1  # version of unfinished exports; those of another version are not resumed
+FORMAT = 2  # version of unfinished exports; those of another version are not resumed
 
 
 def export_hf(
