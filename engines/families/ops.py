@@ -119,7 +119,7 @@ class TensorRow:
     num_experts: int = 1
 
 
-def _by_layer(rows: Sequence[TensorRow], num_layers: int) -> Iterator[tuple[int, TensorRow]]:
+def rows_by_layer(rows: Sequence[TensorRow], num_layers: int) -> Iterator[tuple[int, TensorRow]]:
     """Yield every row once for each of its layers, in the order of `TensorLayout.megatron_names`."""
     for row in rows:
         assert ("{layer}" in row.megatron) == (row.layers is not None), row.megatron
@@ -145,7 +145,7 @@ class TensorLayout:
         self.hf_shapes: dict[str, tuple[int, ...]] = {}  # Hugging Face name -> shape, without duplicates
         self.copies: dict[str, str] = {}  # Hugging Face name of a duplicate (a tied head) -> name of the original
         self._rows: dict[str, tuple[Op, tuple[str, ...]]] = {}  # Megatron name -> op, Hugging Face names
-        for layer, row in _by_layer(rows, shape.num_layers):
+        for layer, row in rows_by_layer(rows, shape.num_layers):
             for expert in range(row.num_experts):
                 names = {name.format(layer=layer, expert=expert): size for name, size in row.hf.items()}
                 self._rows[row.megatron.format(layer=layer, expert=expert)] = (row.op, tuple(names))

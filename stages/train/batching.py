@@ -75,6 +75,11 @@ class Batch:
         return np.flatnonzero(self.loss_mask)
 
     @cached_property
+    def trained_ordinals(self) -> np.ndarray:  # [S]
+        """Number of each trained token among the trained tokens. Meaningless for other tokens."""
+        return np.cumsum(self.loss_mask) - 1
+
+    @cached_property
     def sample_index(self) -> np.ndarray:  # [N]
         """Sample index of each trained token, ascending."""
         return np.repeat(np.arange(len(self.lengths)), self.lengths)[self.trained_positions]
@@ -167,7 +172,7 @@ def pack(batch: Batch, sample_indices: Sequence[int]) -> PackedMicrobatch:
         max_seqlen=max(lengths),
         trained=torch.from_numpy(trained),
         targets=torch.from_numpy(batch.token_ids[targets]),
-        ordinal=torch.from_numpy(np.searchsorted(batch.trained_positions, targets)),
+        ordinal=torch.from_numpy(batch.trained_ordinals[targets]),
         samples=SegmentReducer(
             torch.from_numpy(sequence), torch.from_numpy(batch.num_trained_tokens[list(sample_indices)])
         ),

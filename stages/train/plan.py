@@ -78,7 +78,8 @@ def compute_loss_weights(batch: Batch, config: TrainConfig) -> LossWeights:
     scale = torch.ones_like(weights) if custom_path else None
     steps = _samples_of_steps(batch, config)
     for rows in steps:
-        tokens = torch.from_numpy(np.flatnonzero(np.isin(batch.sample_index, rows)))
+        is_in_step = np.isin(np.arange(len(batch.lengths)), rows)
+        tokens = torch.from_numpy(np.flatnonzero(is_in_step[batch.sample_index]))
         weights[tokens] = weights_of_step(trajectories[tokens], len(batch.lengths))
         if custom_path and scale is not None:
             num_trajectories = len(np.unique(batch.trajectory_index[rows]))

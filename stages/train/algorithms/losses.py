@@ -316,7 +316,7 @@ def per_sample_weights(
     samples of one agent execution belong to one trajectory."""
     num_tokens = torch.bincount(trajectory_index, minlength=num_trajectories)
     num_trained = (num_tokens > 0).sum().clamp(min=1)
-    return 1.0 / (num_tokens[trajectory_index].double() * num_trained)
+    return (1.0 / (num_tokens.double() * num_trained))[trajectory_index]
 
 
 def per_token_weights(trajectory_index: Tensor, num_trajectories: int) -> Tensor:  # [N] float64, sums to 1
