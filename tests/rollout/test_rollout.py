@@ -231,3 +231,19 @@ def test_round_runs_inside_running_event_loop() -> None:
         return run_blocking(answer())
 
     assert asyncio.run(caller()) == run_blocking(answer()) == 42
+
+
+def test_the_result_of_a_blocking_run_is_never_formatted() -> None:
+    """`asyncio.run` formats the result of its task, which takes long if that is a round of samples."""
+    formatted = []
+
+    class Result:
+        def __repr__(self) -> str:
+            formatted.append(self)
+            return "result"
+
+    async def answer() -> Result:
+        return Result()
+
+    assert isinstance(run_blocking(answer()), Result)
+    assert not formatted
