@@ -123,7 +123,7 @@ def test_no_rollout_ahead_gives_the_weights_of_the_synchronous_run(world: World)
     synchronous, asynchronous = (rounds_of(pipeline, 3) for pipeline in runs)
     assert [(commit.kind, commit.index) for commit in asynchronous] == [(c.kind, c.index) for c in synchronous]
     for a, b in zip(synchronous, asynchronous):
-        assert (a.policy_version, a.config_hash) == (b.policy_version, b.config_hash)
+        assert a.policy_version == b.policy_version
         assert a.state.get("digest") == b.state.get("digest"), f"{a.kind} {a.index}"
     responses = [
         [(sample.sample_id, sample.token_ids, sample.reward) for sample in read_samples(pipeline.store, commit)]
