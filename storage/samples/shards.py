@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.storage.refs import Commit
+from penstock.storage.refs import TRAINED, Commit
 from penstock.storage.samples.sample import Sample, from_table, to_current_schema, to_table
 from penstock.storage.store import Store
 
@@ -45,8 +45,8 @@ def read_table(store: Store, commit: Commit, name: str = "part") -> pa.Table:
         StoreError: a shard is missing, or its size or hash differs from the commit.
         RunError: a newer release of Penstock wrote the shards.
     """
-    paths = [Path(record.path).relative_to(commit.attempt or "") for record in commit.files]
-    shards = sorted(path for path in paths if re.fullmatch(rf"{re.escape(name)}-\d+\.parquet", path.name))
+    files = sorted(record.path for record in commit.files if is_shard(record.path, name))
+    shards = [Path(file).relative_to(commit.attempt or "") for file in files]
     assert shards, f"the commit lists no shards with the name {name}"
     with store.reading(commit, only=[path.as_posix() for path in shards]) as directory:
         tables = [pq.ParquetFile(directory / path).read() for path in shards]
@@ -56,3 +56,8 @@ def read_table(store: Store, commit: Commit, name: str = "part") -> pa.Table:
 def read_samples(store: Store, commit: Commit, name: str = "part") -> list[Sample]:
     """Return the committed samples as `Sample` objects. See `read_table`."""
     return from_table(read_table(store, commit, name))
+
+
+def is_shard(path: str, name: str = TRAINED) -> bool:
+    """Return whether a committed file is a shard with the given name, TRAINED or BUFFER (refs.py)."""
+    return re.fullmatch(rf"{re.escape(name)}-\d+\.parquet", path.rpartition("/")[2]) is not None

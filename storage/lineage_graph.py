@@ -1,0 +1,236 @@
+"""The lineage of a store: what was made from what, over all runs, forks, exports and converted models.
+
+The graph is read from the commit records alone. A node is a commit, or an artifact outside of the store (a prompt file,
+a Hugging Face model). The inputs of a node, by role:
+
+    model        the Hugging Face checkpoint that it was converted from; an export of the same store if it is one
+    rollout      the policy that generated it, and the prompt files
+    step         the rollout that it trained on, the policy before it, and the reference and teacher models
+    checkpoint   the step that made its weights, or the model for policy version 0
+    eval         the evaluated policy, its checkpoint if there is one, and the prompt files
+    export       the checkpoint
+
+"The policy" of version v is the step that made it, or the converted model for version 0, because a checkpoint may
+expire while the step remains. A fork contains copies of its parent's commits; the graph has only the originals.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pyarrow.parquet as pq
+
+from penstock.storage.commits import committed_prefixes
+from penstock.storage.disk import map_in_threads
+from penstock.storage.errors import RunError
+from penstock.storage.refs import ORIGINS, CheckpointRef, Commit, RunKeys, commit_key, decode_record
+from penstock.storage.samples.shards import is_shard
+from penstock.storage.store import Store
+
+_NUM_THREADS = 16  # commit records read at the same time
+_ATTEMPT = re.compile(r"(?:runs|models)/.*?attempt-[0-9a-f]+")
+_DIRECTORY = {"rollout": "rollouts", "step": "steps", "checkpoint": "checkpoints", "eval": "evals", "export": "exports"}
+
+
+@dataclass(frozen=True)
+class Node:
+    """One artifact: a commit, or something outside of the store."""
+
+    id: str  # key of the commit record, or path or URI of the artifact
+    commit: Commit | None = None
+    inputs: tuple[tuple[str, str], ...] = ()  # (role, id of the input)
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of the commit, or "source" for an artifact outside of the store."""
+        return self.commit.kind if self.commit else "source"
+
+    @property
+    def run(self) -> str:
+        """Return the run that made this node, or "" for models and sources."""
+        return self.id.split("/")[1] if self.kind in _DIRECTORY else ""
+
+    @property
+    def name(self) -> str:
+        """Return the reference to this node that `penstock lineage` accepts, e.g. `my-run/checkpoint/20`."""
+        if self.kind not in _DIRECTORY:
+            return self.id.removesuffix(commit_key(""))
+        run, directory, index, *task = self.id.removeprefix("runs/").removesuffix(commit_key("")).split("/")
+        return "/".join([run, directory.removesuffix("s"), str(int(index)), *task])
+
+
+@dataclass
+class LineageGraph:
+    """All artifacts of a store, with edges from each artifact to its inputs."""
+
+    nodes: dict[str, Node] = field(default_factory=dict)
+    users: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # id -> ids of what was made from it
+    originals: dict[str, str] = field(default_factory=dict)  # key of a copy in a fork -> key of the original
+    models: dict[str, dict[str, str]] = field(default_factory=dict)  # run -> role (base, reference, teacher) -> key
+
+    def resolve(self, key: str) -> str:
+        """Return the key of a commit, or of the original if it is a copy in a fork."""
+        while key in self.originals:
+            key = self.originals[key]
+        return key
+
+    def policy(self, run: str, version: int) -> str:
+        """Return the id of the step or model that made policy `version` of a run, or "" if there is none."""
+        if version == 0:
+            return self.models[run].get("base", "")
+        return self.resolve(commit_key(RunKeys(run).step_prefix(version - 1)))
+
+    def add(self, node: Node) -> None:
+        """Add a node, and a source node for each input that the graph does not contain yet."""
+        self.nodes[node.id] = node
+        for _, source in node.inputs:
+            self.nodes.setdefault(source, Node(source))
+            self.users[source].append(node.id)
+
+    def ancestors(self, id: str) -> list[Node]:
+        """Return everything that the artifact was made from, directly or indirectly, nearest first."""
+        return self._reachable(id, lambda id: [source for _, source in self.nodes[id].inputs])
+
+    def descendants(self, id: str) -> list[Node]:
+        """Return everything that was made from the artifact, directly or indirectly, nearest first."""
+        return self._reachable(id, lambda id: self.users.get(id, []))
+
+    def _reachable(self, start: str, neighbours: Callable[[str], list[str]]) -> list[Node]:
+        ids = dict.fromkeys([start])
+        queue = [start]
+        for id in queue:
+            new = [other for other in dict.fromkeys(neighbours(id)) if other not in ids]
+            ids |= dict.fromkeys(new)
+            queue += new
+        return [self.nodes[id] for id in queue[1:]]
+
+
+def read_lineage(store: Store) -> LineageGraph:
+    """Read the commits of all runs and models of a store, and return their lineage.
+
+    Raises:
+        StoreError: a record is damaged.
+    """
+    graph = LineageGraph()
+    runs = [run for run in store.list("runs") if store.read(RunKeys(run).record)]
+    prefixes = [prefix for run in runs for prefix in committed_prefixes(store, RunKeys(run))]
+    suffix = commit_key("")
+    prefixes += [f"models/{name.removesuffix(suffix)}" for name in store.list("models") if name.endswith(suffix)]
+    commits = map_in_threads(store.committed, prefixes, _NUM_THREADS)
+    by_key = {commit_key(prefix): commit for prefix, commit in zip(prefixes, commits, strict=True) if commit}
+    for run in runs:
+        graph.models[run] = read_models(store, RunKeys(run))
+        graph.originals |= find_originals(store, RunKeys(run), by_key)
+    own = {key: commit for key, commit in by_key.items() if key not in graph.originals}
+    graph.nodes = {key: Node(key, commit) for key, commit in own.items()}
+    attempts = {commit.attempt: key for key, commit in own.items() if commit.attempt}
+    for key, commit in own.items():
+        graph.add(Node(key, commit, tuple(inputs_of(graph, key, commit, attempts))))
+    return graph
+
+
+def read_models(store: Store, keys: RunKeys) -> dict[str, str]:
+    """Return the models that a run started with: role -> key of the model's commit."""
+    records = {role: store.read(keys.origin_key(role)) for role in ORIGINS}
+    return {
+        role: decode_record(CheckpointRef, keys.origin_key(role), data).key for role, data in records.items() if data
+    }
+
+
+def find_originals(store: Store, keys: RunKeys, commits: dict[str, Commit]) -> dict[str, str]:
+    """Return the commits of a fork that are copies of its parent's: key of the copy -> key of the original."""
+    parent = (store.read_json(keys.record) or {}).get("parent")
+    if not parent:
+        return {}
+    copies = {}
+    for key, commit in commits.items():
+        if key.startswith(f"{keys.prefix}/"):
+            original = RunKeys(parent["run"]).prefix + key.removeprefix(keys.prefix)
+            other = commits.get(original)  # missing if the parent's checkpoint has expired
+            if other and (other.attempt, other.created_at) == (commit.attempt, commit.created_at):
+                copies[key] = original
+    return copies
+
+
+def inputs_of(graph: LineageGraph, key: str, commit: Commit, attempts: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the inputs of a commit as (role, id)."""
+    run = key.split("/")[1]
+    versions = {"rollout": commit.policy_version, "eval": commit.policy_version, "step": commit.index}
+    if (version := versions.get(commit.kind, -1)) >= 0 and (policy := graph.policy(run, version)):
+        yield "policy", policy
+    checkpoint = graph.resolve(commit_key(RunKeys(run).checkpoint_prefix(commit.policy_version)))
+    if commit.kind == "eval" and checkpoint in graph.nodes:
+        yield "checkpoint", checkpoint
+    if commit.kind == "step":
+        yield from ((role, model) for role, model in graph.models[run].items() if role != "base")
+    for role, value in commit.inputs.items():
+        attempt = _ATTEMPT.search(value)
+        if value.endswith(commit_key("")):
+            yield role, graph.resolve(value)
+        else:  # a path; of an export if its attempt is one of this store, wherever the store was then
+            yield role, attempts.get(attempt[0], value) if attempt else value
+
+
+# ---- references ------------------------------------------------------------------------------------------------------
+
+REFERENCES = (
+    "RUN, RUN/20 (a checkpoint), RUN/rollout/19, RUN/step/19, RUN/eval/20/DATA_SET, RUN/export/20, RUN/sample/ID, "
+    "RUN/prompt/ID"
+)
+
+
+def find_node(graph: LineageGraph, store: Store, reference: str) -> Node:
+    """Return the artifact that a reference names (see REFERENCES); for samples and prompts, their rollout.
+
+    Raises:
+        RunError: there is no such artifact.
+    """
+    if reference in graph.nodes:
+        return graph.nodes[reference]
+    run, _, rest = reference.partition("/")
+    if commit_key(reference.removesuffix(commit_key(""))) in graph.nodes:
+        id = commit_key(reference.removesuffix(commit_key("")))
+    elif run in graph.models:
+        id = find_id(graph, store, run, rest)
+    else:
+        names = ", ".join(sorted(graph.models)) or "none"
+        raise RunError(f"store {store.uri} has no run {run!r} (it has: {names}): give one of {REFERENCES}")
+    if id not in graph.nodes:
+        raise RunError(f"run {run!r} has no {rest or 'trained policy'}: give one of {REFERENCES}")
+    return graph.nodes[id]
+
+
+def find_id(graph: LineageGraph, store: Store, run: str, rest: str) -> str:
+    """Return the id of the artifact that `rest`, the part of a reference after the run, names; "" or an id that the
+    graph does not contain if there is none."""
+    kind, _, value = rest.partition("/")
+    keys = RunKeys(run)
+    if not kind:
+        return graph.policy(run, max(store.committed_indices(f"{keys.prefix}/steps"), default=-1) + 1)
+    if kind in ("sample", "prompt"):
+        return find_rollout_of(graph, store, run, "sample_id" if kind == "sample" else "group_id", value)
+    if kind.isdecimal() and not value:
+        kind, value = "checkpoint", kind
+    index, _, data_set = value.partition("/")
+    if kind not in _DIRECTORY or not index.isdecimal():
+        return ""
+    prefix = f"{keys.prefix}/{_DIRECTORY[kind]}/{int(index):06d}"
+    if kind == "eval" and not data_set:
+        names = [name for name in store.list(prefix) if name.endswith(commit_key(""))]
+        return graph.resolve(f"{prefix}/{names[0]}") if names else ""
+    return graph.resolve(commit_key(f"{prefix}/{data_set}" if data_set else prefix))
+
+
+def find_rollout_of(graph: LineageGraph, store: Store, run: str, column: str, value: str) -> str:
+    """Return the id of the rollout or evaluation of a run whose trained samples have `value` in `column`, or ""."""
+    for prefix in committed_prefixes(store, RunKeys(run)):
+        commit = store.committed(prefix)
+        if commit is None or commit.kind not in ("rollout", "eval"):
+            continue
+        shards = [store.path(file.path) for file in commit.files if is_shard(file.path)]
+        if shards and pq.read_table(shards, columns=[column], filesystem=store.fs, filters=[(column, "=", value)]):
+            return graph.resolve(commit_key(prefix))
+    return ""
