@@ -1,0 +1,160 @@
+"""`penstock lineage` and `penstock samples` on a run, a fork of it, and a run that starts from its export."""
+
+import json
+
+import pytest
+
+from penstock.flows.cli import main
+from penstock.flows.commands.fork import main as fork
+from penstock.storage.commits import committed_prefixes
+from penstock.storage.lineage_graph import LineageGraph, find_node, read_lineage
+from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
+from penstock.storage.store import Store
+from tests.storage.made_run import commit_files, config_of, make_run, write_data
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Run `r` (6 rounds, checkpoints 2 and 5, evaluation and export of 5), its fork `f` at round 4 with 2 more rounds,
+    and run `g`, whose base model was converted from the export; the store was moved after that."""
+    place = tmp_path_factory.mktemp("inspect")
+    old = Store(str(place / "old"))
+    data = write_data(place / "data.jsonl")
+    config = config_of(old, data)
+    keys = make_run(old, config, rounds=6, save=(2, 5), score=(2, 5))
+    checkpoint = {"checkpoint": commit_key(keys.checkpoint_prefix(5))}
+    fields = {"kind": "export", "run": "r", "index": 5, "policy_version": 5, "inputs": checkpoint}
+    export = commit_files(old, keys.export_prefix(5), {"model.safetensors": b"w"}, **fields)
+    fork(["r", "--at", "4", "--name", "f", "--store", old.root])
+    make_run(old, config_of(old, data, "f"), rounds=6, save=(6,))
+    model = {"kind": "model", "policy_version": 0, "inputs": {"hf_checkpoint": old.path(export.attempt or "")}}
+    commit_files(old, "models/def", {"weights": b"exported"}, **model)
+    base = CheckpointRef(key="models/def.commit.json", uri="", format="torch_dist", policy_version=0)
+    old.create("runs/g/base.json", base.model_dump_json().encode())
+    make_run(old, config_of(old, data, "g"), rounds=1)
+    (place / "old").rename(place / "moved")
+    return Store(str(place / "moved"))
+
+
+@pytest.fixture(scope="module")
+def graph(store: Store) -> LineageGraph:
+    return read_lineage(store)
+
+
+def names(nodes) -> set[str]:
+    return {node.name for node in nodes}
+
+
+def test_graph_has_every_commit_once_and_every_input_of_a_commit_is_an_edge(store: Store, graph: LineageGraph) -> None:
+    prefixes = [prefix for run in ("r", "f", "g") for prefix in committed_prefixes(store, RunKeys(run))]
+    keys = {commit_key(prefix) for prefix in [*prefixes, "models/abc", "models/def"]}
+    copies = {key for key in keys if key.startswith("runs/f/") and key.replace("/f/", "/r/") in keys}
+    copies -= {commit_key(RunKeys("f").rollout_prefix(r)) for r in (4, 5)}
+    copies -= {commit_key(RunKeys("f").step_prefix(r)) for r in (4, 5)}
+    assert {node.id for node in graph.nodes.values() if node.commit} == keys - copies and copies == set(graph.originals)
+    for key in keys - copies:
+        commit = graph.nodes[key].commit
+        assert isinstance(commit, Commit)
+        inputs = dict(graph.nodes[key].inputs)
+        for role, value in commit.inputs.items():
+            assert inputs[role] == (graph.resolve(value) if value.endswith(".commit.json") else inputs[role])
+            assert key in graph.users[inputs[role]]
+
+
+def test_lineage_crosses_fork_export_and_moved_store(store: Store, graph: LineageGraph) -> None:
+    g, forked = find_node(graph, store, "g/step/0"), find_node(graph, store, "f/6")
+    export = {"r/export/5", "r/checkpoint/5", *(f"r/step/{r}" for r in range(5)), "models/abc", "models/def"}
+    assert export <= names(graph.ancestors(g.id)) and "r/step/5" not in names(graph.ancestors(g.id))
+    of_fork = names(graph.ancestors(forked.id))
+    assert {"f/step/5", "f/step/4", "r/step/3", "r/rollout/0", "models/abc"} <= of_fork
+    assert not {"r/step/4", "f/step/3"} & of_fork
+    users = names(graph.descendants(find_node(graph, store, "r/rollout/3").id))
+    assert {"r/checkpoint/5", "r/eval/5/sums", "r/export/5", "f/checkpoint/6", "g/step/0"} <= users
+    assert not {"r/checkpoint/2", "r/eval/2/sums"} & users
+    assert "r/eval/5/sums" in names(graph.descendants(find_node(graph, store, "r/5").id))
+
+
+@pytest.mark.parametrize(
+    ("reference", "name"),
+    [
+        ("r", "r/step/5"),
+        ("r/5", "r/checkpoint/5"),
+        ("f/checkpoint/2", "r/checkpoint/2"),
+        ("r/eval/5", "r/eval/5/sums"),
+        ("r/sample/000000004-01", "r/rollout/1"),
+        ("f/prompt/000000004", "r/rollout/1"),
+        ("r/sample/eval-000005-sums-000000000-00", "r/eval/5/sums"),
+        ("models/def", "models/def"),
+        ("runs/r/steps/000002.commit.json", "r/step/2"),
+    ],
+)
+def test_reference_names_an_artifact(store: Store, graph: LineageGraph, reference: str, name: str) -> None:
+    assert find_node(graph, store, reference).name == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lineage", "x/5"], "has no run 'x' (it has: f, g, r)"),
+        (["lineage", "r/3"], "run 'r' has no 3"),
+        (["lineage", "r/sample/9"], "run 'r' has no sample/9"),
+        (["lineage", "r", "--json", "--dot"], "--json and --dot exclude each other"),
+        (["samples", "r", "--round", "9"], "run 'r' has no finished round 9: choose one of 0, 1"),
+        (["samples", "r", "--prompt", "77"], "no such sample in rounds 0 to 5"),
+        (["samples", "r", "--prompt", "some-id"], "no sample with the id 'some-id'"),
+        (["samples", "r", "--versions", "5"], "--versions needs --eval"),
+        (["samples", "r", "--worst", "--best"], "exclude each other"),
+        (["samples", "r", "--status", "good"], "--status takes one of pending"),
+        (["samples", "r", "--grep", "("], "not a regular expression"),
+    ],
+)
+def test_invalid_request_is_one_clear_line(
+    store: Store, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--store", store.root]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_printed_trees_name_rounds_forks_and_runs(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lineage", "r/2", "--store", store.root]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    text = [line.strip("│├└─ ") for line in lines]
+    assert text[1:3] == ["made from", "rounds 0 to 1 of r: 12 samples, reward 0.250"]
+    used = text[text.index("used for") :]
+    for start in ("r/eval/2/sums", "run r from round 2", "fork f from round 4", "r/export/5", "run g from round 0"):
+        assert any(line.startswith(start) for line in used), start
+    assert main(["lineage", "r/sample/000000004-01", "--store", store.root]) == 0
+    assert "sample 000000004-01" in capsys.readouterr().out
+
+
+def test_json_and_dot_have_the_complete_graph(
+    store: Store, graph: LineageGraph, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["lineage", "r/5", "--json", "--store", store.root]) == 0
+    result = json.loads(capsys.readouterr().out)
+    node = find_node(graph, store, "r/5")
+    assert result["ancestors"] == [other.id for other in graph.ancestors(node.id)]
+    assert {(edge["from"], edge["to"]) for edge in result["edges"]} >= {(source, node.id) for _, source in node.inputs}
+    assert main(["lineage", "r/5", "--dot", "--store", store.root]) == 0
+    dot = capsys.readouterr().out
+    assert dot.count(" -> ") == len(result["edges"]) and dot.startswith("digraph") and '"g/step/0"' in dot
+
+
+def test_samples_of_a_prompt_side_by_side(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["samples", "r", "--eval", "sums", "--prompt", "3", "--json", "--store", store.root]) == 0
+    samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(s["rollout_id"], s["metadata"]["source"]["row"]) for s in samples] == [(2, 3), (5, 3)]
+    assert main(["samples", "r", "--prompt", "3", "--json", "--store", store.root]) == 0
+    samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len({s["rollout_id"] for s in samples}) > 1 and {s["metadata"]["source"]["row"] for s in samples} == {3}
+    assert (
+        main(["samples", "r", "--prompt", samples[0]["sample_id"], "--rounds", "0,1,2,3", "--store", store.root]) == 0
+    )
+    assert "round" in capsys.readouterr().out
+
+
+def test_worst_samples_come_first_and_the_limit_holds(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["samples", "r", "--round", "1", "--worst", "--limit", "3", "--json", "--store", store.root]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and {json.loads(line)["rollout_id"] for line in lines} == {1}
