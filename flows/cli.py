@@ -1,5 +1,5 @@
 """The command line: `penstock demo | train | train-async | sft | convert | eval | resume | replay | fork | rm | verify
-| gc | deploy | runs | lineage | samples | doctor`.
+| gc | deploy | runs | cost | lineage | samples | doctor`.
 
 A command parses its flags into a config, checks it, and calls a flow. Exit codes: 0 done, 1 failed, 2 invalid request
 (a one-line message on stderr), 130 Ctrl-C, 141 standard output was closed by its reader, 143 SIGTERM.
@@ -38,6 +38,7 @@ USAGE = """usage: penstock COMMAND [options]
   gc        list files that are no longer needed; --delete removes them
   deploy    register the flows on a Prefect server, optionally with a schedule
   runs      list the runs in the store
+  cost      print device-seconds by stage, round and checkpoint, and the price:  penstock cost RUN
   lineage   print what an artifact was made from and what was made from it:  penstock lineage RUN/20
   samples   read samples; compare the responses to a prompt over rounds:  penstock samples RUN --round 12 --worst
   doctor    check the installation and print how to fix each problem; --plan estimates the GPU memory of a run
@@ -185,6 +186,7 @@ COMMANDS: dict[str, Command] = {
     "deploy": _module_command("services.deploy"),
     "runs": _module_command("commands.run_table"),
     "lineage": _module_command("inspect.lineage"),
+    "cost": _module_command("inspect.cost"),
     "samples": _module_command("inspect.samples"),
     "doctor": _module_command("commands.doctor"),
 }

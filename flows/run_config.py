@@ -59,6 +59,10 @@ class RunConfig(StageConfig):
     mlflow_tracking_uri: str | None = option(None, mutability="placement", secret=True)
     """MLflow server or database; default MLFLOW_TRACKING_URI, else an SQLite file in the store."""
 
+    price_per_device_hour: float | None = option(None, mutability="placement", ge=0)
+    """Price of one GPU (without GPUs: of one process) for one hour, in any currency. MLflow then shows what the run has
+    cost."""
+
     update_weight_transport: Literal["tensor", "nccl", "disk"] | None = option(None, mutability="placement")
     """How weights reach the engines: tensor (shared memory or GPU), nccl (network) or disk. Default: tensor if trainer
     and engines share GPUs or run without GPUs, else nccl, or disk for external engines."""

@@ -319,6 +319,7 @@ def export(session: Session, version: int) -> CheckpointRef:
 def publish_results(session: Session) -> None:
     """Print a table of the run's results and publish it as an artifact on the flow run's Prefect page."""
     session.wait_for_checkpoint()
+    session.track_costs()
     table = "\n".join(f"| {title} | {text} |" for title, text in session.print_results().items())
     publish_summary(f"| {session.keys.run} | |\n|---|---|\n{table}", session.display.note)
 

@@ -81,6 +81,20 @@ def run_placement(config: PostTrainConfig) -> PlacementOptions:
     )
 
 
+def device_counts(flow: str, config: PostTrainConfig) -> tuple[int, int, bool]:
+    """Return the number of GPUs (on a machine without GPUs: of processes) of the trainer and of the engines in a flow,
+    and whether both use the same GPUs."""
+    has_engines = flow != "convert" and config.train.loss_type != "sft_loss" and not config.run.debug_train_only
+    has_trainer = flow in ("post_train", "sft") and not config.run.debug_rollout_only
+    options = engine_options(config)
+    num_gpus = options.num_gpus or options.num_engines * options.gpus_per_engine
+    return (
+        config.train.num_ranks if has_trainer else 0,
+        num_gpus if has_engines else 0,
+        has_engines and has_trainer and options.num_gpus is None,
+    )
+
+
 def gpus_per_node(config: PostTrainConfig) -> int | None:
     """Return the number of GPUs that a run uses on each node, or None for as many as the largest node has."""
     train = config.train

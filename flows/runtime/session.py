@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cached_property
@@ -22,6 +23,7 @@ from penstock.flows.config import PostTrainConfig, config_hash
 from penstock.flows.debug_options import gpu_flow
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.display import Display
+from penstock.flows.runtime.engine_options import device_counts
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE, logprob_gap_warning, zero_gradient_warning
 from penstock.flows.runtime.prefect_api import wait_for_api, with_password_hint
 from penstock.flows.runtime.preflight import config_warnings, preflight
@@ -30,10 +32,12 @@ from penstock.flows.runtime.runs import code_version, keys_of_run, open_run, ope
 from penstock.flows.runtime.schedule import with_target_rounds
 from penstock.flows.runtime.signals import stop_on_sigterm
 from penstock.storage.commits import read_commits
-from penstock.storage.errors import RunError
+from penstock.storage.costs import compute_costs
+from penstock.storage.errors import RunError, StoreError
 from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.preemption import Preempted, StopRequest
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
+from penstock.storage.starts import Start, record_end, record_start
 from penstock.storage.tracking import tracking_directory, tracking_uri
 from penstock.storage.tracking.delivery import RunTracking
 
@@ -68,6 +72,19 @@ class Session:
             store_uri=self.store.uri,
         )
         self.tracker.record_missing_commits(self.store, self.keys)
+        trainer_devices, engine_devices, colocated = device_counts(flow, config)
+        self._start = record_start(
+            self.store,
+            self.keys,
+            Start(
+                host=socket.gethostname(),
+                flow_run=flow_run.ui_url or str(flow_run.id or ""),
+                code_version=code_version(),
+                trainer_devices=trainer_devices,
+                engine_devices=engine_devices,
+                colocated=colocated,
+            ),
+        )
         self.processes = Processes(
             config,
             self.store,
@@ -106,6 +123,7 @@ class Session:
         for end in (self._wait_for_checkpoint_until_deadline, self._stack.close, self.processes.stop_all):
             end()
         self.display.close()
+        self._record_end(kind)
         waiting = self.tracker.close("FAILED" if kind else "FINISHED", timeout=5 if self.stop.requested else 30)
         if waiting:
             self.display.note(
@@ -117,6 +135,14 @@ class Session:
         self._entered.close()
         if kind is not None and issubclass(kind, Preempted):
             raise TerminationSignal(signal.SIGTERM)  # Prefect marks the flow run as crashed or cancelled
+
+    def _record_end(self, kind: type[BaseException] | None) -> None:
+        """Record the end of this start. A failure, for instance on a full disk, is printed only."""
+        outcome = "FINISHED" if kind is None else "STOPPED" if issubclass(kind, Preempted) else "FAILED"
+        try:
+            record_end(self.store, self.keys, self._start, outcome)
+        except (StoreError, OSError) as error:
+            self.display.note(f"the end of this start is not recorded ({error}); its costs end with its last commit")
 
     # ---- progress of the run -----------------------------------------------------------------------------------------
 
@@ -207,6 +233,11 @@ class Session:
         commit = self.store.committed(prefix)
         assert commit is not None, f"{prefix} is not committed"
         return commit
+
+    def track_costs(self) -> None:
+        """Log what the run has used so far to MLflow (costs.py)."""
+        metrics = compute_costs(self.store, self.keys).metrics(self.config.run.price_per_device_hour)
+        self.tracker.enqueue_metrics(f"cost-{self._start}", metrics, step=self.num_trained_rounds())
 
     def print_results(self) -> dict[str, str]:
         """Show and return the results of the whole run, including rounds before a resume: title -> text."""

@@ -1,0 +1,196 @@
+"""What a run costs: device-seconds by stage, by round and by checkpoint, and tokens, derived from commits and starts.
+
+Devices are GPUs; on a machine without GPUs they are the trainer's processes and the engines. For every device, the
+seconds of its stages and its idle seconds add up to the time that drivers of the run were alive. If two stages overlap
+on a device (a checkpoint that is saved during an evaluation on the same GPUs), their common time counts for the one
+that started later. Idle includes starts, weight updates and waits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from penstock.storage.commits import read_commits
+from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.starts import Start, StartEnd, read_starts
+from penstock.storage.store import Store
+
+IDLE = "idle"
+_STAGE = {
+    "rollout": "rollout",
+    "eval": "evaluation",
+    "step": "training",
+    "checkpoint": "checkpoint",
+    "export": "export",
+}
+_ENGINE_KINDS = ("rollout", "eval")
+
+
+class Interval(NamedTuple):
+    """The time of one stage, in seconds since the epoch."""
+
+    begin: float
+    end: float
+    stage: str
+
+
+@dataclass
+class RoundCost:
+    """What one round used."""
+
+    rollout_id: int
+    device_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # stage -> seconds
+    kept_samples: int = 0  # samples with trained tokens
+    removed_samples: int = 0  # committed samples without trained tokens
+    dropped_groups: int = 0  # groups that a filter dropped
+    trained_tokens: float = 0.0
+    wasted_tokens: float = 0.0  # generated and not trained on, where the commit records it (streaming mode)
+
+
+@dataclass
+class RunCosts:
+    """What a run used, over all of its starts."""
+
+    wall_seconds: float = 0.0  # time in which a driver was alive
+    num_starts: int = 0
+    device_seconds: dict[str, dict[str, float]] = field(default_factory=dict)  # devices -> stage or IDLE -> seconds
+    num_devices: dict[str, int] = field(default_factory=dict)  # devices -> their number in the last start
+    rounds: list[RoundCost] = field(default_factory=list)
+    checkpoints: dict[int, float] = field(default_factory=dict)  # policy version -> device-seconds since the one before
+
+    @property
+    def total_device_seconds(self) -> float:
+        """Return the device-seconds of all stages and of idle time."""
+        return sum(sum(stages.values()) for stages in self.device_seconds.values())
+
+    @property
+    def kept_samples(self) -> int:
+        """Return the number of samples with trained tokens."""
+        return sum(cost.kept_samples for cost in self.rounds)
+
+    def metrics(self, price_per_hour: float | None = None) -> dict[str, float]:
+        """Return the totals as metrics, with the money that they cost if a price per device and hour is given."""
+        total = self.total_device_seconds
+        idle = sum(stages.get(IDLE, 0.0) for stages in self.device_seconds.values())
+        metrics = {
+            "cost/device_hours": total / 3600,
+            "cost/idle_ratio": idle / total if total else 0.0,
+            "cost/wall_hours": self.wall_seconds / 3600,
+            "cost/device_seconds_per_kept_sample": total / self.kept_samples if self.kept_samples else 0.0,
+        }
+        if price_per_hour is not None:
+            metrics["cost/money"] = total / 3600 * price_per_hour
+        return metrics
+
+
+def compute_costs(store: Store, keys: RunKeys) -> RunCosts:
+    """Return what a run used. Commits that a fork shares with its parent do not count.
+
+    Runs of releases that did not record starts count as one start, from their first stage to their last commit.
+
+    Raises:
+        StoreError: a record is damaged.
+    """
+    parent = (store.read_json(keys.record) or {}).get("parent") or {}
+    here = f"{keys.prefix}/"
+    own = (commit for commit in read_commits(store, keys) if (commit.attempt or here).startswith(here))
+    commits = [commit for commit in own if commit.kind != "step" or commit.index >= parent.get("at", 0)]
+    starts = close_starts(read_starts(store, keys), commits)
+    costs = RunCosts(sum(end - start.at for start, end in starts), len(starts))
+    on_gpus = any(_fingerprint(commit).get("cuda") for commit in commits if commit.kind == "step")
+    for start, end in starts:
+        for devices, number, kinds in device_groups(start, on_gpus):
+            intervals = [_interval(commit) for commit in commits if commit.kind in kinds]
+            used = costs.device_seconds.setdefault(devices, defaultdict(float))
+            for stage, seconds in seconds_by_stage(intervals, start.at, end).items():
+                used[stage] += number * seconds
+            costs.num_devices[devices] = number
+    last = starts[-1][0] if starts else Start()
+    costs.rounds = costs_of_rounds(commits, last)
+    costs.checkpoints = costs_of_checkpoints(costs.rounds, commits, last)
+    return costs
+
+
+def seconds_by_stage(intervals: Iterable[Interval], begin: float, end: float) -> dict[str, float]:
+    """Return how many seconds between `begin` and `end` each stage took, and the idle rest; the sum is end - begin. A
+    moment in several intervals counts for the one that began last."""
+    clipped = [Interval(max(i.begin, begin), min(i.end, end), i.stage) for i in intervals]
+    events = sorted((time, order, i) for i in clipped if i.begin < i.end for order, time in enumerate((i.begin, i.end)))
+    seconds: Counter[str] = Counter()
+    active: list[Interval] = []
+    now = begin
+    for time, is_end, interval in events:
+        seconds[active[-1].stage if active else IDLE] += time - now  # type: ignore[assignment]
+        now = time
+        active.remove(interval) if is_end else active.append(interval)
+    seconds[IDLE] += end - now  # type: ignore[assignment]
+    return dict(seconds)
+
+
+def device_groups(start: Start, on_gpus: bool) -> list[tuple[str, int, Sequence[str]]]:
+    """Return (name, number of devices, kinds of commits made on them) for the devices of a start."""
+    trainer_kinds = [kind for kind in _STAGE if kind not in _ENGINE_KINDS]
+    if start.colocated and on_gpus:
+        return [("trainer and engines", max(start.trainer_devices, start.engine_devices), list(_STAGE))]
+    groups = [("trainer", start.trainer_devices, trainer_kinds), ("engines", start.engine_devices, _ENGINE_KINDS)]
+    return [group for group in groups if group[1]]
+
+
+def close_starts(starts: list[tuple[Start, StartEnd | None]], commits: list[Commit]) -> list[tuple[Start, float]]:
+    """Return each start with the time of its end; for a killed one that of its last commit."""
+    if not starts and commits:
+        begin = min(_interval(commit).begin for commit in commits)
+        world = max(
+            (_fingerprint(commit).get("world_size", 1) for commit in commits if commit.kind == "step"), default=0
+        )
+        engines = int(any(commit.kind in _ENGINE_KINDS and commit.policy_version >= 0 for commit in commits))
+        starts = [(Start(at=begin, trainer_devices=world, engine_devices=engines), None)]
+    closed = []
+    for index, (start, end) in enumerate(starts):
+        until = starts[index + 1][0].at if index + 1 < len(starts) else float("inf")
+        times = [commit.created_at for commit in commits if start.at <= commit.created_at < until]
+        closed.append((start, end.at if end else max(times, default=start.at)))
+    return closed
+
+
+def costs_of_rounds(commits: list[Commit], start: Start) -> list[RoundCost]:
+    rounds: dict[int, RoundCost] = {}
+    for commit in commits:
+        if commit.kind not in ("rollout", "step"):
+            continue
+        cost = rounds.setdefault(commit.index, RoundCost(commit.index))
+        devices = start.engine_devices if commit.kind == "rollout" else start.trainer_devices
+        cost.device_seconds[_STAGE[commit.kind]] += devices * sum(commit.seconds.values())
+        if commit.kind == "rollout":
+            summary, num_samples = commit.summary, commit.num_samples()
+            cost.removed_samples = round(summary.get("rollout/removed_ratio", 0.0) * num_samples)
+            cost.kept_samples = num_samples - cost.removed_samples
+            cost.dropped_groups = int(summary.get("rollout/num_dropped_groups", 0.0))
+            cost.trained_tokens = summary.get("rollout/response_len/mean", 0.0) * num_samples
+            cost.wasted_tokens = summary.get("rollout/wasted_tokens", 0.0)
+    return [rounds[index] for index in sorted(rounds)]
+
+
+def costs_of_checkpoints(rounds: list[RoundCost], commits: list[Commit], start: Start) -> dict[int, float]:
+    """Return the device-seconds of the rounds since the checkpoint before and of the save, by policy version."""
+    saves = {commit.index: sum(commit.seconds.values()) for commit in commits if commit.kind == "checkpoint"}
+    costs, before = {}, 0
+    for version in sorted(saves):
+        of_rounds = [sum(cost.device_seconds.values()) for cost in rounds if before <= cost.rollout_id < version]
+        costs[version] = sum(of_rounds) + start.trainer_devices * saves[version]
+        before = version
+    return costs
+
+
+def _interval(commit: Commit) -> Interval:
+    return Interval(commit.created_at - sum(commit.seconds.values()), commit.created_at, _STAGE.get(commit.kind, ""))
+
+
+def _fingerprint(commit: Commit) -> dict[str, Any]:
+    value = commit.state.get("fingerprint") or {}
+    decoded = json.loads(value) if isinstance(value, str) else value
+    return decoded if isinstance(decoded, dict) else {}

@@ -1,0 +1,79 @@
+"""Records of the starts of a run: when a driver ran, on which devices, and in which Prefect flow run.
+
+A driver writes `starts/<number>.json` when it starts and `starts/<number>.end.json` when it ends. The second file is
+missing if the driver was killed; its end is then the time of the last commit before the next start.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+
+from pydantic import Field
+
+from penstock.storage.refs import Frozen, RunKeys, decode_record
+from penstock.storage.store import Store
+
+_NAME = re.compile(r"(\d{6})\.json")
+
+
+class Start(Frozen):
+    """One start of a run."""
+
+    at: float = Field(default_factory=time.time)  # seconds since the epoch
+    host: str = ""
+    flow_run: str = ""  # URL of the Prefect flow run, or its id if there is no UI
+    code_version: str = ""
+    trainer_devices: int = 0  # GPUs of the trainer; on a machine without GPUs, its processes
+    engine_devices: int = 0  # GPUs of all engines; on a machine without GPUs, the engines
+    colocated: bool = False  # whether trainer and engines use the same GPUs, if the machine has GPUs
+
+
+class StartEnd(Frozen):
+    """The end of a start that was not killed."""
+
+    at: float = Field(default_factory=time.time)
+    outcome: str  # FINISHED, FAILED or STOPPED
+
+
+def record_start(store: Store, keys: RunKeys, start: Start) -> int:
+    """Record a start under the next free number, and return the number."""
+    number = max((number for number, _ in list_starts(store, keys)), default=-1) + 1
+    while not store.create(_key(keys, number), start.model_dump_json(indent=1).encode()):
+        number += 1
+    return number
+
+
+def record_end(store: Store, keys: RunKeys, number: int, outcome: str) -> None:
+    """Record that start `number` has ended."""
+    end = StartEnd(outcome=outcome)
+    store.create(_end_key(keys, number), end.model_dump_json(indent=1).encode())
+
+
+def read_starts(store: Store, keys: RunKeys) -> list[tuple[Start, StartEnd | None]]:
+    """Return all starts of a run, in order, each with its end, or None if it has not ended or was killed.
+
+    Raises:
+        StoreError: a record is damaged.
+    """
+    starts = []
+    for number, key in list_starts(store, keys):
+        data, end = store.read(key), store.read(_end_key(keys, number))
+        if data is not None:
+            ended = decode_record(StartEnd, _end_key(keys, number), end) if end else None
+            starts.append((decode_record(Start, key, data), ended))
+    return starts
+
+
+def list_starts(store: Store, keys: RunKeys) -> list[tuple[int, str]]:
+    """Return number and key of every recorded start, ascending."""
+    names = [match for name in store.list(f"{keys.prefix}/starts") if (match := _NAME.fullmatch(name))]
+    return [(int(match[1]), _key(keys, int(match[1]))) for match in names]
+
+
+def _key(keys: RunKeys, number: int) -> str:
+    return f"{keys.prefix}/starts/{number:06d}.json"
+
+
+def _end_key(keys: RunKeys, number: int) -> str:
+    return f"{keys.prefix}/starts/{number:06d}.end.json"

@@ -1,0 +1,121 @@
+"""Costs: on every device, stages and idle time add up to the time in which a driver was alive."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from penstock.flows.cli import main
+from penstock.flows.config import validate_config
+from penstock.flows.runtime.engine_options import device_counts
+from penstock.storage.costs import IDLE, Interval, compute_costs, seconds_by_stage
+from penstock.storage.refs import Commit, RunKeys, commit_key
+from penstock.storage.starts import Start, StartEnd, read_starts, record_end, record_start
+from penstock.storage.store import Store
+
+KEYS = RunKeys("r")
+
+
+def commit(store: Store, kind: str, index: int, at: float, seconds: float, **fields) -> None:
+    prefix = {"rollout": KEYS.rollout_prefix, "step": KEYS.step_prefix, "checkpoint": KEYS.checkpoint_prefix}[kind](
+        index
+    )
+    version = index + 1 if kind == "step" else index
+    record = Commit(
+        kind=kind, run="r", index=index, policy_version=version, created_at=at, seconds={"all": seconds}, **fields
+    )
+    assert store.create(commit_key(prefix), record.model_dump_json().encode())
+
+
+def test_overlapping_moments_count_once_for_the_later_stage() -> None:
+    intervals = [Interval(0, 10, "eval"), Interval(4, 6, "save"), Interval(20, 30, "train"), Interval(95, 120, "train")]
+    assert seconds_by_stage(intervals, 0, 100) == {"eval": 8, "save": 2, "train": 15, IDLE: 75}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_stages_and_idle_time_always_add_up_to_the_wall_time(seed: int) -> None:
+    rng = random.Random(seed)
+    intervals = []
+    for _ in range(rng.randrange(30)):
+        begin = rng.uniform(-10, 110)
+        intervals.append(Interval(begin, begin + rng.expovariate(0.1), rng.choice("abc")))
+    seconds = seconds_by_stage(intervals, 0, 100)
+    assert sum(seconds.values()) == pytest.approx(100) and min(seconds.values()) >= 0
+    covered = sum(any(i.begin <= t / 10 < i.end for i in intervals) for t in range(1000)) / 10
+    assert 100 - seconds[IDLE] == pytest.approx(covered, abs=0.1 * max(1, 2 * len(intervals)))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """Two starts, the first killed at its last commit (130), the second from 200 to 250."""
+    store = Store(str(tmp_path / "store"))
+    start = Start(at=100, trainer_devices=2, engine_devices=4)
+    assert record_start(store, KEYS, start) == 0
+    summary = {"rollout/removed_ratio": 0.25, "rollout/response_len/mean": 5.0, "rollout/num_dropped_groups": 3.0}
+    commit(store, "rollout", 0, at=120, seconds=10, summary=summary)
+    commit(store, "step", 0, at=130, seconds=8)
+    assert record_start(store, KEYS, start.model_copy(update={"at": 200})) == 1
+    commit(store, "rollout", 1, at=220, seconds=20)
+    commit(store, "step", 1, at=240, seconds=12)
+    commit(store, "checkpoint", 2, at=245, seconds=5)
+    record_end(store, KEYS, 1, "FINISHED")
+    end = StartEnd(at=250, outcome="FINISHED")
+    Path(store.path("runs/r/starts/000001.end.json")).write_text(end.model_dump_json())
+    return store
+
+
+def test_costs_of_two_starts(store: Store) -> None:
+    costs = compute_costs(store, KEYS)
+    assert (costs.wall_seconds, costs.num_starts) == (30 + 50, 2)
+    assert costs.device_seconds["trainer"] == {"training": 2 * 20, "checkpoint": 2 * 5, IDLE: 2 * 55}
+    assert costs.device_seconds["engines"] == {"rollout": 4 * 30, IDLE: 4 * 50}
+    for devices, stages in costs.device_seconds.items():
+        assert sum(stages.values()) == pytest.approx(costs.num_devices[devices] * costs.wall_seconds)
+    assert costs.checkpoints == {2: 2 * 20 + 4 * 30 + 2 * 5}
+    assert costs.metrics(3.6)["cost/money"] == pytest.approx(0.001 * costs.total_device_seconds)
+    assert costs.rounds[0].dropped_groups == 3
+
+
+def test_colocated_gpus_are_counted_once(store: Store) -> None:
+    start = Start(at=300, trainer_devices=2, engine_devices=2, colocated=True)
+    record_start(store, KEYS, start)
+    commit(store, "step", 2, at=310, seconds=10, state={"fingerprint": {"cuda": "13.0", "world_size": 2}})
+    costs = compute_costs(store, KEYS)
+    assert costs.device_seconds["trainer and engines"] == {"training": 20, IDLE: 0}
+
+
+def test_run_without_recorded_starts_counts_as_one_start(store: Store) -> None:
+    for key in [file.key for file in store.walk("runs/r/starts")]:
+        store.delete([key])
+    costs = compute_costs(store, KEYS)
+    assert costs.wall_seconds == 245 - 110 and costs.num_devices == {"trainer": 1, "engines": 1}
+
+
+def test_starts_are_numbered_and_keep_their_ends(store: Store) -> None:
+    assert [(start.at, end and end.outcome) for start, end in read_starts(store, KEYS)] == [
+        (100, None),
+        (200, "FINISHED"),
+    ]
+
+
+def test_command_prints_every_stage(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    store.create(KEYS.record, b'{"flow": "post_train", "config": {}}')
+    assert main(["cost", "r", "--rounds", "--price", "36", "--store", store.root]) == 0
+    text = capsys.readouterr().out
+    assert "r in " in text and "80.0 s in 2 starts" in text and "2 x trainer" in text and "4 x engines" in text
+    assert f"{0.01 * (160 + 320):,.2f}" in text and "checkpoint 2" in text
+    assert main(["cost", "r", "--price", "-1", "--store", store.root]) == 2
+
+
+@pytest.mark.parametrize(
+    ("flow", "train", "counts"),
+    [
+        ("post_train", {}, (1, 1, True)),
+        ("post_train", {"actor_num_gpus_per_node": 4}, (4, 1, True)),
+        ("sft", {"loss_type": "sft_loss"}, (1, 0, False)),
+        ("evaluate", {}, (0, 1, False)),
+    ],
+)
+def test_devices_of_a_flow(flow: str, train: dict, counts: tuple) -> None:
+    values = {"convert": {"hf_checkpoint": "m"}, "run": {"run": "r"}, "train": train}
+    assert device_counts(flow, validate_config(values)) == counts
