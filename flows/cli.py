@@ -1,5 +1,5 @@
-"""The command line: `penstock demo | train | train-async | sft | convert | eval | resume | replay | fork | rm | verify
-| gc | deploy | runs | cost | lineage | samples | doctor`.
+"""The command line: `penstock demo | train | train-async | sft | convert | eval | resume | replay | fork | promote | rm
+| verify | gc | deploy | runs | cost | lineage | samples | doctor`.
 
 A command parses its flags into a config, checks it, and calls a flow. Exit codes: 0 done, 1 failed, 2 invalid request
 (a one-line message on stderr), 130 Ctrl-C, 141 standard output was closed by its reader, 143 SIGTERM.
@@ -32,6 +32,7 @@ USAGE = """usage: penstock COMMAND [options]
             --compare RUN/20 RUN/40 compares two policy versions
   resume    continue a run after its last committed stage:  penstock resume RUN [--store URI]
   replay    train a run's committed shards again and compare every step:  penstock replay RUN [--from A --to B]
+  promote   make a policy the champion of a model if it is better:  penstock promote RUN/20 --to MODEL --data-set NAME
   rm        remove a run:  penstock rm RUN
   fork      start a new run from round N of another:  penstock fork RUN --at N --name NEW [options to change]
   verify    check every hash, reference and sample of a run:  penstock verify RUN
@@ -180,6 +181,7 @@ COMMANDS: dict[str, Command] = {
     "resume": _module_command("commands.resume"),
     "replay": _module_command("replay"),
     "fork": _module_command("commands.fork"),
+    "promote": _module_command("commands.promote"),
     "rm": _module_command("commands.rm"),
     "verify": _module_command("commands.verify"),
     "gc": _module_command("commands.gc"),

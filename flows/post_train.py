@@ -42,3 +42,5 @@ def post_train(config: PostTrainConfig) -> None:
                     stage(session, r + 1)
         tasks.evaluate_skipped(session)
         tasks.publish_results(session)
+        if config.eval.promote_to and session.num_trained_rounds() == config.run.num_rollout:
+            tasks.promote(session, config.run.num_rollout)

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from penstock.flows.promotion import gate_of, promote_policy
 from penstock.flows.runtime.conversion import export_origin, import_model, run_conversion
 from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.engine_options import starting_weights
 from penstock.flows.runtime.prefect_api import publish_summary
 from penstock.flows.runtime.session import Session
 from penstock.flows.runtime.stage import stage
+from penstock.storage.errors import PromotionRefused
 from penstock.storage.maintenance.retention import expire_checkpoints
 from penstock.storage.preemption import Preempted
 from penstock.storage.refs import CheckpointRef, Commit, EvalRef, RolloutRef, StepRef, commit_key
@@ -314,6 +316,25 @@ def export(session: Session, version: int) -> CheckpointRef:
     session.print_and_track(prefix, commit)
     uri = session.store.path(commit.attempt or "")
     return CheckpointRef(key=commit_key(prefix), uri=uri, format="hf", policy_version=version)
+
+
+@stage("promote-{version:06d}")
+def promote(session: Session, version: int) -> None:
+    """Make policy `version` the champion of --promote-to if the conditions hold; otherwise show the numbers.
+
+    Raises:
+        PromotionRefused: a condition does not hold, with --promote-refused fail.
+    """
+    evals = session.config.eval
+    decision = promote_policy(session.store, evals.promote_to or "", f"{session.keys.run}/{version}", gate_of(evals))
+    conditions = "; ".join(map(str, decision.conditions))
+    text = f"{evals.promote_to}: {session.keys.run}/{version} {decision.action} ({conditions})"
+    if decision.action != "refused":
+        session.display.note(text)
+        return
+    session.display.warn(text)
+    if evals.promote_refused == "fail":
+        raise PromotionRefused(text)
 
 
 def publish_results(session: Session) -> None:

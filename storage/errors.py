@@ -80,6 +80,12 @@ class RunError(InputError):
     code = "run"
 
 
+class PromotionRefused(PenstockError, ValueError):
+    """A policy does not meet the conditions of its promotion. A `ValueError`, so the stage is not retried."""
+
+    code = "promotion"
+
+
 class WeightMismatch(PenstockError, ValueError):
     """A weight tensor of an engine differs from the trainer's. A `ValueError`, so the stage is not retried."""
 

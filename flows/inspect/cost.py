@@ -9,7 +9,7 @@ from penstock.flows.options.argv import parse_number, parse_run_argument, split_
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store
-from penstock.storage.costs import IDLE, RunCosts, compute_costs
+from penstock.storage.history.costs import IDLE, RunCosts, compute_costs
 
 USAGE = """penstock cost RUN [--rounds] [--price NUMBER] [--json] [--store URI ...]
 

@@ -16,7 +16,7 @@ from penstock.flows.options.argv import format_bytes, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import open_store
 from penstock.storage.errors import OptionError
-from penstock.storage.lineage_graph import REFERENCES, LineageGraph, Node, find_node, read_lineage
+from penstock.storage.history.lineage_graph import REFERENCES, LineageGraph, Node, find_node, read_lineage
 from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store

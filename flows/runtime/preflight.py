@@ -29,9 +29,11 @@ from penstock.flows.gpu_plan import (
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
 from penstock.flows.runtime.runs import check_run_may_start, open_store
+from penstock.stages.eval.config import EvalConfig
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import EngineError, ModelError, OptionError, RewardError, StoreError
+from penstock.storage.registry import model_prefix
 from penstock.storage.secret_references import resolve_secrets
 
 if TYPE_CHECKING:
@@ -86,6 +88,23 @@ def _run_checks_once(flow: str, config_json: str) -> None:
     open_store(config.run)  # last, because it writes a probe
 
 
+def check_promotion_options(evals: EvalConfig) -> None:
+    """Check that the data sets of --promote-to are evaluated. Raises OptionError."""
+    names = [name for name, _ in evals.eval_prompt_data]
+    if evals.promote_to is None:
+        if evals.promote_data_set or evals.promote_guards or evals.promote_min_reward is not None:
+            raise OptionError("--promote-data-set, --promote-guards and --promote-min-reward need --promote-to MODEL")
+        return
+    model_prefix(evals.promote_to)  # raises RunError if the name is invalid
+    needed = [*([evals.promote_data_set] if evals.promote_data_set else []), *evals.promote_guards]
+    missing = [name for name in needed if name not in names]
+    if not names or missing:
+        raise OptionError(
+            f"--promote-to needs evaluations on {', '.join(missing) or 'at least one data set'}; the run evaluates on "
+            f"{', '.join(names) or 'none'}: add them with --eval-prompt-data NAME PATH"
+        )
+
+
 def check_eval_engines(config: PostTrainConfig, num_engines: int) -> None:
     """Check that --eval-mode apart leaves engines for the rollouts. Raises InputError."""
     evals = config.eval
@@ -128,6 +147,7 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
             "(sft_loss), `penstock train` on graded samples (policy_loss)"
         )
     check_loop_options(flow, config)
+    check_promotion_options(config.eval)
     if run.check_weight_update_equal and config.speculates:
         raise OptionError(
             "--check-weight-update-equal cannot be combined with --sglang-speculative-algorithm, because it overwrites "

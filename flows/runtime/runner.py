@@ -26,9 +26,11 @@ def run_flow(name: str, config: PostTrainConfig) -> int:
         StoreError: the store cannot be read or written; nothing was started.
         BrokenPipeError: the reader of standard output closed it.
     """
+    from penstock.flows.promotion import with_champion
     from penstock.flows.runtime.preflight import preflight
 
     assert name in FLOWS
+    config = with_champion(config)
     preflight(name, config)  # before the import of Prefect, which takes seconds
     from prefect.exceptions import TerminationSignal
 

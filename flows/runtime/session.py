@@ -22,6 +22,7 @@ from penstock.engines.weights.fp8 import fp8_weights
 from penstock.flows.config import PostTrainConfig, config_hash
 from penstock.flows.debug_options import gpu_flow
 from penstock.flows.options.paths import with_absolute_paths
+from penstock.flows.promotion import with_champion
 from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.engine_options import device_counts
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE, logprob_gap_warning, zero_gradient_warning
@@ -32,12 +33,12 @@ from penstock.flows.runtime.runs import code_version, keys_of_run, open_run, ope
 from penstock.flows.runtime.schedule import with_target_rounds
 from penstock.flows.runtime.signals import stop_on_sigterm
 from penstock.storage.commits import read_commits
-from penstock.storage.costs import compute_costs
 from penstock.storage.errors import RunError, StoreError
+from penstock.storage.history.costs import compute_costs
+from penstock.storage.history.starts import Start, record_end, record_start
 from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.preemption import Preempted, StopRequest
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
-from penstock.storage.starts import Start, record_end, record_start
 from penstock.storage.tracking import tracking_directory, tracking_uri
 from penstock.storage.tracking.delivery import RunTracking
 
@@ -51,6 +52,7 @@ class Session:
     """One execution of a flow for a run: a context manager that stops every process it started when the block ends."""
 
     def __init__(self, flow: str, config: PostTrainConfig) -> None:
+        config = with_champion(config)
         preflight(flow, config)
         self.store = open_store(config.run)
         self.config = config = with_absolute_paths(with_target_rounds(self.store, config))

@@ -53,6 +53,7 @@ def main(argv: list[str]) -> int:
     if not positional:
         return deploy_all(ensure_prefect_api())
     from penstock.flows.options import flags
+    from penstock.flows.promotion import with_champion
     from penstock.flows.runtime.preflight import preflight
 
     flow = flow_module_name(positional[0])
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
     schedule = parse_schedule(own)
     config = flags.parse_config(rest)
     check_secrets(config, allow_literal=False)
-    preflight(flow, config)
+    preflight(flow, with_champion(config))  # each start finds the champion of its time
     address = ensure_prefect_api()
     title = deploy_one(flow, own["--name"], config, pool=own.get("--pool", POOL), schedule=schedule)
     ensure_zombie_automation(address)

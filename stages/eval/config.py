@@ -60,6 +60,24 @@ class EvalConfig(StageConfig):
     pass_threshold: float | None = option(None, mutability="schedule")
     """A response passes if its reward is at least this; needed for pass@k unless every reward is 0 or 1."""
 
+    promote_to: str | None = option(None, mutability="schedule")
+    """Model of the registry: after the last round, the last policy becomes its champion if it is better."""
+
+    promote_data_set: str | None = option(None, mutability="schedule")
+    """Data set that decides about the promotion; default: the first one of --eval-prompt-data."""
+
+    promote_margin: float = option(0.0, mutability="schedule", ge=0)
+    """The lower bound of the 95 % interval of the difference to the champion's reward must be above this."""
+
+    promote_guards: dict[str, float] = option(default_factory=dict, mutability="schedule")
+    """Data sets on which the policy may be worse than the champion by less than this, at the lower bound."""
+
+    promote_min_reward: float | None = option(None, mutability="schedule")
+    """The mean reward of the first champion must be above this."""
+
+    promote_refused: Literal["warn", "fail"] = option("warn", mutability="schedule")
+    """If the promotion is refused: warn, or fail the flow run after everything else is done."""
+
     log_passrate: bool = option(False, mutability="schedule")
     """Fail if the rewards do not define pass@k; default: report no pass@k in that case."""
 

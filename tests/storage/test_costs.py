@@ -8,9 +8,9 @@ import pytest
 from penstock.flows.cli import main
 from penstock.flows.config import validate_config
 from penstock.flows.runtime.engine_options import device_counts
-from penstock.storage.costs import IDLE, Interval, compute_costs, seconds_by_stage
+from penstock.storage.history.costs import IDLE, Interval, compute_costs, seconds_by_stage
+from penstock.storage.history.starts import Start, StartEnd, read_starts, record_end, record_start
 from penstock.storage.refs import Commit, RunKeys, commit_key
-from penstock.storage.starts import Start, StartEnd, read_starts, record_end, record_start
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from penstock.storage.commits import read_commits
+from penstock.storage.history.starts import Start, StartEnd, read_starts
 from penstock.storage.refs import Commit, RunKeys
-from penstock.storage.starts import Start, StartEnd, read_starts
 from penstock.storage.store import Store
 
 IDLE = "idle"
-_STAGE = {
+STAGES = {
     "rollout": "rollout",
     "eval": "evaluation",
     "step": "training",
@@ -133,9 +133,9 @@ def seconds_by_stage(intervals: Iterable[Interval], begin: float, end: float) ->
 
 def device_groups(start: Start, on_gpus: bool) -> list[tuple[str, int, Sequence[str]]]:
     """Return (name, number of devices, kinds of commits made on them) for the devices of a start."""
-    trainer_kinds = [kind for kind in _STAGE if kind not in _ENGINE_KINDS]
+    trainer_kinds = [kind for kind in STAGES if kind not in _ENGINE_KINDS]
     if start.colocated and on_gpus:
-        return [("trainer and engines", max(start.trainer_devices, start.engine_devices), list(_STAGE))]
+        return [("trainer and engines", max(start.trainer_devices, start.engine_devices), list(STAGES))]
     groups = [("trainer", start.trainer_devices, trainer_kinds), ("engines", start.engine_devices, _ENGINE_KINDS)]
     return [group for group in groups if group[1]]
 
@@ -164,7 +164,7 @@ def costs_of_rounds(commits: list[Commit], start: Start) -> list[RoundCost]:
             continue
         cost = rounds.setdefault(commit.index, RoundCost(commit.index))
         devices = start.engine_devices if commit.kind == "rollout" else start.trainer_devices
-        cost.device_seconds[_STAGE[commit.kind]] += devices * sum(commit.seconds.values())
+        cost.device_seconds[STAGES[commit.kind]] += devices * sum(commit.seconds.values())
         if commit.kind == "rollout":
             summary, num_samples = commit.summary, commit.num_samples()
             cost.removed_samples = round(summary.get("rollout/removed_ratio", 0.0) * num_samples)
@@ -187,7 +187,7 @@ def costs_of_checkpoints(rounds: list[RoundCost], commits: list[Commit], start: 
 
 
 def _interval(commit: Commit) -> Interval:
-    return Interval(commit.created_at - sum(commit.seconds.values()), commit.created_at, _STAGE.get(commit.kind, ""))
+    return Interval(commit.created_at - sum(commit.seconds.values()), commit.created_at, STAGES.get(commit.kind, ""))
 
 
 def _fingerprint(commit: Commit) -> dict[str, Any]:

@@ -1,0 +1,177 @@
+"""The registry: a policy becomes champion only if it is better; refusals have the numbers; rollback; start from it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.flows.cli import main
+from penstock.flows.options.flags import parse_config
+from penstock.flows.promotion import promote_policy, with_champion
+from penstock.flows.runtime.preflight import check_promotion_options
+from penstock.stages.eval.promotion import Gate
+from penstock.storage.errors import DataError, OptionError, RunError
+from penstock.storage.refs import RunKeys, commit_key
+from penstock.storage.registry import Decision, champion, read_decisions, record_decision
+from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.store import Store
+from tests.storage.made_run import commit_files, commit_samples
+
+KEYS = RunKeys("r")
+NUM_PROMPTS = 40
+
+
+def evaluate(store: Store, version: int, rewards: list[float], data_set: str = "sums", rows: str = "d1") -> None:
+    samples = [
+        Sample(
+            sample_id=f"eval-{data_set}-{prompt:09d}-00",
+            group_id=f"eval-{data_set}-{prompt:09d}",
+            trajectory_id="t",
+            rollout_id=version,
+            reward=reward,
+            status=Status.COMPLETED,
+        )
+        for prompt, reward in enumerate(rewards)
+    ]
+    fields = {"kind": "eval", "run": "r", "index": version, "policy_version": version}
+    fields["summary"] = {f"eval/{data_set}": sum(rewards) / len(rewards)}
+    fields["state"] = {"data_source": {"segments": [{"rows": len(rewards), "digest": rows}]}}
+    commit_samples(store, KEYS.eval_prefix(version, data_set), samples, **fields)
+
+
+def save(store: Store, version: int, export: bool = True) -> None:
+    fields = {"run": "r", "index": version, "policy_version": version}
+    commit_files(store, KEYS.checkpoint_prefix(version), {"w": b"w"}, kind="checkpoint", **fields)
+    if export:
+        commit_files(store, KEYS.export_prefix(version), {"model": b"m"}, kind="export", **fields)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """Versions 1 to 4 with checkpoint and evaluation: 2 is clearly better than 1, 3 about equal to 2, 4 better on
+    `sums` and worse on `code`."""
+    store = Store(str(tmp_path / "store"))
+    store.create(KEYS.record, json.dumps({"flow": "post_train", "config": {}}).encode())
+    half = [float(prompt % 2) for prompt in range(NUM_PROMPTS)]
+    better = [1.0 if prompt % 8 else 0.0 for prompt in range(NUM_PROMPTS)]
+    equal = [1.0 - better[prompt] if prompt % 16 in (0, 1) else better[prompt] for prompt in range(NUM_PROMPTS)]
+    for version, rewards in ((1, half), (2, better), (3, equal), (4, [1.0] * NUM_PROMPTS)):
+        save(store, version)
+        evaluate(store, version, rewards)
+        evaluate(store, version, [0.2 if version == 4 else 0.8] * NUM_PROMPTS, "code")
+    return store
+
+
+def promote(store: Store, version: int, **gate) -> Decision:
+    return promote_policy(store, "math", f"r/{version}", Gate("sums", **gate))
+
+
+def test_better_policy_is_promoted_and_equal_one_refused_with_the_numbers(store: Store) -> None:
+    assert promote(store, 1).action == "promoted"
+    decision = promote(store, 2)
+    assert decision.action == "promoted" and decision.conditions[0].low > 0
+    refused = promote(store, 3)
+    assert refused.action == "refused" and champion(store, "math").version == 2
+    [condition] = refused.conditions
+    assert condition.low <= 0 <= condition.high and not condition.holds
+    assert "0.8750 against 0.8750" in str(condition) and "40 prompts" in str(condition)
+    assert [d.action for d in read_decisions(store, "math")] == ["promoted", "promoted", "refused"]
+
+
+def test_regression_on_a_guard_refuses(store: Store) -> None:
+    promote(store, 2)
+    refused = promote(store, 4, guards={"code": 0.1})
+    assert [condition.holds for condition in refused.conditions] == [True, False] and refused.action == "refused"
+    assert promote(store, 4, guards={"code": 0.7}).action == "promoted"
+
+
+def test_margin_applies_to_the_lower_bound_of_the_difference(store: Store) -> None:
+    promote(store, 1)
+    assert promote(store, 2, margin=0.3).action == "refused"
+    assert promote(store, 2, margin=0.1).action == "promoted"
+
+
+def test_first_champion_needs_the_minimum_reward(store: Store) -> None:
+    assert promote(store, 1, min_reward=0.6).action == "refused" and champion(store, "math") is None
+    assert promote(store, 2, min_reward=0.6).action == "promoted"
+
+
+def test_promotion_of_the_champion_records_nothing(store: Store) -> None:
+    first = promote(store, 1)
+    assert promote(store, 1) == first and len(read_decisions(store, "math")) == 1
+
+
+def test_rollback_goes_back_one_champion_at_a_time(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    for version in (1, 2, 4):
+        assert promote(store, version).action == "promoted"
+    for version in (2, 1):
+        assert main(["promote", "--to", "math", "--rollback", "--store", store.root]) == 0
+        assert champion(store, "math").version == version
+    assert main(["promote", "--to", "math", "--rollback", "--store", store.root]) == 2
+    assert "has no earlier champion" in capsys.readouterr().err
+    assert promote(store, 2).action == "promoted" and champion(store, "math").version == 2
+
+
+def test_concurrent_promotions_cannot_both_replace_the_same_champion(store: Store) -> None:
+    decision = promote(store, 1)
+    record_decision(store, "math", 1, decision)
+    with pytest.raises(RunError, match="another process has changed the champion"):
+        record_decision(store, "math", 1, decision)
+
+
+def test_different_rows_or_missing_evaluation_are_refused_before_a_decision(store: Store) -> None:
+    promote(store, 1)
+    save(store, 5)
+    evaluate(store, 5, [1.0] * NUM_PROMPTS, rows="other")
+    with pytest.raises(DataError, match="repeat one evaluation"):
+        promote(store, 5)
+    with pytest.raises(DataError, match="candidate was evaluated on sums, not on code"):
+        promote(store, 5, guards={"code": 0.1})
+    evaluate(store, 6, [1.0] * NUM_PROMPTS)
+    with pytest.raises(RunError, match=r"r/6 has no checkpoint \(run 'r' has: 1, 2, 3, 4, 5\)"):
+        promote(store, 6)
+    assert len(read_decisions(store, "math")) == 1
+
+
+def test_command_prints_numbers_and_exits_with_1_if_refused(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--to", "math", "--data-set", "sums", "--store", store.root]
+    assert main(["promote", "r/2", *where]) == 0
+    assert main(["promote", "r/3", *where, "--guard", "code=0.1"]) == 1
+    assert "difference" in (text := capsys.readouterr().out) and "r/3 refused; champion: r/2" in text
+    assert main(["promote", "r/3", *where, "--force"]) == 0
+    assert main(["promote", "--to", "math", "--store", store.root]) == 0
+    assert "promoted (forced)" in capsys.readouterr().out
+    assert main(["promote", "r/3", *where, "--guard", "code"]) == 2
+    assert main(["promote", "r/3", "--to", "a/b", "--data-set", "sums", "--store", store.root]) == 2
+
+
+def test_run_starts_from_the_export_of_the_champion_and_keeps_it(store: Store, tmp_path: Path) -> None:
+    config = parse_config(["--hf-checkpoint", "champion:math", "--run", "next", "--store", store.root])
+    with pytest.raises(RunError, match="model 'math' has no champion"):
+        with_champion(config)
+    promote(store, 1)
+    path = with_champion(config).convert.hf_checkpoint
+    export = store.committed(KEYS.export_prefix(1))
+    assert path == store.path(export.attempt)
+    record = {"flow": "post_train", "config": {"convert": {"hf_checkpoint": path}}}
+    store.create(RunKeys("next").record, json.dumps(record).encode())
+    promote(store, 2)
+    assert with_champion(config).convert.hf_checkpoint == path
+    store.delete([commit_key(KEYS.export_prefix(2))])
+    other = parse_config(["--hf-checkpoint", "champion:math", "--run", "third", "--store", store.root])
+    with pytest.raises(RunError, match="has no export in a local store"):
+        with_champion(other)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--promote-to", "math"], "needs evaluations on at least one data set"),
+        (["--promote-to", "math", "--eval-prompt-data", "a", "p", "--promote-data-set", "b"], "needs evaluations on b"),
+        (["--promote-data-set", "a"], "need --promote-to MODEL"),
+    ],
+)
+def test_options_of_the_promotion_are_checked_before_the_start(flags: list[str], message: str) -> None:
+    config = parse_config(["--hf-checkpoint", "m", "--run", "r", *flags])
+    with pytest.raises(OptionError, match=message):
+        check_promotion_options(config.eval)
