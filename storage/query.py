@@ -257,7 +257,8 @@ def _run_row(run: str, record: Any, commits: list[Commit]) -> dict[str, Any]:
 
 
 def _add_commit(contents: _Contents, store: Store, run: str, prefix: str, commit: Commit) -> None:
-    """Add the rows and shards of one commit of `run`. A fork's commits also list files of its parent's attempts."""
+    """Add the rows and shards of one commit of `run`. A fork's commits also list files of its parent's attempts, so the
+    run is that of the record's directory, not that of its files."""
     rows, version = contents.rows, commit.policy_version
     created_at, seconds = _timestamp(commit.created_at), sum(commit.seconds.values())
     common = {"run": run, "kind": commit.kind, "index": commit.index}
@@ -267,7 +268,7 @@ def _add_commit(contents: _Contents, store: Store, run: str, prefix: str, commit
     rows["commits"].append(common | row | {"seconds": seconds, "seconds_by_part": list(commit.seconds.items())})
     rows["metrics"] += [common | {"name": name, "value": value} for name, value in commit.summary.items()]
     if commit.kind == "rollout":
-        place = {"run": run, "policy_version": version, "rollout_id": commit.index}
+        place: dict[str, str | int] = {"run": run, "policy_version": version, "rollout_id": commit.index}
         contents.samples += _shards(commit, TRAINED, place)
         contents.buffered += _shards(commit, BUFFER, place)
         rows["_dropped"] += _dropped_rows(commit, place)
