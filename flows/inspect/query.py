@@ -94,12 +94,15 @@ def _read_sql(positional: Sequence[str], file: str | None) -> str | None:
     """Return the SQL of the command line, of a file or of standard input. None if none is given."""
     if len(positional) + (file is not None) > 1:
         raise OptionError("penstock query takes one SQL text, in quotes, or --file; found more: pass only one")
-    if file is not None:
-        sql = Path(file).read_text(encoding="utf-8")
-    elif positional:
-        sql = sys.stdin.read() if positional[0] == "-" else positional[0]
-    else:
+    if file is None and not positional:
         return None
+    try:
+        if file is not None:
+            sql = Path(file).read_text(encoding="utf-8")
+        else:
+            sql = sys.stdin.read() if positional[0] == "-" else positional[0]
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{file or 'standard input'} is not UTF-8 text: pass SQL encoded in UTF-8") from error
     if not sql.strip():
         raise OptionError("the SQL is empty: write a statement, for example 'select * from runs'")
     return sql

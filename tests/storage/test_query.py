@@ -3,6 +3,7 @@
 import builtins
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -354,6 +355,7 @@ def test_without_sql_the_views_are_listed(store: Store, capsys: pytest.CaptureFi
         (["select 1", "--run"], "--run needs a value"),
         (["select 1", "--lr", "1"], "--lr has no effect on penstock query"),
         (["--file", "/nonexistent/q.sql"], "no such file"),
+        (["--file", sys.executable], "is not UTF-8 text"),
     ],
 )
 def test_invalid_request_is_a_one_line_error(
