@@ -1,0 +1,203 @@
+"""`penstock query`: SQL over the commits and samples of the runs in a store. Never writes to the store.
+
+storage/query.py defines the views; this file parses the request and prints the result.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_json
+from rich.cells import cell_len, set_cell_size
+
+from penstock.flows.options.argv import parse_integer, short_repr, split_args, to_one_line
+from penstock.flows.options.flags import parse_store_options, split_flags
+from penstock.flows.runtime.runs import keys_of_existing_run, open_store
+from penstock.storage.errors import OptionError
+from penstock.storage.query import VIEWS, execute, list_columns, open_connection, sql_error
+
+if TYPE_CHECKING:
+    import duckdb
+
+USAGE = """penstock query "SQL" [--run NAME ...] [--format table|csv|json|jsonl] [--limit N] [--store URI ...]
+
+  Runs a DuckDB query over the commits and samples of the runs in a store, for example
+  penstock query "select rollout_id, avg(reward) from samples group by 1 order by 1". Writes nothing to the store.
+  Without SQL, lists the views and their columns; docs/queries.md describes them, with examples.
+
+  -          read the SQL from standard input
+  --file     read the SQL from a file
+  --run      read only these runs; default: all runs in the store
+  --format   table (long cells are cut), csv, json or jsonl (complete); default: table
+  --limit    maximum number of rows; default: 1,000 in a table, otherwise all"""
+
+Row = tuple[Any, ...]
+
+_TABLE_ROWS = 1000
+_TABLE_CELL = 60  # maximum width of a cell
+_BATCH = 1024  # rows fetched at once
+
+
+def main(argv: list[str]) -> int:
+    """Run the command. Return 0.
+
+    Raises:
+        OptionError: an option or the SQL is invalid, or DuckDB is not installed.
+        RunError: a run of --run does not exist.
+    """
+    own_flags = {"--file": True, "--format": True, "--limit": True}
+    positional, own, rest = split_args(argv, own_flags)
+    runs, store_argv = _split_runs(rest)
+    output_format = own.get("--format", "table")
+    if output_format not in _WRITERS:
+        raise OptionError(f"--format takes {', '.join(_WRITERS)}; found {short_repr(output_format)}")
+    limit = parse_integer("--limit", own["--limit"]) if "--limit" in own else None
+    if limit is None and output_format == "table":
+        limit = _TABLE_ROWS
+    sql = _read_sql(positional, own.get("--file"))
+    store = open_store(parse_store_options(store_argv, "query"), probe=False)
+    names = [keys_of_existing_run(store, run).run for run in runs] or store.list("runs")
+    connection, problems = open_connection(store, names)
+    for run, problem in problems.items():
+        print(to_one_line(f"run {run} is damaged and is left out: {problem}"), file=sys.stderr)
+    if sql is None:
+        _print_views(connection)
+        return 0
+    columns, cursor = execute(connection, sql)
+    rows = _fetch_rows(cursor)
+    _WRITERS[output_format](columns, itertools.islice(rows, limit))
+    if limit is not None and next(rows, None) is not None:
+        print(f"only the first {limit} rows are printed; print more with --limit N", file=sys.stderr)
+    return 0
+
+
+def _split_runs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the values of --run, and all other arguments."""
+    runs: list[str] = []
+    others: list[str] = []
+    for name, values in split_flags(argv):
+        if name != "--run":
+            others += [name, *values]
+        elif not values:
+            raise OptionError("--run needs a value: the name of a run; `penstock runs` lists them")
+        runs += values if name == "--run" else []
+    return runs, others
+
+
+def _read_sql(positional: Sequence[str], file: str | None) -> str | None:
+    """Return the SQL of the command line, of a file or of standard input. None if none is given."""
+    if len(positional) + (file is not None) > 1:
+        raise OptionError("penstock query takes one SQL text, in quotes, or --file; found more: pass only one")
+    if file is None and not positional:
+        return None
+    try:
+        if file is not None:
+            sql = Path(file).read_text(encoding="utf-8")
+        else:
+            sql = sys.stdin.read() if positional[0] == "-" else positional[0]
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{file or 'standard input'} is not UTF-8 text: pass SQL encoded in UTF-8") from error
+    if not sql.strip():
+        raise OptionError("the SQL is empty: write a statement, for example 'select * from runs'")
+    return sql
+
+
+def _fetch_rows(cursor: duckdb.DuckDBPyConnection) -> Iterator[Row]:
+    import duckdb
+
+    try:
+        while rows := cursor.fetchmany(_BATCH):
+            yield from rows
+    except duckdb.Error as error:
+        raise sql_error(error) from error
+
+
+def _print_views(connection: duckdb.DuckDBPyConnection) -> None:
+    for view, columns in list_columns(connection).items():
+        print(f"{view}: {VIEWS[view]}")
+        width = max(len(name) for name, _ in columns)
+        for name, column_type in columns:
+            print(f"  {name:{width}}  {column_type}")
+
+
+# ---- formats ---------------------------------------------------------------------------------------------------------
+
+
+def _write_table(columns: Sequence[str], rows: Iterator[Row]) -> None:
+    values = list(rows)
+    cells = [[_format_cell(value) for value in row] for row in (columns, *values)]
+    widths = [max(cell_len(row[index]) for row in cells) for index in range(len(columns))]
+    numeric = [
+        bool(values) and all(isinstance(row[index], (int, float, Decimal, type(None))) for row in values)
+        for index in range(len(columns))
+    ]
+    for row in cells:
+        padded = [
+            " " * (width - cell_len(cell)) + cell if right else set_cell_size(cell, width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ]
+        print("  ".join(padded).rstrip())
+
+
+def _format_cell(value: Any) -> str:
+    """Return a value as text of at most _TABLE_CELL columns, without control characters."""
+    if isinstance(value, (float, Decimal)):
+        return f"{value:.6g}"
+    text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in _to_text(value))
+    return text if cell_len(text) <= _TABLE_CELL else set_cell_size(text, _TABLE_CELL - 3) + "..."
+
+
+def _write_csv(columns: Sequence[str], rows: Iterator[Row]) -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_to_text(value) for value in row] for row in rows)
+
+
+def _to_text(value: Any) -> str:
+    """Return a value as text: nothing for NULL, JSON for lists, maps, structs and bytes."""
+    if isinstance(value, (list, tuple, dict, bytes)):
+        return _to_json(value)
+    return "" if value is None else str(value)
+
+
+def _write_json(columns: Sequence[str], rows: Iterator[Row]) -> None:
+    separator = "["
+    for row in rows:
+        print(separator, _to_json(dict(zip(columns, row, strict=True))), sep="\n", end="")
+        separator = ","
+    print("[]" if separator == "[" else "\n]")
+
+
+def _write_jsonl(columns: Sequence[str], rows: Iterator[Row]) -> None:
+    for row in rows:
+        print(_to_json(dict(zip(columns, row, strict=True))))
+
+
+def _to_json(value: Any) -> str:
+    """Return a value as JSON: bytes as base64, numbers that are not finite as "NaN" and "Infinity"."""
+    return to_json(_to_plain(value), inf_nan_mode="strings", bytes_mode="base64", fallback=str).decode()
+
+
+def _to_plain(value: Any) -> Any:
+    """Return a value with numbers of type Decimal replaced by floats."""
+    if isinstance(value, Decimal):
+        return float(value)
+    if isinstance(value, dict):
+        return {str(key): _to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_plain(item) for item in value]
+    return value
+
+
+_WRITERS: dict[str, Callable[[Sequence[str], Iterator[Row]], None]] = {
+    "table": _write_table,
+    "csv": _write_csv,
+    "json": _write_json,
+    "jsonl": _write_jsonl,
+}
