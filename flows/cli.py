@@ -38,6 +38,7 @@ USAGE = """usage: penstock COMMAND [options]
   gc        list files that are no longer needed; --delete removes them
   deploy    register the flows on a Prefect server, optionally with a schedule
   runs      list the runs in the store
+  report    write one HTML page about a run, with curves and samples:  penstock report RUN [--output FILE]
   doctor    check the installation and print how to fix each problem; --plan estimates the GPU memory of a run
 
 `penstock COMMAND --help` lists the options. `--config FILE.toml` reads them from a file; --verbose shows Prefect's log
@@ -182,6 +183,7 @@ COMMANDS: dict[str, Command] = {
     "gc": _module_command("commands.gc"),
     "deploy": _module_command("services.deploy"),
     "runs": _module_command("commands.run_table"),
+    "report": _module_command("inspect.report"),
     "doctor": _module_command("commands.doctor"),
 }
 RESUMABLE = ("demo", "train", "train-async", "sft", "convert", "eval", "resume")
