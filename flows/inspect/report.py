@@ -7,7 +7,6 @@ know (defaults of options, the comparison of evaluations, the tokenizer), and wr
 
 from __future__ import annotations
 
-import os
 import re
 import time
 import uuid
@@ -98,7 +97,7 @@ def write_report(path: Path, page: str) -> int:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         temporary.write_bytes(data)
-        os.replace(temporary, path)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     return len(data)

@@ -122,7 +122,7 @@ function drawChart(title, xTitle, series, positions, width, state, show) {
   let [low, high] = [values.reduce((a, b) => Math.min(a, b), Infinity), values.reduce((a, b) => Math.max(a, b), -Infinity)];
   if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
   if (low > 0 && low < high / 3) low = 0;
-  const marks = ticks(low, high, 4);
+  const marks = ticks(low, high, 5);
   [low, high] = [Math.min(low, marks[0]), Math.max(high, marks.at(-1))];
   const [first, last] = [positions[0], positions.at(-1)];
   const px = (x) => left + ((width - left - right) * (x - first)) / (last - first || 1);
@@ -261,7 +261,7 @@ function drawTimeline(stages, gaps, range, width, readout) {
   }
   for (const seconds of ticks(0, end - start, Math.max(2, Math.floor(width / 130)))) {
     node.append(svg("line", { class: "grid", x1: px(start + seconds), x2: px(start + seconds), y1: 0, y2: height - 22 }),
-      svg("text", { x: px(start + seconds), y: height - 6, "text-anchor": "middle" }, formatSeconds(seconds)));
+      svg("text", { x: px(start + seconds), y: height - 6, "text-anchor": "middle" }, seconds ? formatSeconds(seconds) : "0"));
   }
   LANES.forEach(([, title], lane) => node.append(svg("text", { x: 0, y: lane * LANE_HEIGHT + 17 }, title)));
   const bars = drawBars(node, shown, px, scale);
@@ -337,10 +337,12 @@ function drawLineage(lineage, header, width) {
   lanes.forEach(([title, entries, color], lane) => {
     const y = top + step * (lane + 1);
     node.append(svg("text", { x: 0, y: y + 4 }, title));
+    for (const { version } of entries) {
+      node.insertBefore(svg("line", { class: "grid", x1: px(version), x2: px(version), y1: top + 5, y2: y }), node.firstChild);
+    }
     for (const { version, task, inherited } of entries) {
-      node.append(svg("line", { class: "grid", x1: px(version), x2: px(version), y1: top + 5, y2: y }),
-        svg("circle", { class: "f" + color + (inherited ? " inherited" : ""), cx: px(version), cy: y, r: 5 },
-          svg("title", {}, title + ": " + (task ? task + ", " : "") + "version " + version)));
+      node.append(svg("circle", { class: "f" + color + (inherited ? " inherited" : ""), cx: px(version), cy: y, r: 5 },
+        svg("title", {}, title + ": " + (task ? task + ", " : "") + "version " + version)));
     }
   });
   for (const version of lineage.expired) {

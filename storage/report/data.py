@@ -271,9 +271,8 @@ def _version_entry(keys: RunKeys, commit: Commit) -> dict[str, Any]:
 def num_engine_gpus(config: Mapping[str, Any]) -> int:
     """Return the number of engine GPUs that the recorded options ask for (without GPUs: of engines)."""
     rollout = config.get("rollout", {})
-    return rollout.get("rollout_num_gpus") or (
-        rollout.get("num_engines", 1) * rollout.get("rollout_num_gpus_per_engine", 1)
-    )  # type: ignore[no-any-return]
+    num_engines, gpus_per_engine = rollout.get("num_engines", 1), rollout.get("rollout_num_gpus_per_engine", 1)
+    return int(rollout.get("rollout_num_gpus") or num_engines * gpus_per_engine)
 
 
 def collect_costs(stages: list[dict[str, Any]], rounds: Mapping[str, Any], num_gpus: int) -> dict[str, Any]:

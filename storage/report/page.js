@@ -44,7 +44,7 @@ function formatPercent(value) {
 function formatSeconds(seconds) {
   if (!isNumber(seconds)) return formatNumber(seconds);
   if (seconds < 1) return formatNumber(Math.round(seconds * 1000)) + " ms";
-  if (seconds < 60) return seconds.toFixed(1) + " s";
+  if (seconds < 60) return seconds.toFixed(1).replace(".0", "") + " s";
   const rounded = Math.round(seconds);
   const two = (number) => String(number).padStart(2, "0");
   const [hours, minutes, rest] = [Math.floor(rounded / 3600), Math.floor(rounded / 60) % 60, rounded % 60];

@@ -1,7 +1,7 @@
 """Build the HTML page of a report: one file that loads nothing.
 
-All data is embedded as gzip in base64, which cannot contain markup, and the page's script decodes it. A content security
-policy admits exactly the script and the style sheet of this module, by their hashes, and no request at all.
+All data is embedded as gzip in base64, which cannot contain markup, and the page's script decodes it. A content
+security policy admits exactly the script and the style sheet of this folder, by their hashes, and no request at all.
 """
 
 from __future__ import annotations

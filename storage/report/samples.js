@@ -80,7 +80,7 @@ async function showSamples(node, summary) {
   const reason = summary.limited_by === "tokens" ? ", so that the page stays small" : "";
   view.controls = filterControls(view);
   view.status = element("p", { className: "soft", role: "status" });
-  view.list = element("ul", { className: "list" });
+  view.list = element("ul", { className: "list scroll" });
   view.detail = element("div", { className: "card", tabIndex: -1 });
   node.append(element("p", { className: "soft", id: "selection" }, all ? "All " + counts[0] + " samples." :
       counts[0] + " of " + counts[1] + " samples, selected with seed " + summary.seed + reason + ": whole groups, spread over all rounds."),
@@ -179,10 +179,16 @@ async function showList(view) {
 function listRow(view, i, position, sample) {
   const { index, statuses } = view.samples;
   const what = index.set[i] ? "version " : "round ";
-  return element("button", { type: "button", "data-sample": i, "aria-current": String(i === view.current), onclick: () => showDetail(view, position) },
+  return element("button", { type: "button", "data-sample": i, "aria-current": String(i === view.current), onclick: () => chooseRow(view, position) },
     element("span", { className: "line" }, element("b", {}, formatNumber(index.reward[i])), element("span", {}, what + index.round[i]),
       element("span", {}, "prompt " + index.prompt[i]), element("span", {}, statuses[index.status[i]]), element("span", {}, index.length[i] + " tokens")),
     element("span", { className: "preview mono" }, sample.prompt.slice(-80) + " \u2192 " + sample.response.slice(0, 160)));
+}
+
+// On a narrow screen the detail is below the list: scroll to it.
+async function chooseRow(view, position) {
+  await showDetail(view, position);
+  if (view.detail.offsetLeft === view.list.parentElement.offsetLeft) view.detail.scrollIntoView();
 }
 
 // ---- detail -----------------------------------------------------------------------------------------------------------
@@ -212,7 +218,7 @@ async function showDetail(view, position) {
     element("h3", {}, "Prompt"), element("div", { className: "text" }, sample.prompt),
     element("h3", {}, "Response"), element("div", { className: "text" }, sample.response || "(empty)"),
     tokenView(view, sample), promptHistory(view, i),
-    sample.metadata ? element("details", {}, element("summary", {}, "Metadata"), element("div", { className: "text" }, sample.metadata)) : null);
+    ...(sample.metadata ? [element("details", {}, element("summary", {}, "Metadata"), element("div", { className: "text" }, sample.metadata))] : []));
 }
 
 function showSamePrompt(view, i) {

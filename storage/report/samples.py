@@ -91,9 +91,7 @@ def select_groups(table: pa.Table, max_samples: int, seed: str) -> pa.Table:
 def _sample_sources(commits: Iterable[Commit]) -> list[tuple[str, Commit]]:
     """Return (name of the set, commit) for rollouts in the order of rounds, then for evaluations."""
     rollouts = sorted((c for c in commits if c.kind == "rollout" and c.files), key=lambda commit: commit.index)
-    evals = [
-        (commit.attempt.split("/")[-2], commit) for commit in commits if commit.kind == "eval" and commit.attempt
-    ]
+    evals = [(commit.attempt.split("/")[-2], commit) for commit in commits if commit.kind == "eval" and commit.attempt]
     return [("training", c) for c in rollouts] + sorted(evals, key=lambda entry: (entry[0], entry[1].index))
 
 
@@ -126,11 +124,7 @@ class _Builder:
             row: the sample's row in the shard.
         """
         samples = self._samples
-        if (
-            not samples.pages
-            or len(samples.pages[-1]["id"]) >= SAMPLES_PER_PAGE
-            or self._page_tokens > TOKENS_PER_PAGE
-        ):
+        if not samples.pages or len(samples.pages[-1]["id"]) >= SAMPLES_PER_PAGE or self._page_tokens > TOKENS_PER_PAGE:
             samples.page_starts.append(samples.num_shown)
             samples.pages.append({name: [] for name in _PAGE_COLUMNS} | {"prompts": []})
             self._page_texts, self._page_tokens = {}, 0
