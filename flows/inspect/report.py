@@ -11,6 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from penstock.flows.config import list_options, validate_config
 from penstock.flows.options.argv import format_bytes, parse_integer, parse_run_argument, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import latest_schedule_options, open_store, read_record, unknown_run_error
-from penstock.storage.errors import DataError, InputError, OptionError
+from penstock.storage.errors import DataError, InputError, OptionError, StoreError
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.report.data import OptionRow, ReportInput, collect_overview
 from penstock.storage.report.page import GENERATOR, build_page
@@ -50,6 +51,8 @@ def main(argv: list[str]) -> int:
     positional, own, rest = split_args(argv, {"--output": True, "--max-samples": True})
     run = parse_run_argument("report", positional)
     max_samples = parse_integer("--max-samples", own.get("--max-samples", str(DEFAULT_MAX_SAMPLES)))
+    if max_samples < 1:
+        raise OptionError(f"--max-samples {max_samples} is not positive: give at least 1")
     output = Path(own.get("--output", f"{run}.html"))
     check_output_file(output)
     store = open_store(parse_store_options(rest, "report"), probe=False)
@@ -159,8 +162,9 @@ def read_token_texts(
     for commit in exports[-1:]:
         names = [file.path.removeprefix(f"{commit.attempt}/") for file in commit.files]
         if "tokenizer.json" in names:
-            with store.reading(commit, only=["tokenizer.json"]) as directory:
-                return decode_tokens(directory / "tokenizer.json", token_ids)
+            with suppress(StoreError):  # an export may have been moved; the model has the same tokenizer
+                with store.reading(commit, only=["tokenizer.json"]) as directory:
+                    return decode_tokens(directory / "tokenizer.json", token_ids)
     model = record["config"].get("convert", {}).get("hf_checkpoint")
     path = Path(model, "tokenizer.json") if isinstance(model, str) else None
     return decode_tokens(path, token_ids) if path is not None and path.is_file() else {}

@@ -16,12 +16,13 @@ from typing import Any
 
 from penstock.storage.commits import read_commits
 from penstock.storage.refs import ORIGINS, Commit, RunKeys, commit_key
+from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store
 
 STAGE_KINDS = ("rollout", "step", "checkpoint", "eval", "export")  # stages of a run, as shown in the time line
 _EXPIRED = re.compile(r"(\d{6})\.expired\.json")
-_MIN_GAP = 30.0  # seconds without any stage that count as an interruption, at least
-_GAP_ROUNDS = 2.0  # and at least this many median rounds
+_MIN_GAP = 15.0  # seconds without any stage that count as an interruption, at least
+_GAP_ROUNDS = 3.0  # and at least this many median rounds
 
 Compare = Callable[[Store, Commit, Commit], dict[str, Any]]
 
@@ -55,7 +56,7 @@ def collect_overview(store: Store, keys: RunKeys, given: ReportInput) -> tuple[d
     """
     commits = read_commits(store, keys)
     rollouts, steps = (_by_index(commits, kind) for kind in ("rollout", "step"))
-    stages = [_stage_entry(keys, commit) for commit in commits]
+    stages = [_stage_entry(commit, is_inherited(keys, given.record, commit)) for commit in commits]
     gaps = find_gaps(stages)
     rounds = collect_rounds(rollouts, steps)
     overview = {
@@ -96,7 +97,17 @@ def collect_rounds(rollouts: Mapping[int, Commit], steps: Mapping[int, Commit]) 
     return {"round": rounds, "metrics": {name: [summary.get(name) for summary in summaries] for name in names}}
 
 
-def _stage_entry(keys: RunKeys, commit: Commit) -> dict[str, Any]:
+def is_inherited(keys: RunKeys, record: Mapping[str, Any], commit: Commit) -> bool:
+    """Return whether a fork shares this commit with its parent. The copied record names the fork as its run, but its
+    files remain in the parent's directory; steps have no files."""
+    if not record.get("parent"):
+        return False
+    if commit.attempt:
+        return not commit.attempt.startswith(f"{keys.prefix}/")
+    return bool(commit.index < record["parent"]["at"])
+
+
+def _stage_entry(commit: Commit, inherited: bool) -> dict[str, Any]:
     """Return one stage for the time line: when it began and ended (seconds since the epoch), and its parts."""
     return {
         "kind": commit.kind,
@@ -107,7 +118,7 @@ def _stage_entry(keys: RunKeys, commit: Commit) -> dict[str, Any]:
         "seconds": dict(commit.seconds),
         "bytes": sum(file.bytes for file in commit.files),
         "code": commit.code_version,
-        "inherited": commit.run != keys.run,  # a fork shares the rounds before its first one with its parent
+        "inherited": inherited,
     }
 
 
@@ -155,7 +166,8 @@ def collect_events(
 
 
 def _describe_gap(gap: Mapping[str, float]) -> str:
-    return f"no stage was active for {gap['end'] - gap['start']:.0f} s (the run was stopped, or a stage was retried)"
+    causes = "the run was stopped, a stage was retried, or processes were starting"
+    return f"no stage was active for {gap['end'] - gap['start']:.0f} s ({causes})"
 
 
 def _fault_title(metric: str) -> str:
@@ -184,7 +196,7 @@ def _collect_header(
     record = given.record
     trained = [rollouts[r] for r in sorted(steps) if r in rollouts]
     rewards = [commit.summary["rollout/raw_reward"] for commit in trained if "rollout/raw_reward" in commit.summary]
-    own = [commit for commit in commits if commit.run == keys.run]
+    own = [commit for commit in commits if not is_inherited(keys, record, commit)]
     checkpoints = [commit.index for commit in commits if commit.kind == "checkpoint"]
     return {
         "run": keys.run,
@@ -252,20 +264,24 @@ def _collect_lineage(store: Store, keys: RunKeys, record: Mapping[str, Any], com
     while parent is not None:
         parents.append(_short_parent(parent))
         parent = parent.get("parent")
+
+    def entry(commit: Commit) -> dict[str, Any]:
+        return _version_entry(commit, is_inherited(keys, record, commit))
+
     return {
         "models": {role: origin.get("key") for role, origin in origins.items() if origin},
         "parents": parents,
-        "checkpoints": [_version_entry(keys, c) for c in commits if c.kind == "checkpoint"],
+        "checkpoints": [entry(c) for c in commits if c.kind == "checkpoint"],
         "expired": expired,
-        "evaluations": [_version_entry(keys, c) | {"task": _task_of(c)} for c in commits if c.kind == "eval"],
-        "exports": [_version_entry(keys, c) for c in commits if c.kind == "export"],
+        "evaluations": [entry(c) | {"task": _task_of(c)} for c in commits if c.kind == "eval"],
+        "exports": [entry(c) for c in commits if c.kind == "export"],
     }
 
 
-def _version_entry(keys: RunKeys, commit: Commit) -> dict[str, Any]:
+def _version_entry(commit: Commit, inherited: bool) -> dict[str, Any]:
     num_bytes = sum(file.bytes for file in commit.files)
     inputs = {role: key.removesuffix(commit_key("")) for role, key in commit.inputs.items()}
-    return {"version": commit.index, "bytes": num_bytes, "inputs": inputs, "inherited": commit.run != keys.run}
+    return {"version": commit.index, "bytes": num_bytes, "inputs": inputs, "inherited": inherited}
 
 
 def num_engine_gpus(config: Mapping[str, Any]) -> int:
@@ -331,10 +347,9 @@ def _collect_options(given: ReportInput) -> list[dict[str, Any]]:
             "default": option.default,
             "changed": option.value != option.default,
         }
-        if parent and (option.section, option.name) != ("run", "run"):
-            before = parent["config"].get(option.section, {}).get(option.name)
-            if before != option.value:
-                row["parent"] = before
+        before = parent["config"].get(option.section, {}) if parent else {}  # without options that are not recorded
+        if (option.section, option.name) != ("run", "run") and before.get(option.name, option.value) != option.value:
+            row["parent"] = mask_secrets(before[option.name], option.name)
         rows.append(row)
     return rows
 

@@ -116,7 +116,7 @@ function showHeader(overview) {
     ...rewards,
     ["last checkpoint", header.last_checkpoint === null ? "none" : "version " + header.last_checkpoint],
     ["samples on this page", integerFormat.format(overview.samples.num_shown)],
-    ["first start to last commit", formatSeconds(header.last_commit_at - header.started_at)],
+    ["start to last commit", header.last_commit_at ? formatSeconds(header.last_commit_at - header.started_at) : "\u2013"],
   ];
   const parent = header.parent ? "fork of " + header.parent.run + " at round " + header.parent.at + " \u00b7 " : "";
   const terms = [

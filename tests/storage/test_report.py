@@ -13,7 +13,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "flows"))
 from chromium import Page, browser, installed_browser
-from made_run import BATCH, SAMPLES, commit_files, commit_samples, config_of, save_one, write_data
+from made_run import BATCH, SAMPLES, commit_files, commit_samples, config_of, make_run, save_one, write_data
 
 from penstock.flows.cli import main
 from penstock.flows.inspect.report import decode_tokens, make_report
@@ -158,6 +158,16 @@ def test_gap_is_a_long_time_without_any_stage() -> None:
     ]
     assert find_gaps(stages) == [{"start": 43.0, "end": 500.0}]
     assert find_gaps([stage | {"inherited": True} for stage in stages]) == []
+
+
+def test_fork_shows_its_parent_and_the_options_that_differ(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store"))
+    make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), 3, save=(2,))
+    assert main(["fork", "r", "--at", "2", "--name", "new", "--lr", "0.5", "--store", store.root]) == 0
+    overview = dict(extract_data(make_report(store, "new")))["overview"]
+    assert overview["header"]["parent"] == {"run": "r", "at": 2} == overview["lineage"]["parents"][0]
+    assert {row["name"] for row in overview["options"] if "parent" in row} == {"lr"}
+    assert all(stage["inherited"] for stage in overview["stages"]) and overview["costs"]["rounds"] == []
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
