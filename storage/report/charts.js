@@ -55,7 +55,7 @@ function showCurves(overview) {
     if (title === "Reward") grid.append(...evaluationCurves(overview.evaluations));
   }
   const node = section("curves", "Curves", grid);
-  if (missing.length) node.append(element("p", { className: "soft" }, "Not recorded in this run: " + missing.join(", ").toLowerCase() + "."));
+  if (missing.length) node.append(element("p", { className: "soft" }, "Not recorded in this run: " + missing.join(", ") + "."));
   if (round.length) node.append(metricChooser(round, metrics));
 }
 
