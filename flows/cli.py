@@ -43,6 +43,7 @@ USAGE = """usage: penstock COMMAND [options]
   lineage   print what an artifact was made from and what was made from it:  penstock lineage RUN/20
   samples   read samples; compare the responses to a prompt over rounds:  penstock samples RUN --round 12 --worst
   query     run SQL over samples, metrics and evaluations:  penstock query "select ..."
+  report    write one HTML page about a run, with curves and samples:  penstock report RUN [--output FILE]
   doctor    check the installation and print how to fix each problem; --plan estimates the GPU memory of a run
 
 `penstock COMMAND --help` lists the options. `--config FILE.toml` reads them from a file; --verbose shows Prefect's log
@@ -192,6 +193,7 @@ COMMANDS: dict[str, Command] = {
     "cost": _module_command("inspect.cost"),
     "samples": _module_command("inspect.samples"),
     "query": _module_command("inspect.query"),
+    "report": _module_command("inspect.report"),
     "doctor": _module_command("commands.doctor"),
 }
 RESUMABLE = ("demo", "train", "train-async", "sft", "convert", "eval", "resume")

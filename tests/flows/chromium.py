@@ -28,6 +28,7 @@ class Page:
     def __init__(self, send: int, receive: int) -> None:
         self._send, self._receive = send, receive
         self._buffer, self._ids, self._session = b"", itertools.count(1), ""
+        self.events: list[dict[str, Any]] = []  # notifications of the browser that `call` has read
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self.call("Page.enable")
@@ -50,6 +51,8 @@ class Page:
             if message.get("id") == number:
                 assert "error" not in message, message
                 return message["result"]
+            if "method" in message:
+                self.events.append(message)
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)

@@ -1,0 +1,189 @@
+"""`penstock report RUN`: one HTML page about a run, with curves, time line, samples and configuration. Changes nothing
+in the store.
+
+storage/report/ collects the data and builds the page; this file parses the request, adds what only flows and stages
+know (defaults of options, the comparison of evaluations, the tokenizer), and writes the file.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from penstock.flows.config import list_options, validate_config
+from penstock.flows.options.argv import format_bytes, parse_integer, parse_run_argument, short_repr, split_args
+from penstock.flows.options.flags import parse_store_options
+from penstock.flows.runtime.runs import latest_schedule_options, open_store, read_record, unknown_run_error
+from penstock.storage.errors import DataError, InputError, OptionError, StoreError
+from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.report.data import OptionRow, ReportInput, collect_overview
+from penstock.storage.report.page import GENERATOR, build_page
+from penstock.storage.report.samples import DEFAULT_MAX_SAMPLES, collect_samples
+from penstock.storage.secrets import mask_secrets
+from penstock.storage.store import Store
+
+USAGE = f"""penstock report RUN [--output FILE] [--max-samples N] [--store URI ...]
+
+  Writes one HTML page about a run: curves of all rounds, time line, evaluations, samples with their tokens, lineage,
+  costs and configuration. The page needs no other file and no network. Changes nothing in the store.
+
+  --output        the file to write (default: RUN.html); an existing file is replaced only if it is such a report
+  --max-samples   show a selection of at most N samples (default: {DEFAULT_MAX_SAMPLES:,}), spread over all rounds"""
+
+_CHANGE = re.compile(r"\d{6}\.json")
+
+
+def main(argv: list[str]) -> int:
+    """Run the command. Return 0.
+
+    Raises:
+        RunError: the run does not exist.
+        OptionError: an argument is invalid, or the output file exists and is not a report.
+    """
+    positional, own, rest = split_args(argv, {"--output": True, "--max-samples": True})
+    run = parse_run_argument("report", positional)
+    max_samples = parse_integer("--max-samples", own.get("--max-samples", str(DEFAULT_MAX_SAMPLES)))
+    if max_samples < 1:
+        raise OptionError(f"--max-samples {max_samples} is not positive: give at least 1")
+    output = Path(own.get("--output", f"{run}.html"))
+    check_output_file(output)
+    store = open_store(parse_store_options(rest, "report"), probe=False)
+    start = time.monotonic()
+    page = make_report(store, run, max_samples)
+    num_bytes = write_report(output, page)
+    print(f"{output}: {format_bytes(num_bytes)}, written in {time.monotonic() - start:.1f} s")
+    return 0
+
+
+def make_report(store: Store, run: str, max_samples: int = DEFAULT_MAX_SAMPLES) -> str:
+    """Return the HTML of a run's report.
+
+    Raises:
+        RunError: the run does not exist, or its record is damaged.
+        StoreError: a commit or a shard is damaged.
+    """
+    keys = RunKeys(run)
+    record = read_record(store, keys)
+    if record is None:
+        raise unknown_run_error(store, run)
+    overview, commits = collect_overview(store, keys, _report_input(store, keys, record))
+    samples = collect_samples(store, commits, max_samples)
+    return build_page(overview, samples, read_token_texts(store, record, commits, sorted(samples.token_ids)))
+
+
+def check_output_file(path: Path) -> None:
+    """Check that a report may be written to `path`. Raises OptionError if it is another file or a directory."""
+    if path.is_dir():
+        raise OptionError(f"--output {short_repr(str(path))} is a directory: give the name of a file in it")
+    if not path.absolute().parent.is_dir():
+        raise OptionError(f"--output {short_repr(str(path))}: its directory does not exist: create it first")
+    if path.exists():
+        with path.open("rb") as file:
+            if GENERATOR.encode() not in file.read(1000):
+                raise OptionError(
+                    f"--output {short_repr(str(path))} exists and is not a report of this command: "
+                    "move it, or give another file"
+                )
+
+
+def write_report(path: Path, page: str) -> int:
+    """Write the page under a temporary name, then rename it: a reader never sees half a report. Return its size."""
+    data = page.encode("utf-8")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return len(data)
+
+
+# ---- what storage does not know --------------------------------------------------------------------------------------
+
+
+def _report_input(store: Store, keys: RunKeys, record: dict[str, Any]) -> ReportInput:
+    names = [name for name in store.list(f"{keys.prefix}/changes") if _CHANGE.fullmatch(name)]
+    changes = [store.read_json(f"{keys.prefix}/changes/{name}") for name in sorted(names)]
+    return ReportInput(
+        record=record,
+        num_planned_rounds=latest_schedule_options(store, keys)["run.num_rollout"],
+        options=option_rows(record["config"]),
+        changes=[mask_secrets(change) for change in changes],
+        compare=compare_evaluations,
+    )
+
+
+def option_rows(config: dict[str, Any]) -> list[OptionRow]:
+    """Return all options of a recorded config with their values and defaults, in the order of `list_options`.
+
+    The default is what a run gets that gives only its name and model: some defaults are derived from other options.
+    """
+    minimal = validate_config({"run": {"run": "r"}, "convert": {"hf_checkpoint": "model"}}).model_dump(mode="json")
+    rows = {}
+    for section, name, field in list_options():
+        own = field.get_default(call_default_factory=True)
+        default = None if own is PydanticUndefined else minimal.get(section, {}).get(name)
+        rows[section, name] = OptionRow(section, name, default, default)
+    for section, entries in config.items():
+        for name, value in entries.items():
+            default = rows[section, name].default if (section, name) in rows else None
+            rows[section, name] = OptionRow(section, name, mask_secrets(value, name), default)
+    return list(rows.values())
+
+
+def compare_evaluations(store: Store, first: Commit, last: Commit) -> dict[str, Any]:
+    """Return the paired comparison of two evaluations on one data set, or {"problem": why they cannot be compared}."""
+    from penstock.stages.eval.compare import check_same_data, compare_rewards, rewards_by_prompt
+
+    try:
+        check_same_data("", first, last)
+        comparison = compare_rewards(rewards_by_prompt(store, first), rewards_by_prompt(store, last))
+    except DataError as error:
+        return {"problem": str(error)}
+    return asdict(comparison) | {"difference": comparison.difference}
+
+
+def read_token_texts(
+    store: Store, record: dict[str, Any], commits: Sequence[Commit], token_ids: Sequence[int]
+) -> dict[int, str]:
+    """Return id -> text of tokens, by the tokenizer of the newest export or of the run's model; {} without one.
+
+    Shards contain token ids and whole texts, but not the text of each token.
+    """
+    exports = [commit for commit in commits if commit.kind == "export"]
+    for commit in exports[-1:]:
+        names = [file.path.removeprefix(f"{commit.attempt}/") for file in commit.files]
+        if "tokenizer.json" in names:
+            with suppress(StoreError):  # an export may have been moved; the model has the same tokenizer
+                with store.reading(commit, only=["tokenizer.json"]) as directory:
+                    return decode_tokens(directory / "tokenizer.json", token_ids)
+    model = record["config"].get("convert", {}).get("hf_checkpoint")
+    path = Path(model, "tokenizer.json") if isinstance(model, str) else None
+    return decode_tokens(path, token_ids) if path is not None and path.is_file() else {}
+
+
+def decode_tokens(path: Path, token_ids: Sequence[int]) -> dict[int, str]:
+    """Return id -> text for ids with a text of their own; ids of single bytes of a character have none."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception for a file that it cannot read
+        raise InputError(f"the tokenizer {path} does not load ({str(error)[:150]}): restore the file") from error
+    texts = {}
+    for token in token_ids:
+        piece = tokenizer.id_to_token(token)
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        if piece is not None and piece.startswith("\u2581"):  # SentencePiece: decoding one token loses its space
+            text = piece.replace("\u2581", " ")
+        if piece is not None and text and "\ufffd" not in text:
+            texts[token] = text
+    return texts
