@@ -1,5 +1,5 @@
 """The command line: `penstock demo | train | train-async | sft | convert | eval | resume | replay | fork | rm | verify
-| gc | deploy | runs | doctor`.
+| gc | deploy | runs | track | doctor`.
 
 A command parses its flags into a config, checks it, and calls a flow. Exit codes: 0 done, 1 failed, 2 invalid request
 (a one-line message on stderr), 130 Ctrl-C, 141 standard output was closed by its reader, 143 SIGTERM.
@@ -38,6 +38,7 @@ USAGE = """usage: penstock COMMAND [options]
   gc        list files that are no longer needed; --delete removes them
   deploy    register the flows on a Prefect server, optionally with a schedule
   runs      list the runs in the store
+  track     send runs to MLflow, TensorBoard or W&B again, from the store:  penstock track RUN --to mlflow
   doctor    check the installation and print how to fix each problem; --plan estimates the GPU memory of a run
 
 `penstock COMMAND --help` lists the options. `--config FILE.toml` reads them from a file; --verbose shows Prefect's log
@@ -182,6 +183,7 @@ COMMANDS: dict[str, Command] = {
     "gc": _module_command("commands.gc"),
     "deploy": _module_command("services.deploy"),
     "runs": _module_command("commands.run_table"),
+    "track": _module_command("inspect.track"),
     "doctor": _module_command("commands.doctor"),
 }
 RESUMABLE = ("demo", "train", "train-async", "sft", "convert", "eval", "resume")
