@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -54,6 +55,28 @@ class WandbTracker:
 
     def deliver(self, records: Sequence[Record], lineage: Lineage) -> None:
         """Send the records that the history does not contain yet."""
+        try:
+            self._deliver(records)
+        except BaseException:
+            self._finish(exit_code=1)  # the next tracker of this process could not open the run while it is open
+            raise
+        if isinstance(records[-1], RunEnded):
+            self._finish(exit_code=0 if records[-1].status == "FINISHED" else 1)
+
+    def is_permanent_refusal(self, error: Exception) -> bool:
+        """Return False: W&B accepts all names, and all numbers as values."""
+        return False
+
+    @property
+    def _online(self) -> bool:
+        return self.options.get("mode") != "offline"
+
+    def _finish(self, exit_code: int) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.finish(exit_code=exit_code)
+
+    def _deliver(self, records: Sequence[Record]) -> None:
         if self._known is None:
             self._open()
         assert self._known is not None
@@ -63,17 +86,6 @@ class WandbTracker:
             if record.key not in self._known:
                 self._log(record)
                 self._known.add(record.key)
-        if isinstance(records[-1], RunEnded) and self._client is not None:
-            self._client.finish(exit_code=0 if records[-1].status == "FINISHED" else 1)
-            self._client = None
-
-    def is_permanent_refusal(self, error: Exception) -> bool:
-        """Return False: W&B accepts all names, and all numbers as values."""
-        return False
-
-    @property
-    def _online(self) -> bool:
-        return self.options.get("mode") != "offline"
 
     def _log(self, record: Record) -> None:
         if self._client is None:
@@ -94,6 +106,7 @@ class WandbTracker:
         """Create or resume the W&B run. Online, read which records its history contains."""
         import wandb
 
+        self._wait_for_free_directory()
         key = self.options.get("key")
         host = {"base_url": self.options["host"]} if "host" in self.options else {}
         settings = wandb.Settings(
@@ -123,6 +136,14 @@ class WandbTracker:
         if self._online:
             self._page = self._client.url
             self._known = self._read_server_keys(key) if self._client.resumed else set()
+
+    def _wait_for_free_directory(self) -> None:
+        """Wait until no directory of an earlier process has the name of the new one, which contains the current second.
+
+        W&B would refuse the run, or overwrite the file of the other process.
+        """
+        while any(self.directory.glob(f"wandb/*run-{time.strftime('%Y%m%d_%H%M%S')}-{self.run.identity}")):
+            time.sleep(0.1)
 
     def _read_server_keys(self, api_key: str | None) -> set[str]:
         import wandb
