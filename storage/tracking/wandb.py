@@ -71,6 +71,10 @@ class WandbTracker:
     def _online(self) -> bool:
         return self.options.get("mode") != "offline"
 
+    @property
+    def _server(self) -> dict[str, Any]:
+        return {"base_url": self.options["host"]} if "host" in self.options else {}
+
     def _finish(self, exit_code: int) -> None:
         client, self._client = self._client, None
         if client is not None:
@@ -108,7 +112,6 @@ class WandbTracker:
 
         self._wait_for_free_directory()
         key = self.options.get("key")
-        host = {"base_url": self.options["host"]} if "host" in self.options else {}
         settings = wandb.Settings(
             mode="online" if self._online else "offline",
             root_dir=str(self.directory),
@@ -116,7 +119,7 @@ class WandbTracker:
             init_timeout=_INIT_TIMEOUT,
             finish_timeout=_FINISH_TIMEOUT,
             silent=True,
-            **host,
+            **self._server,
             **_NOTHING_BUT_RECORDS,
         )
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -148,8 +151,7 @@ class WandbTracker:
     def _read_server_keys(self, api_key: str | None) -> set[str]:
         import wandb
 
-        overrides = {"base_url": self.options["host"]} if "host" in self.options else {}
-        run = wandb.Api(overrides=overrides, api_key=api_key, timeout=30).run(self._client.path)
+        run = wandb.Api(overrides=self._server, api_key=api_key, timeout=30).run(self._client.path)
         return {row[RECORD] for row in run.scan_history(keys=[RECORD])}
 
     def _read_local_keys(self) -> set[str]:
@@ -180,10 +182,11 @@ def read_local_history(directory: Path, run_id: str) -> Iterator[dict[str, Any]]
 
 
 def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
+    from wandb.proto import wandb_internal_pb2
 
+    messages: Any = wandb_internal_pb2  # its type stubs lack the classes
     for data in _read_records(path.read_bytes()):
-        record = WandbRecord.FromString(data)
+        record = messages.Record.FromString(data)
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
             yield {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
