@@ -1,5 +1,5 @@
 """The command line: `penstock demo | train | train-async | sft | convert | eval | resume | replay | fork | promote | rm
-| verify | gc | deploy | runs | cost | lineage | samples | doctor`.
+| verify | gc | deploy | runs | cost | lineage | samples | query | report | track | doctor`.
 
 A command parses its flags into a config, checks it, and calls a flow. Exit codes: 0 done, 1 failed, 2 invalid request
 (a one-line message on stderr), 130 Ctrl-C, 141 standard output was closed by its reader, 143 SIGTERM.
@@ -44,6 +44,7 @@ USAGE = """usage: penstock COMMAND [options]
   samples   read samples; compare the responses to a prompt over rounds:  penstock samples RUN --round 12 --worst
   query     run SQL over samples, metrics and evaluations:  penstock query "select ..."
   report    write one HTML page about a run, with curves and samples:  penstock report RUN [--output FILE]
+  track     send runs to MLflow, TensorBoard or W&B again, from the store:  penstock track RUN --to mlflow
   doctor    check the installation and print how to fix each problem; --plan estimates the GPU memory of a run
 
 `penstock COMMAND --help` lists the options. `--config FILE.toml` reads them from a file; --verbose shows Prefect's log
@@ -194,6 +195,7 @@ COMMANDS: dict[str, Command] = {
     "samples": _module_command("inspect.samples"),
     "query": _module_command("inspect.query"),
     "report": _module_command("inspect.report"),
+    "track": _module_command("inspect.track"),
     "doctor": _module_command("commands.doctor"),
 }
 RESUMABLE = ("demo", "train", "train-async", "sft", "convert", "eval", "resume")

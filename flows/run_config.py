@@ -1,15 +1,19 @@
-"""The options of a run as a whole: name, store, rounds, weight updates, Ray, MLflow."""
+"""The options of a run as a whole: name, store, rounds, weight updates, Ray, trackers."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import model_validator
+
 from penstock.storage.config import StageConfig, option
+from penstock.storage.errors import OptionError
 from penstock.storage.keys import MAX_RUN_NAME, RUN_NAME
+from penstock.storage.secrets import is_reference
 
 
 class RunConfig(StageConfig):
-    """Options of the run as a whole: name, store, number of rounds, checkpoints, Ray, MLflow."""
+    """Options of the run as a whole: name, store, number of rounds, checkpoints, Ray, trackers."""
 
     run: str = option("", aliases=("run-name",), pattern=rf"^({RUN_NAME})?$", max_length=MAX_RUN_NAME)
     """Name of the run; the same name resumes it. Letters, digits, dot, dash, underscore, at most 200 characters."""
@@ -63,6 +67,38 @@ class RunConfig(StageConfig):
     """Price of one GPU (without GPUs: of one process) for one hour, in any currency. MLflow then shows what the run has
     cost."""
 
+    use_tensorboard: bool = option(False, mutability="placement")
+    """Also write metrics to TensorBoard event files; needs the extra `tensorboard`."""
+
+    tb_dir: str | None = option(None, mutability="placement")
+    """With --use-tensorboard: local directory with one directory of event files per run; default TENSORBOARD_DIR, else
+    `tensorboard` in the store."""
+
+    use_wandb: bool = option(False, mutability="placement")
+    """Also send metrics to Weights & Biases; needs the extra `wandb`."""
+
+    wandb_project: str = option("penstock", mutability="placement", min_length=1)
+    """With --use-wandb: project of the W&B run."""
+
+    wandb_team: str | None = option(None, mutability="placement")
+    """With --use-wandb: user or team that owns the project; default: that of the API key."""
+
+    wandb_group: str | None = option(None, mutability="placement")
+    """With --use-wandb: group of the W&B run."""
+
+    wandb_mode: Literal["online", "offline", "disabled"] = option("online", mutability="placement")
+    """With --use-wandb: offline writes files for `wandb sync`; disabled sends nothing."""
+
+    wandb_dir: str | None = option(None, mutability="placement")
+    """With --use-wandb: local directory in which W&B creates its directory `wandb`; default WANDB_DIR, else the
+    store."""
+
+    wandb_host: str | None = option(None, mutability="placement", secret=True)
+    """With --use-wandb: URL of your own W&B server; default WANDB_BASE_URL, else W&B's."""
+
+    wandb_key: str | None = option(None, mutability="placement", secret=True)
+    """With --use-wandb: the API key, as env:NAME or secret-file:PATH; default WANDB_API_KEY, else ~/.netrc."""
+
     update_weight_transport: Literal["tensor", "nccl", "disk"] | None = option(None, mutability="placement")
     """How weights reach the engines: tensor (shared memory or GPU), nccl (network) or disk. Default: tensor if trainer
     and engines share GPUs or run without GPUs, else nccl, or disk for external engines."""
@@ -108,6 +144,22 @@ class RunConfig(StageConfig):
 
     stage_retries: int = option(2, mutability="placement", ge=0)
     """How often a failed stage is retried before the run fails."""
+
+    @model_validator(mode="after")
+    def _check_trackers(self) -> RunConfig:
+        """Check that options of a tracker come with it, and that the API key is a reference."""
+        if self.wandb_key is not None and not is_reference(self.wandb_key):
+            raise OptionError(
+                "--wandb-key takes a reference to the API key, since options are recorded; found something else: give "
+                "env:NAME or secret-file:PATH, or set WANDB_API_KEY and omit --wandb-key"
+            )
+        for tracker, used in (("tb", self.use_tensorboard), ("wandb", self.use_wandb)):
+            for name in sorted(self.model_fields_set) if not used else ():
+                if name.startswith(f"{tracker}_") and getattr(self, name) != RunConfig.model_fields[name].default:
+                    switch = "--use-tensorboard" if tracker == "tb" else "--use-wandb"
+                    flag = f"--{name.replace('_', '-')}"
+                    raise OptionError(f"{flag} has no effect without {switch}: add this, or omit it")
+        return self
 
     @property
     def offloads_trainer(self) -> bool:

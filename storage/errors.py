@@ -98,6 +98,12 @@ class StoreError(PenstockError, RuntimeError):
     code = "store"
 
 
+class TrackerError(PenstockError, RuntimeError):
+    """An experiment tracker is not available, or failed while a run was sent to it on request."""
+
+    code = "tracker"
+
+
 class StoreFull(StoreError):
     """A disk or quota is full (ENOSPC or EDQUOT). Retry after freeing space."""
 

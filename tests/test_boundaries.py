@@ -25,6 +25,8 @@ OWNERS = {  # third-party package -> where alone it may be imported
     "sgl_kernel": "engines/sglang/",
     "prefect": "flows/",
     "mlflow": "storage/tracking/",
+    "tensorboard": "storage/tracking/",
+    "wandb": "storage/tracking/",
 }
 CONFIG_IMPORTS = {  # what a config.py may import besides penstock
     *("__future__", "collections", "difflib", "hashlib", "json", "pathlib", "re", "tomllib", "typing"),

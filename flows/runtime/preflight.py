@@ -29,6 +29,7 @@ from penstock.flows.gpu_plan import (
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
 from penstock.flows.runtime.runs import check_run_may_start, open_store
+from penstock.flows.trackers import check_trackers
 from penstock.stages.eval.config import EvalConfig
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
@@ -154,6 +155,7 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
             "the draft layers too, which weight updates do not replace: omit one of them"
         )
     check_debug_options(flow, config)
+    check_trackers(run)
     check_weight_directory(config)
     if flow == "post_train":
         check_group_size(config)

@@ -271,6 +271,27 @@ def read_record(store: Store, keys: RunKeys) -> dict[str, Any] | None:
     return record
 
 
+def read_existing_record(store: Store, keys: RunKeys) -> dict[str, Any]:
+    """Return the record of a run.
+
+    Raises:
+        RunError: the run does not exist, was removed, or its record is missing or damaged.
+    """
+    if is_removed(store, keys):
+        raise RunError(
+            f"run {keys.run!r} was removed, but not completely: finish the removal with `penstock gc --delete`"
+        )
+    record = read_record(store, keys)
+    if record is None:
+        if committed_prefixes(store, keys):
+            raise RunError(
+                f"run {keys.run!r} has commits, but {store.path(keys.record)} is missing: restore it from a backup, "
+                "or start the run again with exactly its original options"
+            )
+        raise unknown_run_error(store, keys.run)
+    return record
+
+
 def _validated_config_of_record(record: dict[str, Any]) -> PostTrainConfig:
     """Return the config in a run's record. Raises RunError if this release does not accept it."""
     try:
@@ -340,16 +361,7 @@ def read_flow_and_config(where: RunConfig, run: str) -> tuple[str, PostTrainConf
         RunError: the run does not exist, or its record is missing or damaged.
     """
     store, keys = open_store(where, probe=False), keys_of_run(run)
-    if is_removed(store, keys):
-        raise RunError(f"run {run!r} was removed, but not completely: finish the removal with `penstock gc --delete`")
-    record = read_record(store, keys)
-    if record is None:
-        if committed_prefixes(store, keys):
-            raise RunError(
-                f"run {run!r} has commits, but {store.path(keys.record)} is missing: restore it from a backup, "
-                "or start the run again with exactly its original options"
-            )
-        raise unknown_run_error(store, run)
+    record = read_existing_record(store, keys)
     config = _config_with_schedule(record, latest_schedule_options(store, keys))
     stores = {
         "store": where.store,
@@ -357,6 +369,17 @@ def read_flow_and_config(where: RunConfig, run: str) -> tuple[str, PostTrainConf
         "store_single_writer": where.store_single_writer,
     }
     return record["flow"], config.model_copy(update={"run": config.run.model_copy(update=stores)})
+
+
+def config_history(store: Store, keys: RunKeys, record: dict[str, Any]) -> list[tuple[float, PostTrainConfig]]:
+    """Return the configs of a run, oldest first, each with the time of its record: that of run.json, then one for each
+    change of schedule options."""
+    configs = [(float(record["created_at"]), _validated_config_of_record(record))]
+    for name in _schedule_change_files(store, keys):
+        change = store.read_json(f"{keys.prefix}/changes/{name}")
+        if isinstance(change, dict) and isinstance(change.get("schedule"), dict):
+            configs.append((float(change["at"]), _config_with_schedule(record, change["schedule"])))
+    return configs
 
 
 def config_of_round(record: dict[str, Any], rollout_id: int) -> PostTrainConfig:

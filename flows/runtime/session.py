@@ -1,4 +1,4 @@
-"""The state of one flow run: store, MLflow tracker, terminal output, and processes (processes.py)."""
+"""The state of one flow run: store, trackers, terminal output, and processes (processes.py)."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from penstock.flows.runtime.learning_signal import GROUP_RELATIVE, logprob_gap_w
 from penstock.flows.runtime.prefect_api import wait_for_api, with_password_hint
 from penstock.flows.runtime.preflight import config_warnings, preflight
 from penstock.flows.runtime.processes import Processes
-from penstock.flows.runtime.runs import code_version, keys_of_run, open_run, open_store
+from penstock.flows.runtime.runs import code_version, keys_of_run, open_run, open_store, read_existing_record
 from penstock.flows.runtime.schedule import with_target_rounds
 from penstock.flows.runtime.signals import stop_on_sigterm
+from penstock.flows.trackers import tracked_run, tracking_uris
 from penstock.storage.commits import read_commits
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.history.costs import compute_costs
@@ -39,7 +40,7 @@ from penstock.storage.history.starts import Start, record_end, record_start
 from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.preemption import Preempted, StopRequest
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
-from penstock.storage.tracking import tracking_directory, tracking_uri
+from penstock.storage.tracking import tracking_directory
 from penstock.storage.tracking.delivery import RunTracking
 
 if TYPE_CHECKING:
@@ -62,16 +63,15 @@ class Session:
         self.provenance: dict[str, Any] = {"config_hash": config_hash(config), "code_version": code_version()}
         self._stack = ExitStack()
         self._saving: PrefectFuture[Any] | None = None  # task of the checkpoint that is being saved
-        uri = tracking_uri(self.store, config.run.mlflow_tracking_uri)
+        uris = tracking_uris(self.store, config.run)
         self.display = Display(
-            self.keys.run, flow, config, self.store.uri, uri, prefect_page=with_password_hint(flow_run.ui_url or "")
+            self.keys.run, flow, config, self.store.uri, uris[0], prefect_page=with_password_hint(flow_run.ui_url or "")
         )
         self.tracker = RunTracking(
-            self.keys.run,
+            tracked_run(self.store, self.keys, read_existing_record(self.store, self.keys)),
             tracking_directory(self.store, self.keys.run),
-            uri,
+            uris,
             config.model_dump(mode="json"),
-            store_uri=self.store.uri,
         )
         self.tracker.record_missing_commits(self.store, self.keys)
         trainer_devices, engine_devices, colocated = device_counts(flow, config)
@@ -126,12 +126,13 @@ class Session:
             end()
         self.display.close()
         self._record_end(kind)
-        waiting = self.tracker.close("FAILED" if kind else "FINISHED", timeout=5 if self.stop.requested else 30)
-        if waiting:
-            self.display.note(
-                f"{waiting} records are not delivered to MLflow yet ({self.tracker.problem}); "
-                "the next start delivers them"
-            )
+        self.tracker.close("FAILED" if kind else "FINISHED", timeout=5 if self.stop.requested else 30)
+        for delivery in self.tracker.deliveries:
+            if waiting := delivery.num_waiting():
+                self.display.note(
+                    f"{waiting} records are not delivered to {delivery.name} yet ({delivery.problem}); "
+                    "the next start delivers them"
+                )
         patience = max(0.0, min(5.0, self.stop.seconds_left)) if self.stop.requested else None
         wait_for_api(self.display.note, patience_seconds=patience)
         self._entered.close()
@@ -185,7 +186,7 @@ class Session:
                 self.display.note(f"the trainer was not started early ({error}); it will start after the conversion")
 
     def print_and_track(self, prefix: str, commit: Commit) -> Commit:
-        """Print a commit and log it to MLflow, unless this commit was logged before. Return the commit."""
+        """Print a commit and log it to the trackers, unless this commit was logged before. Return the commit."""
         if self.tracker.record_commit(commit_key(prefix), commit) and (line := self.display.print_commit(commit)):
             get_run_logger().info(line.strip())  # for the Prefect page
             if commit.kind == "step":

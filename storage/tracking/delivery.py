@@ -1,7 +1,7 @@
-"""Send a run's records to a tracker without blocking the run.
+"""Send a run's records to its trackers without blocking the run.
 
-Records are appended to a local outbox; a background thread delivers them and retries while the tracking server is down,
-slow or full. (MLflow's own client blocks for minutes and then raises.)
+Records are appended to a local outbox; a background thread for each tracker delivers them and retries while the
+tracking server is down, slow or full. (MLflow's own client blocks for minutes and then raises.)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,15 @@ from penstock.storage.secrets import mask_secrets, redact
 from penstock.storage.store import Store
 from penstock.storage.tracking.lineage import Lineage
 from penstock.storage.tracking.outbox import Outbox
-from penstock.storage.tracking.tracker import Committed, Record, TrackedRun, Tracker, parse_record, tracker_class
+from penstock.storage.tracking.tracker import (
+    Committed,
+    Record,
+    TrackedRun,
+    Tracker,
+    parse_record,
+    tracker_class,
+    tracker_suffix,
+)
 
 _COALESCE = 2.0  # seconds to collect records before a delivery, so that short rounds share requests
 _MAX_WAIT = 60.0  # maximum seconds between retries; the first wait is 1 s, and doubles
@@ -29,41 +38,31 @@ logger = logging.getLogger(__name__)
 
 
 class RunTracking:
-    """Appends the commits and metrics of one run to an outbox, and delivers them to the tracker in a background thread.
+    """Appends the commits and metrics of one run to an outbox, and delivers them to every tracker in a background
+    thread.
 
     Args:
-        run: name of the run.
+        run: identity of the run in the trackers.
         directory: local directory of the outbox, the same at every start of the run (see `tracking_directory`).
-        tracking_uri: URI of the tracking server or database, with credentials (see `tracking_uri`).
-        config: the resolved config, which the tracker shows as parameters.
-        store_uri: URI of the run's store; distinguishes runs with the same name.
-        experiment: name of the tracker's experiment, a group of runs.
+        tracking_uris: URIs of the trackers, with credentials; at most one for each kind of tracker.
+        config: the resolved config, which the trackers show as parameters.
     """
 
     def __init__(
-        self,
-        run: str,
-        directory: str | Path,
-        tracking_uri: str,
-        config: dict[str, Any] | None = None,
-        *,
-        store_uri: str = "",
-        experiment: str = "penstock",
+        self, run: TrackedRun, directory: str | Path, tracking_uris: Sequence[str], config: dict[str, Any] | None = None
     ) -> None:
-        self.run = TrackedRun(run, store_uri, experiment)
-        self.tracking_uri = tracking_uri
-        self.problem: str | None = None  # why the last delivery failed, or None
-        self.page: str | None = None  # URL of the run in the tracker's UI, once it is known
-        self._tracker_class = tracker_class(tracking_uri)
         self._outbox = Outbox(Path(directory))
-        self._wake = threading.Event()
-        self._closing = threading.Event()
-        self._abandon = threading.Event()
+        self._closed = False
+        self.deliveries: list[Delivery] = []
         self._append(
             f"start-{uuid.uuid4().hex}", {"type": "start", "at": time.time(), "config": mask_secrets(config or {})}
         )
-        self._thread = threading.Thread(target=self._deliver_until_closed, name="penstock-tracking", daemon=True)
-        self._thread.start()
+        self.deliveries = [Delivery(uri, run, Path(directory)) for uri in tracking_uris]
+
+    @property
+    def problem(self) -> str | None:
+        """Return why the last delivery to a tracker failed, or None if all succeeded."""
+        return next((delivery.problem for delivery in self.deliveries if delivery.problem), None)
 
     def record_commit(self, key: str, commit: Commit) -> bool:
         """Append a commit to the outbox. Return False if the outbox already contains `key`, the key of the commit's
@@ -90,21 +89,64 @@ class RunTracking:
         """Append the end of the run to the outbox, and deliver waiting records for at most `timeout` seconds.
 
         Returns:
-            The number of records that were not delivered. The next start of the run delivers them.
+            The number of records that were not delivered, over all trackers. The next start of the run delivers them.
         """
-        if not self._closing.is_set():
+        if not self._closed:
             self._append(f"end-{uuid.uuid4().hex}", {"type": "end", "at": time.time(), "status": status})
-        self._closing.set()
-        self._wake.set()
-        self._thread.join(timeout)
-        self._abandon.set()
-        return self._outbox.num_waiting()
+        self._closed = True
+        deadline = time.monotonic() + timeout
+        for delivery in self.deliveries:
+            delivery.begin_close()
+        for delivery in self.deliveries:
+            delivery.close(max(0.0, deadline - time.monotonic()))
+        return sum(delivery.num_waiting() for delivery in self.deliveries)
 
     def _append(self, key: str, line: dict[str, Any]) -> bool:
         added = self._outbox.append(key, line)
         if added:
-            self._wake.set()
+            for delivery in self.deliveries:
+                delivery.wake()
         return added
+
+
+class Delivery:
+    """Delivers the outbox in `directory` to one tracker, in a background thread."""
+
+    def __init__(self, uri: str, run: TrackedRun, directory: Path) -> None:
+        self.uri = uri
+        self.run = run
+        self.problem: str | None = None  # why the last delivery failed, or None
+        self.page: str | None = None  # URL of the run in the tracker's UI, once it is known
+        self._tracker_class = tracker_class(uri)
+        self._outbox = Outbox(directory, tracker_suffix(uri))
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._abandon = threading.Event()
+        self.thread = threading.Thread(target=self._deliver_until_closed, name="penstock-tracking", daemon=True)
+        self.thread.start()
+
+    @property
+    def name(self) -> str:
+        """Return the tracker's name."""
+        return self._tracker_class.name
+
+    def wake(self) -> None:
+        """Start a delivery, since a record was appended to the outbox."""
+        self._wake.set()
+
+    def begin_close(self) -> None:
+        """Let the thread end after the next delivery."""
+        self._closing.set()
+        self._wake.set()
+
+    def close(self, timeout: float) -> None:
+        """Wait for the last delivery, at most `timeout` seconds, then abandon it."""
+        self.thread.join(timeout)
+        self._abandon.set()
+
+    def num_waiting(self) -> int:
+        """Return the number of records that were not delivered."""
+        return self._outbox.num_waiting()
 
     def _deliver_until_closed(self) -> None:
         position, wait = 0, 1.0
@@ -118,7 +160,7 @@ class RunTracking:
                 if not self._outbox.try_lock():
                     raise BlockingIOError("another process is delivering this run's outbox")
                 if tracker is None:
-                    tracker, lineage, position = self._tracker_class(self.tracking_uri, self.run), Lineage(), 0
+                    tracker, lineage, position = self._tracker_class(self.uri, self.run), Lineage(), 0
                 position = self._deliver(tracker, lineage, position)
                 if self.problem is not None:
                     logger.warning("%s is available again; all waiting records were delivered", tracker.name)
@@ -126,10 +168,9 @@ class RunTracking:
             except Exception as error:  # clients have their own error types
                 reason = redact(f"{type(error).__name__}: {' '.join(str(error).split())}")[:_MAX_PROBLEM]
                 if self.problem is None:
-                    name = self._tracker_class.name
                     logger.warning(
                         "commits and metrics could not be sent to %s (%s); they stay in the outbox, retrying",
-                        name,
+                        self.name,
                         reason,
                     )
                 self.problem, tracker = reason, None
@@ -146,7 +187,7 @@ class RunTracking:
     def _deliver(self, tracker: Tracker, lineage: Lineage, offset: int) -> int:
         """Read the outbox from the byte `offset` on, add its commits to `lineage`, and deliver the undelivered lines.
         Return the byte offset after the last line that was read."""
-        delivered = self._outbox.delivered_offset
+        delivered = offset if tracker.resend_all else self._outbox.delivered_offset
         batch: list[tuple[dict[str, Any], Record]] = []
         for line, end in self._outbox.lines_from(offset):
             record = parse_record(line)

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from penstock.storage.refs import Commit
-from penstock.storage.secrets import is_secret_name, redact_url
-from penstock.storage.tracking.lineage import Lineage, eval_metrics, eval_name_from_key
-from penstock.storage.tracking.tracker import Committed, MetricsLogged, Record, RunEnded, RunStarted, TrackedRun
+from penstock.storage.secrets import redact_url
+from penstock.storage.tracking.lineage import Lineage, eval_name_from_key
+from penstock.storage.tracking.points import MetricPoint, flatten_config, metric_points
+from penstock.storage.tracking.tracker import Committed, Record, RunEnded, RunStarted, TrackedRun
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,6 +45,7 @@ class MlflowTracker:
     """The tracker for MLflow, for one Penstock run."""
 
     name: ClassVar[str] = "MLflow"
+    resend_all: ClassVar[bool] = False
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the outbox retries
@@ -62,6 +64,7 @@ class MlflowTracker:
         self.run = run
         self.client = MlflowClient(uri)
         self._experiment_id: str | None = None
+        self._identity: str | None = None  # in the tags of the MLflow runs, once it is known
         self._run_ids: dict[str, str] = {}  # name of the child run ("" for the run itself) -> MLflow run id
         self._models: dict[int, LoggedModel] = {}  # policy version -> model
 
@@ -80,10 +83,9 @@ class MlflowTracker:
             match record:
                 case RunStarted():
                     self._log_start(record)
-                case MetricsLogged():
-                    points += _metric_points(record.metrics, record.step, record.at)
                 case Committed():
-                    points += self._log_commit(record.key, record.commit, lineage)
+                    self._log_commit(record.key, record.commit, lineage)
+            points += _to_mlflow(metric_points(record))
         main_run = self._find_or_create_main_run(records[0].at)
         for chunk in _chunks(points, _MAX_METRICS):
             self.client.log_batch(main_run, metrics=chunk)
@@ -107,6 +109,8 @@ class MlflowTracker:
         run = self.client.get_run(run_id)
         if run.info.status != "RUNNING":
             self.client.update_run(run_id, status="RUNNING")
+        if run.data.tags.get("penstock.store") != self.run.store_uri:  # the store was moved
+            self.client.set_tag(run_id, "penstock.store", self.run.store_uri)
         params = dict(flatten_params(record.config))
         known = run.data.params  # MLflow parameters are immutable, so a value changed on resume becomes a tag
         new = [Param(name, value) for name, value in params.items() if name not in known]
@@ -131,17 +135,29 @@ class MlflowTracker:
             tags: further tags of a new MLflow run.
         """
         if part not in self._run_ids:
-            key = {
-                "penstock.run": self.run.name,
-                "penstock.identity": self.run.identity,
-                "penstock.part": part or "run",
-            }
-            where = " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in key.items())
-            experiment = self._find_or_create_experiment()
-            runs = self.client.search_runs([experiment], where, max_results=1, order_by=["attributes.start_time ASC"])
-            run = runs[0] if runs else self.client.create_run(experiment, start_time, {**key, **tags}, name)
-            self._run_ids[part] = run.info.run_id
+            key = self._key_tags(self._find_identity(), part)
+            run_id = self._find_run(key)
+            if run_id is None:
+                experiment = self._find_or_create_experiment()
+                run_id = self.client.create_run(experiment, start_time, {**key, **tags}, name).info.run_id
+            self._run_ids[part] = run_id
         return self._run_ids[part]
+
+    def _find_identity(self) -> str:
+        """Return the identity in the tags of the MLflow run: one of an earlier release if such an MLflow run exists."""
+        if self._identity is None:
+            known = (i for i in self.run.identities if self._find_run(self._key_tags(i, "")))
+            self._identity = next(known, self.run.identities[0])
+        return self._identity
+
+    def _key_tags(self, identity: str, part: str) -> dict[str, str]:
+        return {"penstock.run": self.run.name, "penstock.identity": identity, "penstock.part": part or "run"}
+
+    def _find_run(self, key: dict[str, str]) -> str | None:
+        where = " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in key.items())
+        experiment = self._find_or_create_experiment()
+        runs = self.client.search_runs([experiment], where, max_results=1, order_by=["attributes.start_time ASC"])
+        return str(runs[0].info.run_id) if runs else None
 
     def _find_or_create_experiment(self) -> str:
         if self._experiment_id is None:
@@ -156,21 +172,16 @@ class MlflowTracker:
 
     # ---- commits -----------------------------------------------------------------------------------------------------
 
-    def _log_commit(self, key: str, commit: Commit, lineage: Lineage) -> list[Metric]:
-        """Log a commit, except for its metrics in the main run. Return these; the caller logs them together with those
-        of other commits."""
+    def _log_commit(self, key: str, commit: Commit, lineage: Lineage) -> None:
+        """Log a commit, except for its metrics in the main run; the caller logs them together with those of other
+        commits."""
         main_run = self._find_or_create_main_run(commit.created_at)
         text = commit.model_dump_json(indent=1)
         part = lineage.child_run_name(key, commit)
         if not part:
             self.client.log_text(main_run, text, f"commits/{key.removeprefix(f'runs/{self.run.name}/')}")
             self._log_samples(main_run, commit, lineage)
-            seconds = {f"seconds/{commit.kind}_{stage}": value for stage, value in commit.seconds.items()}
-            return [
-                point
-                for values in (commit.summary, seconds)
-                for point in _metric_points(values, commit.index, commit.created_at)
-            ]
+            return
         start_time = int((commit.created_at - sum(commit.seconds.values())) * 1000)
         child = self._find_or_create_run(
             part, part, start_time, {"mlflow.parentRunId": main_run, "penstock.commit": key}
@@ -187,8 +198,6 @@ class MlflowTracker:
                 self.client.set_tag(child, "penstock.uri", self._attempt_uri(commit))
         self.client.log_text(child, text, "commit.json")
         self.client.set_terminated(child, "FINISHED", int(commit.created_at * 1000))
-        metrics = eval_metrics(key, commit) if commit.kind == "eval" else commit.summary
-        return _metric_points(metrics, commit.index, commit.created_at)
 
     def _log_samples(self, run_id: str, commit: Commit, lineage: Lineage) -> None:
         """Log a commit's sample preview as a table. `log_table` is not used, since it would append to an existing
@@ -221,14 +230,15 @@ class MlflowTracker:
         from mlflow.entities import DatasetInput, InputTag
 
         # The same MLflow data set for all policy versions, so that MLflow can compare them.
-        path = commit.inputs.get("prompt_data/0") or self._attempt_uri(commit)
-        data = _dataset(eval_name_from_key(key), hashlib.sha256(path.encode()).hexdigest()[:8], path, None, {})
+        path = commit.inputs.get("prompt_data/0")
+        digest = hashlib.sha256((path or commit.attempt or key).encode()).hexdigest()[:8]  # the same in a moved store
+        data = _dataset(eval_name_from_key(key), digest, path or self._attempt_uri(commit), None, {})
         self.client.log_inputs(child, datasets=[DatasetInput(data, [InputTag("mlflow.data.context", "eval")])])
         links = {"dataset_name": data.name, "dataset_digest": data.digest, "run_id": child}
         if model := self._find_model(commit.policy_version):
             links["model_id"] = model.model_id
-        points = _metric_points(eval_metrics(key, commit), commit.index, commit.created_at, links)
-        self.client.log_batch(child, metrics=points)
+        points = metric_points(Committed(key, commit.created_at, commit))
+        self.client.log_batch(child, metrics=_to_mlflow(points, links))
         self._log_samples(child, commit, lineage)
 
     # ---- models ------------------------------------------------------------------------------------------------------
@@ -245,7 +255,8 @@ class MlflowTracker:
 
         model = self._find_model(version)
         if model is None:
-            tags = {"penstock.identity": self.run.identity, "penstock.version": str(version), "penstock.commit": key}
+            identity = self._find_identity()
+            tags = {"penstock.identity": identity, "penstock.version": str(version), "penstock.commit": key}
             params = {"uri": self._attempt_uri(commit), "policy_version": str(version), "format": "torch_dist"}
             model = self.client.create_logged_model(
                 self._find_or_create_experiment(), name, child, tags, params, "checkpoint"
@@ -258,7 +269,7 @@ class MlflowTracker:
 
     def _find_model(self, version: int) -> LoggedModel | None:
         if version not in self._models:
-            where = f"tags.`penstock.identity` = '{self.run.identity}' and tags.`penstock.version` = '{version}'"
+            where = f"tags.`penstock.identity` = '{self._find_identity()}' and tags.`penstock.version` = '{version}'"
             models = self.client.search_logged_models([self._find_or_create_experiment()], where, max_results=1)
             if not models:
                 return None
@@ -269,17 +280,11 @@ class MlflowTracker:
         return f"{self.run.store_uri.rstrip('/')}/{commit.attempt}"
 
 
-def flatten_params(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flatten_params(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the values of a nested config as MLflow parameters: dotted name, text. Secrets are left out."""
-    for name, value in values.items():
-        full = replace_forbidden_characters(f"{prefix}{name}")
-        if name == "store_options" or is_secret_name(name):
-            continue
-        if isinstance(value, dict):
-            yield from flatten_params(value, f"{full}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            yield full, text[:_MAX_PARAM]
+    for name, value in flatten_config(values):
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        yield replace_forbidden_characters(name), text[:_MAX_PARAM]
 
 
 def replace_forbidden_characters(name: str) -> str:
@@ -326,12 +331,13 @@ def _dataset(name: str, digest: str, uri: str, schema: str | None, profile: dict
     )
 
 
-def _metric_points(values: dict[str, float], step: int, at: float, links: dict[str, str] | None = None) -> list[Metric]:
+def _to_mlflow(points: Sequence[MetricPoint], links: dict[str, str] | None = None) -> list[Metric]:
+    """Return metric points as MLflow metrics, linked to a model and a data set if `links` is given."""
     from mlflow.entities import Metric
 
     return [
-        Metric(replace_forbidden_characters(name), float(v), int(at * 1000), step, **(links or {}))
-        for name, v in values.items()
+        Metric(replace_forbidden_characters(point.name), point.value, int(point.at * 1000), point.step, **(links or {}))
+        for point in points
     ]
 
 

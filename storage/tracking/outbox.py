@@ -5,6 +5,9 @@
     refused.jsonl    lines that the tracker refused for good, with the reason
     delivery.lock    the delivery lock (flock)
 
+A run has one outbox.jsonl. These three files exist once per tracker: those of MLflow have the names above, those of
+others a suffix, for instance delivered-wandb.json. So one tracker's outage does not delay the delivery to another.
+
 A line is marked as delivered after its delivery. A kill between the two causes a second delivery, so delivery must be
 idempotent. The queue interprets no field of a line except `key`.
 """
@@ -17,19 +20,25 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 
 class Outbox:
-    """The queue in `directory`, which must be on a local disk, since appending must not wait for a network."""
+    """The queue in `directory`, as seen by one tracker.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: must be on a local disk, since appending must not wait for a network.
+        suffix: of the tracker's files (`tracker_suffix`).
+    """
+
+    def __init__(self, directory: Path, suffix: str = "") -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lines = directory / "outbox.jsonl"
-        self._delivered = directory / "delivered.json"
-        self._refused = directory / "refused.jsonl"
-        self._lock_path = directory / "delivery.lock"
+        self._delivered = directory / f"delivered{suffix}.json"
+        self._refused = directory / f"refused{suffix}.jsonl"
+        self._lock_path = directory / f"delivery{suffix}.lock"
         self._lock: int | None = None
         self._append_lock = threading.Lock()
         self._torn = False  # whether outbox.jsonl ends with a partial line
@@ -38,7 +47,10 @@ class Outbox:
         with self._lines.open("rb+") as file:  # terminate a partial line that a killed process has left
             if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
                 file.write(b"\n")
-        self._keys = {line["key"] for line, _ in self.lines_from(0)}
+
+    @cached_property
+    def _keys(self) -> set[str]:
+        return {line["key"] for line, _ in self.lines_from(0)}
 
     def append(self, key: str, line: dict[str, Any]) -> bool:
         """Append a line with the given key. If the key exists, append nothing and return False."""

@@ -16,7 +16,10 @@ from penstock.storage.refs import Commit
 from penstock.storage.tracking.lineage import Lineage
 
 # Scheme of the tracking URI -> module:class. All other schemes (http, sqlite, databricks, ...) belong to MLflow.
-TRACKERS: dict[str, str] = {}
+TRACKERS: dict[str, str] = {
+    "tensorboard": "penstock.storage.tracking.tensorboard:TensorBoardTracker",
+    "wandb": "penstock.storage.tracking.wandb:WandbTracker",
+}
 _DEFAULT = "penstock.storage.tracking.mlflow:MlflowTracker"
 
 
@@ -25,13 +28,26 @@ class TrackedRun:
     """The identity of a run in a tracker."""
 
     name: str
-    store_uri: str = ""  # distinguishes runs with the same name in different stores
+    store_uri: str = ""  # the store's current URI
     experiment: str = "penstock"
+    run_id: str = ""  # `id` in run.json; "" for runs of early releases, which have none
+    recorded_store: str = ""  # the URI of the store when the run was created
 
     @property
     def identity(self) -> str:
-        """Return an id of the run that is unique across stores."""
-        return hashlib.sha256(f"{self.store_uri}\n{self.name}".encode()).hexdigest()[:16]
+        """Return an id of the run that is unique across stores, and the same after the store was moved."""
+        return self.identities[0]
+
+    @property
+    def identities(self) -> list[str]:
+        """Return the run's identity, then those that earlier releases gave it: hashes of the store's URI and the name.
+
+        Trackers search for a run under all of them, so that a run that an earlier release has tracked is continued.
+        """
+        stores = dict.fromkeys((self.store_uri, self.recorded_store or self.store_uri))
+        texts = [f"run {self.run_id}"] if self.run_id else []
+        texts += [f"{store}\n{self.name}" for store in stores]
+        return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
 
 
 @dataclass(frozen=True)
@@ -93,6 +109,9 @@ class Tracker(Protocol):
     """The connection of one run to a tracker. Methods may raise any error; the caller (delivery.py) retries."""
 
     name: ClassVar[str]  # of the tracker, for log lines
+    # Whether every start of the run delivers all its records again, also delivered ones. For trackers that may lose
+    # delivered records when the process is killed; they skip the records that they have.
+    resend_all: ClassVar[bool]
 
     def __init__(self, uri: str, run: TrackedRun) -> None: ...
 
@@ -114,6 +133,12 @@ class Tracker(Protocol):
     def is_permanent_refusal(self, error: Exception) -> bool:
         """Return whether `error`, raised by `deliver`, means that the tracker would refuse the same record again; the
         caller then skips the record."""
+
+
+def tracker_suffix(uri: str) -> str:
+    """Return the suffix of the outbox files that belong to a tracker: "" for MLflow, else `-` and the URI's scheme."""
+    scheme = uri.partition("://")[0]
+    return f"-{scheme}" if scheme in TRACKERS else ""
 
 
 def tracker_class(uri: str) -> type[Tracker]:

@@ -140,7 +140,8 @@ def test_mlflow_outage_of_a_whole_run_is_delivered_once_afterwards(tmp_path: Pat
     uri = (service.ready or "").removesuffix("/health")
 
     def tracked(timeout: float, offered: list[tuple[str, Commit]]) -> int:
-        tracker = RunTracking("late", tmp_path / "outbox", uri, {"run": {"num_rollout": 3}}, store_uri=store.uri)
+        run = TrackedRun("late", store.uri)
+        tracker = RunTracking(run, tmp_path / "outbox", [uri], {"run": {"num_rollout": 3}})
         tracker.record_missing_commits(store, keys)
         for key, commit in offered:
             tracker.record_commit(key, commit)

@@ -19,6 +19,7 @@ class JsonlTracker:
     """Metric points, parts and the status of a run in the file of a `jsonl://` URI, one line each, sorted."""
 
     name: ClassVar[str] = "JSONL"
+    resend_all: ClassVar[bool] = False
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         self.path = Path(uri.removeprefix("jsonl://"))

@@ -22,6 +22,7 @@ from penstock.storage.store import Store
 from penstock.storage.tracking import tracking_uri
 from penstock.storage.tracking.delivery import RunTracking
 from penstock.storage.tracking.mlflow import flatten_params
+from penstock.storage.tracking.tracker import TrackedRun
 
 SECRETS = ("AKIA-literal", "s3cr3t/with+slash", "engine-key-1", "router-key-1", "rm-passw0rd", "db-passw0rd")
 WORDS = [
@@ -73,7 +74,8 @@ def test_no_record_contains_a_secret_and_a_run_can_read_its_record(config: PostT
     config = validate_config(config.model_dump() | {"run": config.run.model_dump() | {"store": str(tmp_path)}})
     store = open_store(config.run)
     assert create_run_record(store, "post_train", config)
-    RunTracking("n", tmp_path / "outbox", "http://127.0.0.1:9", config.model_dump(mode="json")).close(timeout=0)
+    uris = ["http://127.0.0.1:9"]
+    RunTracking(TrackedRun("n"), tmp_path / "outbox", uris, config.model_dump(mode="json")).close(timeout=0)
     for path in (tmp_path / RunKeys("n").record, tmp_path / "outbox" / "outbox.jsonl"):
         assert not [secret for secret in SECRETS if secret in path.read_text()], path
     assert stat.S_IMODE((tmp_path / "outbox" / "outbox.jsonl").stat().st_mode) == 0o600

@@ -30,7 +30,7 @@ def counts(database: Path) -> dict[str, int]:
 
 def track(directory: Path, database: Path, offered: list[tuple[str, Commit]], config: dict | None = None) -> int:
     tracker = RunTracking(
-        "demo", directory, f"sqlite:///{database}", CONFIG if config is None else config, store_uri="/store"
+        TrackedRun("demo", "/store"), directory, [f"sqlite:///{database}"], CONFIG if config is None else config
     )
     for key, commit in offered:
         tracker.record_commit(key, commit)
@@ -222,7 +222,7 @@ def test_a_changed_schedule_is_a_tag_not_an_error(database: Path, tmp_path: Path
 
 def test_runs_of_one_name_in_two_stores_stay_apart(database: Path, tmp_path: Path) -> None:
     for store in ("/a", "/b"):
-        RunTracking("demo", tmp_path / store[1:], f"sqlite:///{database}", store_uri=store).close(timeout=60)
+        RunTracking(TrackedRun("demo", store), tmp_path / store[1:], [f"sqlite:///{database}"]).close(timeout=60)
     assert counts(database)["runs"] == 2
 
 
@@ -236,13 +236,13 @@ def dead_server() -> Iterator[str]:
 def test_a_dead_server_neither_blocks_the_run_nor_loses_records(
     dead_server: str, database: Path, tmp_path: Path
 ) -> None:
-    tracker = RunTracking("demo", tmp_path / "out", dead_server, CONFIG, store_uri="/store")
+    tracker = RunTracking(TrackedRun("demo", "/store"), tmp_path / "out", [dead_server], CONFIG)
     start = time.perf_counter()
     for key, commit in commits():
         tracker.record_commit(key, commit)
     assert time.perf_counter() - start < 10, "MLflow's own client would wait minutes"
     assert tracker.close(timeout=0.2) == len(commits()) + 2  # with start and end
-    tracker._thread.join()  # it holds the lock of delivery until its client's time is up
+    tracker.deliveries[0].thread.join()  # it holds the lock of delivery until its client's time is up
     assert track(tmp_path / "out", database, commits()) == 0
     assert counts(database)["metrics"] == 24
 
@@ -250,7 +250,7 @@ def test_a_dead_server_neither_blocks_the_run_nor_loses_records(
 def test_an_unreachable_server_is_logged_in_one_line(
     dead_server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tracker = RunTracking("demo", tmp_path / "outbox", dead_server, CONFIG)
+    tracker = RunTracking(TrackedRun("demo"), tmp_path / "outbox", [dead_server], CONFIG)
     deadline = time.monotonic() + 60
     while tracker.problem is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -264,7 +264,7 @@ def test_an_unreachable_server_is_logged_in_one_line(
 
 
 def test_a_line_that_mlflow_refuses_does_not_block_the_others(database: Path, tmp_path: Path) -> None:
-    tracker = RunTracking("demo", tmp_path / "out", f"sqlite:///{database}", store_uri="/store")
+    tracker = RunTracking(TrackedRun("demo", "/store"), tmp_path / "out", [f"sqlite:///{database}"])
     tracker.enqueue_metrics("good", {"perf/overhead": 0.1}, step=0)
     tracker.enqueue_metrics("bad", {"n" * 400: 0.1}, step=1)
     tracker.enqueue_metrics("also good", {"perf/overhead": 0.2}, step=2)
@@ -278,7 +278,8 @@ def test_catch_up_records_the_missing_commits(database: Path, tmp_path: Path) ->
     store = Store(str(tmp_path / "store"))
     for key, commit in commits():
         store.create(key, encode_commit(commit))  # its files are not looked at here
-    tracker = RunTracking("demo", tracking_directory(store, "demo"), f"sqlite:///{database}", store_uri=store.uri)
+    run = TrackedRun("demo", store.uri)
+    tracker = RunTracking(run, tracking_directory(store, "demo"), [f"sqlite:///{database}"])
     tracker.record_commit(*commits()[1])
     assert tracker.record_missing_commits(store, KEYS) == len(commits()) - 2  # the model belongs to no run
     assert tracker.record_missing_commits(store, KEYS) == 0

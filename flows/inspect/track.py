@@ -1,0 +1,159 @@
+"""`penstock track RUN --to TRACKER`: send a run's commits to a tracker again, from the store alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.flows.config import flag_of_field, validate_config
+from penstock.flows.options.argv import check_run_name, split_args
+from penstock.flows.options.flags import parse_store_options, parse_values, split_flags
+from penstock.flows.options.paths import with_absolute_paths
+from penstock.flows.run_config import RunConfig
+from penstock.flows.runtime.runs import config_history, open_store, read_existing_record
+from penstock.flows.trackers import check_trackers, tracked_run, wandb_uri_of_run
+from penstock.storage.errors import OptionError, RunError, TrackerError
+from penstock.storage.maintenance.leases import describe_live_drivers
+from penstock.storage.maintenance.removal import is_removed
+from penstock.storage.refs import RunKeys
+from penstock.storage.secrets import mask_secrets, redact
+from penstock.storage.store import Store
+from penstock.storage.tracking import tensorboard_uri, tracking_uri
+from penstock.storage.tracking.points import metric_points
+from penstock.storage.tracking.retell import deliver_all, read_committed
+from penstock.storage.tracking.tracker import Committed, Record, RunEnded, RunStarted, tracker_class
+
+USAGE = """penstock track RUN ... --to mlflow|tensorboard|wandb [--tracking-uri URI] [--store URI ...]
+
+  Sends the commits of runs to a tracker again, from the store alone: after a tracker's database was lost, or to another
+  server. A record that the tracker has is not sent twice. Changes nothing in the store, except for files of a tracker
+  that are there by default. Metrics that are not in commits (waiting times, queue depth) cannot be restored.
+
+  --to TRACKER         mlflow, tensorboard or wandb
+  --tracking-uri URI   with --to mlflow: server or database; default: as recorded by the run, see docs/tracking.md
+  --all                all runs in the store, instead of RUN
+  --tb-dir, --wandb-project, --wandb-team, --wandb-group, --wandb-mode, --wandb-dir, --wandb-host, --wandb-key
+                       as in penstock train; default: as recorded by the run"""
+
+TRACKERS = ("mlflow", "tensorboard", "wandb")
+_MAX_SHOWN = 5  # refused records that are printed
+
+
+def main(argv: list[str]) -> int:
+    """Run the command. Return 0, or 1 if the tracker refused records.
+
+    Raises:
+        OptionError: an argument is invalid.
+        RunError: a run does not exist.
+        TrackerError: the tracker is not available.
+    """
+    names, own, rest = split_args(argv, {"--to": True, "--tracking-uri": True, "--all": False})
+    to = own.get("--to", "")
+    if to not in TRACKERS:
+        raise OptionError(f"penstock track needs --to {'|'.join(TRACKERS)}; found {to or 'no --to'}")
+    if "--tracking-uri" in own and to != "mlflow":
+        raise OptionError(f"--tracking-uri has no effect with --to {to}: omit it")
+    store_argv, given = _split_tracker_options(rest, to)
+    if "--tracking-uri" in own:
+        given["mlflow_tracking_uri"] = own["--tracking-uri"]
+    where = parse_store_options(store_argv, "track")
+    store = open_store(where, probe=False)
+    refused = 0
+    for name in _runs(store, names, all_runs="--all" in own):
+        refused += retell_run(store, RunKeys(name), to, given)
+    return 1 if refused else 0
+
+
+def retell_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> int:
+    """Send a run's commits to a tracker, and print what was sent. Return the number of refused records.
+
+    Args:
+        store: the run's store.
+        keys: the run's keys.
+        to: one of TRACKERS.
+        given: the tracker's options on the command line, which override those that the run has recorded.
+    """
+    record = read_existing_record(store, keys)
+    if to == "wandb" and (drivers := describe_live_drivers(store, keys)):
+        raise RunError(f"run {keys.run!r} is driven by {drivers[0]}, and W&B accepts one writer: wait until it ends")
+    records = _records_of_run(store, keys, record)
+    uri = _tracking_uri(store, record, to, given)
+    run = tracked_run(store, keys, record)
+    cls = tracker_class(uri)
+    try:
+        tracker = cls(uri, run)
+        refused = deliver_all(tracker, records)
+    except Exception as error:  # clients have their own error types
+        reason = redact(f"{type(error).__name__}: {' '.join(str(error).split())}")[:200]
+        raise TrackerError(
+            f"run {keys.run!r} could not be sent to {cls.name} ({reason}): correct the tracker's address or start its "
+            "server, then run the command again; what was sent is not sent twice"
+        ) from error
+    commits = sum(isinstance(record, Committed) for record in records)
+    points = sum(len(metric_points(record)) for record in records)
+    page = tracker.page or redact(uri)
+    print(f"{keys.run}: {commits} commits with {points} metric values are in {cls.name}: {page}")
+    print("  without the metrics that are not in commits (waiting times, queue depth, weight updates)")
+    for text in refused[:_MAX_SHOWN]:
+        print(f"  refused by {cls.name}: {redact(text)[:300]}", file=sys.stderr)
+    return len(refused)
+
+
+def _runs(store: Store, names: Sequence[str], *, all_runs: bool) -> list[str]:
+    """Return the names of the runs to send. Raises OptionError if there are none, or names as well as --all."""
+    if all_runs == bool(names):
+        raise OptionError("penstock track needs the names of runs, or --all instead; `penstock runs` lists them")
+    if names:
+        return [check_run_name(name) for name in names]
+    runs = [name for name in store.list("runs") if not is_removed(store, RunKeys(name))]
+    if not runs:
+        raise RunError(f"store {store.uri} has no runs: give --store")
+    return runs
+
+
+def _split_tracker_options(argv: Sequence[str], to: str) -> tuple[list[str], dict[str, Any]]:
+    """Split the command line into the store options and the values of the tracker's own options."""
+    prefix = {"mlflow": "mlflow_", "tensorboard": "tb_", "wandb": "wandb_"}[to]
+    flags = {flag_of_field(name): name for name in RunConfig.model_fields if name.startswith(prefix)}
+    store_argv: list[str] = []
+    tracker_argv: list[str] = []
+    for name, values in split_flags(argv):
+        (tracker_argv if name in flags else store_argv).extend([name, *values])
+    return store_argv, parse_values(tracker_argv).get("run", {})
+
+
+def _tracking_uri(store: Store, record: dict[str, Any], to: str, given: dict[str, Any]) -> str:
+    """Return the URI of the tracker `to`, from the options in the run's record and those on the command line."""
+    recorded = record["config"].get("run", {})
+    names = [name for name in RunConfig.model_fields if name.startswith(("mlflow_", "tb_", "wandb_"))]
+    values = {name: recorded[name] for name in names if name in recorded} | given
+    values |= {"use_tensorboard": True, "use_wandb": True}  # they allow the options of both
+    run = with_absolute_paths(validate_config({"run": values})).run
+    check_trackers(run.model_copy(update={"use_tensorboard": to == "tensorboard", "use_wandb": to == "wandb"}))
+    if to == "mlflow":
+        return tracking_uri(store, run.mlflow_tracking_uri)
+    if to == "tensorboard":
+        return tensorboard_uri(store, run.tb_dir)
+    if run.wandb_mode == "disabled":
+        raise OptionError("--wandb-mode disabled sends nothing: give online or offline")
+    return wandb_uri_of_run(store, run)
+
+
+def _records_of_run(store: Store, keys: RunKeys, record: dict[str, Any]) -> list[Record]:
+    """Return the records of a run: its configs, its commits and, unless a process drives it, its end."""
+    commits = read_committed(store, keys)
+    starts: list[Record] = []
+    rounds = 0
+    for at, config in config_history(store, keys, record):
+        values = mask_secrets(config.model_dump(mode="json"))
+        values["run"]["store"] = store.uri
+        starts.append(RunStarted(f"start-{at}", at, values))
+        rounds = config.run.num_rollout
+    records = sorted([*starts, *commits], key=lambda record: record.at)
+    records.sort(key=lambda record: record is not starts[0])  # a fork has commits that are older than its record
+    if not describe_live_drivers(store, keys):
+        steps = sum(record.commit.kind == "step" for record in commits)
+        status = "FINISHED" if steps >= rounds else "FAILED"
+        records.append(RunEnded(f"end-{records[-1].at}-{status}", max(record.at for record in records), status))
+    return records

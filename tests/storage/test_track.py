@@ -1,0 +1,375 @@
+"""All trackers hold the same numbers of a run, and `penstock track` restores them from the store alone."""
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+from made_run import config_of, make_run, write_data
+from tracked_run import CONFIG, commits
+
+from penstock.flows import trackers
+from penstock.flows.inspect.track import main
+from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.runs import create_run_record, read_existing_record
+from penstock.storage import tracking
+from penstock.storage.errors import OptionError, RunError, TrackerError
+from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.store import Store
+from penstock.storage.tracking import tracking_directory
+from penstock.storage.tracking.delivery import RunTracking
+from penstock.storage.tracking.lineage import Lineage
+from penstock.storage.tracking.retell import read_committed
+from penstock.storage.tracking.tensorboard import read_values
+from penstock.storage.tracking.tracker import Committed, MetricsLogged, RunStarted, TrackedRun
+from penstock.storage.tracking.wandb import RECORD, STEP, WandbTracker, read_local_history
+
+Points = list[tuple[str, int, float, int]]  # name, step, value as 32 bits, milliseconds
+
+
+def mlflow_points(database: Path) -> Points:
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute(
+            "select key, step, value, timestamp from metrics join runs using (run_uuid) "
+            "where name not like '%-0%' and not is_nan"
+        ).fetchall()
+    return sorted((name.replace("_at_", "@"), step, float(numpy.float32(value)), at) for name, step, value, at in rows)
+
+
+def tensorboard_points(directory: Path) -> Points:
+    [run] = directory.iterdir()
+    values = [
+        (tag, step, value.simple_value, at)
+        for tag, step, at, value in read_values(run)
+        if not value.metadata.ByteSize()
+    ]
+    return sorted((tag, step, float(numpy.float32(value)), int(at * 1000)) for tag, step, value, at in values)
+
+
+def wandb_points(directory: Path, run: TrackedRun) -> Points:
+    rows = list(read_local_history(directory, run.identity))
+    assert len({row[RECORD] for row in rows}) == len(rows)
+    return sorted(
+        (name, row[STEP], float(numpy.float32(value)), int(row["_timestamp"] * 1000))
+        for row in rows
+        for name, value in row.items()
+        if name not in (RECORD, STEP) and not name.startswith("_")
+    )
+
+
+def mlflow_content(database: Path) -> dict[str, list[Any]]:
+    """Everything in MLflow that must be equal after the run was told again, without ids and locations."""
+    queries = {
+        "runs": "select name, status from runs",
+        "metrics": "select name, key, step, value, timestamp from metrics join runs using (run_uuid)",
+        "params": "select name, key, value from params join runs using (run_uuid) where key != 'run.store'",
+        "datasets": "select name, digest from datasets",
+        "models": "select name from logged_models",
+        "scores": "select metric_name, metric_step, metric_value, dataset_name from logged_model_metrics",
+        "inputs": "select r.name, d.name from inputs i join datasets d on i.source_id = d.dataset_uuid "
+        "join runs r on i.destination_id = r.run_uuid where i.source_type = 'DATASET'",
+    }
+    with sqlite3.connect(database) as connection:
+        return {table: sorted(connection.execute(query).fetchall()) for table, query in queries.items()}
+
+
+def files_of(directory: Path) -> dict[str, int]:
+    """Return the files with their times, except for W&B's logs, which another process writes."""
+    return {str(p): p.stat().st_mtime_ns for p in directory.rglob("*") if p.is_file() and p.suffix != ".log"}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A store with the run `r`: four rounds, two checkpoints, one evaluation."""
+    store = Store(str(tmp_path / "store"))
+    config = config_of(store, write_data(tmp_path / "data.jsonl"))
+    keys = make_run(store, config, 4, save=(2, 4), score=(0, 4))
+    extra = Commit(kind="eval", run="r", index=2, policy_version=2, summary={"eval/x": 0.1, "eval/x-pass@4": 1 / 3})
+    store.commit(keys.eval_prefix(2, "x"), extra.model_copy(update={"seconds": {"generate": 1.25}}))
+    return store
+
+
+@pytest.fixture
+def run(store: Store) -> TrackedRun:
+    keys = RunKeys("r")
+    return trackers.tracked_run(store, keys, read_existing_record(store, keys))
+
+
+def deliver(store: Store, run: TrackedRun, uris: list[str]) -> None:
+    """Track the run `r` as a flow does."""
+    config = parse_config(["--run", "r", "--store", store.root]).model_dump(mode="json")
+    tracker = RunTracking(run, tracking_directory(store, "r"), uris, config)
+    tracker.record_missing_commits(store, RunKeys("r"))
+    assert (tracker.close("FAILED", timeout=60), tracker.problem) == (0, None)
+
+
+def uris_of(database: Path, directory: Path) -> list[str]:
+    return [
+        f"sqlite:///{database}",
+        f"tensorboard://{directory}/tb",
+        f"wandb://?project=p&mode=offline&dir={directory}/wb",
+    ]
+
+
+def test_all_trackers_hold_the_same_points(store: Store, run: TrackedRun, database: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb.sdk")
+    deliver(store, run, uris_of(database, tmp_path))
+    points = mlflow_points(database)
+    assert ("rollout/raw_reward", 3, 0.25) in [point[:3] for point in points]
+    assert ("eval/x-pass@4", 2, float(numpy.float32(1 / 3))) in [point[:3] for point in points]
+    assert tensorboard_points(tmp_path / "tb") == points
+    assert wandb_points(tmp_path / "wb", run) == points
+
+
+def test_track_into_an_empty_mlflow_gives_the_original_content_without_writing_to_the_store(
+    store: Store, run: TrackedRun, database: Path, tmp_path: Path
+) -> None:
+    fresh = tmp_path / "fresh.db"
+    shutil.copy(database, fresh)
+    deliver(store, run, [f"sqlite:///{database}"])
+    before = files_of(Path(store.root))
+    for _ in range(2):
+        assert main(["r", "--to", "mlflow", "--tracking-uri", f"sqlite:///{fresh}", "--store", store.root]) == 0
+        told, original = mlflow_content(fresh), mlflow_content(database)
+        del told["params"], original["params"]  # `deliver` gives other options than the run's record has
+        assert told == original
+    assert files_of(Path(store.root)) == before
+
+
+@pytest.mark.parametrize("to", ["tensorboard", "wandb"])
+def test_track_sends_what_is_missing_and_nothing_twice(
+    to: str, store: Store, run: TrackedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb.sdk" if to == "wandb" else to)
+    words = ["--tb-dir", f"{tmp_path}/tb"]
+    if to == "wandb":
+        words = ["--wandb-dir", f"{tmp_path}/wb", "--wandb-mode", "offline"]
+
+    def points() -> Points:
+        return tensorboard_points(tmp_path / "tb") if to == "tensorboard" else wandb_points(tmp_path / "wb", run)
+
+    assert main(["--all", "--to", to, "--store", store.root, *words]) == 0
+    first, files = points(), files_of(tmp_path)
+    assert main(["r", "--to", to, "--store", store.root, *words]) == 0
+    assert (points(), files_of(tmp_path)) == (first, files)
+    store.commit(RunKeys("r").step_prefix(4), Commit(kind="step", run="r", index=4, summary={"train/loss": 0.5}))
+    assert main(["r", "--to", to, "--store", store.root, *words]) == 0
+    assert [point[:3] for point in points() if point not in first] == [("train/loss", 4, 0.5)]
+    assert "commits with" in capsys.readouterr().out
+
+
+def test_track_finds_the_run_of_a_moved_store(store: Store, run: TrackedRun, database: Path, tmp_path: Path) -> None:
+    deliver(store, run, [f"sqlite:///{database}"])
+    before = mlflow_content(database)
+    moved = shutil.move(store.root, tmp_path / "moved")
+    assert main(["r", "--to", "mlflow", "--tracking-uri", f"sqlite:///{database}", "--store", str(moved)]) == 0
+    after = mlflow_content(database)
+    assert {name: rows for name, rows in after.items() if name != "params"} == {
+        name: rows for name, rows in before.items() if name != "params"
+    }
+
+
+@pytest.mark.parametrize("move", [False, True])
+def test_a_run_tracked_by_an_earlier_release_is_continued(
+    move: bool, store: Store, database: Path, tmp_path: Path
+) -> None:
+    deliver(store, TrackedRun("r", store.uri), [f"sqlite:///{database}"])  # its identity was store and name
+    where = shutil.move(store.root, tmp_path / "moved") if move else store.root
+    before = mlflow_content(database)["runs"]
+    assert main(["r", "--to", "mlflow", "--tracking-uri", f"sqlite:///{database}", "--store", str(where)]) == 0
+    assert mlflow_content(database)["runs"] == before
+
+
+def test_expired_checkpoints_are_told_again(store: Store) -> None:
+    from penstock.storage.maintenance.retention import expire_checkpoints
+
+    keys = RunKeys("r")
+    before = [record.key for record in read_committed(store, keys)]
+    assert expire_checkpoints(store, keys, num_to_keep=1) == [2]
+    assert [record.key for record in read_committed(store, keys)] == before
+
+
+def test_track_refuses_invalid_requests(store: Store, tmp_path: Path) -> None:
+    where = ["--store", store.root]
+    for words, message in (
+        (["r"], "needs --to"),
+        (["r", "--to", "comet"], "found comet"),
+        (["--to", "mlflow"], "names of runs"),
+        (["r", "--all", "--to", "mlflow"], "names of runs"),
+        (["r", "--to", "wandb", "--tracking-uri", "x"], "--tracking-uri has no effect"),
+        (["r", "--to", "mlflow", "--tb-dir", "x"], "--tb-dir has no effect"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            main([*words, *where])
+    with pytest.raises(RunError, match="has no run 'other'"):
+        main(["other", "--to", "mlflow", *where])
+
+
+def test_track_reports_an_unreachable_server(store: Store) -> None:
+    with pytest.raises(TrackerError, match=r"could not be sent to MLflow .*run the command again"):
+        main(["r", "--to", "mlflow", "--tracking-uri", "http://127.0.0.1:9", "--store", store.root])
+
+
+# ---- delivery --------------------------------------------------------------------------------------------------------
+
+
+def test_an_outage_of_one_tracker_does_not_delay_another(database: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    uris = ["http://127.0.0.1:9", f"tensorboard://{tmp_path}/tb"]
+    tracker = RunTracking(TrackedRun("demo"), tmp_path / "out", uris, CONFIG)
+    for key, commit in commits():
+        tracker.record_commit(key, commit)
+    tracker.close(timeout=20)
+    mlflow, tensorboard = tracker.deliveries
+    assert (mlflow.num_waiting(), tensorboard.num_waiting()) == (len(commits()) + 2, 0)
+    mlflow.thread.join()
+    again = RunTracking(TrackedRun("demo"), tmp_path / "out", [f"sqlite:///{database}", uris[1]], CONFIG)
+    assert again.close(timeout=60) == 0
+    points = [point for point in tensorboard_points(tmp_path / "tb") if point[2] == point[2]]
+    assert points == mlflow_points(database)
+
+
+@pytest.mark.parametrize("to", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("flushed", [False, True])
+def test_kill_between_delivery_and_mark_duplicates_and_loses_nothing(
+    to: str, flushed: bool, store: Store, run: TrackedRun, database: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("wandb.sdk" if to == "wandb" else to)
+    uris = uris_of(database, tmp_path)
+    uri = uris[1] if to == "tensorboard" else uris[2]
+    program = f"""
+import os
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
+from penstock.storage.tracking.lineage import Lineage
+from penstock.storage.tracking.retell import read_committed
+from penstock.storage.tracking.tracker import TrackedRun, tracker_class
+tracker = tracker_class({uri!r})({uri!r}, {run!r})
+tracker.deliver(read_committed(Store({store.root!r}), RunKeys("r"))[:5], Lineage())
+if {flushed} and {to == "wandb"}:
+    tracker._client.finish()
+os._exit(9)
+"""
+    # W&B would let the program use this process's background process, which the kill is to end.
+    environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    result = subprocess.run([sys.executable, "-c", program], env=environment, check=False, timeout=120)
+    assert result.returncode == 9
+    deliver(store, run, [uris[0], uri])
+    points = tensorboard_points(tmp_path / "tb") if to == "tensorboard" else wandb_points(tmp_path / "wb", run)
+    assert points == mlflow_points(database)
+
+
+def test_a_truncated_event_file_is_completed(store: Store, run: TrackedRun, database: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    uris = uris_of(database, tmp_path)[:2]
+    deliver(store, run, uris)
+    [file] = (tmp_path / "tb").rglob("events*")
+    file.write_bytes(file.read_bytes()[:-10])
+    deliver(store, run, uris)
+    assert tensorboard_points(tmp_path / "tb") == mlflow_points(database)
+
+
+class FakeRun:
+    """A W&B run on a server that has the rows `history`."""
+
+    def __init__(self, history: list[dict[str, Any]]) -> None:
+        self.history, self.resumed, self.finished = history, bool(history), False
+        self.url, self.path = "https://wandb.example/p/runs/r", "e/p/r"
+        self.config: dict[str, Any] = {}
+
+    def define_metric(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def log(self, row: dict[str, Any], step: int | None, commit: bool) -> None:
+        assert step is None and commit
+        self.history.append(row)
+
+    def finish(self, exit_code: int) -> None:
+        self.finished = True
+
+
+def test_wandb_online_skips_the_records_that_the_server_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    history: list[dict[str, Any]] = []
+    opened: list[dict[str, Any]] = []
+
+    def init(**options: Any) -> FakeRun:
+        opened.append(options)
+        run = FakeRun(history)
+        run.config = SimpleNamespace(update=lambda values, allow_val_change: None)  # type: ignore[assignment]
+        return run
+
+    def api(**options: Any) -> SimpleNamespace:
+        assert options["api_key"] == "local-key-1"
+        return SimpleNamespace(run=lambda path: SimpleNamespace(scan_history=lambda keys: history))
+
+    fake = SimpleNamespace(init=init, Api=api, Settings=lambda **options: options)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    records = [RunStarted("start", 1.0, CONFIG), MetricsLogged("a", 2.0, 0, {"x": 1.0})]
+    records += [Committed(key, commit.created_at, commit) for key, commit in commits()]
+    uri = f"wandb://?project=p&entity=e&group=g&mode=online&key=local-key-1&dir={tmp_path}"
+    for _ in range(2):
+        tracker = WandbTracker(uri, TrackedRun("demo", run_id="1"))
+        tracker.deliver(records, Lineage())
+        assert tracker.page == "https://wandb.example/p/runs/r"
+    assert [row[RECORD] for row in history] == [record.key for record in records]
+    assert opened[0]["settings"]["api_key"] == "local-key-1" and opened[0]["settings"]["finish_timeout"] > 0
+    assert (opened[0]["project"], opened[0]["entity"], opened[0]["group"]) == ("p", "e", "g")
+    assert opened[0]["id"] == TrackedRun("demo", "/elsewhere", run_id="1").identity
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+def test_options_choose_the_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "TENSORBOARD_DIR", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SOME_KEY", "key-of-wandb")
+    store = Store(str(tmp_path))
+
+    def uris(*words: str) -> list[str]:
+        return trackers.tracking_uris(store, parse_config(list(words)).run)
+
+    assert uris() == [f"sqlite:///{tmp_path}/mlflow/mlflow.db"]
+    assert uris("--use-tensorboard")[1:] == [f"tensorboard://{tmp_path}/tensorboard"]
+    assert uris("--use-tensorboard", "--tb-dir", "/a b")[1:] == ["tensorboard:///a b"]
+    [uri] = uris("--use-wandb", "--wandb-project", "p&q", "--wandb-group", "g", "--wandb-key", "env:SOME_KEY")[1:]
+    options = WandbTracker(uri, TrackedRun("r")).options
+    assert options == {"project": "p&q", "group": "g", "mode": "online", "dir": str(tmp_path), "key": "key-of-wandb"}
+    assert len(uris("--use-wandb", "--wandb-mode", "disabled")) == 1
+    monkeypatch.setenv("TENSORBOARD_DIR", "/logs")
+    assert uris("--use-tensorboard")[1:] == ["tensorboard:///logs"]
+
+
+def test_a_literal_api_key_is_refused_and_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="--wandb-key takes a reference") as error:
+        parse_config(["--use-wandb", "--wandb-key", "literal-key-123"])
+    assert "literal-key-123" not in str(error.value)
+    store = Store(str(tmp_path))
+    create_run_record(store, "post_train", parse_config(["--run", "r", "--use-wandb", "--wandb-key", "env:SOME_KEY"]))
+    assert read_existing_record(store, RunKeys("r"))["config"]["run"]["wandb_key"] == "env:SOME_KEY"
+
+
+def test_missing_packages_and_keys_are_reported_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for origin in (None, "found"):
+        monkeypatch.setattr(tracking, "find_spec", lambda name, origin=origin: SimpleNamespace(origin=origin))
+        for package in ("tensorboard", "wandb"):
+            run = parse_config([f"--use-{package}"]).run
+            message = "no API key" if origin else rf"pip install 'penstock-rl\[{package}\]'"
+            if origin and package == "tensorboard":
+                trackers.check_trackers(run)
+                continue
+            with pytest.raises(OptionError, match=message):
+                trackers.check_trackers(run)
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password key\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    trackers.check_trackers(parse_config(["--use-wandb"]).run)
