@@ -9,7 +9,7 @@ that started later. Idle includes starts, weight updates and waits.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ class RoundCost:
     """What one round used."""
 
     rollout_id: int
-    device_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # stage -> seconds
+    device_seconds: dict[str, float] = field(default_factory=dict)  # stage -> seconds
     kept_samples: int = 0  # samples with trained tokens
     removed_samples: int = 0  # committed samples without trained tokens
     dropped_groups: int = 0  # groups that a filter dropped
@@ -105,9 +105,9 @@ def compute_costs(store: Store, keys: RunKeys) -> RunCosts:
     for start, end in starts:
         for devices, number, kinds in device_groups(start, on_gpus):
             intervals = [_interval(commit) for commit in commits if commit.kind in kinds]
-            used = costs.device_seconds.setdefault(devices, defaultdict(float))
+            used = costs.device_seconds.setdefault(devices, {})
             for stage, seconds in seconds_by_stage(intervals, start.at, end).items():
-                used[stage] += number * seconds
+                used[stage] = used.get(stage, 0.0) + number * seconds
             costs.num_devices[devices] = number
     last = starts[-1][0] if starts else Start()
     costs.rounds = costs_of_rounds(commits, last)
@@ -164,7 +164,7 @@ def costs_of_rounds(commits: list[Commit], start: Start) -> list[RoundCost]:
             continue
         cost = rounds.setdefault(commit.index, RoundCost(commit.index))
         devices = start.engine_devices if commit.kind == "rollout" else start.trainer_devices
-        cost.device_seconds[STAGES[commit.kind]] += devices * sum(commit.seconds.values())
+        cost.device_seconds[STAGES[commit.kind]] = devices * sum(commit.seconds.values())
         if commit.kind == "rollout":
             summary, num_samples = commit.summary, commit.num_samples()
             cost.removed_samples = round(summary.get("rollout/removed_ratio", 0.0) * num_samples)

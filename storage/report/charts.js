@@ -209,12 +209,12 @@ function showTimeline(overview) {
   });
   const node = section("timeline", "Time line", card(...rangeControls(range, first, last, () => redraw()), readout, holder,
     element("p", { className: "soft" }, "A bar ends when its stage was committed, and is as long as the seconds that the commit records. " +
-      "Pale bars belong to the parent of a fork; grey areas are times without any stage.")));
+      "Pale bars belong to the parent of a fork; grey areas are times between two starts of the run.")));
   const shown = overview.events.slice(0, 200);
   const more = overview.events.length > shown.length ? element("li", {}, "and " + (overview.events.length - shown.length) + " more") : null;
   node.append(card(element("h3", {}, "Interruptions and faults"), shown.length
     ? element("ul", {}, ...shown.map((event) => element("li", {}, formatDate(event.at) + ": " + event.text)), more)
-    : element("p", {}, "The commits show none: no group was reused from an earlier attempt, no sample failed, and no long time passed without a stage.")));
+    : element("p", {}, "None: the run was started once, no group was reused from an earlier attempt, and no sample failed.")));
 }
 
 function rangeControls(range, first, last, redraw) {

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from penstock.storage.commits import read_commits
+from penstock.storage.history.costs import RunCosts, close_starts, compute_costs
+from penstock.storage.history.starts import read_starts
 from penstock.storage.refs import ORIGINS, Commit, RunKeys, commit_key
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store
 
 STAGE_KINDS = ("rollout", "step", "checkpoint", "eval", "export")  # stages of a run, as shown in the time line
 _EXPIRED = re.compile(r"(\d{6})\.expired\.json")
-_MIN_GAP = 15.0  # seconds without any stage that count as an interruption, at least
-_GAP_ROUNDS = 3.0  # and at least this many median rounds
+_ENDS = {"FINISHED": "finished", "FAILED": "failed", "STOPPED": "been stopped"}  # by the outcome of a start
 
 Compare = Callable[[Store, Commit, Commit], dict[str, Any]]
 
@@ -55,21 +55,28 @@ def collect_overview(store: Store, keys: RunKeys, given: ReportInput) -> tuple[d
         StoreError: a commit is damaged.
     """
     commits = read_commits(store, keys)
-    rollouts, steps = (_by_index(commits, kind) for kind in ("rollout", "step"))
-    stages = [_stage_entry(commit, is_inherited(keys, given.record, commit)) for commit in commits]
-    gaps = find_gaps(stages)
+    rollouts, steps = ({c.index: c for c in commits if c.kind == kind} for kind in ("rollout", "step"))
+    stages = [stage_entry(commit, is_inherited(keys, given.record, commit)) for commit in commits]
+    gaps = find_gaps(store, keys, [commit for commit in commits if not is_inherited(keys, given.record, commit)])
     rounds = collect_rounds(rollouts, steps)
     overview = {
-        "header": _collect_header(keys, given, rollouts, steps, commits),
+        "header": collect_header(keys, given, rollouts, steps, commits),
         "rounds": rounds,
         "stages": stages,
         "gaps": gaps,
         "events": collect_events(rounds, stages, gaps, given.changes),
-        "evaluations": [_evaluation_entry(commit) for commit in _evaluations(commits)],
+        "evaluations": [
+            {
+                "task": _task_of(commit),
+                "version": commit.index,
+                "metrics": {name: to_json_number(value) for name, value in commit.summary.items()},
+            }
+            for commit in _evaluations(commits)
+        ],
         "comparisons": collect_comparisons(store, commits, given.compare),
-        "lineage": _collect_lineage(store, keys, given.record, commits),
-        "costs": collect_costs(stages, rounds, num_engine_gpus(given.record["config"])),
-        "options": _collect_options(given),
+        "lineage": collect_lineage(store, keys, given.record, commits),
+        "costs": collect_costs(compute_costs(store, keys), stages, given.record["config"]),
+        "options": collect_options(given),
         "changes": describe_changes(given),
     }
     return overview, commits
@@ -107,7 +114,7 @@ def is_inherited(keys: RunKeys, record: Mapping[str, Any], commit: Commit) -> bo
     return bool(commit.index < record["parent"]["at"])
 
 
-def _stage_entry(commit: Commit, inherited: bool) -> dict[str, Any]:
+def stage_entry(commit: Commit, inherited: bool) -> dict[str, Any]:
     """Return one stage for the time line: when it began and ended (seconds since the epoch), and its parts."""
     return {
         "kind": commit.kind,
@@ -122,34 +129,41 @@ def _stage_entry(commit: Commit, inherited: bool) -> dict[str, Any]:
     }
 
 
-def find_gaps(stages: Iterable[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Return the times in which no stage of this run was active, if they are long compared with a round.
+def find_gaps(store: Store, keys: RunKeys, commits: list[Commit]) -> list[dict[str, Any]]:
+    """Return the times between two starts of the run, in which no driver was alive, and how the first of the two ended.
 
-    Commits do not record a driver's start and end, so such a gap is the only trace of an interruption.
+    Args:
+        store: with the run.
+        keys: of the run.
+        commits: of the run, without those that it shares with its parent.
     """
-    own = sorted((stage for stage in stages if not stage["inherited"]), key=lambda stage: stage["start"])
-    ends = [stage["end"] for stage in own if stage["kind"] == "step"]
-    rounds = [later - earlier for earlier, later in zip(sorted(ends), sorted(ends)[1:])]
-    shortest = max(_MIN_GAP, _GAP_ROUNDS * statistics.median(rounds) if rounds else 0.0)
-    gaps, active_until = [], own[0]["end"] if own else 0.0
-    for stage in own:
-        if stage["start"] - active_until > shortest:
-            gaps.append({"start": active_until, "end": stage["start"]})
-        active_until = max(active_until, stage["end"])
-    return gaps
+    starts = read_starts(store, keys)
+    ends = [end for _, end in close_starts(starts, commits)]
+    return [
+        {"start": end, "end": later.at, "after": _ENDS[record.outcome] if record else "been killed"}
+        for (_, record), end, (later, _) in zip(starts, ends, starts[1:])
+    ]
 
 
 def collect_events(
     rounds: Mapping[str, Any],
     stages: list[dict[str, Any]],
-    gaps: list[dict[str, float]],
+    gaps: list[dict[str, Any]],
     changes: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """Return the traces of faults and restarts, in time: {"at": time, "text": what the commits show}."""
     ends = {stage["index"]: stage["end"] for stage in stages if stage["kind"] == "rollout"}
-    events = [{"at": gap["end"], "text": _describe_gap(gap)} for gap in gaps]
+    events = [
+        {"at": gap["end"], "text": f"started again {gap['end'] - gap['start']:.0f} s after it had {gap['after']}"}
+        for gap in gaps
+    ]
+    titles = {
+        "rollout/num_adopted_groups": "{:g} groups of an earlier attempt were reused",
+        "rollout/failed_ratio": "{:.2%} of the samples failed",
+    }
+    titles |= {name: f"{{:g}} {name}" for name in rounds["metrics"] if "restart" in name}
     for name, values in rounds["metrics"].items():
-        if title := _fault_title(name):
+        if title := titles.get(name):
             events += [
                 {"at": ends.get(r, 0.0), "text": f"round {r}: {title.format(value)}"}
                 for r, value in zip(rounds["round"], values)
@@ -165,28 +179,10 @@ def collect_events(
     return sorted(events, key=lambda event: event["at"])
 
 
-def _describe_gap(gap: Mapping[str, float]) -> str:
-    causes = "the run was stopped, a stage was retried, or processes were starting"
-    return f"no stage was active for {gap['end'] - gap['start']:.0f} s ({causes})"
-
-
-def _fault_title(metric: str) -> str:
-    """Return the text of an event for a metric that counts faults, with `{}` for its value, else ""."""
-    if metric == "rollout/num_adopted_groups":
-        return "{:g} groups of an earlier attempt were reused"
-    if metric == "rollout/failed_ratio":
-        return "{:.2%} of the samples failed"
-    return f"{{:g}} {metric}" if "restart" in metric else ""
-
-
-def _by_index(commits: Iterable[Commit], kind: str) -> dict[int, Commit]:
-    return {commit.index: commit for commit in commits if commit.kind == kind}
-
-
 # ---- header and evaluations ------------------------------------------------------------------------------------------
 
 
-def _collect_header(
+def collect_header(
     keys: RunKeys,
     given: ReportInput,
     rollouts: Mapping[int, Commit],
@@ -231,14 +227,6 @@ def _evaluations(commits: Iterable[Commit]) -> list[Commit]:
     return sorted((c for c in commits if c.kind == "eval"), key=lambda commit: (_task_of(commit), commit.index))
 
 
-def _evaluation_entry(commit: Commit) -> dict[str, Any]:
-    return {
-        "task": _task_of(commit),
-        "version": commit.index,
-        "metrics": {name: to_json_number(value) for name, value in commit.summary.items()},
-    }
-
-
 def collect_comparisons(store: Store, commits: Iterable[Commit], compare: Compare | None) -> list[dict[str, Any]]:
     """Return, for every data set with two evaluated versions, the comparison of the last with the first version."""
     by_task: dict[str, list[Commit]] = {}
@@ -255,7 +243,7 @@ def collect_comparisons(store: Store, commits: Iterable[Commit], compare: Compar
 # ---- lineage, costs, options -----------------------------------------------------------------------------------------
 
 
-def _collect_lineage(store: Store, keys: RunKeys, record: Mapping[str, Any], commits: list[Commit]) -> dict[str, Any]:
+def collect_lineage(store: Store, keys: RunKeys, record: Mapping[str, Any], commits: list[Commit]) -> dict[str, Any]:
     """Return the models and runs that the run is made from, and the checkpoints, evaluations and exports made of it."""
     origins = {role: store.read_json(keys.origin_key(role)) for role in ORIGINS}
     names = store.list(f"{keys.prefix}/checkpoints")
@@ -266,7 +254,12 @@ def _collect_lineage(store: Store, keys: RunKeys, record: Mapping[str, Any], com
         parent = parent.get("parent")
 
     def entry(commit: Commit) -> dict[str, Any]:
-        return _version_entry(commit, is_inherited(keys, record, commit))
+        return {
+            "version": commit.index,
+            "bytes": sum(file.bytes for file in commit.files),
+            "inputs": {role: key.removesuffix(commit_key("")) for role, key in commit.inputs.items()},
+            "inherited": is_inherited(keys, record, commit),
+        }
 
     return {
         "models": {role: origin.get("key") for role, origin in origins.items() if origin},
@@ -278,64 +271,31 @@ def _collect_lineage(store: Store, keys: RunKeys, record: Mapping[str, Any], com
     }
 
 
-def _version_entry(commit: Commit, inherited: bool) -> dict[str, Any]:
-    num_bytes = sum(file.bytes for file in commit.files)
-    inputs = {role: key.removesuffix(commit_key("")) for role, key in commit.inputs.items()}
-    return {"version": commit.index, "bytes": num_bytes, "inputs": inputs, "inherited": inherited}
-
-
-def num_engine_gpus(config: Mapping[str, Any]) -> int:
-    """Return the number of engine GPUs that the recorded options ask for (without GPUs: of engines)."""
-    rollout = config.get("rollout", {})
-    num_engines, gpus_per_engine = rollout.get("num_engines", 1), rollout.get("rollout_num_gpus_per_engine", 1)
-    return int(rollout.get("rollout_num_gpus") or num_engines * gpus_per_engine)
-
-
-def collect_costs(stages: list[dict[str, Any]], rounds: Mapping[str, Any], num_gpus: int) -> dict[str, Any]:
-    """Return the seconds of every part of every kind of stage, and the samples and tokens of every round.
+def collect_costs(costs: RunCosts, stages: list[dict[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the device-seconds of a run, and the seconds of every part of every kind of stage.
 
     Stages that a fork shares with its parent are not counted, their rounds neither.
     """
-    own = [stage for stage in stages if not stage["inherited"]]
-    seconds: dict[str, dict[str, float]] = {kind: {} for kind in STAGE_KINDS}
-    for stage in own:
-        for part, duration in stage["seconds"].items():
-            parts = seconds.setdefault(stage["kind"], {})
-            parts[part] = parts.get(part, 0.0) + duration
-    by_round = {(stage["kind"], stage["index"]): stage["seconds"] for stage in own}
-    rows = [
-        _round_cost(r, by_round, {name: values[i] for name, values in rounds["metrics"].items()}, num_gpus)
-        for i, r in enumerate(rounds["round"])
-        if ("rollout", r) in by_round or ("step", r) in by_round
-    ]
-    return {"seconds": {kind: parts for kind, parts in seconds.items() if parts}, "rounds": rows, "num_gpus": num_gpus}
-
-
-def _round_cost(
-    r: int, seconds: Mapping[tuple[str, int], Mapping[str, float]], metrics: Mapping[str, Any], num_gpus: int
-) -> dict[str, Any]:
-    """Return seconds, samples and tokens of one round; None for what its commits do not record."""
-
-    def number(name: str) -> float | None:
-        value = metrics.get(name)
-        return value if isinstance(value, int | float) else None
-
-    rollout, step = seconds.get(("rollout", r), {}), seconds.get(("step", r), {})
-    samples, length = number("rollout/num_samples"), number("rollout/response_len/mean")
-    lost = (number("rollout/removed_ratio") or 0.0) + (number("rollout/failed_ratio") or 0.0)
-    rate = number("perf/tokens_per_gpu_per_sec")
+    price = config.get("run", {}).get("price_per_device_hour")
+    parts: dict[str, dict[str, float]] = {}
+    for stage in stages:
+        of_kind = parts.setdefault(stage["kind"], {})
+        for part, seconds in stage["seconds"].items() if not stage["inherited"] else ():
+            of_kind[part] = of_kind.get(part, 0.0) + seconds
     return {
-        "round": r,
-        "rollout_seconds": sum(rollout.values()) if rollout else None,
-        "step_seconds": sum(step.values()) if step else None,
-        "samples": None if samples is None else round(samples * (1 - lost)),
-        "generated": None if rate is None else round(rate * rollout.get("generate", 0.0) * num_gpus),
-        "trained": None if samples is None or length is None else round(samples * length),
-        "wasted": number("rollout/wasted_tokens"),
+        "wall_seconds": costs.wall_seconds,
+        "num_starts": costs.num_starts,
+        "device_seconds": costs.device_seconds,
+        "num_devices": costs.num_devices,
+        "metrics": costs.metrics(price),
+        "price_per_device_hour": price,
+        "parts": {kind: parts[kind] for kind in STAGE_KINDS if parts.get(kind)},
+        "rounds": [asdict(cost) for cost in costs.rounds],
+        "checkpoints": costs.checkpoints,
     }
 
 
-def _collect_options(given: ReportInput) -> list[dict[str, Any]]:
+def collect_options(given: ReportInput) -> list[dict[str, Any]]:
     """Return the rows of the configuration table. Rows of a fork also have the parent's value if it differs."""
     parent = given.record.get("parent")
     rows = []

@@ -163,42 +163,54 @@ function comparisonCard(comparisons) {
 }
 
 function showCosts(overview) {
-  const { seconds, rounds, num_gpus: gpus } = overview.costs;
-  const parts = Object.entries(seconds).flatMap(([kind, entries]) =>
-    Object.entries(entries).map(([part, value]) => [kind === "step" ? "train" : kind, part, value]));
-  if (!parts.length) return;
-  const total = parts.reduce((sum, [, , value]) => sum + value, 0);
-  const rows = parts.map(([kind, part, value]) => {
-    const bar = element("div", { className: "bar" });
-    bar.style.width = (100 * value) / total + "%";
-    return [kind, part, { n: formatSeconds(value) }, { n: formatPercent(value / total) }, bar];
+  const { device_seconds: devices, num_devices: counts, parts, rounds } = overview.costs;
+  const money = (seconds) => (overview.costs.price_per_device_hour === null ? []
+    : [{ n: formatNumber(seconds / 3600 * overview.costs.price_per_device_hour) }]);
+  const used = Object.entries(devices).flatMap(([name, stages]) => {
+    const total = Object.values(stages).reduce((a, b) => a + b, 0);
+    return Object.entries(stages).sort((a, b) => (a[0] === "idle") - (b[0] === "idle") || b[1] - a[1]).map(([stage, value]) =>
+      [counts[name] + " x " + name, stage, { n: formatSeconds(value) }, { n: formatPercent(value / total) }, ...money(value), bar(value / total)]);
   });
-  const node = section("costs", "Costs", card(scrolling(table(["stage", "part", "time", "share", ""], rows))));
+  if (!used.length) return;
+  const { metrics, wall_seconds: wall, num_starts: starts } = overview.costs;
+  const total = "The run was active for " + formatSeconds(wall) + " in " + starts + (starts === 1 ? " start" : " starts") + " and used " +
+    formatNumber(metrics["cost/device_hours"]) + " device-hours, " + formatPercent(metrics["cost/idle_ratio"]) + " of them idle" +
+    ("cost/money" in metrics ? ", for " + formatNumber(metrics["cost/money"]) : "") + ".";
+  const ofParts = Object.entries(parts).flatMap(([kind, entries]) => Object.entries(entries).map(([part, value]) => [kind, part, value]));
+  const all = ofParts.reduce((sum, [, , value]) => sum + value, 0);
+  const node = section("costs", "Costs",
+    card(element("p", {}, total),
+      scrolling(table(["devices", "stage", "device-time", "share", ...(money(0).length ? ["price"] : []), ""], used)),
+      element("p", { className: "soft" }, "Devices are GPUs; without GPUs, the trainer's processes and the engines. Idle time includes starts, weight updates and waits.")),
+    card(element("h3", {}, "Parts of the stages"), scrolling(table(["stage", "part", "time", "share", ""], ofParts.map(([kind, part, value]) =>
+      [kind === "step" ? "train" : kind, part, { n: formatSeconds(value) }, { n: formatPercent(value / all) }, bar(value / all)])))));
   node.querySelectorAll("td:last-child").forEach((cell) => cell.classList.add("barcell"));
-  node.append(tokenCard(rounds, gpus));
+  node.append(roundCosts(rounds));
 }
 
-function tokenCard(rounds, gpus) {
-  const sum = (name) => {
-    const values = rounds.map((round) => round[name]).filter(isNumber);
-    return values.length ? values.reduce((a, b) => a + b, 0) : null;
+function bar(share) {
+  const node = element("div", { className: "bar" });
+  node.style.width = 100 * share + "%";
+  return node;
+}
+
+function roundCosts(rounds) {
+  const values = {
+    "rollout, device-time": (round) => round.device_seconds.rollout, "training, device-time": (round) => round.device_seconds.training,
+    "samples trained": (round) => round.kept_samples, "samples removed": (round) => round.removed_samples,
+    "groups dropped": (round) => round.dropped_groups,
+    "tokens trained": (round) => round.trained_tokens, "tokens wasted": (round) => round.wasted_tokens,
   };
-  const perRound = (name) => (sum(name) === null ? null : sum(name) / rounds.length);
-  const perSample = (name) => (sum(name) === null || !sum("samples") ? null : sum(name) / sum("samples"));
-  const row = (title, name, format) => [title, ...[sum(name), perRound(name), perSample(name)].map((v) => ({ n: format(v) }))];
-  const rows = [
-    row("rollout time", "rollout_seconds", formatSeconds), row("training time", "step_seconds", formatSeconds),
-    row("tokens generated", "generated", formatNumber), row("tokens trained", "trained", formatNumber),
-    row("tokens wasted", "wasted", formatNumber), row("samples kept", "samples", formatNumber),
-  ];
-  const columns = ["round", "rollout_seconds", "step_seconds", "samples", "generated", "trained", "wasted"];
-  return card(element("h3", {}, "Per round and per kept sample"),
-    scrolling(table(["", "total", "per round", "per kept sample"], rows)),
-    element("p", { className: "soft" }, "Times of stages overlap in asynchronous runs. A kept sample is committed, not " +
-      "failed and not removed. Generated tokens are the recorded rate times the time of generation and " + gpus +
-      " engine GPUs (engines, without GPUs), the number with which the run started. Wasted tokens are recorded only in streaming mode."),
-    lazyDetails("All rounds", () => scrolling(
-      table(columns.map((name) => name.replace("_", " ")), rounds.map((round) => columns.map((name) => round[name]))), "tall")));
+  const sum = (value) => rounds.map(value).filter(isNumber).reduce((a, b) => a + b, 0);
+  const samples = sum(values["samples trained"]);
+  const rows = Object.entries(values).map(([name, value]) => {
+    const format = name.endsWith("time") ? formatSeconds : formatNumber;
+    return [name, ...[sum(value), rounds.length ? sum(value) / rounds.length : null, samples ? sum(value) / samples : null].map((v) => ({ n: format(v) }))];
+  });
+  return card(element("h3", {}, "Per round and per trained sample"),
+    scrolling(table(["", "total", "per round", "per trained sample"], rows)),
+    lazyDetails("All rounds", () => scrolling(table(["round", ...Object.keys(values)], rounds.map((round) =>
+      [round.rollout_id, ...Object.values(values).map((value) => value(round) ?? null)])), "tall")));
 }
 
 function showOptions(overview) {

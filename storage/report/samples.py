@@ -55,9 +55,9 @@ def collect_samples(store: Store, commits: Iterable[Commit], max_samples: int = 
     Raises:
         StoreError: a shard is missing or damaged.
     """
-    sources = _sample_sources(commits)
+    sources = sample_sources(commits)
     total = sum(commit.num_samples() for _, commit in sources)
-    limit, limited_by = _sample_limit(sources, total, max_samples)
+    limit, limited_by = sample_limit(sources, total, max_samples)
     sets = ["training", *sorted({name for name, _ in sources} - {"training"})]
     builder = _Builder(ReportSamples(num_total=total, limit=limit, limited_by=limited_by, sets=sets))
     num_read = num_taken = 0
@@ -88,14 +88,14 @@ def select_groups(table: pa.Table, max_samples: int, seed: str) -> pa.Table:
     return table.take(pa.array(sorted(taken), pa.int64()))
 
 
-def _sample_sources(commits: Iterable[Commit]) -> list[tuple[str, Commit]]:
+def sample_sources(commits: Iterable[Commit]) -> list[tuple[str, Commit]]:
     """Return (name of the set, commit) for rollouts in the order of rounds, then for evaluations."""
     rollouts = sorted((c for c in commits if c.kind == "rollout" and c.files), key=lambda commit: commit.index)
     evals = [(commit.attempt.split("/")[-2], commit) for commit in commits if commit.kind == "eval" and commit.attempt]
     return [("training", c) for c in rollouts] + sorted(evals, key=lambda entry: (entry[0], entry[1].index))
 
 
-def _sample_limit(sources: Sequence[tuple[str, Commit]], total: int, max_samples: int) -> tuple[int, str]:
+def sample_limit(sources: Sequence[tuple[str, Commit]], total: int, max_samples: int) -> tuple[int, str]:
     """Return the number of samples to show and what limits it: "samples", "tokens" or ""."""
     num_tokens = sum(c.num_samples() * c.summary.get("rollout/total_lengths", 0.0) for _, c in sources)
     limit, limited_by = (max_samples, "samples") if max_samples < total else (total, "")
@@ -168,8 +168,9 @@ class _Builder:
             "response": row["response"],
             "label": row["label"],
             "tokens": row["token_ids"],
-            "mask": list(_run_lengths(mask)),
-            "logprobs": [_round_logprob(value) for value in trained] if any(trained) else 0,
+            "mask": list(run_lengths(mask)),
+            # three decimals are enough for the colour, and a fifth of the size
+            "logprobs": [to_json_number(round(value, 3)) for value in trained] if any(trained) else 0,
             "versions": row["policy_versions"],
             "spans": metadata.get("policy_spans") or 0,
             "rewards": {name: to_json_number(value) for name, value in row["rewards"]} or 0,
@@ -186,7 +187,7 @@ _PAGE_COLUMNS = (
 )
 
 
-def _run_lengths(mask: Sequence[int]) -> Iterator[int]:
+def run_lengths(mask: Sequence[int]) -> Iterator[int]:
     """Yield the lengths of the runs of equal values: the first of zeros (maybe 0 long), then of ones, and so on."""
     value, length = 0, 0
     for entry in mask:
@@ -195,8 +196,3 @@ def _run_lengths(mask: Sequence[int]) -> Iterator[int]:
             value, length = entry, 0
         length += 1
     yield length
-
-
-def _round_logprob(value: float) -> float | str:
-    """Return a log-prob with three decimals: enough for its colour, and a fifth of the size."""
-    return to_json_number(round(value, 3))

@@ -1,5 +1,6 @@
 """Costs: on every device, stages and idle time add up to the time in which a driver was alive."""
 
+import json
 import random
 from pathlib import Path
 
@@ -104,6 +105,8 @@ def test_command_prints_every_stage(store: Store, capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     assert "r in " in text and "80.0 s in 2 starts" in text and "2 x trainer" in text and "4 x engines" in text
     assert f"{0.01 * (160 + 320):,.2f}" in text and "checkpoint 2" in text
+    assert main(["cost", "r", "--price", "36", "--json", "--store", store.root]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["cost/money"] == pytest.approx(0.01 * (160 + 320))
     assert main(["cost", "r", "--price", "-1", "--store", store.root]) == 2
 
 

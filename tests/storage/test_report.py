@@ -18,6 +18,7 @@ from made_run import BATCH, SAMPLES, commit_files, commit_samples, config_of, ma
 from penstock.flows.cli import main
 from penstock.flows.inspect.report import decode_tokens, make_report
 from penstock.flows.runtime.runs import open_run
+from penstock.storage.history.starts import Start, StartEnd, record_start
 from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.report.data import find_gaps
 from penstock.storage.report.page import GENERATOR, embed, extract_data
@@ -131,8 +132,11 @@ def test_stages_costs_and_events_follow_from_the_commits(data: dict[str, Any]) -
     overview = data["overview"]
     rollouts = [stage for stage in overview["stages"] if stage["kind"] == "rollout"]
     assert [stage["end"] - stage["start"] for stage in rollouts] == [40.0] * ROUNDS
-    assert overview["costs"]["seconds"]["rollout"] == {"generate": 40.0 * ROUNDS}
-    assert overview["costs"]["rounds"][0]["trained"] == round(6 * 3.8)
+    costs = overview["costs"]
+    assert costs["parts"]["rollout"] == {"generate": 40.0 * ROUNDS}
+    assert costs["rounds"][0]["trained_tokens"] == 6 * 3.8
+    used = sum(sum(stages.values()) for stages in costs["device_seconds"].values())
+    assert used == pytest.approx(sum(costs["num_devices"].values()) * costs["wall_seconds"])
     assert [event["text"] for event in overview["events"] if "reused" in event["text"]] == [
         "round 2: 1 groups of an earlier attempt were reused"
     ]
@@ -151,13 +155,17 @@ def test_changed_options_are_marked(data: dict[str, Any]) -> None:
     assert changed["n_samples_per_prompt"] == SAMPLES and "eps_clip" not in changed
 
 
-def test_gap_is_a_long_time_without_any_stage() -> None:
-    stages = [
-        {"kind": "step", "start": start, "end": start + 10.0, "inherited": False}
-        for start in (0.0, 11.0, 22.0, 33.0, 500.0)
+def test_gaps_are_the_times_between_starts(tmp_path: Path) -> None:
+    store, keys = Store(str(tmp_path)), RunKeys("r")
+    for at, ended in ((100.0, StartEnd(at=160.0, outcome="FAILED")), (200.0, None), (300.0, None)):
+        number = record_start(store, keys, Start(at=at))
+        if ended:
+            store.create(f"{keys.prefix}/starts/{number:06d}.end.json", ended.model_dump_json().encode())
+    commit = Commit(kind="step", index=0, policy_version=0, created_at=230.0, config_hash="c")
+    assert find_gaps(store, keys, [commit]) == [
+        {"start": 160.0, "end": 200.0, "after": "failed"},
+        {"start": 230.0, "end": 300.0, "after": "been killed"},
     ]
-    assert find_gaps(stages) == [{"start": 43.0, "end": 500.0}]
-    assert find_gaps([stage | {"inherited": True} for stage in stages]) == []
 
 
 def test_fork_shows_its_parent_and_the_options_that_differ(tmp_path: Path) -> None:
