@@ -128,7 +128,7 @@ def _flow_command(name: str) -> Command:
     return call
 
 
-def _run_train_async(argv: list[str]) -> int:
+def run_train_async(argv: list[str]) -> int:
     """Run `penstock train-async`: `penstock train`, with one rollout ahead of the trainer unless --async-buffer-size or
     --async-mode says otherwise."""
     from penstock.flows.config import validate_config
@@ -162,7 +162,7 @@ def _module_command(name: str) -> Command:
     return call
 
 
-def _run_eval_command(argv: list[str]) -> int:
+def run_eval_command(argv: list[str]) -> int:
     """Run `penstock eval`. With --rescore or --compare run that command on stored evaluations instead of the flow."""
     flags = {argument.partition("=")[0] for argument in argv}
     for name in ("rescore", "compare"):  # these start neither engines nor a flow
@@ -177,10 +177,10 @@ def _run_eval_command(argv: list[str]) -> int:
 COMMANDS: dict[str, Command] = {
     "demo": _module_command("commands.demo"),
     "train": _flow_command("post_train"),
-    "train-async": _run_train_async,
+    "train-async": run_train_async,
     "sft": _flow_command("sft"),
     "convert": _module_command("convert"),
-    "eval": _run_eval_command,
+    "eval": run_eval_command,
     "resume": _module_command("commands.resume"),
     "replay": _module_command("replay"),
     "fork": _module_command("commands.fork"),

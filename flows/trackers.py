@@ -54,14 +54,14 @@ def check_trackers(run: RunConfig) -> None:
     if not run.use_wandb or run.wandb_mode == "disabled":
         return
     check_package("wandb", "--use-wandb")
-    if run.wandb_mode == "online" and not run.wandb_key and not _has_wandb_key(run.wandb_host):
+    if run.wandb_mode == "online" and not run.wandb_key and not has_wandb_key(run.wandb_host):
         raise OptionError(
             "--use-wandb found no API key: set WANDB_API_KEY, or give --wandb-key env:NAME or secret-file:PATH, or "
             "--wandb-mode offline"
         )
 
 
-def _has_wandb_key(configured_host: str | None) -> bool:
+def has_wandb_key(configured_host: str | None) -> bool:
     """Return whether W&B finds an API key without an option: in WANDB_API_KEY or ~/.netrc."""
     host = configured_host or os.environ.get("WANDB_BASE_URL") or _WANDB_HOST
     try:

@@ -165,7 +165,7 @@ def open_connection(store: Store, runs: Sequence[str]) -> tuple[duckdb.DuckDBPyC
     contents, problems = _Contents(), {}
     for run in runs:
         try:
-            contents.extend(_read_run(store, RunKeys(run)))
+            contents.extend(read_run(store, RunKeys(run)))
         except (PenstockError, OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             problems[run] = str(error)
     connection = duckdb.connect(":memory:")
@@ -210,7 +210,7 @@ def list_columns(connection: duckdb.DuckDBPyConnection) -> dict[str, list[tuple[
 # ---- reading a run ---------------------------------------------------------------------------------------------------
 
 
-def _read_run(store: Store, keys: RunKeys) -> _Contents:
+def read_run(store: Store, keys: RunKeys) -> _Contents:
     """Return the contents of one run. They are empty if it was removed, or has neither a record nor commits.
 
     Raises:
@@ -228,9 +228,9 @@ def _read_run(store: Store, keys: RunKeys) -> _Contents:
         return contents
     commits = map_in_threads(store.committed, prefixes, 1 if store.is_local else _NUM_REQUESTS)
     committed = [(prefix, commit) for prefix, commit in zip(prefixes, commits, strict=True) if commit is not None]
-    contents.rows["runs"].append(_run_row(keys.run, record, [commit for _, commit in committed]))
+    contents.rows["runs"].append(run_row(keys.run, record, [commit for _, commit in committed]))
     for prefix, commit in committed:
-        _add_commit(contents, store, keys.run, prefix, commit)
+        add_commit(contents, store, keys.run, prefix, commit)
     for version in expired_versions(store, keys):
         tombstone = read_tombstone(store, keys.checkpoint_prefix(version))
         if tombstone is not None and store.committed(keys.checkpoint_prefix(version)) is None:
@@ -240,7 +240,7 @@ def _read_run(store: Store, keys: RunKeys) -> _Contents:
     return contents
 
 
-def _run_row(run: str, record: Any, commits: list[Commit]) -> dict[str, Any]:
+def run_row(run: str, record: Any, commits: list[Commit]) -> dict[str, Any]:
     if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
         raise RunError("run.json is damaged: restore it from a backup")
     parent = record.get("parent") or {}
@@ -256,7 +256,7 @@ def _run_row(run: str, record: Any, commits: list[Commit]) -> dict[str, Any]:
     }
 
 
-def _add_commit(contents: _Contents, store: Store, run: str, prefix: str, commit: Commit) -> None:
+def add_commit(contents: _Contents, store: Store, run: str, prefix: str, commit: Commit) -> None:
     """Add the rows and shards of one commit of `run`. A fork's commits also list files of its parent's attempts, so the
     run is that of the record's directory, not that of its files."""
     rows, version = contents.rows, commit.policy_version
@@ -271,10 +271,19 @@ def _add_commit(contents: _Contents, store: Store, run: str, prefix: str, commit
         place: dict[str, str | int] = {"run": run, "policy_version": version, "rollout_id": commit.index}
         contents.samples += _shards(commit, TRAINED, place)
         contents.buffered += _shards(commit, BUFFER, place)
-        rows["_dropped"] += _dropped_rows(commit, place)
+        for group in commit.state.get("dropped", []):
+            row = place | {"group_id": group["group_id"], "reason": group["reason"]}
+            source = group.get("source") or {}
+            rows["_dropped"].append(row | {f"source_{name}": source.get(name) for name in ("epoch", "file", "row")})
     elif commit.kind == "eval":
         data_set = prefix.rpartition("/")[2]
-        rows["evaluations"].append({"run": run, **_evaluation_row(commit, data_set), "created_at": created_at})
+        metric, summary = f"eval/{data_set}", commit.summary
+        columns = {"mean_reward": "", "ci_low": "-ci_low", "ci_high": "-ci_high", "num_prompts": "/num_prompts"}
+        scores = {column: summary.get(metric + suffix) for column, suffix in columns.items()}
+        rows["evaluations"].append(
+            {"run": run, "policy_version": version, "data_set": data_set, "created_at": created_at}
+            | {**scores, "num_samples": commit.num_samples()}
+        )
         contents.eval_samples += _shards(commit, TRAINED, {"run": run, "policy_version": version, "data_set": data_set})
     elif commit.kind == "checkpoint":
         rows["checkpoints"].append(_checkpoint_row(store, run, commit))
@@ -287,28 +296,6 @@ def _add_commit(contents: _Contents, store: Store, run: str, prefix: str, commit
 def _shards(commit: Commit, name: str, constants: dict[str, str | int]) -> list[_Shard]:
     paths = [file.path for file in commit.files]
     return [_Shard(path, constants) for path in paths if path.rpartition("/")[2].startswith(f"{name}-")]
-
-
-def _dropped_rows(commit: Commit, place: dict[str, str | int]) -> list[dict[str, Any]]:
-    rows = []
-    for group in commit.state.get("dropped", []):
-        source = group.get("source") or {}
-        row = place | {"group_id": group["group_id"], "reason": group["reason"]}
-        rows.append(row | {f"source_{name}": source.get(name) for name in ("epoch", "file", "row")})
-    return rows
-
-
-def _evaluation_row(commit: Commit, data_set: str) -> dict[str, Any]:
-    metric, summary = f"eval/{data_set}", commit.summary
-    return {
-        "policy_version": commit.policy_version,
-        "data_set": data_set,
-        "mean_reward": summary.get(metric),
-        "ci_low": summary.get(f"{metric}-ci_low"),
-        "ci_high": summary.get(f"{metric}-ci_high"),
-        "num_prompts": summary.get(f"{metric}/num_prompts"),
-        "num_samples": commit.num_samples(),
-    }
 
 
 def _checkpoint_row(store: Store, run: str, commit: Commit) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
     """Print the estimated memory of trainer and engine as a table, and whether the run fits."""
     rows: list[Row] = []
     if plan.trainer:
-        rows += _trainer_rows(plan.trainer, config, plan.offload_train)
+        rows += trainer_rows(plan.trainer, config, plan.offload_train)
     if plan.engine:
         engine, share = plan.engine, plan.engine.static_bytes / plan.gpu_bytes
         rows += [
@@ -147,7 +147,7 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
     print(verdict)
 
 
-def _trainer_rows(trainer: TrainerMemory, config: PostTrainConfig, offload_train: bool) -> list[Row]:
+def trainer_rows(trainer: TrainerMemory, config: PostTrainConfig, offload_train: bool) -> list[Row]:
     from penstock.engines.megatron.memory.plan import RUNTIME
 
     train = config.train

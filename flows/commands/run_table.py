@@ -34,7 +34,7 @@ def print_runs(run_config: RunConfig) -> int:
     rows, reasons = [], []
     for run in store.list("runs"):
         try:
-            row = _run_row(store, RunKeys(run))
+            row = row_of_run(store, RunKeys(run))
         except (PenstockError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             row = [run, "damaged"]
             reasons.append(f"{run} is damaged: {' '.join(str(error).split())[:300]}")
@@ -49,7 +49,7 @@ def print_runs(run_config: RunConfig) -> int:
     return 0
 
 
-def _run_row(store: Store, keys: RunKeys) -> list[str]:
+def row_of_run(store: Store, keys: RunKeys) -> list[str]:
     """Return the cells of a run's row in the table; no cells if the run has neither a record nor commits."""
     if is_removed(store, keys):
         return [keys.run, "removed"]

@@ -53,31 +53,31 @@ def main(argv: list[str]) -> int:
     """
     own_flags = {"--file": True, "--format": True, "--limit": True}
     positional, own, rest = split_args(argv, own_flags)
-    runs, store_argv = _split_runs(rest)
+    runs, store_argv = split_runs(rest)
     output_format = own.get("--format", "table")
     if output_format not in _WRITERS:
         raise OptionError(f"--format takes {', '.join(_WRITERS)}; found {short_repr(output_format)}")
     limit = parse_integer("--limit", own["--limit"]) if "--limit" in own else None
     if limit is None and output_format == "table":
         limit = _TABLE_ROWS
-    sql = _read_sql(positional, own.get("--file"))
+    sql = read_sql(positional, own.get("--file"))
     store = open_store(parse_store_options(store_argv, "query"), probe=False)
     names = [keys_of_existing_run(store, run).run for run in runs] or store.list("runs")
     connection, problems = open_connection(store, names)
     for run, problem in problems.items():
         print(to_one_line(f"run {run} is damaged and is left out: {problem}"), file=sys.stderr)
     if sql is None:
-        _print_views(connection)
+        print_views(connection)
         return 0
     columns, cursor = execute(connection, sql)
-    rows = _fetch_rows(cursor)
+    rows = fetch_rows(cursor)
     _WRITERS[output_format](columns, itertools.islice(rows, limit))
     if limit is not None and next(rows, None) is not None:
         print(f"only the first {limit} rows are printed; print more with --limit N", file=sys.stderr)
     return 0
 
 
-def _split_runs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_runs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the values of --run, and all other arguments."""
     runs: list[str] = []
     others: list[str] = []
@@ -90,7 +90,7 @@ def _split_runs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return runs, others
 
 
-def _read_sql(positional: Sequence[str], file: str | None) -> str | None:
+def read_sql(positional: Sequence[str], file: str | None) -> str | None:
     """Return the SQL of the command line, of a file or of standard input. None if none is given."""
     if len(positional) + (file is not None) > 1:
         raise OptionError("penstock query takes one SQL text, in quotes, or --file; found more: pass only one")
@@ -108,7 +108,7 @@ def _read_sql(positional: Sequence[str], file: str | None) -> str | None:
     return sql
 
 
-def _fetch_rows(cursor: duckdb.DuckDBPyConnection) -> Iterator[Row]:
+def fetch_rows(cursor: duckdb.DuckDBPyConnection) -> Iterator[Row]:
     import duckdb
 
     try:
@@ -118,7 +118,7 @@ def _fetch_rows(cursor: duckdb.DuckDBPyConnection) -> Iterator[Row]:
         raise sql_error(error) from error
 
 
-def _print_views(connection: duckdb.DuckDBPyConnection) -> None:
+def print_views(connection: duckdb.DuckDBPyConnection) -> None:
     for view, columns in list_columns(connection).items():
         print(f"{view}: {VIEWS[view]}")
         width = max(len(name) for name, _ in columns)
@@ -129,9 +129,9 @@ def _print_views(connection: duckdb.DuckDBPyConnection) -> None:
 # ---- formats ---------------------------------------------------------------------------------------------------------
 
 
-def _write_table(columns: Sequence[str], rows: Iterator[Row]) -> None:
+def write_table(columns: Sequence[str], rows: Iterator[Row]) -> None:
     values = list(rows)
-    cells = [[_format_cell(value) for value in row] for row in (columns, *values)]
+    cells = [[format_cell(value) for value in row] for row in (columns, *values)]
     widths = [max(cell_len(row[index]) for row in cells) for index in range(len(columns))]
     numeric = [
         bool(values) and all(isinstance(row[index], (int, float, Decimal, type(None))) for row in values)
@@ -145,7 +145,7 @@ def _write_table(columns: Sequence[str], rows: Iterator[Row]) -> None:
         print("  ".join(padded).rstrip())
 
 
-def _format_cell(value: Any) -> str:
+def format_cell(value: Any) -> str:
     """Return a value as text of at most _TABLE_CELL columns, without control characters."""
     if isinstance(value, (float, Decimal)):
         return f"{value:.6g}"
@@ -153,7 +153,7 @@ def _format_cell(value: Any) -> str:
     return text if cell_len(text) <= _TABLE_CELL else set_cell_size(text, _TABLE_CELL - 3) + "..."
 
 
-def _write_csv(columns: Sequence[str], rows: Iterator[Row]) -> None:
+def write_csv(columns: Sequence[str], rows: Iterator[Row]) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(columns)
     writer.writerows([_to_text(value) for value in row] for row in rows)
@@ -166,7 +166,7 @@ def _to_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _write_json(columns: Sequence[str], rows: Iterator[Row]) -> None:
+def write_json(columns: Sequence[str], rows: Iterator[Row]) -> None:
     separator = "["
     for row in rows:
         print(separator, _to_json(dict(zip(columns, row, strict=True))), sep="\n", end="")
@@ -174,7 +174,7 @@ def _write_json(columns: Sequence[str], rows: Iterator[Row]) -> None:
     print("[]" if separator == "[" else "\n]")
 
 
-def _write_jsonl(columns: Sequence[str], rows: Iterator[Row]) -> None:
+def write_jsonl(columns: Sequence[str], rows: Iterator[Row]) -> None:
     for row in rows:
         print(_to_json(dict(zip(columns, row, strict=True))))
 
@@ -196,8 +196,8 @@ def _to_plain(value: Any) -> Any:
 
 
 _WRITERS: dict[str, Callable[[Sequence[str], Iterator[Row]], None]] = {
-    "table": _write_table,
-    "csv": _write_csv,
-    "json": _write_json,
-    "jsonl": _write_jsonl,
+    "table": write_table,
+    "csv": write_csv,
+    "json": write_json,
+    "jsonl": write_jsonl,
 }

@@ -70,7 +70,7 @@ def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
                     )
                     continue
                 issue, metadata = int(match[1]), json.loads(row["metadata"])
-                if not _matches_commit(row, metadata, commit):
+                if not matches_commit(row, metadata, commit):
                     problems.append(
                         f"{prefix}: sample {row['sample_id']} has rollout_id {row['rollout_id']} and policy_versions "
                         f"{row['policy_versions']}; its commit has rollout_id {commit.index} and policy version "
@@ -83,11 +83,11 @@ def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
                 buffered[int(row["group_id"])] = _prompt_origin(json.loads(row["metadata"]))
     except (StoreError, ValueError, OSError) as error:
         problems.append(f"{prefix}: {str(error).partition(chr(10))[0]}")
-    problems += _describe_group_problems(prefix, ids, siblings)
+    problems += describe_group_problems(prefix, ids, siblings)
     if not problems and len(ids) != commit.num_samples():
         problems.append(f"{prefix} has {len(ids)} samples, but {commit.num_samples()} were committed")
     if not problems:
-        problems += _describe_summary_problems(prefix, commit, rewards, statuses)
+        problems += describe_summary_problems(prefix, commit, rewards, statuses)
     hashes = np.array([xxhash.xxh3_64_intdigest(sample_id.encode()) for sample_id in ids], dtype=np.uint64)
     dropped = {int(group["group_id"]): _prompt_origin(group) for group in commit.state.get("dropped", [])}
     return ServedRound(problems[:_MAX_PROBLEMS], hashes, served, buffered, dropped)
@@ -108,7 +108,7 @@ def _prompt_origin(metadata: dict[str, Any]) -> Source:
     return source.get("epoch", -1), source.get("file", -2), source.get("row", -1)
 
 
-def _matches_commit(row: dict[str, Any], metadata: dict[str, Any], commit: Commit) -> bool:
+def matches_commit(row: dict[str, Any], metadata: dict[str, Any], commit: Commit) -> bool:
     """Return whether the round and policy versions of a sample match its commit. A sample that was started in an
     earlier round may begin with an older policy version."""
     first, last = row["policy_versions"]
@@ -127,7 +127,7 @@ def max_staleness(commit: Commit) -> int:
     return int(commit.state.get("max_staleness", 0))
 
 
-def _describe_group_problems(prefix: str, ids: list[str], siblings: dict[int, set[str]]) -> list[str]:
+def describe_group_problems(prefix: str, ids: list[str], siblings: dict[int, set[str]]) -> list[str]:
     """Check that sample ids are unique and that all groups have the same size. Return the problems."""
     problems = []
     if repeated := [sample_id for sample_id, count in Counter(ids).items() if count > 1]:
@@ -137,7 +137,7 @@ def _describe_group_problems(prefix: str, ids: list[str], siblings: dict[int, se
     return problems
 
 
-def _describe_summary_problems(
+def describe_summary_problems(
     prefix: str, commit: Commit, rewards: list[float | None], statuses: Counter[str]
 ) -> list[str]:
     """Return a problem for every metric of a commit that differs from the value computed from its samples.
@@ -239,7 +239,7 @@ class PromptAudit:
         from `state_after`, the data source's state in the round's commit."""
         weighted = state_after.get("places") or []
         if weighted and not state_before.get("places"):
-            self._cursors = _split_cursor_by_file(self._cursors.get(0, EpochCursor()), state_before["segments"])
+            self._cursors = split_cursor_by_file(self._cursors.get(0, EpochCursor()), state_before["segments"])
         num_skipped = state_after.get("skipped", 0) - state_before.get("skipped", 0)
         self._num_skipped = 0
         problems: list[str] = []
@@ -305,7 +305,7 @@ class PromptAudit:
         self._num_skipped += count
 
 
-def _split_cursor_by_file(cursor: EpochCursor, segments: list[dict[str, Any]]) -> dict[int, EpochCursor]:
+def split_cursor_by_file(cursor: EpochCursor, segments: list[dict[str, Any]]) -> dict[int, EpochCursor]:
     """Split the position in all prompt files together into one per file, for a run resumed with --prompt-data-weights.
 
     Args:

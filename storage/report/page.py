@@ -34,7 +34,7 @@ def build_page(overview: dict[str, Any], samples: ReportSamples, token_texts: di
     style = _read_asset("page.css")
     script = "\n".join(_read_asset(name) for name in _SCRIPTS)
     assert "</script" not in script.lower() and "<!--" not in script and "</style" not in style.lower()
-    overview = overview | {"samples": _describe_selection(samples)}
+    overview = overview | {"samples": describe_selection(samples)}
     index = {"index": samples.index, "page_starts": samples.page_starts, "sets": samples.sets, "statuses": STATUSES}
     index["token_texts"] = {str(token): text for token, text in token_texts.items()}
     chunks = [embed(f"page-{number}", page) for number, page in enumerate(samples.pages)]
@@ -74,7 +74,7 @@ def extract_data(page: str) -> Iterator[tuple[str, Any]]:
         yield name, json.loads(gzip.decompress(base64.b64decode(encoded)))
 
 
-def _describe_selection(samples: ReportSamples) -> dict[str, Any]:
+def describe_selection(samples: ReportSamples) -> dict[str, Any]:
     return {
         "num_shown": samples.num_shown,
         "num_total": samples.num_total,

@@ -51,7 +51,7 @@ class TensorBoardTracker:
         for record in records:
             for point in metric_points(record):
                 self._write((point.name, point.step, point.at), simple_value=point.value)
-            for tag, step, text in _texts(record):
+            for tag, step, text in texts_of_record(record):
                 self._write((tag, step, record.at), text=text)
         if self._writer is not None:
             self._writer.flush()
@@ -83,12 +83,12 @@ def read_values(directory: Path) -> Iterator[tuple[str, int, float, Any]]:
     """Yield the values in the event files of a directory: tag, step, time, and `Summary.Value`. A partial record at the
     end of a file is skipped."""
     for path in sorted(directory.glob(_FILES)):
-        for event in _read_events(path):
+        for event in read_events(path):
             for value in event.summary.value:
                 yield value.tag, event.step, event.wall_time, value
 
 
-def _read_events(path: Path) -> Iterator[Event]:
+def read_events(path: Path) -> Iterator[Event]:
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
 
@@ -96,7 +96,7 @@ def _read_events(path: Path) -> Iterator[Event]:
         yield Event.FromString(data)
 
 
-def _texts(record: Record) -> Iterator[tuple[str, int, str]]:
+def texts_of_record(record: Record) -> Iterator[tuple[str, int, str]]:
     """Yield the texts of a record in Markdown: tag, step, text."""
     match record:
         case RunStarted():

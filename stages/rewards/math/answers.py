@@ -78,15 +78,15 @@ def _parse(tokens: Sequence[str]) -> ParsedAnswer:
     for operator in (r"\in", *_RELATIONS):
         if len(sides := _split_outside_brackets(tokens, (operator,))) > 1:
             return (
-                _parse_relation(tokens) if operator != r"\in" else replace(_parse(sides[-1]), name=_normalize(sides[0]))
+                parse_relation(tokens) if operator != r"\in" else replace(_parse(sides[-1]), name=_normalize(sides[0]))
             )
     parts = _split_outside_brackets(tokens, (r"\cup",))
     if len(parts) > 1:
         return _make_list(tokens, parts)
-    return _parse_group(tokens)
+    return parse_group(tokens)
 
 
-def _parse_group(tokens: tuple[str, ...]) -> ParsedAnswer:
+def parse_group(tokens: tuple[str, ...]) -> ParsedAnswer:
     """Parse a set, a tuple or interval, a matrix, or a value."""
     if tokens == (r"\emptyset",):
         return ParsedAnswer("list", tokens)
@@ -96,7 +96,7 @@ def _parse_group(tokens: tuple[str, ...]) -> ParsedAnswer:
         rows = [row for row in _split_outside_brackets(tokens[1:-1], (r"\\",)) if row]
         entries = [_parse(entry) for row in rows for entry in _split_outside_brackets(row, ("&",)) if entry]
         return ParsedAnswer("matrix", tokens, tuple(entries), f"{len(rows)}")
-    if tokens[0] not in _BRACKETS or _index_of_closing_bracket(tokens) != len(tokens) - 1:
+    if tokens[0] not in _BRACKETS or index_of_closing_bracket(tokens) != len(tokens) - 1:
         return ParsedAnswer("value", tokens)
     inner = tokens[1:-1]
     if tokens[0] == r"\{":
@@ -126,7 +126,7 @@ def _make_list(tokens: tuple[str, ...], parts: Iterable[tuple[str, ...]]) -> Par
     return items[0] if len(items) == 1 else ParsedAnswer("list", tokens, tuple(items))
 
 
-def _parse_relation(tokens: tuple[str, ...]) -> ParsedAnswer:
+def parse_relation(tokens: tuple[str, ...]) -> ParsedAnswer:
     """Parse `x = 5` as the value 5 with the name x, and every other relation (`a < b = c`) as kind "relation"."""
     sides = _split_outside_brackets(tokens, _RELATIONS)
     operators = tuple(token for depth, token in _with_bracket_depth(tokens) if depth == 0 and token in _RELATIONS)
@@ -175,7 +175,7 @@ def _split_outside_brackets(tokens: Sequence[str], separators: Sequence[str]) ->
     return [tuple(part) for part in parts]
 
 
-def _index_of_closing_bracket(tokens: Sequence[str]) -> int:
+def index_of_closing_bracket(tokens: Sequence[str]) -> int:
     """Return the index of the bracket that closes the first token, or -1. `(` may be closed by `]`, and `[` by `)`."""
     for index, (depth, token) in enumerate(_with_bracket_depth(tokens)):
         if depth == 0 and index and token in _CLOSING:
@@ -201,7 +201,7 @@ def _equal_parsed(left: ParsedAnswer, right: ParsedAnswer) -> bool:
     if left.name and right.name and left.name != right.name:
         return _equal_equations(left, right)
     if left.kind == right.kind == "relation":
-        return _equal_relations(left, right)
+        return equal_relations(left, right)
     left, right = _to_interval(left), _to_interval(right)
     if left.kind == "list" and right.kind == "list":
         return _equal_unordered(left.items, right.items, _equal_parsed)
@@ -308,7 +308,7 @@ def _to_interval(answer: ParsedAnswer) -> ParsedAnswer:
     return ParsedAnswer("tuple", answer.tokens, (low, high), "(["[closed[0]] + ")]"[closed[1]])
 
 
-def _equal_relations(left: ParsedAnswer, right: ParsedAnswer) -> bool:
+def equal_relations(left: ParsedAnswer, right: ParsedAnswer) -> bool:
     """Return whether two relations have equal steps in any order: a < b < c has the steps a < b and b < c. A step is
     compared as a - b < 0, up to a constant factor. Congruences (\\equiv) are equal if their sides are equal."""
     if r"\equiv" in left.operators or r"\equiv" in right.operators:
