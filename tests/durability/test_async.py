@@ -51,12 +51,35 @@ def check_overlap(pipeline: Pipeline, mode: str, rounds: int) -> None:
 def test_killed_asynchronous_run_trains_each_sample_once(
     world: World, mode: str, point: str, target: str, num_starts: int
 ) -> None:
+    world.start_prefect()
     pipeline = async_pipeline(world, mode, SHORT)
     [kill] = kill_at(pipeline, [(point, target)])
     assert kill["num_killed"] and pipeline.num_starts == num_starts
     results = verdict(pipeline, mode)
     assert results["replayed_rounds"] == SHORT and results["num_samples"] == SHORT * 8 * 4
     check_overlap(pipeline, mode, SHORT)
+    check_prefect_pages(world, num_starts)
+
+
+def check_prefect_pages(world: World, num_starts: int) -> None:
+    """Check that no flow run or task run is left as running, that final states say what was done, and that the arrows
+    connect all stages of a start."""
+    flow_runs = world.ask_prefect("flow_runs", sort="START_TIME_ASC")
+    *killed, last = [run for run in flow_runs if run["name"] != "replay" and "replay-" not in run["name"]]
+    assert len(killed) == num_starts - 1
+    for run in killed:
+        assert run["state_name"] == "Crashed" and last["id"] in run["state"]["message"], run["state"]
+    assert last["state_name"] == "Completed" and f"to {SHORT}" in last["state"]["message"], last["state"]
+    for run in (*killed, last):
+        tasks = world.ask_prefect("task_runs", flow_runs={"id": {"any_": [run["id"]]}})
+        assert {task["state_type"] for task in tasks} <= {"COMPLETED", "CRASHED", "FAILED"}
+        assert all(task["state"]["message"] for task in tasks if task["state_type"] == "COMPLETED")
+        inputs = {t["id"]: {i["id"] for group in t["task_inputs"].values() for i in group} for t in tasks}
+        [first] = [task for task, needed in inputs.items() if not needed]
+        reached = {first}
+        while more := {task for task, needed in inputs.items() if needed & reached} - reached:
+            reached |= more
+        assert reached == set(inputs), [task["name"] for task in tasks if task["id"] not in reached]
 
 
 @pytest.mark.full
