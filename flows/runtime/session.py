@@ -27,6 +27,7 @@ from penstock.flows.config import PostTrainConfig, config_hash
 from penstock.flows.debug_options import gpu_flow
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.promotion import with_champion
+from penstock.flows.reporting.final_report import write_final_report
 from penstock.flows.reporting.prefect_page import (
     RunArtifact,
     crash_runs_of_killed_drivers,
@@ -50,7 +51,7 @@ from penstock.flows.runtime.runs import code_version, keys_of_run, open_run, ope
 from penstock.flows.runtime.schedule import with_target_rounds
 from penstock.flows.runtime.signals import stop_on_sigterm
 from penstock.flows.trackers import tracked_run, tracking_uris
-from penstock.storage.commits import read_commits
+from penstock.storage.commits import committed_prefixes, read_commits
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.history.costs import compute_costs
 from penstock.storage.history.starts import Start, record_end, record_start
@@ -154,10 +155,12 @@ class Session:
         except HTTPError as error:
             self.display.note(f"the flow run's tags or earlier flow runs are not updated ({type(error).__name__})")
 
-    def _describe_for_prefect(self, progress: str, commits: list[Commit]) -> str:
+    def _describe_for_prefect(self, progress: str, commits: list[Commit], *, has_report: bool = False) -> str:
         """Return the Markdown of the run's artifact."""
         page = self.tracker.deliveries[0].page
         links = {"MLflow": page or redact(self.display.tracking_uri), "store": self.store.uri}
+        if has_report:
+            links["report"] = self.store.path(self.keys.report)
         rows = self.display.summary(commits)
         svg = reward_curve_svg(training_rewards(commits), evaluation_rewards(commits))
         return run_page(self.keys.run, progress, rows, links, svg)
@@ -177,6 +180,7 @@ class Session:
             end()
         self.display.close()
         self._record_end(kind)
+        has_report = self._write_report()
         self.tracker.close("FAILED" if kind else "FINISHED", timeout=5 if self.stop.requested else 30)
         for delivery in self.tracker.deliveries:
             if waiting := delivery.num_waiting():
@@ -187,7 +191,8 @@ class Session:
         patience = max(0.0, min(5.0, self.stop.seconds_left)) if self.stop.requested else None
         if wait_for_api(self.display.note, patience_seconds=patience):
             commits = self._final_commits or read_commits(self.store, self.keys)
-            self._artifact.publish(self._describe_for_prefect(describe_progress(commits, self._started_at), commits))
+            progress = describe_progress(commits, self._started_at)
+            self._artifact.publish(self._describe_for_prefect(progress, commits, has_report=has_report))
         self._entered.close()
         if kind is not None and issubclass(kind, Preempted):
             raise TerminationSignal(signal.SIGTERM)  # Prefect marks the flow run as crashed or cancelled
@@ -199,6 +204,17 @@ class Session:
             record_end(self.store, self.keys, self._start, outcome)
         except (StoreError, OSError) as error:
             self.display.note(f"the end of this start is not recorded ({error}); its costs end with its last commit")
+
+    def _write_report(self) -> bool:
+        """Write the report of a run that has commits, with --report and unless a stop was requested, and give it to the
+        trackers. Return whether that worked."""
+        if not self.config.run.report or self.stop.requested or not committed_prefixes(self.store, self.keys):
+            return False
+        content = write_final_report(self.store, self.keys, self.display.note)
+        if content is not None:
+            self.tracker.record_report(self.keys.report, content)
+            self.display.note(f"report: {self.store.path(self.keys.report)}")
+        return content is not None
 
     # ---- progress of the run -----------------------------------------------------------------------------------------
 
