@@ -3,6 +3,7 @@ flight. matrix.py with `--mode` does all targets, boundaries and stores."""
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from harness import MODES, Pipeline, World, points_of, tiny_flags
 from matrix import ROUNDS, kill_at, one_run, verdict
 from soak import soak
 
+from penstock.storage.history.costs import compute_costs
+from penstock.storage.history.starts import read_starts
 from penstock.storage.refs import Commit
 from penstock.storage.samples.shards import read_samples
 
@@ -59,6 +62,34 @@ def test_killed_asynchronous_run_trains_each_sample_once(
     assert results["replayed_rounds"] == SHORT and results["num_samples"] == SHORT * 8 * 4
     check_overlap(pipeline, mode, SHORT)
     check_prefect_pages(world, num_starts)
+    check_costs(world, pipeline)
+
+
+def check_costs(world: World, pipeline: Pipeline) -> None:
+    """Check that stages and idle time of each device add up to the time of the drivers, and that this time and that of
+    the trainer's stages agree with what Prefect has measured."""
+    costs = compute_costs(pipeline.store, pipeline.keys)
+    assert {"trainer", "engines"} == set(costs.device_seconds)
+    for devices, stages in costs.device_seconds.items():
+        wall = costs.num_devices[devices] * costs.wall_seconds
+        assert abs(sum(stages.values()) - wall) <= 0.02 * wall and min(stages.values()) >= 0
+    last = next(run for run in world.ask_prefect("flow_runs", sort="START_TIME_DESC") if "replay" not in run["name"])
+    tasks = world.ask_prefect("task_runs", flow_runs={"id": {"any_": [last["id"]]}})
+    start, end = read_starts(pipeline.store, pipeline.keys)[-1]
+    assert end is not None
+    at = {name: datetime.fromisoformat(last[name]).timestamp() for name in ("start_time", "end_time")}
+    times = [datetime.fromisoformat(task[name]).timestamp() for task in tasks for name in ("start_time", "end_time")]
+    assert at["start_time"] <= start.at <= min(times) and max(times) <= end.at <= at["end_time"]
+    trained = [f"train-{r:06d}" for r in range(SHORT) if _step(pipeline, r).created_at > start.at]
+    measured = sum(task["total_run_time"] for task in tasks if task["name"] in trained)
+    committed = sum(sum(_step(pipeline, int(name[-6:])).seconds.values()) for name in trained)
+    assert 0 < committed <= measured
+
+
+def _step(pipeline: Pipeline, rollout_id: int) -> Commit:
+    commit = pipeline.store.committed(pipeline.keys.step_prefix(rollout_id))
+    assert commit is not None
+    return commit
 
 
 def check_prefect_pages(world: World, num_starts: int) -> None:
