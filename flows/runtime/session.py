@@ -41,6 +41,7 @@ from penstock.flows.reporting.progress import (
     run_page,
     training_rewards,
 )
+from penstock.flows.reporting.system_metrics import SystemMetrics
 from penstock.flows.runtime.display import Display, describe_commit
 from penstock.flows.runtime.engine_options import device_counts
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE, logprob_gap_warning, zero_gradient_warning
@@ -88,8 +89,10 @@ class Session:
         self.display = Display(
             self.keys.run, flow, config, self.store.uri, uris[0], prefect_page=with_password_hint(flow_run.ui_url or "")
         )
+        record = read_existing_record(self.store, self.keys)
+        self._created_at = float(record["created_at"])
         self.tracker = RunTracking(
-            tracked_run(self.store, self.keys, read_existing_record(self.store, self.keys)),
+            tracked_run(self.store, self.keys, record),
             tracking_directory(self.store, self.keys.run),
             uris,
             config.model_dump(mode="json"),
@@ -170,7 +173,14 @@ class Session:
         self._entered.enter_context(
             self.display.forward_logs("penstock.engines", "penstock.stages", "penstock.storage")
         )
+        self._stack.enter_context(SystemMetrics(self._log_system_metrics, self.display.note))
         return self
+
+    def _log_system_metrics(self, metrics: dict[str, float]) -> None:
+        """Log metrics of the driver's node. Their step is the time since the run was created, in seconds, so that it
+        increases over all starts."""
+        seconds = int(time.time() - self._created_at)
+        self.tracker.enqueue_metrics(f"system-{self._start}-{seconds}", metrics, step=seconds)
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is not None and not issubclass(kind, Preempted):
