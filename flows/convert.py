@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, task
+from prefect import State, flow, task
 from prefect.cache_policies import NO_CACHE
+from prefect.states import Completed
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -128,7 +129,7 @@ def check_megatron_names_options(options: ConvertConfig) -> None:
 
 
 @flow(name="convert", validate_parameters=True)
-def convert(config: PostTrainConfig) -> None:
+def convert(config: PostTrainConfig) -> State[None]:
     """Convert from or to Hugging Face files.
 
     Args:
@@ -144,11 +145,12 @@ def convert(config: PostTrainConfig) -> None:
             ref = convert_checkpoint(config, report)
     commit = read_result_commit(config, ref)
     wait_for_api(print)
-    for line in describe_result(config, ref, commit, time.monotonic() - start):
-        print(line)
+    lines = list(describe_result(config, ref, commit, time.monotonic() - start))
+    print("\n".join(lines))
     if config.convert.convert_verify:
         for title, text in verify_checkpoint(config, ref, commit):
             print(f"  {title:<8} {text}")
+    return Completed(message=lines[0])
 
 
 def describe_result(config: PostTrainConfig, ref: CheckpointRef, commit: Commit, seconds: float) -> Iterator[str]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from prefect import flow
+from prefect import State, flow
 
 from penstock.flows import tasks
 from penstock.flows.config import PostTrainConfig
+from penstock.flows.reporting.prefect_page import report_end
 from penstock.flows.runtime.session import Session
 
 
-@flow(name="evaluate", flow_run_name="{config.run.run}", validate_parameters=True)
-def evaluate(config: PostTrainConfig) -> None:
+@flow(
+    name="evaluate",
+    flow_run_name="{config.run.run}",
+    validate_parameters=True,
+    on_failure=[report_end],
+    on_crashed=[report_end],
+)
+def evaluate(config: PostTrainConfig) -> State[None]:
     """Score a Hugging Face checkpoint.
 
     Args:
@@ -19,4 +26,5 @@ def evaluate(config: PostTrainConfig) -> None:
     """
     with Session("evaluate", config) as session:
         tasks.evaluate(session, 0)
-        tasks.publish_results(session)
+        done = tasks.publish_results(session)
+    return done

@@ -6,16 +6,23 @@ last committed task. With --async-buffer-size, further rollouts are generated wh
 
 from __future__ import annotations
 
-from prefect import flow
+from prefect import State, flow
 
 from penstock.flows import tasks
 from penstock.flows.ahead import rollouts
 from penstock.flows.config import PostTrainConfig
+from penstock.flows.reporting.prefect_page import report_end
 from penstock.flows.runtime.session import Session
 
 
-@flow(name="post-train", flow_run_name="{config.run.run}", validate_parameters=True)
-def post_train(config: PostTrainConfig) -> None:
+@flow(
+    name="post-train",
+    flow_run_name="{config.run.run}",
+    validate_parameters=True,
+    on_failure=[report_end],
+    on_crashed=[report_end],
+)
+def post_train(config: PostTrainConfig) -> State[None]:
     """Train a policy by reinforcement learning.
 
     Args:
@@ -41,6 +48,7 @@ def post_train(config: PostTrainConfig) -> None:
                 for stage in due(r + 1):
                     stage(session, r + 1)
         tasks.evaluate_skipped(session)
-        tasks.publish_results(session)
+        done = tasks.publish_results(session)
         if config.eval.promote_to and session.num_trained_rounds() == config.run.num_rollout:
             tasks.promote(session, config.run.num_rollout)
+    return done

@@ -17,8 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefect import flow, task
+from prefect import State, flow, task
 from prefect.cache_policies import NO_CACHE
+from prefect.states import Completed
 
 from penstock.flows.config import PostTrainConfig, flag_of_field, training_options, validate_config
 from penstock.flows.options.argv import parse_integer, parse_run_argument, split_args
@@ -84,7 +85,7 @@ def replay(
     first: int = 0,
     last: int | None = None,
     json_file: str | None = None,
-) -> None:
+) -> State[None]:
     """Train committed rounds again and compare every step with its commit.
 
     Args:
@@ -128,6 +129,7 @@ def replay(
             f"replaying round {differing[0]} of run {run!r} gave another policy than the committed one ({total}): "
             "check that code, GPU type and parallel layout are those of the run"
         )
+    return Completed(message=total)
 
 
 @task(

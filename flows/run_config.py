@@ -67,6 +67,9 @@ class RunConfig(StageConfig):
     """Price of one GPU (without GPUs: of one process) for one hour, in any currency. MLflow then shows what the run has
     cost."""
 
+    report: bool = option(True, mutability="placement")
+    """At the end write the HTML report of the run (`penstock report`) into the store, and give it to the trackers."""
+
     use_tensorboard: bool = option(False, mutability="placement")
     """Also write metrics to TensorBoard event files; needs the extra `tensorboard`."""
 

@@ -3,15 +3,22 @@ on the next rows of the data set."""
 
 from __future__ import annotations
 
-from prefect import flow
+from prefect import State, flow
 
 from penstock.flows import tasks
 from penstock.flows.config import PostTrainConfig
+from penstock.flows.reporting.prefect_page import report_end
 from penstock.flows.runtime.session import Session
 
 
-@flow(name="sft", flow_run_name="{config.run.run}", validate_parameters=True)
-def sft(config: PostTrainConfig) -> None:
+@flow(
+    name="sft",
+    flow_run_name="{config.run.run}",
+    validate_parameters=True,
+    on_failure=[report_end],
+    on_crashed=[report_end],
+)
+def sft(config: PostTrainConfig) -> State[None]:
     """Fine-tune on demonstrations: prompts with responses, from --prompt-data.
 
     Args:
@@ -27,4 +34,5 @@ def sft(config: PostTrainConfig) -> None:
             tasks.train(session, demonstrations)
             for stage in due(r + 1):
                 stage(session, r + 1)
-        tasks.publish_results(session)
+        done = tasks.publish_results(session)
+    return done

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from prefect import State
+from prefect.states import Completed
+
 from penstock.flows.promotion import gate_of, promote_policy
 from penstock.flows.runtime.conversion import export_origin, import_model, run_conversion
 from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.engine_options import starting_weights
-from penstock.flows.runtime.prefect_api import publish_summary
 from penstock.flows.runtime.session import Session
 from penstock.flows.runtime.stage import stage
 from penstock.storage.errors import PromotionRefused
@@ -41,21 +43,41 @@ def convert(session: Session) -> CheckpointRef:
         auxiliary[path] = import_model(cluster, session.store, config, path)
         session.pin_model(name, path, auxiliary[path])
     start = starting_weights(session.config)
-    return session.pin_base_model(
-        start, auxiliary.get(start) or run_conversion(cluster, session.store, config, verify=True)
-    )
+    base = auxiliary.get(start) or run_conversion(cluster, session.store, config, verify=True)
+    session.set_stage_message(f"{start} is converted: {base.key}")
+    return session.pin_base_model(start, base)
 
 
-@stage("restore")
+def trained_policy(version: int) -> list[str]:
+    """Return the names of the stages of which one has given the trainer policy `version` (see `Stage.needs`)."""
+    return [f"train-{version - 1:06d}", "restore", "convert"]
+
+
+def published_policy(newest: int, oldest: int) -> list[str]:
+    """Return the names of the stages of which one has given the engines a policy version from `oldest` to `newest`."""
+    return [*(f"publish-{version:06d}" for version in range(newest, oldest - 1, -1)), *trained_policy(oldest)]
+
+
+def rollout_inputs(session: Session, rollout_id: int, *_: object) -> list[list[str]]:
+    """Return the names of the stages that a rollout needs: the rollout before, whose commit has the position in the
+    data, and the policy."""
+    oldest = max(0, rollout_id - session.config.run.staleness_limit)
+    return [[f"rollout-{rollout_id - 1:06d}"], published_policy(rollout_id, oldest)]
+
+
+@stage("restore", needs=lambda session: [["convert"]])
 def restore(session: Session) -> None:
     """Start the trainer with the run's latest policy version, unless all rounds are trained."""
     session.processes.materialize_fork()
     version = session.num_trained_rounds()
     if version < session.num_rounds:
         session.processes.restore_trainer_at(version)
+        session.set_stage_message(f"the trainer has policy version {version}")
+    else:
+        session.set_stage_message(f"all {session.num_rounds} rounds are trained: no trainer is needed")
 
 
-@stage("rollout-{rollout_id:06d}")
+@stage("rollout-{rollout_id:06d}", needs=rollout_inputs)
 def rollout(session: Session, rollout_id: int) -> RolloutRef:
     """Generate and grade the samples of round `rollout_id` with policy version `rollout_id`; with an older one, which
     the commit records, under --async-buffer-size, --update-weights-interval and --debug-rollout-only."""
@@ -77,7 +99,7 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
     return _rollout_ref(session, prefix, commit)
 
 
-@stage("rollout-{rollout_id:06d}")
+@stage("rollout-{rollout_id:06d}", needs=rollout_inputs)
 def take_rollout(session: Session, rollout_id: int, run_round: Callable[[int], Commit]) -> RolloutRef:
     """Commit the next groups of a `RolloutStream` as round `rollout_id` (--async-mode streaming)."""
     prefix = session.keys.rollout_prefix(rollout_id)
@@ -104,7 +126,7 @@ def rollout_context(
     )
 
 
-@stage("demonstrations-{rollout_id:06d}")
+@stage("demonstrations-{rollout_id:06d}", needs=lambda session, r: [[f"demonstrations-{r - 1:06d}"]])
 def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
     """Commit the demonstrations of round `rollout_id` from the data set (SFT). They take the place of a rollout."""
     from penstock.stages.rollout.resume_point import read_resume_point
@@ -122,7 +144,13 @@ def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
     return _rollout_ref(session, prefix, commit)
 
 
-@stage("train-{rollout.rollout_id:06d}", after_save=True)
+def train_inputs(session: Session, rollout: RolloutRef) -> list[list[str]]:
+    """Return the names of the stages that a round of training needs: samples, policy, and the end of its save."""
+    r = rollout.rollout_id
+    return [[f"rollout-{r:06d}", f"demonstrations-{r:06d}"], trained_policy(r), [f"checkpoint-{r:06d}"]]
+
+
+@stage("train-{rollout.rollout_id:06d}", needs=train_inputs, after_save=True)
 def train(session: Session, rollout: RolloutRef) -> StepRef:
     """Train one round on a committed rollout, after the previous round's checkpoint is saved."""
     from penstock.stages.train.restore import step_ref
@@ -134,7 +162,7 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
     return step_ref(session.keys, session.print_and_track(prefix, commit))
 
 
-@stage("publish-{version:06d}")
+@stage("publish-{version:06d}", needs=lambda session, version: [trained_policy(version)])
 def publish(session: Session, version: int) -> None:
     """Load policy `version` into every engine, unless no more rollouts are needed. With --async-mode streaming, the
     engines generate meanwhile."""
@@ -143,6 +171,10 @@ def publish(session: Session, version: int) -> None:
         session.processes.publish_in_flight(version)
     elif session.needs_rollout(version):
         session.processes.publish_weights(version)
+    else:
+        session.set_stage_message("no more rollouts are needed")
+        return
+    session.set_stage_message(f"the engines have policy version {session.processes.turns.sent}")
 
 
 def checkpoint(session: Session, version: int) -> None:
@@ -157,7 +189,7 @@ def checkpoint(session: Session, version: int) -> None:
         session.set_pending_checkpoint(save.submit(session, version))
 
 
-@stage("checkpoint-{version:06d}")
+@stage("checkpoint-{version:06d}", needs=lambda session, version: [trained_policy(version)])
 def save(session: Session, version: int) -> CheckpointRef:
     """Save policy `version` with its optimizer state, then remove old checkpoints."""
     prefix = session.keys.checkpoint_prefix(version)
@@ -175,7 +207,7 @@ def save(session: Session, version: int) -> CheckpointRef:
     return CheckpointRef(key=commit_key(prefix), uri=uri, format="torch_dist", policy_version=version)
 
 
-@stage("eval-{version:06d}-{name}")
+@stage("eval-{version:06d}-{name}", needs=lambda session, version, name: [published_policy(version, version)])
 def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     """Score policy `version` on the data set `name`: generate responses to its prompts, grade them, commit metrics."""
     from penstock.stages.eval.score import compute_eval_metrics
@@ -224,7 +256,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     )
 
 
-@stage("eval-{version:06d}")
+@stage("eval-{version:06d}", needs=lambda session, version: [published_policy(version, version)])
 def evaluate_all(session: Session, version: int) -> list[EvalRef]:
     """Score policy `version` on all data sets in parallel, so that a few long responses do not leave engines idle."""
     with session.processes.share_engines_at(version):
@@ -297,7 +329,7 @@ def evaluate_skipped(session: Session) -> None:
             evaluate(session, version)
 
 
-@stage("export-{version:06d}", after_save=True)
+@stage("export-{version:06d}", needs=lambda session, version: [[f"checkpoint-{version:06d}"]], after_save=True)
 def export(session: Session, version: int) -> CheckpointRef:
     """Export policy `version` as a Hugging Face directory."""
     from penstock.stages.convert.to_hf import export_hf
@@ -318,7 +350,12 @@ def export(session: Session, version: int) -> CheckpointRef:
     return CheckpointRef(key=commit_key(prefix), uri=uri, format="hf", policy_version=version)
 
 
-@stage("promote-{version:06d}")
+def evaluations_of(session: Session, version: int) -> list[list[str]]:
+    """Return the names of the stages that score policy `version`."""
+    return [[f"eval-{version:06d}-{name}"] for name, _ in session.config.eval.eval_prompt_data]
+
+
+@stage("promote-{version:06d}", needs=evaluations_of)
 def promote(session: Session, version: int) -> None:
     """Make policy `version` the champion of --promote-to if the conditions hold; otherwise show the numbers.
 
@@ -337,12 +374,12 @@ def promote(session: Session, version: int) -> None:
         raise PromotionRefused(text)
 
 
-def publish_results(session: Session) -> None:
-    """Print a table of the run's results and publish it as an artifact on the flow run's Prefect page."""
+def publish_results(session: Session) -> State[None]:
+    """Print a table of the run's results. Return the final state of the flow run, whose message says what this start
+    has done."""
     session.wait_for_checkpoint()
     session.track_costs()
-    table = "\n".join(f"| {title} | {text} |" for title, text in session.print_results().items())
-    publish_summary(f"| {session.keys.run} | |\n|---|---|\n{table}", session.display.note)
+    return Completed(message=session.print_results())
 
 
 def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], Any]]]:

@@ -173,6 +173,7 @@ class RunKeys:
         self.run = run
         self.prefix = f"runs/{run}"
         self.record = f"{self.prefix}/run.json"
+        self.report = f"{self.prefix}/report.html"  # of the last start that has ended
 
     def origin_key(self, role: str) -> str:
         """Return the key of the record that names the run's base, reference or teacher model (`role`, see ORIGINS)."""

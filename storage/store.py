@@ -275,7 +275,8 @@ class Store:
             return None
 
     def replace(self, key: str, data: bytes) -> None:
-        """Write `data` at `key`, replacing an existing file, atomically but without fsync. Used for leases."""
+        """Write `data` at `key`, replacing an existing file, atomically but without fsync. Used for leases and
+        reports."""
         if self.is_local:
             disk.replace(Path(self.path(key)), data)
         else:

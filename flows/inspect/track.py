@@ -22,7 +22,15 @@ from penstock.storage.store import Store
 from penstock.storage.tracking import tensorboard_uri, tracking_uri
 from penstock.storage.tracking.points import metric_points
 from penstock.storage.tracking.retell import deliver_all, read_committed
-from penstock.storage.tracking.tracker import Committed, Record, RunEnded, RunStarted, tracker_class
+from penstock.storage.tracking.tracker import (
+    Committed,
+    Record,
+    ReportWritten,
+    RunEnded,
+    RunStarted,
+    report_record_key,
+    tracker_class,
+)
 
 USAGE = """penstock track RUN ... --to mlflow|tensorboard|wandb [--tracking-uri URI] [--store URI ...]
 
@@ -141,7 +149,7 @@ def _tracking_uri(store: Store, record: dict[str, Any], to: str, given: dict[str
 
 
 def _records_of_run(store: Store, keys: RunKeys, record: dict[str, Any]) -> list[Record]:
-    """Return the records of a run: its configs, its commits and, unless a process drives it, its end."""
+    """Return the records of a run: its configs, its commits, its report and, unless a process drives it, its end."""
     commits = read_committed(store, keys)
     starts: list[Record] = []
     rounds = 0
@@ -152,6 +160,9 @@ def _records_of_run(store: Store, keys: RunKeys, record: dict[str, Any]) -> list
         rounds = config.run.num_rollout
     records = sorted([*starts, *commits], key=lambda record: record.at)
     records.sort(key=lambda record: record is not starts[0])  # a fork has commits that are older than its record
+    if report := store.read(keys.report):
+        written = store.modified(keys.report) or records[-1].at
+        records.append(ReportWritten(report_record_key(report), written, keys.report))
     if not describe_live_drivers(store, keys):
         steps = sum(record.commit.kind == "step" for record in commits)
         status = "FINISHED" if steps >= rounds else "FAILED"

@@ -247,6 +247,13 @@ def format_round_line(
     return Text("  ").join(Text.assemble((f"{label} ", "dim"), value) for label, value in parts)
 
 
+def describe_commit(commit: Commit, num_rounds: int) -> str:
+    """Return the line of a commit by itself: that of a step without the columns of its rollout."""
+    if commit.kind in ("rollout", "step"):
+        return format_round_line(commit, None, num_rounds).plain
+    return _EVENT_LINES[commit.kind](commit).strip()
+
+
 def format_sample_preview(rollout: Commit, width: int) -> list[Text]:
     """Return the samples with the highest and the lowest reward of a rollout's preview: `prompt -> response`.
 

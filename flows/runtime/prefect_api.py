@@ -214,22 +214,6 @@ def wait_for_api(note: Callable[[str], object] | None = None, patience_seconds: 
     return True
 
 
-def publish_summary(markdown: str, note: Callable[[str], object] | None = None) -> bool:
-    """Publish a Markdown table on the flow run's page. Return whether that worked; a failure does not fail the run."""
-    from httpx import HTTPError
-    from prefect.artifacts import create_markdown_artifact
-
-    if not wait_for_api(note):
-        return False
-    try:
-        create_markdown_artifact(markdown, key="summary", description="Results of the run")
-    except HTTPError as error:
-        if note:
-            note(f"the summary could not be written to the Prefect page ({type(error).__name__}: {error})")
-        return False
-    return True
-
-
 def restore_client_settings() -> None:
     """Restore Prefect's client settings after a flow. If the API does not answer, drop queued log lines and events."""
     from prefect.settings import PREFECT_API_URL

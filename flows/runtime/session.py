@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import signal
 import socket
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefect import get_run_logger
+from httpx import HTTPError
+from prefect import State, get_run_logger
 from prefect.exceptions import TerminationSignal
 from prefect.futures import PrefectFuture
-from prefect.runtime import flow_run
+from prefect.runtime import flow_run, task_run
 
 from penstock.engines import scratch
 from penstock.engines.local_ray import ClusterLost
@@ -23,7 +27,22 @@ from penstock.flows.config import PostTrainConfig, config_hash
 from penstock.flows.debug_options import gpu_flow
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.promotion import with_champion
-from penstock.flows.runtime.display import Display
+from penstock.flows.reporting.final_report import write_final_report
+from penstock.flows.reporting.prefect_page import (
+    RunArtifact,
+    crash_runs_of_killed_drivers,
+    keep_finished_lines_out_of_logs,
+    tag_flow_run,
+)
+from penstock.flows.reporting.progress import (
+    describe_progress,
+    evaluation_rewards,
+    reward_curve_svg,
+    run_page,
+    training_rewards,
+)
+from penstock.flows.reporting.system_metrics import SystemMetrics
+from penstock.flows.runtime.display import Display, describe_commit
 from penstock.flows.runtime.engine_options import device_counts
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE, logprob_gap_warning, zero_gradient_warning
 from penstock.flows.runtime.prefect_api import wait_for_api, with_password_hint
@@ -33,13 +52,14 @@ from penstock.flows.runtime.runs import code_version, keys_of_run, open_run, ope
 from penstock.flows.runtime.schedule import with_target_rounds
 from penstock.flows.runtime.signals import stop_on_sigterm
 from penstock.flows.trackers import tracked_run, tracking_uris
-from penstock.storage.commits import read_commits
+from penstock.storage.commits import committed_prefixes, read_commits
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.history.costs import compute_costs
 from penstock.storage.history.starts import Start, record_end, record_start
 from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.preemption import Preempted, StopRequest
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
+from penstock.storage.secrets import redact
 from penstock.storage.tracking import tracking_directory
 from penstock.storage.tracking.delivery import RunTracking
 
@@ -63,22 +83,31 @@ class Session:
         self.provenance: dict[str, Any] = {"config_hash": config_hash(config), "code_version": code_version()}
         self._stack = ExitStack()
         self._saving: PrefectFuture[Any] | None = None  # task of the checkpoint that is being saved
+        self.completed_stages: dict[str, State[Any]] = {}  # name of a task run of this flow run -> its final state
+        self.stage_messages: dict[uuid.UUID, str] = {}  # id of an active task run -> message of its final state
         uris = tracking_uris(self.store, config.run)
         self.display = Display(
             self.keys.run, flow, config, self.store.uri, uris[0], prefect_page=with_password_hint(flow_run.ui_url or "")
         )
+        record = read_existing_record(self.store, self.keys)
+        self._created_at = float(record["created_at"])
         self.tracker = RunTracking(
-            tracked_run(self.store, self.keys, read_existing_record(self.store, self.keys)),
+            tracked_run(self.store, self.keys, record),
             tracking_directory(self.store, self.keys.run),
             uris,
             config.model_dump(mode="json"),
         )
         self.tracker.record_missing_commits(self.store, self.keys)
+        self._started_at = time.time()
+        self._artifact = RunArtifact(self.keys.run, self.display.note)
+        self._final_commits: list[Commit] | None = None
+        self._open_prefect_page()
         trainer_devices, engine_devices, colocated = device_counts(flow, config)
         self._start = record_start(
             self.store,
             self.keys,
             Start(
+                at=self._started_at,
                 host=socket.gethostname(),
                 flow_run=flow_run.ui_url or str(flow_run.id or ""),
                 code_version=code_version(),
@@ -109,14 +138,49 @@ class Session:
             lease.release()
             raise
         self._entered.callback(lease.release)
+        self._lease_key = lease.key
         return keys
+
+    def _open_prefect_page(self) -> None:
+        """Tag the flow run, publish the run's artifact, and end the flow runs that killed drivers have left as running.
+        A failure is printed only."""
+        config = self.config
+        tags = [f"run:{self.keys.run}", f"model:{Path(config.convert.hf_checkpoint).name}"]
+        if config.run.generates_ahead:
+            tags.append(f"async:{config.run.async_mode}")
+        if config.train.loss_type == "policy_loss":
+            tags.append(f"algorithm:{config.train.advantage_estimator}")
+        keep_finished_lines_out_of_logs()
+        self._artifact.publish(self._describe_for_prefect("running", read_commits(self.store, self.keys)))
+        try:
+            tag_flow_run(uuid.UUID(flow_run.id), tags)
+            crash_runs_of_killed_drivers(self.store, self.keys, uuid.UUID(flow_run.id), own_lease=self._lease_key)
+        except HTTPError as error:
+            self.display.note(f"the flow run's tags or earlier flow runs are not updated ({type(error).__name__})")
+
+    def _describe_for_prefect(self, progress: str, commits: list[Commit], *, has_report: bool = False) -> str:
+        """Return the Markdown of the run's artifact."""
+        page = self.tracker.deliveries[0].page
+        links = {"MLflow": page or redact(self.display.tracking_uri), "store": self.store.uri}
+        if has_report:
+            links["report"] = self.store.path(self.keys.report)
+        rows = self.display.summary(commits)
+        svg = reward_curve_svg(training_rewards(commits), evaluation_rewards(commits))
+        return run_page(self.keys.run, progress, rows, links, svg)
 
     def __enter__(self) -> Session:
         self._entered.enter_context(stop_on_sigterm(self.stop, self.config.run.grace_period))
         self._entered.enter_context(
             self.display.forward_logs("penstock.engines", "penstock.stages", "penstock.storage")
         )
+        self._stack.enter_context(SystemMetrics(self._log_system_metrics, self.display.note))
         return self
+
+    def _log_system_metrics(self, metrics: dict[str, float]) -> None:
+        """Log metrics of the driver's node. Their step is the time since the run was created, in seconds, so that it
+        increases over all starts."""
+        seconds = int(time.time() - self._created_at)
+        self.tracker.enqueue_metrics(f"system-{self._start}-{seconds}", metrics, step=seconds)
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is not None and not issubclass(kind, Preempted):
@@ -126,6 +190,7 @@ class Session:
             end()
         self.display.close()
         self._record_end(kind)
+        has_report = self._write_report()
         self.tracker.close("FAILED" if kind else "FINISHED", timeout=5 if self.stop.requested else 30)
         for delivery in self.tracker.deliveries:
             if waiting := delivery.num_waiting():
@@ -134,7 +199,10 @@ class Session:
                     "the next start delivers them"
                 )
         patience = max(0.0, min(5.0, self.stop.seconds_left)) if self.stop.requested else None
-        wait_for_api(self.display.note, patience_seconds=patience)
+        if wait_for_api(self.display.note, patience_seconds=patience):
+            commits = self._final_commits or read_commits(self.store, self.keys)
+            progress = describe_progress(commits, self._started_at)
+            self._artifact.publish(self._describe_for_prefect(progress, commits, has_report=has_report))
         self._entered.close()
         if kind is not None and issubclass(kind, Preempted):
             raise TerminationSignal(signal.SIGTERM)  # Prefect marks the flow run as crashed or cancelled
@@ -146,6 +214,17 @@ class Session:
             record_end(self.store, self.keys, self._start, outcome)
         except (StoreError, OSError) as error:
             self.display.note(f"the end of this start is not recorded ({error}); its costs end with its last commit")
+
+    def _write_report(self) -> bool:
+        """Write the report of a run that has commits, with --report and unless a stop was requested, and give it to the
+        trackers. Return whether that worked."""
+        if not self.config.run.report or self.stop.requested or not committed_prefixes(self.store, self.keys):
+            return False
+        content = write_final_report(self.store, self.keys, self.display.note)
+        if content is not None:
+            self.tracker.record_report(self.keys.report, content)
+            self.display.note(f"report: {self.store.path(self.keys.report)}")
+        return content is not None
 
     # ---- progress of the run -----------------------------------------------------------------------------------------
 
@@ -187,11 +266,19 @@ class Session:
 
     def print_and_track(self, prefix: str, commit: Commit) -> Commit:
         """Print a commit and log it to the trackers, unless this commit was logged before. Return the commit."""
-        if self.tracker.record_commit(commit_key(prefix), commit) and (line := self.display.print_commit(commit)):
+        is_new = self.tracker.record_commit(commit_key(prefix), commit)
+        line = self.display.print_commit(commit) if is_new else ""
+        if line:
             get_run_logger().info(line.strip())  # for the Prefect page
             if commit.kind == "step":
                 self._warn_about_step(commit.index)
+        text = line or ("" if is_new else "committed before: ") + describe_commit(commit, self.num_rounds)
+        self.set_stage_message(text)
         return commit
+
+    def set_stage_message(self, text: str) -> None:
+        """Set the message of the current stage's final state, which says what the stage has done."""
+        self.stage_messages[uuid.UUID(task_run.id)] = " ".join(text.split())
 
     def _warn_about_step(self, rollout_id: int) -> None:
         """Print a warning if round `rollout_id` and the rounds just before it had zero gradients and, once per run, if
@@ -242,11 +329,11 @@ class Session:
         metrics = compute_costs(self.store, self.keys).metrics(self.config.run.price_per_device_hour)
         self.tracker.enqueue_metrics(f"cost-{self._start}", metrics, step=self.num_trained_rounds())
 
-    def print_results(self) -> dict[str, str]:
-        """Show and return the results of the whole run, including rounds before a resume: title -> text."""
-        commits = read_commits(self.store, self.keys)
+    def print_results(self) -> str:
+        """Print the results of the whole run, including rounds before a resume. Return what this start has done."""
+        self._final_commits = commits = read_commits(self.store, self.keys)
         self.display.print_summary(commits)
-        return self.display.summary(commits)
+        return describe_progress(commits, self._started_at)
 
     @property
     def local_directories(self) -> list[str]:

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from prefect import Task, task
+from prefect import State, Task, task
 from prefect.cache_policies import NO_CACHE
+from prefect.context import TaskRunContext
 from prefect.futures import PrefectFuture
+from prefect.states import Completed
 from prefect.tasks import exponential_backoff
+from prefect.utilities.annotations import quote
 
 from penstock.flows.runtime.disk_space import retry_while_disk_full
 from penstock.flows.runtime.session import Session
 from penstock.storage.errors import StoreFull
 
 RETRY_DELAY_SECONDS = 2
+Needs = Callable[..., Iterable[Sequence[str]]]
 
 
-def stage(name: str, *, after_save: bool = False) -> Callable[[Callable[..., Any]], Stage]:
+def stage(name: str, *, needs: Needs | None = None, after_save: bool = False) -> Callable[[Callable[..., Any]], Stage]:
     """Return a decorator that turns a function, whose first argument is the session, into a stage.
 
     Args:
         name: name of the task run, a format string over the function's arguments.
+        needs: function of the same arguments that returns which stages' results this one uses, for the arrows on the
+            Prefect page: for each input the names of task runs, of which the first that this flow run has completed
+            counts.
         after_save: if a checkpoint is being saved in another thread, wait for its commit before the start.
     """
-    return functools.partial(Stage, name, after_save=after_save)
+    return functools.partial(Stage, name, needs=needs, after_save=after_save)
 
 
 class Stage:
@@ -36,20 +43,30 @@ class Stage:
     which policy version the trainer and the engines have.
     """
 
-    def __init__(self, name: str, body: Callable[..., Any], *, after_save: bool = False) -> None:
+    def __init__(
+        self, name: str, body: Callable[..., Any], *, needs: Needs | None = None, after_save: bool = False
+    ) -> None:
         self.body = body
+        self.needs = needs
         self.after_save = after_save
         functools.update_wrapper(self, body)
 
         @functools.wraps(body)
         def attempt(session: Session, *args: Any) -> Any:
             try:
-                return retry_while_disk_full(
+                result = retry_while_disk_full(
                     lambda: body(session, *args), session.local_directories, session.stop, session.display.note
                 )
             except BaseException as error:
                 session.report_failure(body.__name__, error)
                 raise
+            context = TaskRunContext.get()
+            assert context is not None
+            task_run = context.task_run
+            # Prefect completes this object with the id of the task run
+            state: State[Any] = Completed(message=session.stage_messages.pop(task_run.id, None), data=result)
+            session.completed_stages[task_run.name] = state
+            return state
 
         self._task: Task[..., Any] = task(
             name=body.__name__,
@@ -64,14 +81,21 @@ class Stage:
 
     def __call__(self, session: Session, *args: Any) -> Any:
         """Run the stage in this thread, with up to --stage-retries retries."""
-        return self._wait_and_configure_task(session)(session, *args)
+        task, states = self._wait_and_configure_task(session, *args)
+        return task(session, *map(quote, args), wait_for=states, return_state=True).result()
 
     def submit(self, session: Session, *args: Any) -> PrefectFuture[Any]:
         """Run the stage in another thread."""
-        return self._wait_and_configure_task(session).submit(session, *args)
+        task, states = self._wait_and_configure_task(session, *args)
+        return task.submit(session, *map(quote, args), wait_for=states)
 
-    def _wait_and_configure_task(self, session: Session) -> Task[..., Any]:
+    def _wait_and_configure_task(self, session: Session, *args: Any) -> tuple[Task[..., Any], list[State[Any]]]:
+        """Return the task and the states of the stages whose results it uses. The arguments are quoted: otherwise
+        Prefect would draw arrows from earlier task runs with equal strings in their results."""
         session.stop.raise_if_requested()
         if self.after_save:
             session.wait_for_checkpoint()
-        return self._task.with_options(retries=session.config.run.stage_retries)
+        completed = session.completed_stages
+        inputs = self.needs(session, *args) if self.needs else ()
+        states = [state for names in inputs if (state := next(filter(None, map(completed.get, names)), None))]
+        return self._task.with_options(retries=session.config.run.stage_retries), states

@@ -26,6 +26,7 @@ from penstock.storage.tracking.tracker import (
     TrackedRun,
     Tracker,
     parse_record,
+    report_record_key,
     tracker_class,
     tracker_suffix,
 )
@@ -84,6 +85,11 @@ class RunTracking:
         """Append metrics that are not part of a commit to the outbox. Return False if the outbox already contains
         `key`, which must be unique in the run."""
         return self._append(key, {"type": "metrics", "at": time.time(), "step": step, "metrics": metrics})
+
+    def record_report(self, store_key: str, content: bytes) -> bool:
+        """Append the report of the run to the outbox, which is at `store_key`. Return False if it was appended before
+        with the same content."""
+        return self._append(report_record_key(content), {"type": "report", "at": time.time(), "store_key": store_key})
 
     def close(self, status: str = "FINISHED", timeout: float = 10.0) -> int:
         """Append the end of the run to the outbox, and deliver waiting records for at most `timeout` seconds.

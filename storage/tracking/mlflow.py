@@ -20,7 +20,7 @@ from penstock.storage.refs import Commit
 from penstock.storage.secrets import redact_url
 from penstock.storage.tracking.lineage import Lineage, eval_name_from_key
 from penstock.storage.tracking.points import MetricPoint, flatten_config, metric_points
-from penstock.storage.tracking.tracker import Committed, Record, RunEnded, RunStarted, TrackedRun
+from penstock.storage.tracking.tracker import Committed, Record, ReportWritten, RunEnded, RunStarted, TrackedRun
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -85,6 +85,9 @@ class MlflowTracker:
                     self._log_start(record)
                 case Committed():
                     self._log_commit(record.key, record.commit, lineage)
+                case ReportWritten():
+                    if content := self.run.read_file(record.store_key):
+                        self.client.log_text(self._find_or_create_main_run(record.at), content.decode(), "report.html")
             points += _to_mlflow(metric_points(record))
         main_run = self._find_or_create_main_run(records[0].at)
         for chunk in _chunks(points, _MAX_METRICS):

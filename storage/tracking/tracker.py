@@ -7,8 +7,8 @@ secrets are the same for all trackers (delivery.py).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
@@ -32,6 +32,8 @@ class TrackedRun:
     experiment: str = "penstock"
     run_id: str = ""  # `id` in run.json; "" for runs of early releases, which have none
     recorded_store: str = ""  # the URI of the store when the run was created
+    # key -> content of a file of the store, or None if it does not exist
+    read_file: Callable[[str], bytes | None] = field(default=lambda key: None, compare=False, repr=False)
 
     @property
     def identity(self) -> str:
@@ -79,6 +81,15 @@ class Committed:
 
 
 @dataclass(frozen=True)
+class ReportWritten:
+    """The HTML report of the run was written to the store."""
+
+    key: str  # contains a hash of the report
+    at: float
+    store_key: str  # see `TrackedRun.read_file`; a later report has replaced it, or it was deleted, if the hash differs
+
+
+@dataclass(frozen=True)
 class RunEnded:
     """The run ended; `status` is FINISHED or FAILED."""
 
@@ -87,7 +98,7 @@ class RunEnded:
     status: str
 
 
-Record = RunStarted | MetricsLogged | Committed | RunEnded
+Record = RunStarted | MetricsLogged | Committed | ReportWritten | RunEnded
 
 
 def parse_record(line: dict[str, Any]) -> Record:
@@ -100,9 +111,16 @@ def parse_record(line: dict[str, Any]) -> Record:
         case "commit":
             commit = Commit.model_validate(line["commit"])
             return Committed(line["key"], commit.created_at, commit)
+        case "report":
+            return ReportWritten(line["key"], line["at"], line["store_key"])
         case "end":
             return RunEnded(line["key"], line["at"], line["status"])
     raise ValueError(f"outbox line {line['key']} has the unknown type {line['type']!r}")
+
+
+def report_record_key(content: bytes) -> str:
+    """Return the key of the record of a report, the same for `penstock track`."""
+    return f"report-{hashlib.sha256(content).hexdigest()[:16]}"
 
 
 class Tracker(Protocol):

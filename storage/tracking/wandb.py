@@ -23,7 +23,15 @@ from urllib.parse import parse_qsl
 from penstock.storage.secrets import register_secret
 from penstock.storage.tracking.lineage import Lineage
 from penstock.storage.tracking.points import flatten_config, metric_points
-from penstock.storage.tracking.tracker import Committed, MetricsLogged, Record, RunEnded, RunStarted, TrackedRun
+from penstock.storage.tracking.tracker import (
+    Committed,
+    MetricsLogged,
+    Record,
+    ReportWritten,
+    RunEnded,
+    RunStarted,
+    TrackedRun,
+)
 
 RECORD, STEP = "penstock/record", "penstock/step"  # columns of every row
 _FINISH_TIMEOUT = 20.0  # seconds; W&B would wait for a lost server without limit, also when the process ends
@@ -98,6 +106,10 @@ class WandbTracker:
             self._client.config.update(self._config, allow_val_change=True)
         row: dict[str, Any] = {point.name: point.value for point in metric_points(record)}
         match record:
+            case ReportWritten() if content := self.run.read_file(record.store_key):
+                import wandb
+
+                row["report"] = wandb.Html(content.decode(), inject=False)
             case Committed():
                 row[STEP] = record.commit.index
             case MetricsLogged():

@@ -110,13 +110,17 @@ class World:
 
     def flow_states(self) -> list[str]:
         """Return the states of all flow runs on the Prefect server, the oldest first."""
+        return [run["state_name"] for run in self.ask_prefect("flow_runs", sort="START_TIME_ASC")]
+
+    def ask_prefect(self, kind: str, **query: Any) -> list[dict[str, Any]]:
+        """Return the flow runs or task runs (`kind`) on the Prefect server that match a query."""
         request = urllib.request.Request(
-            f"{self.environment['PREFECT_API_URL']}/flow_runs/filter",
-            data=json.dumps({"sort": "START_TIME_ASC"}).encode(),
+            f"{self.environment['PREFECT_API_URL']}/{kind}/filter",
+            data=json.dumps(query).encode(),
             headers={"Content-Type": "application/json"},
         )
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
-            return [run["state_name"] for run in json.load(answer)]
+            return json.load(answer)
 
     def start_mlflow(self) -> None:
         """Start the MLflow server of all runs, again at the same address after a kill."""

@@ -3,6 +3,7 @@ flight. matrix.py with `--mode` does all targets, boundaries and stores."""
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from harness import MODES, Pipeline, World, points_of, tiny_flags
 from matrix import ROUNDS, kill_at, one_run, verdict
 from soak import soak
 
+from penstock.storage.history.costs import compute_costs
+from penstock.storage.history.starts import read_starts
 from penstock.storage.refs import Commit
 from penstock.storage.samples.shards import read_samples
 
@@ -51,12 +54,63 @@ def check_overlap(pipeline: Pipeline, mode: str, rounds: int) -> None:
 def test_killed_asynchronous_run_trains_each_sample_once(
     world: World, mode: str, point: str, target: str, num_starts: int
 ) -> None:
+    world.start_prefect()
     pipeline = async_pipeline(world, mode, SHORT)
     [kill] = kill_at(pipeline, [(point, target)])
     assert kill["num_killed"] and pipeline.num_starts == num_starts
     results = verdict(pipeline, mode)
     assert results["replayed_rounds"] == SHORT and results["num_samples"] == SHORT * 8 * 4
     check_overlap(pipeline, mode, SHORT)
+    check_prefect_pages(world, num_starts)
+    check_costs(world, pipeline)
+
+
+def check_costs(world: World, pipeline: Pipeline) -> None:
+    """Check that stages and idle time of each device add up to the time of the drivers, and that this time and that of
+    the trainer's stages agree with what Prefect has measured."""
+    costs = compute_costs(pipeline.store, pipeline.keys)
+    assert {"trainer", "engines"} == set(costs.device_seconds)
+    for devices, stages in costs.device_seconds.items():
+        wall = costs.num_devices[devices] * costs.wall_seconds
+        assert abs(sum(stages.values()) - wall) <= 0.02 * wall and min(stages.values()) >= 0
+    last = next(run for run in world.ask_prefect("flow_runs", sort="START_TIME_DESC") if "replay" not in run["name"])
+    tasks = world.ask_prefect("task_runs", flow_runs={"id": {"any_": [last["id"]]}})
+    start, end = read_starts(pipeline.store, pipeline.keys)[-1]
+    assert end is not None
+    at = {name: datetime.fromisoformat(last[name]).timestamp() for name in ("start_time", "end_time")}
+    times = [datetime.fromisoformat(task[name]).timestamp() for task in tasks for name in ("start_time", "end_time")]
+    assert at["start_time"] <= start.at <= min(times) and max(times) <= end.at <= at["end_time"]
+    trained = [f"train-{r:06d}" for r in range(SHORT) if _step(pipeline, r).created_at > start.at]
+    measured = sum(task["total_run_time"] for task in tasks if task["name"] in trained)
+    committed = sum(sum(_step(pipeline, int(name[-6:])).seconds.values()) for name in trained)
+    assert 0 < committed <= measured
+
+
+def _step(pipeline: Pipeline, rollout_id: int) -> Commit:
+    commit = pipeline.store.committed(pipeline.keys.step_prefix(rollout_id))
+    assert commit is not None
+    return commit
+
+
+def check_prefect_pages(world: World, num_starts: int) -> None:
+    """Check that no flow run or task run is left as running, that final states say what was done, and that the arrows
+    connect all stages of a start."""
+    flow_runs = world.ask_prefect("flow_runs", sort="START_TIME_ASC")
+    *killed, last = [run for run in flow_runs if run["name"] != "replay" and "replay-" not in run["name"]]
+    assert len(killed) == num_starts - 1
+    for run in killed:
+        assert run["state_name"] == "Crashed" and last["id"] in run["state"]["message"], run["state"]
+    assert last["state_name"] == "Completed" and f"to {SHORT}" in last["state"]["message"], last["state"]
+    for run in (*killed, last):
+        tasks = world.ask_prefect("task_runs", flow_runs={"id": {"any_": [run["id"]]}})
+        assert {task["state_type"] for task in tasks} <= {"COMPLETED", "CRASHED", "FAILED"}
+        assert all(task["state"]["message"] for task in tasks if task["state_type"] == "COMPLETED")
+        inputs = {t["id"]: {i["id"] for group in t["task_inputs"].values() for i in group} for t in tasks}
+        [first] = [task for task, needed in inputs.items() if not needed]
+        reached = {first}
+        while more := {task for task, needed in inputs.items() if needed & reached} - reached:
+            reached |= more
+        assert reached == set(inputs), [task["name"] for task in tasks if task["id"] not in reached]
 
 
 @pytest.mark.full

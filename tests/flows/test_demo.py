@@ -6,6 +6,8 @@ import pytest
 from mlflow import MlflowClient
 from penstock_command import penstock
 
+from penstock.storage.history.costs import compute_costs
+from penstock.storage.history.starts import read_starts
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
 
@@ -59,6 +61,21 @@ def test_each_metric_has_one_point_a_step(finished: tuple[Store, str]) -> None:
     names = {key for _, key, _, _ in points}
     assert {"perf/rollout_time", "eval/heldout/perf/rollout_time", "perf/update_weights_time"} <= names
     assert [point for point in points if point[3] > 1 and not point[1].startswith("system/")] == []
+
+
+def test_stages_and_idle_time_of_each_device_add_up_to_the_wall_time(finished: tuple[Store, str]) -> None:
+    store, _ = finished
+    keys = RunKeys("demo-grpo-seed0")
+    costs = compute_costs(store, keys)
+    [(start, end)] = read_starts(store, keys)
+    assert end is not None and costs.wall_seconds == pytest.approx(end.at - start.at)
+    assert store.committed(keys.export_prefix(ROUNDS)).created_at <= end.at
+    for devices, stages in costs.device_seconds.items():
+        assert sum(stages.values()) == pytest.approx(costs.num_devices[devices] * costs.wall_seconds, rel=0.02)
+    rounds = [commits(store, f"{keys.prefix}/{kind}") for kind in ("rollouts", "steps")]
+    rollout, training = (sum(sum(commit.seconds.values()) for commit in kind) for kind in rounds)
+    assert costs.device_seconds["engines"]["rollout"] == pytest.approx(rollout, rel=0.02)
+    assert costs.device_seconds["trainer"]["training"] == pytest.approx(training, rel=0.02)
 
 
 def test_terminal_shows_rounds_and_results(finished: tuple[Store, str]) -> None:

@@ -1,0 +1,1 @@
+"""What a run reports about itself while it runs and at its end: its Prefect pages and its HTML report."""
