@@ -20,7 +20,8 @@ _WANDB_HOST = "https://api.wandb.ai"
 def tracked_run(store: Store, keys: RunKeys, record: dict[str, Any]) -> TrackedRun:
     """Return the identity of a run in its trackers. `record` is the run's record (run.json)."""
     recorded_store = str(record["config"].get("run", {}).get("store") or "")
-    return TrackedRun(keys.run, store.uri, run_id=str(record.get("id") or ""), recorded_store=recorded_store)
+    id = str(record.get("id") or "")
+    return TrackedRun(keys.run, store.uri, run_id=id, recorded_store=recorded_store, store=store)
 
 
 def tracking_uris(store: Store, run: RunConfig) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from penstock.flows.config import flag_of_field, validate_config
@@ -101,15 +102,20 @@ def retell_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> i
 
 
 def _runs(store: Store, names: Sequence[str], *, all_runs: bool) -> list[str]:
-    """Return the names of the runs to send. Raises OptionError if there are none, or names as well as --all."""
+    """Return the names of the runs to send, the oldest first, so that a tracker has a run before its forks. Raises
+    OptionError if there are none, or names as well as --all."""
     if all_runs == bool(names):
         raise OptionError("penstock track needs the names of runs, or --all instead; `penstock runs` lists them")
     if names:
-        return [check_run_name(name) for name in names]
+        return sorted(map(check_run_name, names), key=partial(_created_at, store))
     runs = [name for name in store.list("runs") if not is_removed(store, RunKeys(name))]
     if not runs:
         raise RunError(f"store {store.uri} has no runs: give --store")
-    return runs
+    return sorted(runs, key=partial(_created_at, store))
+
+
+def _created_at(store: Store, name: str) -> float:
+    return float((store.read_json(RunKeys(name).record) or {}).get("created_at", 0.0))
 
 
 def _split_tracker_options(argv: Sequence[str], to: str) -> tuple[list[str], dict[str, Any]]:

@@ -36,7 +36,7 @@ from penstock.flows.trackers import tracked_run, tracking_uris
 from penstock.storage.commits import read_commits
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.history.costs import compute_costs
-from penstock.storage.history.starts import Start, record_end, record_start
+from penstock.storage.history.starts import Start, login_name, record_end, record_start
 from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.preemption import Preempted, StopRequest
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
@@ -80,6 +80,7 @@ class Session:
             self.keys,
             Start(
                 host=socket.gethostname(),
+                user=login_name(),
                 flow_run=flow_run.ui_url or str(flow_run.id or ""),
                 code_version=code_version(),
                 trainer_devices=trainer_devices,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
 from penstock.storage.refs import Commit
+from penstock.storage.store import Store
 from penstock.storage.tracking.lineage import Lineage
 
 # Scheme of the tracking URI -> module:class. All other schemes (http, sqlite, databricks, ...) belong to MLflow.
@@ -20,7 +21,7 @@ TRACKERS: dict[str, str] = {
     "tensorboard": "penstock.storage.tracking.tensorboard:TensorBoardTracker",
     "wandb": "penstock.storage.tracking.wandb:WandbTracker",
 }
-_DEFAULT = "penstock.storage.tracking.mlflow:MlflowTracker"
+_DEFAULT = "penstock.storage.tracking.mlflow.tracker:MlflowTracker"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class TrackedRun:
     experiment: str = "penstock"
     run_id: str = ""  # `id` in run.json; "" for runs of early releases, which have none
     recorded_store: str = ""  # the URI of the store when the run was created
+    # For what trackers show of the run's files and records besides its commits; None: only the commits are shown.
+    store: Store | None = field(default=None, repr=False, compare=False)
+    num_traces: int = 0  # samples of each round that MLflow shows as traces
 
     @property
     def identity(self) -> str:
