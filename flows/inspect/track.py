@@ -34,6 +34,8 @@ USAGE = """penstock track RUN ... --to mlflow|tensorboard|wandb [--tracking-uri 
   --to TRACKER         mlflow, tensorboard or wandb
   --tracking-uri URI   with --to mlflow: server or database; default: as recorded by the run, see docs/tracking.md
   --all                all runs in the store, instead of RUN
+  --mlflow-trace-samples N
+                       with --to mlflow: samples of each round that are sent as traces
   --tb-dir, --wandb-project, --wandb-team, --wandb-group, --wandb-mode, --wandb-dir, --wandb-host, --wandb-key
                        as in penstock train; default: as recorded by the run"""
 
@@ -80,7 +82,8 @@ def retell_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> i
         raise RunError(f"run {keys.run!r} is driven by {drivers[0]}, and W&B accepts one writer: wait until it ends")
     records = _records_of_run(store, keys, record)
     uri = _tracking_uri(store, record, to, given)
-    run = tracked_run(store, keys, record)
+    num_traces = given.get("mlflow_trace_samples")  # validated by `_tracking_uri`
+    run = tracked_run(store, keys, record, None if num_traces is None else int(num_traces))
     cls = tracker_class(uri)
     try:
         tracker = cls(uri, run)

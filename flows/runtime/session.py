@@ -68,7 +68,12 @@ class Session:
             self.keys.run, flow, config, self.store.uri, uris[0], prefect_page=with_password_hint(flow_run.ui_url or "")
         )
         self.tracker = RunTracking(
-            tracked_run(self.store, self.keys, read_existing_record(self.store, self.keys)),
+            tracked_run(
+                self.store,
+                self.keys,
+                read_existing_record(self.store, self.keys),
+                config.run.mlflow_trace_samples,
+            ),
             tracking_directory(self.store, self.keys.run),
             uris,
             config.model_dump(mode="json"),

@@ -21,8 +21,10 @@ from penstock.storage.tracking.mlflow.datasets import (
 )
 from penstock.storage.tracking.mlflow.links import Link
 from penstock.storage.tracking.mlflow.models import MlflowModels
+from penstock.storage.tracking.mlflow.registry import MlflowRegistry
 from penstock.storage.tracking.mlflow.run_page import RunPage
 from penstock.storage.tracking.mlflow.runs import MlflowRuns
+from penstock.storage.tracking.mlflow.traces import MlflowTraces
 from penstock.storage.tracking.mlflow.values import MAX_DATASETS, MAX_METRICS, MAX_PARAMS, chunks, to_mlflow
 from penstock.storage.tracking.points import metric_points
 from penstock.storage.tracking.tracker import Committed
@@ -48,6 +50,8 @@ class MlflowCommits:
         self.runs = runs
         self.models = models
         self.run_page = run_page
+        self.registry = MlflowRegistry(runs, models)
+        self.traces = MlflowTraces(runs)
         self._previews: dict[str, Rows] = {}  # prompt file -> its first rows
 
     def log(self, main_run: str, key: str, commit: Commit, lineage: Lineage) -> list[DatasetInput]:
@@ -77,6 +81,8 @@ class MlflowCommits:
         self.client.log_text(child, text, "commit.json")
         self.runs.add_links(child, links)
         self.client.set_terminated(child, "FINISHED", int(commit.created_at * 1000))
+        if commit.kind in ("checkpoint", "eval"):
+            self.registry.register_evaluated(commit.policy_version, commit.created_at, lineage)
         return []
 
     # ---- kinds of commits --------------------------------------------------------------------------------------------
@@ -89,7 +95,11 @@ class MlflowCommits:
         listed = [f"samples/{index:06d}.json" for index in sorted(lineage.rounds_with_samples())]
         self._log_tables(main_run, previews, listed)
         if commit.files:
-            inputs.append(dataset_input(shards_dataset(key, commit, self.runs.run.store_uri), "rollout", commit))
+            shards = shards_dataset(key, commit, self.runs.run.store_uri)
+            inputs.append(dataset_input(shards, "rollout", commit))
+            checkpoint = lineage.latest_checkpoint(commit.policy_version, commit.created_at)
+            model = self.models.of_commit(*checkpoint) if checkpoint else self.run_page.base_model
+            self.traces.log_round(main_run, commit, shards.name, model)
         return inputs
 
     def _log_checkpoint(self, main_run: str, child: str, key: str, commit: Commit, lineage: Lineage) -> list[Link]:

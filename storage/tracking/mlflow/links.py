@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
-_TAG = "penstock.link."
+_TAG = "mlflow.penstock.link."  # MLflow does not list tags that begin with "mlflow."
 _HEADING = "#### Links"
 _MAX_LINKS = 25  # of one role in the description, the newest by title; MLflow's limit is 8,000 characters
 

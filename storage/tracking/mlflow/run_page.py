@@ -145,13 +145,5 @@ class RunPage:
 
 def _describe(run: TrackedRun, record: dict[str, Any]) -> str:
     """Return the description of a run, as Markdown."""
-    config = record["config"]
-    prompts = config.get("rollout", {}).get("prompt_data") or []
-    lines = [
-        f"Run `{run.name}` of `penstock {record['flow']}`, Penstock {record.get('code_version', '')}",
-        f"model: `{config.get('convert', {}).get('hf_checkpoint', '')}`",
-        f"prompts: {', '.join(f'`{path}`' for path in prompts) or 'none'}",
-        f"store: `{run.store_uri}`",
-        f"more: `penstock lineage {run.name}`, `penstock report {run.name}`",
-    ]
-    return "\n".join(f"- {line}" for line in lines)
+    command = f"`penstock {record['flow']}` with Penstock {record.get('code_version', '')}"
+    return f"{command}, store `{run.store_uri}`; more: `penstock lineage {run.name}`, `penstock report {run.name}`"

@@ -95,8 +95,14 @@ class MlflowTracker:
         if ends:
             self.run_page.log_origins(main_run, lineage)
             self.run_page.update(main_run)
+            self.commits.registry.update_models_of_run()
             if records[-1] is ends[-1]:  # otherwise a start follows the end: the run was resumed
                 self.client.set_terminated(main_run, ends[-1].status, int(ends[-1].at * 1000))
+
+    def update_registry(self, model: str) -> None:
+        """Derive versions and aliases of a registered model from the decisions in the store, if MLflow has the run."""
+        if self.runs.find_main_run(self.run):
+            self.commits.registry.update_model(model)
 
     def is_permanent_refusal(self, error: Exception) -> bool:
         """Return whether `error`, raised by `deliver`, means that MLflow would refuse the same record again."""
