@@ -53,6 +53,7 @@ class MlflowCommits:
         self.registry = MlflowRegistry(runs, models)
         self.traces = MlflowTraces(runs)
         self._previews: dict[str, Rows] = {}  # prompt file -> its first rows
+        self._logged_tables: set[tuple[str, str]] = set()  # MLflow run and artifact path
 
     def log(self, main_run: str, key: str, commit: Commit, lineage: Lineage) -> list[DatasetInput]:
         """Log a commit, except for what the caller logs in the main run together with that of other commits: its
@@ -165,11 +166,12 @@ class MlflowCommits:
         self._log_output(child, model, commit.index)
         self._log_output(main_run, model, commit.index)
         name = f"{self.runs.run.name}/{lineage.child_run_name(key, commit)}"
-        links = [Link("made by", name, self.runs.url("runs", child)), self._main_link(main_run)]
+        here = self.runs.url("runs", child)
+        links = [Link("made by", name, here), self._main_link(main_run)]
         checkpoint = self._policy(commit.policy_version, lineage)
         if checkpoint:
             self.client.log_inputs(child, models=[LoggedModelInput(checkpoint.model_id)])
-            self.models.add_links(checkpoint, [self.models.link("exported as", model)])
+            self.models.add_links(checkpoint, [self.models.link("exported as", model), Link("exported in", name, here)])
             links.append(self.models.link("exported from", checkpoint))
         self.models.add_links(model, links)
         return [self.models.link("output", model), *([self.models.link("input", checkpoint)] if checkpoint else [])]
@@ -199,7 +201,9 @@ class MlflowCommits:
         `log_table` is not used, since it would append to an existing table.
         """
         for path, rows in tables.items():
-            self.client.log_text(run_id, preview_table(rows), path)
+            if (run_id, path) not in self._logged_tables:
+                self.client.log_text(run_id, preview_table(rows), path)
+                self._logged_tables.add((run_id, path))
         if tables:
             paths = list(dict.fromkeys([*tables, *listed[-_MAX_TABLES:]]))
             text = json.dumps([{"path": path, "type": "table"} for path in sorted(paths)])

@@ -7,6 +7,7 @@ of the decisions, in their order, and both aliases follow the last decision.
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from penstock.storage.refs import Commit, commit_key
@@ -90,9 +91,11 @@ class MlflowRegistry:
             self._find_or_create(name, policy.name, self.models.of_commit(policy.checkpoint, commit), text)
 
     def _find_or_create(self, name: str, policy: str, model: LoggedModel, text: str) -> ModelVersion:
-        """Return the version of a policy, with the description `text`. It is created if missing."""
+        """Return the version of a policy, with a description: `text` and a link to the logged model. It is created if
+        missing."""
         from mlflow.exceptions import MlflowException
 
+        text = f"{text}\n\nCheckpoint: [{model.name}]({self.runs.url('models', model.model_id)})"
         if name not in self._versions:
             try:
                 self.client.create_registered_model(name, {"penstock.store": self.runs.run.store_uri})
@@ -106,18 +109,29 @@ class MlflowRegistry:
             versions[policy] = self.client.create_model_version(
                 name,
                 model.artifact_location,  # `models:/ID` would be searched in the process's default tracking URI
-                model.source_run_id,
+                model.source_run_id or self.runs.main_run_id,  # without it, MLflow would search there, too
                 {_POLICY: policy},
                 description=text,
                 await_creation_for=0,
                 model_id=model.model_id,
             )
-        elif text and versions[policy].description != text:
+            self._list_version(model, versions[policy])
+        elif versions[policy].description != text:
             versions[policy] = self.client.update_model_version(name, versions[policy].version, text)
         return versions[policy]
 
+    def _list_version(self, model: LoggedModel, version: ModelVersion) -> None:
+        """List a version on the page of the logged model, as MLflow's server does."""
+        from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
+
+        tags = self.client.get_logged_model(model.model_id).tags
+        entries = json.loads(tags.get(MLFLOW_MODEL_VERSIONS, "[]"))
+        if version.name not in [entry["name"] for entry in entries]:
+            entries.append({"name": version.name, "version": version.version})
+            self.client.set_logged_model_tags(model.model_id, {MLFLOW_MODEL_VERSIONS: json.dumps(entries)})
+
     def _set_alias(self, name: str, alias: str, version: ModelVersion) -> None:
-        if self.client.get_registered_model(name).aliases.get(alias) != str(version.version):
+        if str(self.client.get_registered_model(name).aliases.get(alias)) != str(version.version):
             self.client.set_registered_model_alias(name, alias, str(version.version))
 
 
