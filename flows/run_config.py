@@ -63,6 +63,9 @@ class RunConfig(StageConfig):
     mlflow_tracking_uri: str | None = option(None, mutability="placement", secret=True)
     """MLflow server or database; default MLFLOW_TRACKING_URI, else an SQLite file in the store."""
 
+    mlflow_trace_samples: int = option(4, mutability="placement", ge=0)
+    """Number of samples of each round that MLflow shows as traces: turns, tool calls and parts of the reward."""
+
     price_per_device_hour: float | None = option(None, mutability="placement", ge=0)
     """Price of one GPU (without GPUs: of one process) for one hour, in any currency. MLflow then shows what the run has
     cost."""

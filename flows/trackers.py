@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import netrc
 import os
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.flows.run_config import RunConfig
 from penstock.storage.errors import OptionError
 from penstock.storage.refs import RunKeys
+from penstock.storage.secrets import redact
 from penstock.storage.store import Store
 from penstock.storage.tracking import check_package, tensorboard_uri, tracking_uri, wandb_uri
 from penstock.storage.tracking.tracker import TrackedRun
@@ -17,11 +19,26 @@ from penstock.storage.tracking.tracker import TrackedRun
 _WANDB_HOST = "https://api.wandb.ai"
 
 
-def tracked_run(store: Store, keys: RunKeys, record: dict[str, Any]) -> TrackedRun:
-    """Return the identity of a run in its trackers. `record` is the run's record (run.json)."""
-    recorded_store = str(record["config"].get("run", {}).get("store") or "")
-    run_id = str(record.get("id") or "")
-    return TrackedRun(keys.run, store.uri, run_id=run_id, recorded_store=recorded_store, read_file=store.read)
+def tracked_run(store: Store, keys: RunKeys, record: dict[str, Any], num_traces: int | None = None) -> TrackedRun:
+    """Return a run as its trackers identify and show it.
+
+    Args:
+        store: of the run.
+        keys: of the run.
+        record: of the run (run.json).
+        num_traces: samples of each round that MLflow shows as traces; default: as recorded by the run.
+    """
+    recorded = record["config"].get("run", {})
+    if num_traces is None:
+        num_traces = recorded.get("mlflow_trace_samples", RunConfig().mlflow_trace_samples)
+    return TrackedRun(
+        keys.run,
+        store.uri,
+        run_id=str(record.get("id") or ""),
+        recorded_store=str(recorded.get("store") or ""),
+        store=store,
+        num_traces=num_traces,
+    )
 
 
 def tracking_uris(store: Store, run: RunConfig) -> list[str]:
@@ -40,6 +57,33 @@ def wandb_uri_of_run(store: Store, run: RunConfig) -> str:
     options |= {"mode": run.wandb_mode, "dir": run.wandb_dir, "host": run.wandb_host}
     key = run.wandb_key if run.wandb_mode == "online" else None
     return wandb_uri(store, {**options, "key": key})
+
+
+def update_mlflow_registry(store: Store, model: str, policy_run: str) -> str | None:
+    """Show the decisions about a model in MLflow: its registered versions and aliases.
+
+    Args:
+        store: with the decisions.
+        model: about which a decision was made.
+        policy_run: run of the policy of the decision; its MLflow is updated if it knows the run.
+
+    Returns:
+        why MLflow was not updated, or None if it was.
+    """
+    keys = RunKeys(policy_run)
+    record = store.read_json(keys.record)
+    if record is None:
+        return f"run {policy_run!r} has no record"
+    uri = tracking_uri(store, record["config"].get("run", {}).get("mlflow_tracking_uri"))
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
+        return f"{redact(uri)} does not exist"
+    from penstock.storage.tracking.mlflow.tracker import MlflowTracker
+
+    try:
+        MlflowTracker(uri, tracked_run(store, keys, record)).update_registry(model)
+    except Exception as error:  # clients have their own error types
+        return redact(f"{type(error).__name__}: {' '.join(str(error).split())}")[:200]
+    return None
 
 
 def check_trackers(run: RunConfig) -> None:

@@ -74,6 +74,11 @@ class Decision(Frozen):
     at: float = Field(default_factory=time.time)
 
 
+def list_models(store: Store) -> list[str]:
+    """Return the names of the models about which the store has decisions."""
+    return [name for name in store.list("registry") if is_run_name(name)]
+
+
 def read_decisions(store: Store, model: str) -> list[Decision]:
     """Return all decisions about a model, oldest first.
 

@@ -9,6 +9,7 @@ from penstock.flows.options.flags import parse_store_options
 from penstock.flows.promotion import promote_policy, roll_back
 from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import open_store
+from penstock.flows.trackers import update_mlflow_registry
 from penstock.stages.eval.promotion import Gate
 from penstock.storage.errors import OptionError
 from penstock.storage.registry import Decision, read_decisions
@@ -52,6 +53,9 @@ def main(argv: list[str]) -> int:
     else:
         decision = promote_policy(store, model, positional[0], parse_gate(own), force="--force" in own)
     print(describe_decision(model, decision))
+    policy = decision.candidate or decision.champion
+    if policy and (problem := update_mlflow_registry(store, model, policy.run)):
+        print(f"MLflow does not show this decision yet ({problem}): `penstock track {policy.run} --to mlflow` sends it")
     return 1 if decision.action == "refused" else 0
 
 

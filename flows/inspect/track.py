@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from penstock.flows.config import flag_of_field, validate_config
@@ -41,6 +42,8 @@ USAGE = """penstock track RUN ... --to mlflow|tensorboard|wandb [--tracking-uri 
   --to TRACKER         mlflow, tensorboard or wandb
   --tracking-uri URI   with --to mlflow: server or database; default: as recorded by the run, see docs/tracking.md
   --all                all runs in the store, instead of RUN
+  --mlflow-trace-samples N
+                       with --to mlflow: samples of each round that are sent as traces
   --tb-dir, --wandb-project, --wandb-team, --wandb-group, --wandb-mode, --wandb-dir, --wandb-host, --wandb-key
                        as in penstock train; default: as recorded by the run"""
 
@@ -87,7 +90,8 @@ def retell_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> i
         raise RunError(f"run {keys.run!r} is driven by {drivers[0]}, and W&B accepts one writer: wait until it ends")
     records = _records_of_run(store, keys, record)
     uri = _tracking_uri(store, record, to, given)
-    run = tracked_run(store, keys, record)
+    num_traces = given.get("mlflow_trace_samples")  # validated by `_tracking_uri`
+    run = tracked_run(store, keys, record, None if num_traces is None else int(num_traces))
     cls = tracker_class(uri)
     try:
         tracker = cls(uri, run)
@@ -109,15 +113,20 @@ def retell_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> i
 
 
 def _runs(store: Store, names: Sequence[str], *, all_runs: bool) -> list[str]:
-    """Return the names of the runs to send. Raises OptionError if there are none, or names as well as --all."""
+    """Return the names of the runs to send, the oldest first, so that a tracker has a run before its forks. Raises
+    OptionError if there are none, or names as well as --all."""
     if all_runs == bool(names):
         raise OptionError("penstock track needs the names of runs, or --all instead; `penstock runs` lists them")
     if names:
-        return [check_run_name(name) for name in names]
+        return sorted(map(check_run_name, names), key=partial(_created_at, store))
     runs = [name for name in store.list("runs") if not is_removed(store, RunKeys(name))]
     if not runs:
         raise RunError(f"store {store.uri} has no runs: give --store")
-    return runs
+    return sorted(runs, key=partial(_created_at, store))
+
+
+def _created_at(store: Store, name: str) -> float:
+    return float((store.read_json(RunKeys(name).record) or {}).get("created_at", 0.0))
 
 
 def _split_tracker_options(argv: Sequence[str], to: str) -> tuple[list[str], dict[str, Any]]:

@@ -55,7 +55,7 @@ from penstock.flows.trackers import tracked_run, tracking_uris
 from penstock.storage.commits import committed_prefixes, read_commits
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.history.costs import compute_costs
-from penstock.storage.history.starts import Start, record_end, record_start
+from penstock.storage.history.starts import Start, login_name, record_end, record_start
 from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.preemption import Preempted, StopRequest
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
@@ -92,7 +92,7 @@ class Session:
         record = read_existing_record(self.store, self.keys)
         self._created_at = float(record["created_at"])
         self.tracker = RunTracking(
-            tracked_run(self.store, self.keys, record),
+            tracked_run(self.store, self.keys, record, config.run.mlflow_trace_samples),
             tracking_directory(self.store, self.keys.run),
             uris,
             config.model_dump(mode="json"),
@@ -109,6 +109,7 @@ class Session:
             Start(
                 at=self._started_at,
                 host=socket.gethostname(),
+                user=login_name(),
                 flow_run=flow_run.ui_url or str(flow_run.id or ""),
                 code_version=code_version(),
                 trainer_devices=trainer_devices,

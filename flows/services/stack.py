@@ -8,11 +8,14 @@ A service that dies is restarted.
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import signal
 import sys
 import time
+import urllib.request
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from penstock.flows.runtime.prefect_api import (
@@ -32,6 +35,8 @@ from penstock.storage.store import Store
 from penstock.storage.tracking import tracking_uri
 
 MLFLOW_PORT = 5000
+_MLFLOW_APP = "penstock"  # entry point of storage/tracking/mlflow/server.py
+_VIEW = "workflowType=machine_learning"
 STORES = ("penstock-store", "penstock-demo/store")  # default stores of the flows and of the demo
 
 
@@ -118,14 +123,34 @@ def mlflow_server(port: int, database: str, logs: Path) -> Service:
     hosts = [f"{host}:{port}" for host in LOOPBACK]
     command += ["--allowed-hosts", ",".join(hosts), "--cors-allowed-origins", ",".join(loopback_origins(port))]
     command += ["--backend-store-uri", database, "--artifacts-destination", str(artifacts)]
+    if opens_model_training():
+        command += ["--app-name", _MLFLOW_APP]
     environment = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     return Service("MLflow", command, logs / "mlflow.log", environment, ready=f"http://{HOST}:{port}/health")
 
 
+def opens_model_training() -> bool:
+    """Return whether MLflow's server can have Penstock's page that opens the view "Model training": not if Penstock was
+    installed before it had this page."""
+    return bool(entry_points(group="mlflow.app", name=_MLFLOW_APP))
+
+
 def mlflow_link(database: str, port: int) -> str:
-    """Return the URL of MLflow's list of experiments; MLflow's start page shows language-model traces instead."""
-    server = database.rstrip("/") if database.startswith("http") else f"http://{HOST}:{port}"
-    return f"{server}/#/experiments?workflowType=machine_learning"
+    """Return the URL of the runs in MLflow's view "Model training"; its start page shows traces of applications.
+
+    Only Penstock's page makes the browser keep this view (storage/tracking/mlflow/server.py). Other servers show it
+    until the first click on a link without the parameter.
+    """
+    if database.startswith("http"):
+        return f"{database.rstrip('/')}/#/experiments?{_VIEW}"
+    server = f"http://{HOST}:{port}"
+    query = f"{server}/api/2.0/mlflow/experiments/get-by-name?experiment_name=penstock"
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(query, timeout=10) as response:
+            page = f"#/experiments/{json.load(response)['experiment']['experiment_id']}/runs"
+    except OSError:  # the database does not have a run yet
+        page = "#/experiments"
+    return f"{server}/model-training{page}" if opens_model_training() else f"{server}/{page}?{_VIEW}"
 
 
 def prefect_worker(port: int, logs: Path) -> Service:

@@ -6,6 +6,7 @@ missing if the driver was killed; its end is then the time of the last commit be
 
 from __future__ import annotations
 
+import getpass
 import re
 import time
 
@@ -22,6 +23,7 @@ class Start(Frozen):
 
     at: float = Field(default_factory=time.time)  # seconds since the epoch
     host: str = ""
+    user: str = ""  # login name of the process that drives the run; "" in records of early releases
     flow_run: str = ""  # URL of the Prefect flow run, or its id if there is no UI
     code_version: str = ""
     trainer_devices: int = 0  # GPUs of the trainer; on a machine without GPUs, its processes
@@ -34,6 +36,14 @@ class StartEnd(Frozen):
 
     at: float = Field(default_factory=time.time)
     outcome: str  # FINISHED, FAILED or STOPPED
+
+
+def login_name() -> str:
+    """Return the login name of the user that runs this process, or "" if the user has no name (some containers)."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""
 
 
 def record_start(store: Store, keys: RunKeys, start: Start) -> int:

@@ -3,10 +3,13 @@
 A tracker shows a run and its child runs like this:
 
 <run>                      metrics over the rounds, config, commit records, reward curve, sample tables
-  convert                  -> base model
   train-000000-000019      consumed rollouts; input model -> checkpoint 20
   eval-000020-<task>       scores of a checkpoint on a data set
   export-000020            exported model
+
+The conversion of a source model does not belong to one run, since several runs may start from the same files:
+
+convert-<fingerprint>      source model -> base, reference or teacher model
 """
 
 from __future__ import annotations
@@ -34,10 +37,8 @@ class Lineage:
         """Return the name of the tracker's child run in which the commit at `key` is logged, or "" if it is logged in
         the parent run."""
         match commit.kind:
-            case "rollout" | "step":
+            case "rollout" | "step" | "model":
                 return ""
-            case "model":
-                return "convert"
             case "checkpoint":
                 first = self.previous_checkpoint(commit.index)
                 return f"train-{first:06d}-{max(commit.index - 1, 0):06d}"
@@ -49,14 +50,44 @@ class Lineage:
         """Return the policy version of the last checkpoint before `version`, or 0, the base model."""
         return max((index for index in self._commits["checkpoint"] if index < version), default=0)
 
+    def model(self) -> tuple[str, Commit] | None:
+        """Return key and commit of the base model, or None if the records do not contain it."""
+        return self._commits["model"].get(0)
+
+    def checkpoint(self, version: int) -> tuple[str, Commit] | None:
+        """Return key and commit of the checkpoint of policy `version`, or None if there is none."""
+        return self._commits["checkpoint"].get(version)
+
+    def latest_checkpoint(self, version: int, before: float) -> tuple[str, Commit] | None:
+        """Return key and commit of the last checkpoint up to policy `version` that was committed before a time in
+        seconds since the epoch, or None if there is none."""
+        checkpoints = sorted(self._commits["checkpoint"].items(), reverse=True)
+        return next((c for index, c in checkpoints if index <= version and c[1].created_at <= before), None)
+
+    def evaluations(self, version: int) -> list[tuple[str, Commit]]:
+        """Return keys and commits of the evaluations of policy `version`."""
+        return [(key, commit) for key, commit in self._evals.items() if commit.policy_version == version]
+
+    def is_copy(self, key: str, commit: Commit) -> bool:
+        """Return whether a commit is that of a fork's parent, copied to the fork."""
+        if commit.kind == "step" and commit.index in self._commits["rollout"]:
+            key, commit = self._commits["rollout"][commit.index]
+        return key.startswith("runs/") and run_of_attempt(commit) not in ("", key.split("/")[1])
+
+    def steps(self, version: int) -> list[tuple[str, Commit]]:
+        """Return keys and commits of the training rounds between the previous checkpoint and policy `version`."""
+        steps = self._commits["step"]
+        return [steps[r] for r in range(self.previous_checkpoint(version), version) if r in steps]
+
     def consumed_rollouts(self, version: int) -> list[tuple[str, Commit]]:
         """Return keys and commits of the rollouts trained on between the previous checkpoint and policy `version`."""
         rollouts = self._commits["rollout"]
         return [rollouts[r] for r in range(self.previous_checkpoint(version), version) if r in rollouts]
 
     def rounds_with_samples(self) -> set[int]:
-        """Return the indices of the rollouts whose commits contain sample previews."""
-        return {index for index, (_, commit) in self._commits["rollout"].items() if commit.state["shown"]}
+        """Return the indices of the rollouts of this run, not of its parent, whose commits contain sample previews."""
+        rollouts = self._commits["rollout"].items()
+        return {i for i, (key, commit) in rollouts if commit.state["shown"] and not self.is_copy(key, commit)}
 
     def training_rewards(self) -> dict[int, float]:
         """Return the mean reward of each rollout that has one, by rollout index."""
@@ -71,6 +102,12 @@ class Lineage:
             for task, reward in eval_rewards(commit).items():
                 curves[task][commit.index] = reward
         return curves
+
+
+def run_of_attempt(commit: Commit) -> str:
+    """Return the run that wrote a commit's files; "" for models, which belong to no run, and commits without files."""
+    parts = (commit.attempt or "").split("/")
+    return parts[1] if parts[0] == "runs" else ""
 
 
 def eval_name_from_key(commit_key: str) -> str:

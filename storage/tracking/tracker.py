@@ -7,12 +7,13 @@ secrets are the same for all trackers (delivery.py).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
 from penstock.storage.refs import Commit
+from penstock.storage.store import Store
 from penstock.storage.tracking.lineage import Lineage
 
 # Scheme of the tracking URI -> module:class. All other schemes (http, sqlite, databricks, ...) belong to MLflow.
@@ -20,7 +21,7 @@ TRACKERS: dict[str, str] = {
     "tensorboard": "penstock.storage.tracking.tensorboard:TensorBoardTracker",
     "wandb": "penstock.storage.tracking.wandb:WandbTracker",
 }
-_DEFAULT = "penstock.storage.tracking.mlflow:MlflowTracker"
+_DEFAULT = "penstock.storage.tracking.mlflow.tracker:MlflowTracker"
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ class TrackedRun:
     experiment: str = "penstock"
     run_id: str = ""  # `id` in run.json; "" for runs of early releases, which have none
     recorded_store: str = ""  # the URI of the store when the run was created
-    # key -> content of a file of the store, or None if it does not exist
-    read_file: Callable[[str], bytes | None] = field(default=lambda key: None, compare=False, repr=False)
+    # For what trackers show of the run's files and records besides its commits; None: only the commits are shown.
+    store: Store | None = field(default=None, repr=False, compare=False)
+    num_traces: int = 0  # samples of each round that MLflow shows as traces
 
     @property
     def identity(self) -> str:
@@ -86,7 +88,7 @@ class ReportWritten:
 
     key: str  # contains a hash of the report
     at: float
-    store_key: str  # see `TrackedRun.read_file`; a later report has replaced it, or it was deleted, if the hash differs
+    store_key: str  # in `TrackedRun.store`; a later report has replaced it, or it was deleted, if the hash differs
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ class WandbTracker:
             self._client.config.update(self._config, allow_val_change=True)
         row: dict[str, Any] = {point.name: point.value for point in metric_points(record)}
         match record:
-            case ReportWritten() if content := self.run.read_file(record.store_key):
+            case ReportWritten() if self.run.store and (content := self.run.store.read(record.store_key)):
                 import wandb
 
                 row["report"] = wandb.Html(content.decode(), inject=False)

@@ -21,7 +21,7 @@ from penstock.storage.failpoints import VARIABLE
 from penstock.storage.refs import Commit, FileRecord, RunKeys, commit_key, encode_commit
 from penstock.storage.store import Store
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow import MlflowTracker
+from penstock.storage.tracking.mlflow.tracker import MlflowTracker
 from penstock.storage.tracking.tracker import TrackedRun
 
 pytestmark = pytest.mark.integration

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.storage.store import Store
-from penstock.storage.tracking.mlflow import MlflowTracker
+from penstock.storage.tracking.mlflow.tracker import MlflowTracker
 from penstock.storage.tracking.tracker import TrackedRun
 
 sys.path.insert(0, str(Path(__file__).parent))

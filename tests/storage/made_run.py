@@ -61,6 +61,7 @@ def roll_one(store: Store, keys: RunKeys, config: PostTrainConfig, rollout_id: i
     samples = _samples(prompts, rollout_id, config.rollout.n_samples_per_prompt, reward=0.25)
     fields = {"kind": "rollout", "run": keys.run, "index": rollout_id, "policy_version": rollout_id}
     fields |= {"config_hash": config_hash(config), "summary": {"rollout/raw_reward": 0.25}}
+    fields["inputs"] = {"prompt_data/0": config.rollout.prompt_data[0]}
     return commit_samples(
         store, keys.rollout_prefix(rollout_id), samples, state={"data_source": after.model_dump(mode="json")}, **fields
     )
@@ -76,6 +77,7 @@ def score_one(store: Store, keys: RunKeys, config: PostTrainConfig, version: int
         "index": version,
         "policy_version": version,
         "summary": {"eval/sums": reward},
+        "inputs": {"prompt_data/0": config.rollout.prompt_data[0]},
     }
     return commit_samples(
         store,

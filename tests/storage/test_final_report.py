@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from penstock.storage.report.page import GENERATOR
 from penstock.storage.store import Store
 from penstock.storage.tracking import tracking_directory
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow import MlflowTracker
+from penstock.storage.tracking.mlflow.tracker import MlflowTracker
 from penstock.storage.tracking.tracker import TrackedRun
 
 KEYS = RunKeys("r")
@@ -80,9 +79,7 @@ def test_report_reaches_mlflow_and_track_restores_it(store: Store, database: Pat
 
 def test_report_that_was_deleted_before_its_delivery_is_skipped(store: Store, database: Path, tmp_path: Path) -> None:
     run = tracked_run(store, KEYS, read_existing_record(store, KEYS))
-    tracker = RunTracking(
-        dataclasses.replace(run, read_file=lambda key: None), tmp_path / "out", [f"sqlite:///{database}"]
-    )
-    tracker.record_report(KEYS.report, b"deleted")
+    tracker = RunTracking(run, tmp_path / "out", [f"sqlite:///{database}"])
+    tracker.record_report(f"{KEYS.prefix}/deleted.html", b"deleted")
     assert (tracker.close(timeout=60), tracker.problem) == (0, None)
     assert report_in_mlflow(database, run) is None

@@ -21,7 +21,7 @@ from penstock.storage.secrets import has_credentials, is_secret_name, mask_secre
 from penstock.storage.store import Store
 from penstock.storage.tracking import tracking_uri
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow import flatten_params
+from penstock.storage.tracking.mlflow.values import flatten_params
 from penstock.storage.tracking.tracker import TrackedRun
 
 SECRETS = ("AKIA-literal", "s3cr3t/with+slash", "engine-key-1", "router-key-1", "rm-passw0rd", "db-passw0rd")

@@ -36,8 +36,9 @@ Points = list[tuple[str, int, float, int]]  # name, step, value as 32 bits, mill
 def mlflow_points(database: Path) -> Points:
     with sqlite3.connect(database) as connection:
         rows = connection.execute(
-            "select key, step, value, timestamp from metrics join runs using (run_uuid) "
-            "where name not like '%-0%' and not is_nan"
+            "select metrics.key, step, metrics.value, timestamp from metrics "
+            "join tags on tags.run_uuid = metrics.run_uuid and tags.key = 'penstock.part' and tags.value = 'run' "
+            "where not is_nan"
         ).fetchall()
     return sorted((name.replace("_at_", "@"), step, float(numpy.float32(value)), at) for name, step, value, at in rows)
 
@@ -184,7 +185,7 @@ def test_a_run_tracked_by_an_earlier_release_is_continued(
     where = shutil.move(store.root, tmp_path / "moved") if move else store.root
     before = mlflow_content(database)["runs"]
     assert main(["r", "--to", "mlflow", "--tracking-uri", f"sqlite:///{database}", "--store", str(where)]) == 0
-    assert mlflow_content(database)["runs"] == before
+    assert [run for run in mlflow_content(database)["runs"] if not run[0].startswith("convert")] == before
 
 
 def test_expired_checkpoints_are_told_again(store: Store) -> None:

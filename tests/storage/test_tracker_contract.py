@@ -14,7 +14,7 @@ from tracked_run import CONFIG, KEYS, commits
 from penstock.storage.refs import Commit
 from penstock.storage.tracking import tracker
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow import MlflowTracker
+from penstock.storage.tracking.mlflow.tracker import MlflowTracker
 from penstock.storage.tracking.tracker import TrackedRun
 
 Content = Callable[[], dict[str, Any]]
@@ -38,7 +38,7 @@ def mlflow_content(database: Path) -> dict[str, Any]:
         "status": status,
         "config": params.get("train.lr"),
         "text": database.read_bytes().decode("latin-1"),
-        "inputs": sorted((part, int(rollout.removeprefix("rollout-"))) for part, rollout in inputs),
+        "inputs": sorted((part, int(rollout.removeprefix("demo/rollout/"))) for part, rollout in inputs),
     }
 
 

@@ -16,7 +16,8 @@ from penstock.storage.refs import Commit, commit_key, encode_commit
 from penstock.storage.store import Store
 from penstock.storage.tracking import tracking_directory, tracking_uri
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow import MlflowTracker, flatten_params
+from penstock.storage.tracking.mlflow.tracker import MlflowTracker
+from penstock.storage.tracking.mlflow.values import flatten_params
 from penstock.storage.tracking.outbox import Outbox
 from penstock.storage.tracking.tracker import TrackedRun
 
@@ -49,7 +50,7 @@ def test_runs_metrics_and_lineage_in_mlflow(database: Path, tmp_path: Path) -> N
     }
     assert set(runs) == {
         "demo",
-        "convert",
+        "convert-f00d",
         "train-000000-000001",
         "train-000002-000003",
         "eval-000002-heldout",
@@ -67,18 +68,18 @@ def test_runs_metrics_and_lineage_in_mlflow(database: Path, tmp_path: Path) -> N
 
     train = runs["train-000002-000003"]
     assert train.data.tags["mlflow.parentRunId"] == main.info.run_id
-    assert [i.dataset.name for i in train.inputs.dataset_inputs] == ["rollout-000002", "rollout-000003"]
+    assert [i.dataset.name for i in train.inputs.dataset_inputs] == ["demo/rollout/000002", "demo/rollout/000003"]
     first = runs["train-000000-000001"]
     assert [m.model_id for m in train.inputs.model_inputs] == [m.model_id for m in first.outputs.model_outputs]
     assert [m.model_id for m in first.inputs.model_inputs] == [
-        m.model_id for m in runs["convert"].outputs.model_outputs
+        m.model_id for m in runs["convert-f00d"].outputs.model_outputs
     ]
 
     scored = client.get_logged_model(train.outputs.model_outputs[0].model_id)
     assert scored.params["uri"] == "/store/runs/demo/c"
     assert {(m.key, m.value, m.dataset_name) for m in scored.metrics} == {
-        ("eval/heldout", 0.5, "heldout"),
-        ("eval/heldout-pass_at_4", 0.75, "heldout"),
+        ("eval/heldout", 0.5, "h.jsonl"),
+        ("eval/heldout-pass_at_4", 0.75, "h.jsonl"),
     }
 
 
@@ -152,7 +153,7 @@ def test_mlflow_can_open_the_source_of_every_data_set(database: Path, tmp_path: 
         for run in client.search_runs([client.get_experiment_by_name("penstock").experiment_id])
     ]
     found = [i.dataset for run in runs for i in run.inputs.dataset_inputs]
-    assert len(found) == 6
+    assert len(found) == 2 * 4 + 2  # shards are data sets of the run and of a train run
     assert len({(dataset.name, dataset.digest) for dataset in found}) == 5  # both evaluations used the same data
     for dataset in found:
         assert mlflow.data.get_source(dataset).to_dict()["uri"].startswith("/")
@@ -163,8 +164,8 @@ def test_delivering_everything_again_changes_nothing(database: Path, tmp_path: P
     track(tmp_path / "out", database, commits())
     before = counts(database)
     assert (
-        before["metrics"] == 4 * 2 + 4 * 2 + 2 * 2 + 2 * 2
-    )  # rollouts, steps (loss, seconds), evaluations on the run and on their own
+        before["metrics"] == 4 * 2 + 2 * 4 * 2 + 2 * 2 * 2
+    )  # rollouts on the run; steps (loss, seconds) and evaluations on the run and on child runs
     track(tmp_path / "out", database, commits())  # a resumed run offers all commits
     track(tmp_path / "another machine", database, commits())  # ... perhaps where the outbox is not
     (tmp_path / "out" / "delivered.json").unlink()  # ... or the kill came before the offset was written
@@ -181,9 +182,9 @@ def test_killed_between_delivery_and_offset(step: int, database: Path, tmp_path:
 import os, sys
 from pathlib import Path
 from penstock.storage.tracking.lineage import Lineage
-from penstock.storage.tracking.mlflow import MlflowTracker
+from penstock.storage.tracking.mlflow.tracker import MlflowTracker
 from penstock.storage.tracking.outbox import Outbox
-from penstock.storage.tracking.tracker import TrackedRun, parse_record
+from penstock.storage.tracking.tracker import Committed, TrackedRun, parse_record
 outbox = Outbox(Path({str(tmp_path / "out")!r}))
 lineage = Lineage()
 tracker = MlflowTracker("sqlite:///{database}", TrackedRun("demo", "/store"))
@@ -198,10 +199,12 @@ for name in ("log_batch", "create_run", "log_inputs", "log_outputs", "create_log
     setattr(tracker.client, name, dying)
 for line, end in outbox.lines_from(0):
     record = parse_record(line)
-    lineage.add(record.key, record.commit)
+    if isinstance(record, Committed):
+        lineage.add(record.key, record.commit)
     tracker.deliver([record], lineage)
 """
     outbox = Outbox(tmp_path / "out")
+    outbox.append("start", {"type": "start", "at": 1e9, "config": CONFIG})
     for key, commit in commits():
         outbox.append(key, {"type": "commit", "commit": commit.model_dump(mode="json")})
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 9
@@ -244,7 +247,7 @@ def test_a_dead_server_neither_blocks_the_run_nor_loses_records(
     assert tracker.close(timeout=0.2) == len(commits()) + 2  # with start and end
     tracker.deliveries[0].thread.join()  # it holds the lock of delivery until its client's time is up
     assert track(tmp_path / "out", database, commits()) == 0
-    assert counts(database)["metrics"] == 24
+    assert counts(database)["metrics"] == 32
 
 
 def test_an_unreachable_server_is_logged_in_one_line(

@@ -1,0 +1,54 @@
+"""Links between MLflow pages: each is a tag of the object, and the object's description lists them.
+
+MLflow shows descriptions as Markdown, so that the links can be clicked. Text above the links is kept.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
+
+_TAG = "mlflow.penstock.link."  # MLflow does not list tags that begin with "mlflow."
+_HEADING = "#### Links"
+_MAX_LINKS = 25  # of one role in the description, the newest by title; MLflow's limit is 8,000 characters
+
+
+class Link(NamedTuple):
+    """A link to another MLflow page."""
+
+    role: str  # what the other object is to this one, e.g. "evaluated in"
+    title: str
+    url: str
+
+
+def link_tags(tags: Mapping[str, str], links: list[Link], text: str | None = None) -> dict[str, str]:
+    """Return the tags to set so that an object has more links; {} if it has all of them.
+
+    Args:
+        tags: the object's tags.
+        links: to add.
+        text: description above the links, if the object does not have one.
+    """
+    new = {f"{_TAG}{link.role}/{link.title}"[:250]: link.url for link in links}
+    kept = tags.get(MLFLOW_RUN_NOTE, "").partition(_HEADING)[0].strip()
+    all_links = {name: url for name, url in {**tags, **new}.items() if name.startswith(_TAG)}
+    description = _describe(kept or text or "", all_links)
+    changed = {name: url for name, url in new.items() if tags.get(name) != url}
+    if description != tags.get(MLFLOW_RUN_NOTE, ""):
+        changed[MLFLOW_RUN_NOTE] = description
+    return changed
+
+
+def _describe(text: str, links: Mapping[str, str]) -> str:
+    roles: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(links):
+        role, _, title = name.removeprefix(_TAG).partition("/")
+        roles[role].append(f"[{title}]({links[name]})")
+    lines = []
+    for role, pages in sorted(roles.items()):
+        more = f"{len(pages) - _MAX_LINKS} more, " if len(pages) > _MAX_LINKS else ""
+        lines.append(f"- {role}: {more}{', '.join(pages[-_MAX_LINKS:])}")
+    return "\n\n".join(part for part in (text, "\n".join([_HEADING, "", *lines]) if lines else "") if part)

@@ -1,0 +1,121 @@
+"""MLflow runs of one Penstock run: created once, and found again by their tags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.storage.tracking.tracker import TrackedRun
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+    from penstock.storage.tracking.mlflow.links import Link
+
+VIEW = "workflowType=machine_learning"  # MLflow's view "Model training"; its default is for traces of applications
+
+
+class MlflowRuns:
+    """Finds and creates the experiment and the MLflow runs of one Penstock run.
+
+    Args:
+        client: of the MLflow server or database.
+        uri: of the MLflow server or database.
+        run: the Penstock run.
+    """
+
+    def __init__(self, client: MlflowClient, uri: str, run: TrackedRun) -> None:
+        self.client = client
+        self.uri = uri
+        self.run = run
+        self.main_run_id: str | None = None  # id of the MLflow run of the run itself, once it is known
+        self._experiment_id: str | None = None
+        self._identity: str | None = None  # in the tags of the MLflow runs, once it is known
+        self._ids: dict[tuple[str, ...], str] = {}  # values of the tags by which an MLflow run is found -> its id
+
+    @property
+    def experiment_id(self) -> str:
+        """Return the id of the run's experiment, which is created if missing."""
+        if self._experiment_id is None:
+            name, location = self.run.experiment, None
+            if self.uri.startswith("sqlite:///"):  # without a server, MLflow would write to the current directory
+                location = (Path(self.uri.removeprefix("sqlite:///")).parent / "artifacts" / name).as_uri()
+            existing = self.client.get_experiment_by_name(name)
+            self._experiment_id = existing.experiment_id if existing else self._create_experiment(name, location)
+        return self._experiment_id
+
+    @property
+    def identity(self) -> str:
+        """Return the identity in the tags of the MLflow run: one of an earlier release if such an MLflow run exists."""
+        if self._identity is None:
+            existing = self.find_main_run(self.run)
+            self._identity = existing.data.tags["penstock.identity"] if existing else self.run.identity
+        return self._identity
+
+    def find_main_run(self, run: TrackedRun) -> Run | None:
+        """Return the MLflow run of a Penstock run, or None if MLflow does not have it."""
+        found = (self.find(_part_tags(run.name, identity, "")) for identity in run.identities)
+        return next((run for run in found if run), None)
+
+    def find_or_create_main_run(self, started_at: float) -> str:
+        """Return the id of the MLflow run of the run itself. `started_at`, in seconds since the epoch, is its start
+        time if it is created."""
+        self.main_run_id = self.find_or_create_part("", self.run.name, int(started_at * 1000) or None)
+        return self.main_run_id
+
+    def find_or_create_part(
+        self, part: str, name: str, start_time: int | None, tags: dict[str, str] | None = None
+    ) -> str:
+        """Return the id of the MLflow run for the run or one of its child runs. The MLflow run is created if missing.
+
+        Args:
+            part: name of the child run, "" for the run itself; the tag by which the MLflow run is found.
+            name: shown in the UI.
+            start_time: milliseconds since the epoch, of a new MLflow run.
+            tags: further tags of a new MLflow run.
+        """
+        key = _part_tags(self.run.name, self.identity, part)
+        return self.find_or_create(key, name, start_time, {"penstock.store": self.run.store_uri, **(tags or {})})
+
+    def find_or_create(self, key: dict[str, str], name: str, start_time: int | None, tags: dict[str, str]) -> str:
+        """Return the id of the MLflow run with the tags `key`. It is created with these and with `tags` if missing."""
+        cached = tuple(key.values())
+        if cached not in self._ids:
+            run = self.find(key)
+            if run is None:
+                run = self.client.create_run(self.experiment_id, start_time, {**key, **tags}, name)
+            self._ids[cached] = run.info.run_id
+        return self._ids[cached]
+
+    def find(self, key: dict[str, str]) -> Run | None:
+        """Return the oldest MLflow run with the given tags, or None."""
+        return next(iter(self.find_all(key, max_results=1)), None)
+
+    def find_all(self, key: dict[str, str], max_results: int = 100) -> list[Run]:
+        """Return the MLflow runs with the given tags, the oldest first."""
+        where = " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in key.items())
+        order = ["attributes.start_time ASC"]
+        return self.client.search_runs([self.experiment_id], where, max_results=max_results, order_by=order)
+
+    def url(self, kind: str, id: str, path: str = "") -> str:
+        """Return the URL of a page, relative to the server: of a run (kind "runs") or model ("models")."""
+        return f"#/experiments/{self.experiment_id}/{kind}/{id}{path}?{VIEW}"
+
+    def add_links(self, run_id: str, links: list[Link], text: str | None = None) -> None:
+        """Add links to the page of an MLflow run, and `text` to its description if it does not have one."""
+        from mlflow.entities import RunTag
+
+        from penstock.storage.tracking.mlflow.links import link_tags
+
+        tags = link_tags(self.client.get_run(run_id).data.tags, links, text)
+        if tags:
+            self.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+
+    def _create_experiment(self, name: str, location: str | None) -> str:
+        tags = {"mlflow.experimentKind": "custom_model_development"}  # otherwise MLflow guesses, and asks the user
+        return self.client.create_experiment(name, location, tags)
+
+
+def _part_tags(run: str, identity: str, part: str) -> dict[str, str]:
+    return {"penstock.run": run, "penstock.identity": identity, "penstock.part": part or "run"}

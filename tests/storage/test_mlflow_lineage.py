@@ -1,0 +1,266 @@
+"""MLflow shows every artifact of a store once, with the lineage that the commits have, over runs, forks and exports."""
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_run import commit_files, config_of, make_run, write_data
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from penstock.flows.commands import fork, promote
+from penstock.flows.inspect.track import main as track
+from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.runs import read_flow_and_config
+from penstock.storage.commits import committed_prefixes
+from penstock.storage.history.lineage_graph import LineageGraph, Node, read_lineage
+from penstock.storage.refs import CheckpointRef, RunKeys, commit_key
+from penstock.storage.store import Store
+
+RUNS = ("r", "f", "n")  # a run, its fork, and a run that starts from its export
+
+
+def start_from(store: Store, run: str, fingerprint: str, source: str) -> None:
+    """Convert the model `source`, with which the run `run` will start."""
+    key = commit_key(f"models/{fingerprint}")
+    inputs = {"hf_checkpoint": source}
+    commit_files(store, f"models/{fingerprint}", {"w": b"base"}, kind="model", policy_version=0, inputs=inputs)
+    base = CheckpointRef(key=key, uri="", format="torch_dist", policy_version=0)
+    store.create(RunKeys(run).origin_key("base"), base.model_dump_json().encode())
+
+
+def export(store: Store, keys: RunKeys, version: int) -> str:
+    """Export a checkpoint of arbitrary bytes; return the directory."""
+    fields = {"run": keys.run, "index": version, "policy_version": version}
+    inputs = {"checkpoint": commit_key(keys.checkpoint_prefix(version))}
+    prefix = keys.export_prefix(version)
+    commit = commit_files(store, prefix, {"config.json": b"{}"}, kind="export", inputs=inputs, **fields)
+    return store.path(commit.attempt or "")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """Four rounds of `r`, the fork `f` at round 3 with one more round, and `n`, which starts from the export of `r`."""
+    store = Store(str(tmp_path / "store"))
+    data = write_data(tmp_path / "data.jsonl")
+    start_from(store, "r", "abc", "/hf/tiny")
+    keys = make_run(store, config_of(store, data), 4, save=(2, 4), score=(0, 2, 4))
+    directory = export(store, keys, 4)
+    fork.main(["r", "--at", "3", "--name", "f", "--store", store.root])
+    _, config = read_flow_and_config(parse_config(["--store", store.root]).run, "f")
+    make_run(store, config, 5, save=(5,), score=(5,))
+    start_from(store, "n", "def", directory)
+    make_run(store, config_of(store, data, "n", "--hf-checkpoint", directory), 2, save=(2,), score=(0, 2))
+    return store
+
+
+def send(store: Store, database: Path, *words: str) -> MlflowClient:
+    assert track([*words, "--to", "mlflow", "--tracking-uri", f"sqlite:///{database}", "--store", store.root]) == 0
+    return MlflowClient(f"sqlite:///{database}")
+
+
+class Shown:
+    """The content of MLflow by the ids of the store's artifacts: keys of commits, paths of sources."""
+
+    def __init__(self, client: MlflowClient) -> None:
+        [experiment] = client.search_experiments(filter_string="name = 'penstock'")
+        self.runs = [client.get_run(r.info.run_id) for r in client.search_runs([experiment.experiment_id])]
+        self.models = list(client.search_logged_models([experiment.experiment_id]))
+        self.model_ids = {m.model_id: m.tags.get("penstock.commit") or m.params["uri"] for m in self.models}
+
+    def datasets(self, run: Run, context: str = "") -> set[str]:
+        found = set()
+        for entry in run.inputs.dataset_inputs:
+            uri = json.loads(entry.dataset.source)["uri"]
+            match = re.search(r"runs/.*(?=/attempt-)", uri)
+            if context in ("", entry.tags[0].value):
+                found.add(commit_key(match[0]) if match else uri)
+        return found
+
+    def input_models(self, run: Run) -> set[str]:
+        return {self.model_ids[model.model_id] for model in run.inputs.model_inputs}
+
+    def output_models(self, run: Run) -> set[str]:
+        return {self.model_ids[m.model_id] for m in (run.outputs.model_outputs if run.outputs else [])}
+
+    def children(self) -> list[Run]:
+        return [run for run in self.runs if run.data.tags.get("penstock.part") != "run"]
+
+    def pages(self) -> dict[str, str]:
+        """The description of each page, by the id in its URL."""
+        pages = {run.info.run_id: run.data.tags.get("mlflow.note.content", "") for run in self.runs}
+        return pages | {model.model_id: model.tags.get("mlflow.note.content", "") for model in self.models}
+
+
+def inputs_of_checkpoint(graph: LineageGraph, node: Node) -> set[str]:
+    """The rollouts since the previous checkpoint, and that checkpoint or the base model."""
+    checkpoints = {dict(n.inputs)["step"]: n.id for n in graph.nodes.values() if n.kind == "checkpoint"}
+    found, step = set(), graph.nodes[dict(node.inputs)["step"]]
+    while True:
+        inputs = dict(step.inputs)
+        found.add(inputs["rollout"])
+        before = inputs["policy"]
+        if before in checkpoints or graph.nodes[before].kind == "model":
+            return found | {checkpoints.get(before, before)}
+        step = graph.nodes[before]
+
+
+def expected_inputs(graph: LineageGraph) -> dict[str, set[str]]:
+    """What each model was made from, and what each evaluation used, without steps."""
+    expected = {}
+    for node in graph.nodes.values():
+        if node.kind == "checkpoint":
+            expected[node.id] = inputs_of_checkpoint(graph, node)
+        elif node.kind in ("model", "export"):
+            expected[node.id] = {id for _, id in node.inputs}
+        elif node.kind == "eval":
+            steps = {dict(n.inputs)["step"]: n.id for n in graph.nodes.values() if n.kind == "checkpoint"}
+            expected[node.id] = {steps.get(id, id) for _, id in node.inputs}
+    return expected
+
+
+def test_lineage_of_a_run_its_fork_and_a_run_from_its_export(store: Store, database: Path) -> None:
+    shown, graph = Shown(send(store, database, "--all")), read_lineage(store)
+    found: dict[str, set[str]] = defaultdict(set)
+    for run in shown.children():
+        samples = shown.datasets(run, "samples")
+        for output in shown.output_models(run) | samples:
+            found[output] |= shown.input_models(run) | (shown.datasets(run) - samples)
+    assert found == expected_inputs(graph)
+
+
+def test_every_artifact_is_shown_once(store: Store, database: Path) -> None:
+    shown, graph = Shown(send(store, database, "--all")), read_lineage(store)
+    data_sets = {id for run in shown.runs for id in shown.datasets(run)}
+    artifacts = {node.id for node in graph.nodes.values() if node.kind != "step"}
+    assert sorted(shown.model_ids.values()) == sorted(id for id in artifacts if id not in data_sets)
+    assert artifacts == data_sets | set(shown.model_ids.values())
+    names = [run.info.run_name for run in shown.runs]
+    assert sorted(name for name in names if name.startswith(("convert", "r", "f", "n"))) == [
+        *("convert-abc", "convert-def", "f", "n", "r")
+    ]
+    assert sorted(name for name in names if name.startswith("train")) == [
+        *("train-000000-000001", "train-000000-000001", "train-000002-000003", "train-000002-000004")
+    ]
+
+
+def test_links_lead_back(store: Store, database: Path) -> None:
+    shown = Shown(send(store, database, "--all"))
+    pages = shown.pages()
+    links = {
+        (page, target) for page, text in pages.items() for target in re.findall(r"/(?:runs|models)/([\w-]+)", text)
+    }
+    assert {target for _, target in links} <= set(pages)
+    main_runs = {run.info.run_id for run in shown.runs if run.data.tags.get("penstock.part") == "run"}
+    # Parts link to the run; its page lists them by itself (child runs, logged models, tables of samples).
+    one_way = {(a, b) for a, b in links if (b, a) not in links and b not in main_runs}
+    assert one_way == set()
+    by_name = {run.info.run_name: run.info.run_id for run in shown.runs}
+    exported = next(model.model_id for model in shown.models if model.name == "r-000004-export")
+    assert {(by_name["f"], by_name["r"]), (exported, by_name["n"]), (by_name["n"], exported)} <= links
+
+
+def test_track_in_any_order_gives_the_same_objects(store: Store, database: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.db"
+    other.write_bytes(database.read_bytes())
+    send(store, other, "--all")
+    for run in (*reversed(RUNS), "r"):
+        send(store, database, run)
+    first, second = (Shown(MlflowClient(f"sqlite:///{path}")) for path in (database, other))
+    for path in (database, other):
+        assert path.exists()
+    assert sorted(first.model_ids.values()) == sorted(second.model_ids.values())
+    assert sorted(r.info.run_name for r in first.runs) == sorted(r.info.run_name for r in second.runs)
+    for name in RUNS:
+        a, b = (next(r for r in shown.runs if r.info.run_name == name) for shown in (first, second))
+        assert (a.data.metrics, first.datasets(a)) == (b.data.metrics, second.datasets(b))
+
+
+def promote_first(store: Store, version: int) -> None:
+    words = [f"r/{version}", "--to", "math", "--data-set", "sums", "--force", "--store", store.root]
+    assert promote.main(words) == 0
+
+
+def test_versions_and_aliases_follow_from_commits_and_decisions(store: Store, database: Path) -> None:
+    promote_first(store, 2)
+    promote_first(store, 4)
+    promote.main(["--to", "math", "--rollback", "--store", store.root])
+    client = send(store, database, "--all")
+    send(store, database, "--all")
+    found = {(v.name, v.version): v for v in client.search_model_versions(max_results=100)}
+    policies = {key: version.tags["penstock.policy"] for key, version in found.items()}
+    assert policies == {
+        ("r", 1): "r/2",
+        ("r", 2): "r/4",
+        ("f", 1): "f/5",
+        ("n", 1): "n/2",
+        ("math", 1): "r/2",
+        ("math", 2): "r/4",
+    }
+    aliases = {name: client.get_registered_model(name).aliases for name in ("r", "math")}
+    assert aliases == {"r": {"candidate": 2}, "math": {"champion": 1, "candidate": 2}}
+    [model_id] = re.findall(r"models/(m-\w+)", found["math", 1].description)
+    model = client.get_logged_model(model_id)
+    assert [entry["name"] for entry in json.loads(model.tags["mlflow.modelVersions"])] == ["r", "math"]
+    assert model.tags["penstock.commit"] == commit_key(RunKeys("r").checkpoint_prefix(2))
+
+
+def test_promotion_is_shown_at_once(store: Store, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = send(store, database, "r")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
+    promote_first(store, 4)
+    assert client.get_model_version_by_alias("math", "champion").tags["penstock.policy"] == "r/4"
+
+
+def test_promotion_without_mlflow_says_so_in_one_line(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    promote_first(store, 4)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "MLflow" in line]
+    assert "penstock track r --to mlflow" in line
+
+
+def test_checkpoint_lists_its_files(store: Store, database: Path) -> None:
+    client = send(store, database, "r")
+    model = next(model for model in Shown(client).models if model.name == "r-000002")
+    assert model.params["num_files"] == "2"
+    location = Path(model.artifact_location.removeprefix("file://"))
+    rows = (location / "files.csv").read_text().splitlines()
+    commit = store.committed(RunKeys("r").checkpoint_prefix(2))
+    assert commit is not None and len(rows) == 1 + len(commit.files)
+    assert all(any(file.xxh3 in row and str(file.bytes) in row for row in rows) for file in commit.files)
+
+
+def traces_of(client: MlflowClient) -> dict[str, Any]:
+    [experiment] = client.search_experiments(filter_string="name = 'penstock'")
+    return {trace.info.trace_id: trace for trace in client.search_traces(locations=[experiment.experiment_id])}
+
+
+def test_traces_of_a_round_are_logged_once_and_linked(store: Store, database: Path) -> None:
+    client = send(store, database, "r", "--mlflow-trace-samples", "2")
+    first = traces_of(client)
+    assert len(first) == 4 * 2
+    assert len(traces_of(send(store, database, "r", "--mlflow-trace-samples", "2"))) == 4 * 2
+    shown = Shown(client)
+    for trace in first.values():
+        round = int(trace.info.tags["penstock.round"])
+        assert trace.info.tags["penstock.shards"] == f"r/rollout/{round:06d}"
+        model = shown.model_ids[trace.info.trace_metadata["mlflow.modelId"]]
+        assert model == ("models/abc.commit.json" if round < 2 else "runs/r/checkpoints/000002.commit.json")
+        assert [span.name for span in trace.data.spans] == ["sample", "reward"]  # these samples have no tokens
+        assert trace.data.spans[1].outputs == {"reward": 0.25}
+    assert len(traces_of(send(store, database, "f", "--mlflow-trace-samples", "2"))) == 4 * 2 + 2 * 2
+
+
+def test_no_traces_on_request(store: Store, database: Path) -> None:
+    assert traces_of(send(store, database, "r", "--mlflow-trace-samples", "0")) == {}
+
+
+def test_all_commits_of_the_store_are_covered(store: Store) -> None:
+    """The store of these tests has all kinds of commits, so that the tests above cover them."""
+    prefixes = [prefix for run in RUNS for prefix in committed_prefixes(store, RunKeys(run))]
+    assert {prefix.split("/")[2] for prefix in prefixes} == {"rollouts", "steps", "checkpoints", "exports", "evals"}
