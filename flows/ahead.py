@@ -61,6 +61,7 @@ class RolloutsAhead:
     ) -> None:
         self.turns.close()
         if error is not None:
+            self.session.wait_for_checkpoint_until_deadline()
             self.session.stop.request(grace_seconds=0.0)
         self._thread.join(None if error is None else END_TIMEOUT)
         if error is None and self._failure is not None:
@@ -98,10 +99,12 @@ class RolloutsAhead:
         for r in range(first, end):
             start = time.perf_counter()
             self._evaluate_until_turn(r)
+            is_new = self.session.needs_rollout(r)
             rollout = tasks.rollout(self.session, r)
-            generating = self.session.read_existing_commit(self.session.keys.rollout_prefix(r)).seconds["generate"]
-            idle = 1 - (generating + self._evaluation_seconds) / (time.perf_counter() - start)
-            self._engine_idle[r] = {"perf/engine_idle_ratio": max(0.0, idle)}
+            if is_new:
+                generating = self.session.read_existing_commit(self.session.keys.rollout_prefix(r)).seconds["generate"]
+                idle = 1 - (generating + self._evaluation_seconds) / (time.perf_counter() - start)
+                self._engine_idle[r] = {"perf/engine_idle_ratio": max(0.0, idle)}
             self.turns.set_next(r + 1 if r + 1 < end else None)  # first, so that its turn comes before the trainer's
             self._hand_over(r, rollout)
         self._evaluate_until_turn(None)
@@ -116,8 +119,9 @@ class RolloutsAhead:
         self._evaluation_seconds = 0.0
         while (version := self.turns.wait_for_turn(rollout_id)) is not None:
             start = time.perf_counter()
+            self.turns.begin_evaluation()
             try:
-                tasks.evaluate(self.session, version)
+                tasks.evaluate_or_postpone(self.session, version)
             finally:
                 self.turns.end_turn()
             self._evaluation_seconds += time.perf_counter() - start
@@ -148,7 +152,7 @@ class StreamOfRun:
 
     def run_round(self, rollout_id: int) -> Commit:
         """Commit the next round; see `RolloutStream.run_round`."""
-        with self.session.display.progress("samples") as self._report:
+        with self.session.display.progress("groups") as self._report:
             try:
                 if self._stream is None:
                     self._stream = self._open(rollout_id)
@@ -183,5 +187,5 @@ class StreamOfRun:
             ),
             read_resume_point(session.store, session.keys, rollout_id),
             num_rounds=session.num_rounds,
-            engine_version=lambda: turns.num_trained if turns.sent is None else turns.sent,
+            engine_version=lambda: turns.num_trained if turns.engine_version is None else turns.engine_version,
         )

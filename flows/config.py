@@ -114,6 +114,10 @@ class PostTrainConfig(StageConfig):
                 "--eval-mode apart evaluates while the trainer works, but with --colocate, --offload-train or "
                 "--offload-rollout trainer and engines use the memory in turns: omit one of them"
             )
+        if self.eval.eval_mode == "apart" and not self.eval.eval_prompt_data:
+            raise OptionError(
+                "--eval-mode apart reserves engines, but nothing is evaluated: add --eval-prompt-data, or omit it"
+            )
         if self.eval.eval_mode == "between" and self.eval.eval_num_engines != 1:
             raise OptionError("--eval-num-engines has no effect without --eval-mode apart: add this, or omit it")
         return self

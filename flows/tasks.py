@@ -174,7 +174,7 @@ def publish(session: Session, version: int) -> None:
     else:
         session.set_stage_message("no more rollouts are needed")
         return
-    session.set_stage_message(f"the engines have policy version {session.processes.turns.sent}")
+    session.set_stage_message(f"the engines have policy version {session.processes.turns.engine_version}")
 
 
 def checkpoint(session: Session, version: int) -> None:
@@ -236,7 +236,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
                 provenance=session.provenance,
                 stop=session.stop,
                 on_progress=report,
-                connect=session.processes.engine_client_factory,
+                connect=session.processes.evaluation_client_factory,
             )
             commit = rollout_stage(
                 context,
@@ -289,44 +289,68 @@ def request_evaluation(session: Session, version: int) -> None:
     processes = session.processes
     if not missing_evaluations(session, version):
         return
+    if not processes.evaluates_apart and not session.config.run.streams:
+        processes.turns.request_evaluation(version)
+        return
+    if not processes.evaluates_apart and not session.needs_rollout(session.config.run.num_rollout - 1):
+        evaluate_in_turn(session, version)
+        return
+    try:
+        publish_for_evaluation(session, version)
+    except Exception as error:
+        note_postponed_evaluation(session, version, error)
+        return
+    flow_run = contextvars.copy_context()  # the thread's tasks belong to this flow run
+    processes.turns.begin_evaluation()
+    evaluate_here = partial(flow_run.run, evaluate_or_postpone, session, version)
+    threading.Thread(target=evaluate_here, name="evaluation", daemon=True).start()
+
+
+@stage("publish-for-eval-{version:06d}", needs=lambda session, version: [trained_policy(version)])
+def publish_for_evaluation(session: Session, version: int) -> None:
+    """Load policy `version`, the trainer's, into the engines that evaluate it, after the evaluation before."""
+    processes = session.processes
     if processes.evaluates_apart:
         processes.turns.wait_for_evaluation()
         processes.publish_for_evaluation(version)
-        _start_evaluation(session, version)
-    elif not session.config.run.streams:
-        processes.turns.request_evaluation(version)
-    elif not session.needs_rollout(session.config.run.num_rollout - 1):
-        processes.stream_ended.wait()
-        evaluate(session, version)
     else:
         processes.publish_in_flight(version, during_evaluation=False)
-        _start_evaluation(session, version)
 
 
-def _start_evaluation(session: Session, version: int) -> None:
-    """Score policy `version` in a thread. If this fails, `evaluate_skipped` does it later."""
-    turns = session.processes.turns
+def evaluate_or_postpone(session: Session, version: int) -> None:
+    """Score policy `version`, after `Turns.begin_evaluation`. If this fails, `evaluate_skipped` does it later."""
+    try:
+        evaluate(session, version)
+    except (Exception, Preempted) as error:
+        note_postponed_evaluation(session, version, error)
+    finally:
+        session.processes.turns.end_evaluation()
 
-    def run() -> None:
-        try:
-            evaluate(session, version)
-        except (Exception, Preempted) as error:
-            session.display.note(f"version {version} will be evaluated after the last round ({type(error).__name__})")
-        finally:
-            turns.end_evaluation()
 
-    turns.begin_evaluation()
-    flow_run = contextvars.copy_context()  # the thread's tasks belong to this flow run
-    threading.Thread(target=flow_run.run, args=(run,), name="evaluation", daemon=True).start()
+def note_postponed_evaluation(session: Session, version: int, error: BaseException) -> None:
+    """Print that `evaluate_skipped` will score policy `version`, because of `error`."""
+    session.display.note(f"version {version} will be evaluated after the last round ({type(error).__name__}: {error})")
+
+
+def evaluate_in_turn(session: Session, version: int) -> None:
+    """Score policy `version` after the stream and the evaluation before have ended. The next stage waits for it."""
+    session.processes.turns.wait_for_evaluation()
+    session.processes.stream_ended.wait()
+    evaluate(session, version)
 
 
 def evaluate_skipped(session: Session) -> None:
-    """Score the policies whose evaluations a failure or a kill has prevented, each restored from the store."""
+    """Score the policies whose evaluations a failure or a kill has prevented, each restored from the store. Data sets
+    that were added to the run later are not evaluated for earlier policies."""
     session.processes.turns.wait_for_evaluation()
-    due = build_stage_schedule(session)
-    for version in range(session.num_trained_rounds()):
-        if request_evaluation in due(version) and missing_evaluations(session, version):
-            evaluate(session, version)
+    due, keys = build_stage_schedule(session), session.keys
+    for version in range(1, session.num_trained_rounds()):
+        if request_evaluation in due(version):
+            trained_at = session.read_existing_commit(keys.step_prefix(version - 1)).created_at
+            for name in missing_evaluations(session, version):
+                first = session.store.committed(keys.eval_prefix(0, name))
+                if first is not None and first.created_at < trained_at:
+                    evaluate_one(session, version, name)
 
 
 @stage("export-{version:06d}", needs=lambda session, version: [[f"checkpoint-{version:06d}"]], after_save=True)
@@ -400,7 +424,7 @@ def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Ses
         scores = version in (0, last) or (evals.eval_interval and version % evals.eval_interval == 0)
         if evals.eval_prompt_data and scores and not run.debug_train_only:
             in_turn = version in (0, last) or not (run.generates_ahead or session.processes.evaluates_apart)
-            stages.append(evaluate if in_turn else request_evaluation)
+            stages.append(evaluate_in_turn if in_turn else request_evaluation)
         if version > 0 and is_last:
             stages.append(export)
         return stages

@@ -25,7 +25,7 @@ class Turns:
         self.max_ahead = max_ahead
         self.interval = interval
         self.num_trained = 0  # rounds, which is also the trainer's policy version
-        self.sent: int | None = None  # policy version in the engines; None before the first weights of this start
+        self.engine_version: int | None = None  # None before the first weights of this start
         self._training = False
         self._num_sending = 0  # threads that send weights
         self._has_turn = False  # whether the generating thread is about to send weights
@@ -53,7 +53,7 @@ class Turns:
 
     def _weights_are_needed(self) -> bool:
         """Return whether the generating thread sends the trainer's weights now, or would if it ran."""
-        may_start = self._version_for(self._next) not in (None, self.sent)
+        may_start = self._version_for(self._next) not in (None, self.engine_version)
         return bool(self._num_sending) or self._has_turn or self._evaluation is not None or may_start
 
     def request_evaluation(self, version: int) -> None:
@@ -86,10 +86,10 @@ class Turns:
             self.is_evaluating = False
             self._changed.notify_all()
 
-    def wait_for_evaluation(self) -> None:
-        """Wait until no policy is evaluated while rollouts are generated."""
+    def wait_for_evaluation(self, timeout: float | None = None) -> None:
+        """Wait until no policy is evaluated while rollouts are generated, at most `timeout` seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: not self.is_evaluating)
+            self._changed.wait_for(lambda: not self.is_evaluating, timeout)
 
     # ---- the engines' side -------------------------------------------------------------------------------------------
 
@@ -123,18 +123,18 @@ class Turns:
             self._wait_until(lambda: self._version_for(rollout_id) is not None)
             version = self._version_for(rollout_id)
             assert version is not None
-            self._next, self._has_turn = None, version != self.sent
+            self._next, self._has_turn = None, version != self.engine_version
             self._changed.notify_all()
             return version
 
     def weights_sent(self, version: int) -> None:
         """Record that the engines have policy `version`, and let the trainer continue."""
-        self.sent = version
+        self.engine_version = version
         self.end_turn()
 
     def forget_weights(self) -> None:
         """Record that the weights in the engines are unknown: the next rollout gets the newest ones."""
-        self.sent = None
+        self.engine_version = None
 
     def end_turn(self) -> None:
         """Let the trainer continue."""
@@ -155,7 +155,7 @@ class Turns:
 
     def _version_for(self, rollout_id: int | None) -> int | None:
         """Return the policy version with which a rollout may start now; None if it must wait."""
-        newest, sent = self.num_trained, self.sent
+        newest, sent = self.num_trained, self.engine_version
         if rollout_id is None or rollout_id - newest > self.max_ahead:
             return None
         if sent is not None and newest - newest % self.interval <= sent:

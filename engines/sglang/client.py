@@ -176,11 +176,15 @@ class SGLangClient(EngineClient):
             while url := await self._choose_engine(session):
                 try:
                     answers = await self._send_once(url, body, session)
-                    self._backoff.pop(url, None)
-                    return [
+                    generations = [
                         parse_generation(answer, self.experts, len(ids))
                         for answer, ids in zip(answers, prompts, strict=True)
                     ]
+                    weights = {version for generation in generations for version, _ in generation.weight_versions}
+                    if incomplete := [version for version in weights if version.startswith(memory.UPDATING)]:
+                        raise _RetryableError(f"{url} generated with weights that were not complete ({incomplete[0]})")
+                    self._backoff.pop(url, None)
+                    return generations
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _RetryableError) as error:
                     self._back_off_from_engine(url)
                     num_failures += isinstance(error, _RetryableError) or not callable(self._urls)
@@ -274,7 +278,8 @@ class SGLangClient(EngineClient):
 
 
 class _RetryableError(Exception):
-    """An engine answered with an HTTP status of RETRIED_STATUS; a retry may succeed."""
+    """An engine answered with an HTTP status of RETRIED_STATUS, or after a weight update that failed halfway; a retry
+    may succeed."""
 
 
 def _call_for_each_url(urls: list[str], call: Callable[[str], T]) -> list[T]:

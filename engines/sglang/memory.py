@@ -18,6 +18,7 @@ from penstock.engines.sglang import control
 
 RELEASED, LOADING, LOADED = "released", "loading:", "loaded:"
 OVERWRITTEN = "overwritten"
+UPDATING = "updating:"  # before the version that an update loads; left by an update that failed halfway
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TIMEOUT = 300.0  # seconds
 

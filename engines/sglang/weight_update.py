@@ -226,7 +226,7 @@ class WeightUpdate:
             )
             released = [url for url in self.urls if versions[url] == memory.RELEASED]
             self._call_all(lambda url: memory.resume_weights(url, self.version), released)
-            self._set_versions("updating:", memory.LOADING)
+            self._set_versions(memory.UPDATING, memory.LOADING)
             if self.in_flight:
                 failpoint("publish-in-flight")
         except BaseException:

@@ -409,6 +409,7 @@ _COLUMNS: list[tuple[str, tuple[str, ...], str]] = [
     ("gap", ("train/train_rollout_logprob_abs_diff",), ".1e"),  # mean |log-prob trainer - engine| of sampled tokens
     ("length", ("rollout/response_len/mean",), ".1f"),
     ("stale", ("rollout/staleness/mean",), ".2f"),  # policy versions
+    ("wasted", ("rollout/wasted_tokens",), ",.0f"),  # tokens
     ("queue", ("rollout/queue_depth",), ".0f"),
     ("engines idle", ("perf/engine_idle_ratio",), ".0%"),
     ("trainer idle", ("perf/wait_time_ratio",), ".0%"),

@@ -122,6 +122,11 @@ class Processes:
         return partial(engine_backend().connect, router=self.router.address if self.router else None)
 
     @property
+    def evaluation_client_factory(self) -> Callable[..., EngineClient]:
+        """Return `engine_client_factory` for evaluations. The router does not know engines that only evaluate."""
+        return engine_backend().connect if self.evaluates_apart else self.engine_client_factory
+
+    @property
     def training_client_factory(self) -> Callable[..., EngineClient]:
         """Return `engine_client_factory` for training rollouts. With --use-rollout-routing-replay, its clients also
         request the ids of the experts that each token was routed to."""
@@ -237,21 +242,23 @@ class Processes:
         that returns the addresses of the live engines.
 
         If another thread is inside such a block or inside `engines_for_stream`, wait until it ends or shares the
-        engines.
+        engines at this version. A stream at another version does not end before all its rounds: RuntimeError.
 
         Args:
             version: the policy version.
             rewind: whether a trainer that has a newer version is restored to `version`; otherwise RuntimeError is
                 raised.
         """
-        while (shared := self._shared) is None and not self._serving.acquire(timeout=0.1):
-            pass
-        if shared is not None:
-            shared_version, urls = shared
-            if shared_version != version:
-                raise RuntimeError(f"the engines have got the weights of version {shared_version} meanwhile")
-            yield urls
-            return
+        while True:
+            shared = self._shared
+            if shared is not None and shared[0] == version:
+                yield shared[1]
+                return
+            if shared is not None and not self.stream_ended.is_set():
+                raise RuntimeError(f"the engines have got the weights of version {shared[0]} meanwhile")
+            if shared is None and self._serving.acquire(timeout=0.1):
+                break
+            time.sleep(0.1 if shared else 0.0)
         try:
             engines = self.start_engines()
             self._offload_trainer(keep_weights=True)
@@ -271,14 +278,15 @@ class Processes:
     @contextmanager
     def engines_for_evaluation(self, version: int) -> Iterator[Callable[[], list[str]]]:
         """Load policy `version` into the engines that evaluate, as `engines_at`."""
+        # A trainer that trains the next rounds meanwhile is not restored.
+        rewind = not self.turns.is_evaluating
         if not self.evaluates_apart:
-            with self.engines_at(version) as urls:
+            with self.engines_at(version, rewind=rewind) as urls:
                 yield urls
         elif self._shared_for_evaluation is not None:
             yield self._shared_for_evaluation
         else:
-            # A trainer that trains the next rounds meanwhile is not restored.
-            publish = partial(self._publish, version, rewind=not self.turns.is_evaluating)
+            publish = partial(self._publish, version, rewind=rewind)
             with self._pool_for_evaluation.serving(self.weight_version(version), publish) as urls:
                 yield urls
 
@@ -341,12 +349,12 @@ class Processes:
         """
         turns, run = self.turns, self.config.run
         if turns.is_evaluating and not self.evaluates_apart:
-            sent = turns.sent
+            sent = turns.engine_version
             assert sent is not None
             if during_evaluation and version + run.update_weights_interval - sent <= run.max_staleness:
                 return
             turns.wait_for_evaluation()
-        if self._shared is None or turns.sent == version:
+        if self._shared is None or turns.engine_version == version:
             return
         self.start_engines().update_while_serving(self.weight_version(version), self._publish_newest)
         if self._shared is not None:
@@ -372,8 +380,8 @@ class Processes:
     def _send_weights(self, version: int, urls: list[str], *, rewind: bool) -> None:
         if not rewind and (state := self.trainer.policy_state()) is not None and state.version > version:
             raise RuntimeError(  # not a ValueError, which is not retried
-                f"an engine needs the weights of version {version}, but the trainer has version {state.version}: the "
-                "rollout starts again with these; finished groups are kept"
+                f"an engine needs the weights of version {version}, but the trainer has version {state.version}: a "
+                "rollout starts again with these and keeps its finished groups; an evaluation follows later"
             )
         trainer = self.restore_trainer_at(version)
         start = time.perf_counter()

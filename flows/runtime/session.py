@@ -69,6 +69,9 @@ if TYPE_CHECKING:
     from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 
 
+EVALUATION_END_TIMEOUT = 60.0  # seconds for an evaluation in another thread to end after a failure
+
+
 class Session:
     """One execution of a flow for a run: a context manager that stops every process it started when the block ends."""
 
@@ -187,19 +190,24 @@ class Session:
         if kind is not None and not issubclass(kind, Preempted):
             scratch.keep_temp_directory_at_exit()  # it has the logs of Ray and the engines
         signal.setitimer(signal.ITIMER_REAL, 0)  # end the grace period: the cleanup has time limits of its own
-        for end in (self._wait_for_checkpoint_until_deadline, self._stack.close, self.processes.stop_all):
-            end()
+        was_stopped = kind is not None and issubclass(kind, Preempted)
+        self.wait_for_checkpoint_until_deadline()
+        if kind is not None:  # end an evaluation in another thread
+            self.stop.request(grace_seconds=0.0)
+            self.processes.turns.wait_for_evaluation(EVALUATION_END_TIMEOUT)
+        self._stack.close()
+        self.processes.stop_all()
         self.display.close()
         self._record_end(kind)
-        has_report = self._write_report()
-        self.tracker.close("FAILED" if kind else "FINISHED", timeout=5 if self.stop.requested else 30)
+        has_report = not was_stopped and self._write_report()
+        self.tracker.close("FAILED" if kind else "FINISHED", timeout=5 if was_stopped else 30)
         for delivery in self.tracker.deliveries:
             if waiting := delivery.num_waiting():
                 self.display.note(
                     f"{waiting} records are not delivered to {delivery.name} yet ({delivery.problem}); "
                     "the next start delivers them"
                 )
-        patience = max(0.0, min(5.0, self.stop.seconds_left)) if self.stop.requested else None
+        patience = max(0.0, min(5.0, self.stop.seconds_left)) if was_stopped else None
         if wait_for_api(self.display.note, patience_seconds=patience):
             commits = self._final_commits or read_commits(self.store, self.keys)
             progress = describe_progress(commits, self._started_at)
@@ -217,9 +225,9 @@ class Session:
             self.display.note(f"the end of this start is not recorded ({error}); its costs end with its last commit")
 
     def _write_report(self) -> bool:
-        """Write the report of a run that has commits, with --report and unless a stop was requested, and give it to the
-        trackers. Return whether that worked."""
-        if not self.config.run.report or self.stop.requested or not committed_prefixes(self.store, self.keys):
+        """Write the report of a run that has commits, with --report, and give it to the trackers. Return whether that
+        worked."""
+        if not self.config.run.report or not committed_prefixes(self.store, self.keys):
             return False
         content = write_final_report(self.store, self.keys, self.display.note)
         if content is not None:
@@ -384,7 +392,7 @@ class Session:
         if saving is not None:
             saving.result()
 
-    def _wait_for_checkpoint_until_deadline(self) -> None:
+    def wait_for_checkpoint_until_deadline(self) -> None:
         """Wait for the checkpoint that is being saved, but not beyond the grace period or --train-timeout."""
         saving, self._saving = self._saving, None
         if saving is not None:

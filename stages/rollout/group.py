@@ -20,7 +20,7 @@ from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.outcome import Outcome, failed_outcome
 from penstock.stages.rollout.config import GenerationConfig, RolloutConfig
 from penstock.stages.rollout.journal import Journal
-from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample
+from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample, is_unfinished
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import DataError
 from penstock.storage.failpoints import failpoint
@@ -83,14 +83,14 @@ class GroupRunner:
     async def run(self, group: Group) -> Group:
         """Return the group with responses and rewards. If `stop` aborted the group, return it ungraded: with the tokens
         generated so far if `partial_rollout`, otherwise as it was before the call."""
-        if _is_unfinished(group):
+        if is_unfinished(group):
             if finished := self.journal.find_finished_group(group):
                 group = finished
                 self.adopted.append(group[0].group_id)
             else:
                 before = [copy_sample(sample) for sample in group]
                 group = await self._generate(group)
-                if _is_unfinished(group):
+                if is_unfinished(group):
                     if not self.stopping:
                         raise RuntimeError(
                             f"group {group[0].group_id} was aborted, but this round did not request it: either its "
@@ -300,10 +300,6 @@ def mask_stale_tokens(sample: Sample, oldest: int) -> int:
     first, last = sample.policy_versions
     sample.policy_versions = (max(first, oldest), max(last, oldest))
     return num_stale
-
-
-def _is_unfinished(group: Group) -> bool:
-    return any(sample.status in (Status.PENDING, Status.ABORTED) for sample in group)
 
 
 def num_trained_tokens(group: Group) -> int:

@@ -30,7 +30,15 @@ from penstock.engines.generation import EngineClient, EngineUrls
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.deadline import SampleProgress, record_seconds, run_blocking, run_with_deadline
-from penstock.stages.rollout.group import EngineGenerator, Generator, GroupRunner, make_grader, mask_stale_tokens
+from penstock.stages.rollout.group import (
+    EngineGenerator,
+    Generator,
+    GroupRunner,
+    make_grader,
+    mask_stale_tokens,
+    num_trained_tokens,
+    policy_spans,
+)
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.metrics import (
     drop_metrics,
@@ -323,12 +331,12 @@ def samples_to_train(groups: Sequence[Group], config: RolloutConfig, round: Roll
             f"all {len(failures)} samples failed, the first with {failures[0].metadata['error']!r}: "
             "fix the cause (mostly the reward or generate function, or the data) and resume the run"
         )
-    if config.mask_offpolicy_in_partial_rollout:
-        for sample in samples:
-            mask_stale_tokens(sample, oldest=sample.policy_versions[1])
-    if not round.max_staleness:
-        return samples, 0
-    return samples, sum(mask_stale_tokens(sample, round.rollout_id - round.max_staleness) for sample in samples)
+    num_stale, bound = 0, round.rollout_id - round.max_staleness if round.max_staleness else 0
+    for sample in samples:
+        num_stale += sum(number for version, number in policy_spans(sample) if version < bound)
+        newest = sample.policy_versions[1] if config.mask_offpolicy_in_partial_rollout else 0
+        mask_stale_tokens(sample, max(bound, newest))  # once: a second call would mask further tokens
+    return samples, num_stale
 
 
 def state_of_groups(result: RoundResult, round: RolloutRound) -> dict[str, Any]:
@@ -367,7 +375,9 @@ def round_metrics(
     if round.kind == "rollout":
         metrics |= staleness_metrics(samples, round.rollout_id)
     if round.max_staleness:
+        dropped = sum(num_trained_tokens(group) for group, _ in groups.dropped)
         metrics["rollout/masked_stale_tokens"] = float(num_masked)
+        metrics["rollout/wasted_tokens"] = float(num_masked + dropped + intake.num_discarded_tokens)
     return metrics
 
 

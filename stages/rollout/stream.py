@@ -54,6 +54,7 @@ from penstock.storage.preemption import Preempted
 from penstock.storage.refs import Commit
 from penstock.storage.samples.sample import Sample
 
+REPEATED = "generated_again"  # metadata of the samples of a group whose first responses became too old
 FILL_INTERVAL = 0.05  # seconds between checks whether more groups may be started
 
 
@@ -61,10 +62,15 @@ FILL_INTERVAL = 0.05  # seconds between checks whether more groups may be starte
 class Flight:
     """A group from its start to its use."""
 
-    before: Group  # as it was before its generation, to start it again
-    version: int  # policy version in the engines at its start
-    is_repeated: bool = False  # whether it is generated once more, because all its tokens became too old
+    prompts: Group  # without responses, to start it again
+    version: int  # policy version in the engines at its start; of a group that was finished before, of its first token
     group: Group | None = None  # with responses and rewards, once it is finished
+
+    @property
+    def is_repeated(self) -> bool:
+        """Return whether the group is generated once more, because all its tokens became too old. The mark is in the
+        samples, so that a restart keeps it."""
+        return bool((self.group or self.prompts)[0].metadata.get(REPEATED))
 
 
 @dataclass(frozen=True)
@@ -245,7 +251,10 @@ class RolloutStream:
             room = rounds * config.rollout_batch_size - len(self._running) - len(self._finished)
             if room > 0:
                 for group in self.intake.next_groups(room):
-                    self._start(Flight(without_responses(group), version), group)
+                    first = min(
+                        (sample.policy_versions[0] for sample in group if any(sample.loss_mask)), default=version
+                    )
+                    self._start(Flight(without_responses(group), first), group)
             await asyncio.sleep(FILL_INTERVAL)
 
     def _start(self, flight: Flight, group: Group) -> None:
@@ -284,8 +293,8 @@ class RolloutStream:
         assert rollout_id == round.rollout_id, f"round {rollout_id} was taken instead of {round.rollout_id}"
         oldest, size = rollout_id - round.max_staleness, config.rollout_batch_size
         try:
-            async with asyncio.timeout(config.rollout_timeout):
-                await self._wait_for_groups(oldest, size)
+            async with asyncio.timeout(None) as limit:
+                await self._wait_for_groups(oldest, size, limit)
         except TimeoutError:
             raise TimeoutError(
                 f"only {len(self._finished)} of {size} groups were finished within --rollout-timeout "
@@ -304,11 +313,14 @@ class RolloutStream:
         samples, num_masked = samples_to_train(kept, config, round)
         return self._end_round(kept, samples, num_masked)
 
-    async def _wait_for_groups(self, oldest: int, number: int) -> None:
+    async def _wait_for_groups(self, oldest: int, number: int, limit: asyncio.Timeout) -> None:
         """Wait until `number` groups are finished that have tokens of policy version `oldest` or newer, and no group
-        that is generated once more would get too old again before a later round can take it."""
+        that is generated once more would get too old again before a later round can take it. `limit` gets the deadline
+        of --rollout-timeout, which does not count the time in which the trainer has no policy `oldest` yet."""
         while True:
             if self.engine_version() >= oldest:  # otherwise also new groups would be too old
+                if limit.when() is None:
+                    limit.reschedule(asyncio.get_running_loop().time() + self.context.config.rollout_timeout)
                 self._repeat_stale_groups(oldest)
                 if len(self._finished) >= number and not self._must_await_repeated_groups(oldest, number):
                     return
@@ -337,8 +349,10 @@ class RolloutStream:
                 self._finished.remove(flight)
                 self._num_wasted_tokens += num_trained_tokens(group)
                 self.runner.journal.forget_finished_group(group[0].group_id)
-                again = Flight(flight.before, self.engine_version(), is_repeated=True)
-                self._start(again, [copy_sample(sample) for sample in flight.before])
+                for sample in flight.prompts:
+                    sample.metadata[REPEATED] = True
+                again = Flight(flight.prompts, self.engine_version())
+                self._start(again, [copy_sample(sample) for sample in flight.prompts])
 
     def _end_round(self, kept: list[Group], samples: list[Sample], num_masked: int) -> Taken:
         """Return what the round commits, and begin the next round. Other coroutines do not run meanwhile, so every
@@ -354,7 +368,7 @@ class RolloutStream:
             seconds={"generate": time.perf_counter() - self._since},
         )
         metrics = round_metrics(result, self.intake, round, samples, result.seconds, num_masked)
-        unused = [flight.before for flight in self._running] + waiting + self.intake.buffered_groups
+        unused = [flight.prompts for flight in self._running] + waiting + self.intake.buffered_groups
         self._count_idle_seconds()
         metrics.pop("rollout/num_waves", None)
         metrics["rollout/num_buffered_groups"] = float(len(unused))

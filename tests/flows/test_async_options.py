@@ -21,6 +21,7 @@ STREAMING = "--async-mode streaming"
         ("--async-buffer-size 3 --offload-train", "--async-buffer-size 3 .*--offload-train", "omit one of them"),
         (f"{STREAMING} --offload-rollout", f"{STREAMING} .*--offload-rollout", "omit one of them"),
         ("--eval-mode apart --colocate", "--eval-mode apart .*--colocate", "omit one of them"),
+        ("--eval-mode apart", "--eval-mode apart .*nothing is evaluated", "add --eval-prompt-data"),
         ("--eval-num-engines 2", "--eval-num-engines .*without --eval-mode apart", "add this, or omit it"),
         ("--max-staleness 3", f"--max-staleness .*without {STREAMING}", "add this, or omit it"),
         ("--pause-generation-mode in_place", f"--pause-generation-mode .*without {STREAMING}", "add this, or omit it"),
@@ -52,7 +53,7 @@ def test_contradicting_options_are_refused_with_advice(words: str, found: str, a
         "--async-buffer-size 1 --partial-rollout --over-sampling-batch-size 64",
         f"{STREAMING} --max-staleness 1 --update-weights-interval 2 --pause-generation-mode in_place",
         "--max-staleness 2 --pause-generation-mode retract",  # the defaults
-        "--eval-mode apart --eval-num-engines 2",
+        "--eval-mode apart --eval-num-engines 2 --eval-prompt-data heldout data.jsonl",
         "--update-weights-interval 3 --offload-train",
     ],
 )

@@ -141,15 +141,15 @@ def test_weights_are_sent_during_an_evaluation_only_when_rollouts_would_get_too_
     turns.begin_evaluation()
     turns.num_trained = 4
     processes.publish_in_flight(4)
-    assert turns.sent == 3, "4 - 3 + 1 <= --max-staleness 2: later"
+    assert turns.engine_version == 3, "4 - 3 + 1 <= --max-staleness 2: later"
     turns.num_trained = 5
     publish = threading.Thread(target=processes.publish_in_flight, args=(5,), daemon=True)
     publish.start()
     publish.join(0.05)
-    assert publish.is_alive() and turns.sent == 3, "it waits for the evaluation"
+    assert publish.is_alive() and turns.engine_version == 3, "it waits for the evaluation"
     turns.end_evaluation()
     publish.join(HANG)
-    assert not publish.is_alive() and turns.sent == 5 and pool.updates == ["run/3", "run/5"]
+    assert not publish.is_alive() and turns.engine_version == 5 and pool.updates == ["run/3", "run/5"]
     with pytest.raises(RuntimeError, match="version 5 meanwhile"), processes.engines_at(3):
         pass
     stream.end()
@@ -157,4 +157,4 @@ def test_weights_are_sent_during_an_evaluation_only_when_rollouts_would_get_too_
 
 def test_weights_are_not_sent_without_a_stream(processes: Processes, pool: ScriptedPool) -> None:
     processes.publish_in_flight(3)
-    assert pool.updates == [] and processes.turns.sent is None
+    assert pool.updates == [] and processes.turns.engine_version is None

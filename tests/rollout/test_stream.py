@@ -97,7 +97,7 @@ def test_groups_that_finished_first_are_taken_first_also_after_a_wait(bench: Sim
     bench.round(0)
     bench.clock.run_for(20)
     assert bench.stream is not None
-    order = [flight.before[0].group_id for flight in bench.stream._finished]
+    order = [flight.prompts[0].group_id for flight in bench.stream._finished]
     assert [int(group_id) for group_id in order][:8] == [6, 1, 3, 0, 9, 8, 11, 10]
     assert ids(trained(bench, bench.round(1))) == [0, 1, 3, 6]
     bench.kill()  # the order is in the buffer

@@ -107,6 +107,11 @@ def is_too_old(group: Group, oldest: int) -> bool:
     return max((sample.policy_versions[1] for sample in group if any(sample.loss_mask)), default=oldest) < oldest
 
 
+def is_unfinished(group: Group) -> bool:
+    """Return whether a sample of a group waits for its generation or for the rest of it."""
+    return any(sample.status in (Status.PENDING, Status.ABORTED) for sample in group)
+
+
 def without_responses(group: Group) -> Group:
     """Return copies of a group's samples as they were before their responses, one for each trajectory."""
     first = {sample.trajectory_id: sample for sample in reversed(group)}
@@ -352,6 +357,7 @@ class PromptIntake:
         source.load_state_dict(state or {})
         source.restore_buffer([copy_sample(sample) for sample in buffer])
         self._skipped_before = source.dataset.state.skipped
+        self.num_discarded_tokens = 0  # trained tokens of finished groups that were too old for this round
         self._groups = {group[0].group_id: group for group in group_by_group_id(buffer)}
 
     def next_groups(self, count: int) -> list[Group]:
@@ -363,7 +369,10 @@ class PromptIntake:
         round, groups = self.source.dataset.round, take_checked_groups(self.source, count)
         if round.max_staleness and not round.updates_in_flight:
             oldest = round.rollout_id - round.max_staleness
-            groups = [without_responses(group) if is_too_old(group, oldest) else group for group in groups]
+            # A group that is too old starts again; an unfinished one continues, and its old tokens will be masked.
+            stale = [group for group in groups if not is_unfinished(group) and is_too_old(group, oldest)]
+            self.num_discarded_tokens += sum(sum(sample.loss_mask) for group in stale for sample in group)
+            groups = [without_responses(group) if group in stale else group for group in groups]
         for group in groups:
             self._groups[group[0].group_id] = group
             for sample in group:
