@@ -186,10 +186,13 @@ class Session:
         if kind is not None and not issubclass(kind, Preempted):
             scratch.keep_temp_directory_at_exit()  # it has the logs of Ray and the engines
         signal.setitimer(signal.ITIMER_REAL, 0)  # end the grace period: the cleanup has time limits of its own
-        for end in (self._wait_for_checkpoint_until_deadline, self._stack.close, self.processes.stop_all):
-            end()
+        self._wait_for_checkpoint_until_deadline()
+        self._stack.close()
+        joules = self.processes.used_joules()
+        self.processes.stop_all()
         self.display.close()
-        self._record_end(kind)
+        self._record_end(kind, joules)
+        self._track_costs()
         has_report = self._write_report()
         self.tracker.close("FAILED" if kind else "FINISHED", timeout=5 if self.stop.requested else 30)
         for delivery in self.tracker.deliveries:
@@ -207,11 +210,11 @@ class Session:
         if kind is not None and issubclass(kind, Preempted):
             raise TerminationSignal(signal.SIGTERM)  # Prefect marks the flow run as crashed or cancelled
 
-    def _record_end(self, kind: type[BaseException] | None) -> None:
+    def _record_end(self, kind: type[BaseException] | None, joules: float | None) -> None:
         """Record the end of this start. A failure, for instance on a full disk, is printed only."""
         outcome = "FINISHED" if kind is None else "STOPPED" if issubclass(kind, Preempted) else "FAILED"
         try:
-            record_end(self.store, self.keys, self._start, outcome)
+            record_end(self.store, self.keys, self._start, outcome, joules)
         except (StoreError, OSError) as error:
             self.display.note(f"the end of this start is not recorded ({error}); its costs end with its last commit")
 
@@ -225,6 +228,16 @@ class Session:
             self.tracker.record_report(self.keys.report, content)
             self.display.note(f"report: {self.store.path(self.keys.report)}")
         return content is not None
+
+    def _track_costs(self) -> None:
+        """Log what the run has used so far to the trackers (costs.py). A failure is printed only."""
+        try:
+            metrics = compute_costs(self.store, self.keys).metrics(self.config.run.price_per_device_hour)
+            self.tracker.enqueue_metrics(f"cost-{self._start}", metrics, step=self.num_trained_rounds())
+        except (StoreError, OSError) as error:
+            self.display.note(
+                f"the costs of the run are not logged ({error}); `penstock cost {self.keys.run}` shows them"
+            )
 
     # ---- progress of the run -----------------------------------------------------------------------------------------
 
@@ -323,11 +336,6 @@ class Session:
         commit = self.store.committed(prefix)
         assert commit is not None, f"{prefix} is not committed"
         return commit
-
-    def track_costs(self) -> None:
-        """Log what the run has used so far to MLflow (costs.py)."""
-        metrics = compute_costs(self.store, self.keys).metrics(self.config.run.price_per_device_hour)
-        self.tracker.enqueue_metrics(f"cost-{self._start}", metrics, step=self.num_trained_rounds())
 
     def print_results(self) -> str:
         """Print the results of the whole run, including rounds before a resume. Return what this start has done."""

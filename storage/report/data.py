@@ -314,13 +314,14 @@ def collect_costs(stages: list[dict[str, Any]], rounds: Mapping[str, Any], num_g
 def _round_cost(
     r: int, seconds: Mapping[tuple[str, int], Mapping[str, float]], metrics: Mapping[str, Any], num_gpus: int
 ) -> dict[str, Any]:
-    """Return seconds, samples and tokens of one round; None for what its commits do not record."""
+    """Return seconds, samples, tokens and energy of one round; None for what its commits do not record."""
 
     def number(name: str) -> float | None:
         value = metrics.get(name)
         return value if isinstance(value, int | float) else None
 
     rollout, step = seconds.get(("rollout", r), {}), seconds.get(("step", r), {})
+    energy = [number("perf/rollout_energy_joules"), number("perf/train_energy_joules")]
     samples, length = number("rollout/num_samples"), number("rollout/response_len/mean")
     lost = (number("rollout/removed_ratio") or 0.0) + (number("rollout/failed_ratio") or 0.0)
     rate = number("perf/tokens_per_gpu_per_sec")
@@ -332,6 +333,7 @@ def _round_cost(
         "generated": None if rate is None else round(rate * rollout.get("generate", 0.0) * num_gpus),
         "trained": None if samples is None or length is None else round(samples * length),
         "wasted": number("rollout/wasted_tokens"),
+        "joules": None if energy == [None, None] else sum(joules or 0.0 for joules in energy),
     }
 
 

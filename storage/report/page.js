@@ -190,8 +190,10 @@ function tokenCard(rounds, gpus) {
     row("rollout time", "rollout_seconds", formatSeconds), row("training time", "step_seconds", formatSeconds),
     row("tokens generated", "generated", formatNumber), row("tokens trained", "trained", formatNumber),
     row("tokens wasted", "wasted", formatNumber), row("samples kept", "samples", formatNumber),
+    ...(sum("joules") === null ? [] : [row("energy of the GPUs in J", "joules", formatNumber)]),
   ];
-  const columns = ["round", "rollout_seconds", "step_seconds", "samples", "generated", "trained", "wasted"];
+  const columns = ["round", "rollout_seconds", "step_seconds", "samples", "generated", "trained", "wasted",
+    ...(sum("joules") === null ? [] : ["joules"])];
   return card(element("h3", {}, "Per round and per kept sample"),
     scrolling(table(["", "total", "per round", "per kept sample"], rows)),
     element("p", { className: "soft" }, "Times of stages overlap in asynchronous runs. A kept sample is committed, not " +
