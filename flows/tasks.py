@@ -265,6 +265,7 @@ def evaluate_all(session: Session, version: int) -> list[EvalRef]:
         scores = [evaluate_one.submit(session, version, name) for name, _ in session.config.eval.eval_prompt_data]
         for score in scores:
             score.wait()
+    session.set_stage_message(f"policy {version} is scored on {len(scores)} data sets")
     return [score.result() for score in scores]
 
 

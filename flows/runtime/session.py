@@ -83,7 +83,10 @@ class Session:
         self.provenance: dict[str, Any] = {"config_hash": config_hash(config), "code_version": code_version()}
         self._stack = ExitStack()
         self._saving: PrefectFuture[Any] | None = None  # task of the checkpoint that is being saved
-        self.completed_stages: dict[str, State[Any]] = {}  # name of a task run of this flow run -> its final state
+        self.started_stages: dict[str, State[Any]] = {}  # name of a task run of this flow run -> state with its id
+        self.stage_results: list[
+            Any
+        ] = []  # kept, because Prefect recognizes results and their strings by their addresses
         self.stage_messages: dict[uuid.UUID, str] = {}  # id of an active task run -> message of its final state
         uris = tracking_uris(self.store, config.run)
         self.display = Display(
@@ -164,6 +167,8 @@ class Session:
         links = {"MLflow": page or redact(self.display.tracking_uri), "store": self.store.uri}
         if has_report:
             links["report"] = self.store.path(self.keys.report)
+            if page:
+                links["report in MLflow"] = page.replace("?", "/artifacts/report.html?")
         rows = self.display.summary(commits)
         svg = reward_curve_svg(training_rewards(commits), evaluation_rewards(commits))
         return run_page(self.keys.run, progress, rows, links, svg)
