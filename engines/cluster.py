@@ -287,6 +287,12 @@ class Cluster:
                 told = True
             time.sleep(POLL_SECONDS)
 
+    def driver_node(self) -> str:
+        """Return Ray's node id of the machine of this process."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
     def run(
         self,
         fn: Callable[..., T],

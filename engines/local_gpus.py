@@ -36,10 +36,10 @@ def visible_gpu_usage() -> list[dict[str, float]]:
     return select_visible_gpus(_query_gpus(gpu_usage))
 
 
-def visible_gpu_joules() -> list[float | None]:
-    """Return the energy in joules that every GPU that CUDA_VISIBLE_DEVICES allows has used since its driver was
-    loaded, or None for a GPU that has no such counter; [] without GPUs or driver."""
-    return select_visible_gpus(_query_gpus(gpu_joules))
+def all_gpu_joules() -> list[float | None]:
+    """Return the energy in joules that every GPU of this machine has used since its driver was loaded, or None for a
+    GPU that has no such counter; [] without GPUs or driver."""
+    return _query_gpus(gpu_joules)
 
 
 def _query_gpus(query: Callable[[ctypes.CDLL, int], T]) -> list[T]:

@@ -123,6 +123,7 @@ def rollout_context(
         stop=session.stop,
         on_progress=on_progress,
         connect=session.processes.training_client_factory,
+        read_counters=session.processes.read_engine_counters,
     )
 
 
@@ -237,6 +238,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
                 stop=session.stop,
                 on_progress=report,
                 connect=session.processes.evaluation_client_factory,
+                read_counters=partial(session.processes.read_engine_counters, evaluation=True),
             )
             commit = rollout_stage(
                 context,
@@ -263,6 +265,7 @@ def evaluate_all(session: Session, version: int) -> list[EvalRef]:
         scores = [evaluate_one.submit(session, version, name) for name, _ in session.config.eval.eval_prompt_data]
         for score in scores:
             score.wait()
+    session.set_stage_message(f"policy {version} is scored on {len(scores)} data sets")
     return [score.result() for score in scores]
 
 
@@ -402,7 +405,6 @@ def publish_results(session: Session) -> State[None]:
     """Print a table of the run's results. Return the final state of the flow run, whose message says what this start
     has done."""
     session.wait_for_checkpoint()
-    session.track_costs()
     return Completed(message=session.print_results())
 
 

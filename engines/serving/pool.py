@@ -175,6 +175,11 @@ class EnginePool:
         known = {replica.known_url: replica for replica in replicas if isinstance(replica, RayReplica)}
         return {url: known[url].first_actor for url in urls if url in known}
 
+    def gpus(self) -> list[tuple[str, str]]:
+        """Return (Ray node id, GPU id) of every GPU of the engines; [] on CPU, and for external engines."""
+        replicas = [replica for replica in self._replicas if isinstance(replica, RayReplica)]
+        return [gpu for replica in replicas for gpu in replica.gpus()]
+
     def release_memory(self) -> None:
         """Release the GPU memory of weights and KV cache of all engines; the next publish allocates it again.
 

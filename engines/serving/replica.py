@@ -222,6 +222,10 @@ class RayReplica(Replica):
                     ) from error
                 time.sleep(0.1)
 
+    def gpus(self) -> list[tuple[str, str]]:
+        """Return (Ray node id, GPU id) of every GPU of the engine; [] on CPU."""
+        return [(slot.node, gpu) for slot in self._slots for gpu in slot.gpu_ids]
+
     def finish_adoption(self, timeout: float = 10.0) -> None:
         # After `timeout` the server is still starting under the earlier driver's spec: `url` waits for it.
         deadline = time.monotonic() + timeout

@@ -13,9 +13,10 @@ from penstock.storage.history.costs import IDLE, RunCosts, compute_costs
 
 USAGE = """penstock cost RUN [--rounds] [--price NUMBER] [--json] [--store URI ...]
 
-  Prints the device-seconds of every stage and of idle time. Devices are GPUs; without GPUs, the trainer's processes and
-  the engines. On each device, stages and idle time add up to the time in which a driver of the run was alive; idle time
-  includes starts, weight updates and waits. Rounds that a fork shares with its parent do not count.
+  Prints the device-seconds of every stage and of idle time, and the energy of the GPUs where it was measured. Devices
+  are GPUs; without GPUs, the trainer's processes and the engines. On each device, stages and idle time add up to the
+  time in which a driver of the run was alive; idle time includes starts, weight updates and waits. Rounds that a fork
+  shares with its parent do not count.
 
   --rounds   a line for every round: seconds, samples, tokens
   --price    price of a device for one hour, in any currency
@@ -62,7 +63,12 @@ def print_stages(costs: RunCosts, price: float | None) -> None:
         per_sample = metrics["cost/device_seconds_per_kept_sample"]
         print(f"{costs.kept_samples:,} samples trained, {per_sample:.4f} device-seconds each")
     for version, seconds in costs.checkpoints.items():
-        print(f"checkpoint {version}: {seconds:,.1f} device-seconds of stages since the one before")
+        energy = f", {costs.checkpoint_joules[version]:,.0f} J" if version in costs.checkpoint_joules else ""
+        print(f"checkpoint {version}: {seconds:,.1f} device-seconds{energy} of stages since the one before")
+    if costs.joules:
+        of_stages = ", ".join(f"{stage} {joules:,.0f} J" for stage, joules in costs.joules.items())
+        each = f", {metrics['cost/joules_per_kept_sample']:,.1f} J per sample" if costs.kept_samples else ""
+        print(f"energy of the GPUs {metrics['cost/energy_kwh']:,.4f} kWh: {of_stages}{each}")
 
 
 def print_rounds(costs: RunCosts) -> None:
@@ -76,8 +82,10 @@ def print_rounds(costs: RunCosts) -> None:
             str(cost.dropped_groups),
             f"{cost.trained_tokens:,.0f}",
             f"{cost.wasted_tokens:,.0f}",
+            *([f"{sum(cost.joules.values()):,.0f}"] if costs.joules else []),
         ]
         for cost in costs.rounds
     ]
     titles = ["round", "rollout", "training", "samples", "removed", "dropped groups", "tokens", "wasted tokens"]
+    titles += ["joules"] if costs.joules else []
     print_table(titles, rows, numeric=True)

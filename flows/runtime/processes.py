@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.backends import engine_backend
+from penstock.engines.energy import Counters, read_counters, used_joules
 from penstock.engines.memory import MemorySwitch
 from penstock.engines.weights.check import INITIAL, update_and_check
 from penstock.engines.weights.upload import add_upload
@@ -78,6 +79,7 @@ class Processes:
         self._eval_engines: EnginePool | None = None  # with --eval-mode apart
         self._shared_for_evaluation: Callable[[], list[str]] | None = None  # their addresses in `share_engines_at`
         self._switches: list[MemorySwitch] = []  # since the last weight update
+        self._first_counters: dict[str, float] = {}  # GPU id -> its energy counter when it was first read, in joules
         run = config.run
         max_ahead = run.num_rollout if run.debug_rollout_only else run.async_buffer_size
         self.turns = Turns(max_ahead, run.update_weights_interval)
@@ -185,8 +187,43 @@ class Processes:
         from penstock.stages.train.restore import PolicyRestorer
 
         return PolicyRestorer(
-            self.store, self.keys, trainer, self.base_checkpoint, provenance=self.provenance, on_progress=self.note
+            self.store,
+            self.keys,
+            trainer,
+            self.base_checkpoint,
+            provenance=self.provenance,
+            on_progress=self.note,
+            read_counters=self.read_trainer_counters,
         )
+
+    def read_trainer_counters(self) -> Counters:
+        """Return the energy counters of the trainer's GPUs; {} if they are not measured."""
+        places = self._trainer.places() if self._trainer is not None else []
+        return self._read_counters([(place.node, gpu) for place in places for gpu in place.gpu_ids])
+
+    def read_engine_counters(self, *, evaluation: bool = False) -> Counters:
+        """Return the energy counters of the engines' GPUs, with `evaluation` of those that evaluate; {} if they are not
+        measured."""
+        engines = self._eval_engines if evaluation and self.evaluates_apart else self._engines
+        return self._read_counters(engines.gpus() if engines is not None else [])
+
+    def used_joules(self) -> float | None:
+        """Return the energy that all GPUs of the run have used since they were first read in this start, or None if it
+        is not measured. Call it before `stop_all`."""
+        now = {
+            **self.read_trainer_counters(),
+            **self.read_engine_counters(),
+            **self.read_engine_counters(evaluation=True),
+        }
+        return used_joules(self._first_counters, now)
+
+    def _read_counters(self, gpus: list[tuple[str, str]]) -> Counters:
+        if not gpus or self._cluster is None or not self._cluster.alive():
+            return {}
+        counters = read_counters(gpus, self._cluster.driver_node())
+        for gpu, joules in counters.items():
+            self._first_counters.setdefault(gpu, joules)
+        return counters
 
     def materialize_fork(self) -> None:
         """In a fork whose training options differ from its parent's, save a checkpoint of the policy at the fork point.

@@ -86,7 +86,10 @@ class Session:
         self.provenance: dict[str, Any] = {"config_hash": config_hash(config), "code_version": code_version()}
         self._stack = ExitStack()
         self._saving: PrefectFuture[Any] | None = None  # task of the checkpoint that is being saved
-        self.completed_stages: dict[str, State[Any]] = {}  # name of a task run of this flow run -> its final state
+        self.started_stages: dict[str, State[Any]] = {}  # name of a task run of this flow run -> state with its id
+        self.stage_results: list[
+            Any
+        ] = []  # kept, because Prefect recognizes results and their strings by their addresses
         self.stage_messages: dict[uuid.UUID, str] = {}  # id of an active task run -> message of its final state
         uris = tracking_uris(self.store, config.run)
         self.display = Display(
@@ -168,6 +171,8 @@ class Session:
         links = {"MLflow": page or redact(self.display.tracking_uri), "store": self.store.uri}
         if has_report:
             links["report"] = self.store.path(self.keys.report)
+            if page:
+                links["report in MLflow"] = page.replace("?", "/artifacts/report.html?")
         rows = self.display.summary(commits)
         svg = reward_curve_svg(training_rewards(commits), evaluation_rewards(commits))
         return run_page(self.keys.run, progress, rows, links, svg)
@@ -196,9 +201,11 @@ class Session:
             self.stop.request(grace_seconds=0.0)
             self.processes.turns.wait_for_evaluation(EVALUATION_END_TIMEOUT)
         self._stack.close()
+        joules = self.processes.used_joules()
         self.processes.stop_all()
         self.display.close()
-        self._record_end(kind)
+        self._record_end(kind, joules)
+        self._track_costs()
         has_report = not was_stopped and self._write_report()
         self.tracker.close("FAILED" if kind else "FINISHED", timeout=5 if was_stopped else 30)
         for delivery in self.tracker.deliveries:
@@ -216,11 +223,11 @@ class Session:
         if kind is not None and issubclass(kind, Preempted):
             raise TerminationSignal(signal.SIGTERM)  # Prefect marks the flow run as crashed or cancelled
 
-    def _record_end(self, kind: type[BaseException] | None) -> None:
+    def _record_end(self, kind: type[BaseException] | None, joules: float | None) -> None:
         """Record the end of this start. A failure, for instance on a full disk, is printed only."""
         outcome = "FINISHED" if kind is None else "STOPPED" if issubclass(kind, Preempted) else "FAILED"
         try:
-            record_end(self.store, self.keys, self._start, outcome)
+            record_end(self.store, self.keys, self._start, outcome, joules)
         except (StoreError, OSError) as error:
             self.display.note(f"the end of this start is not recorded ({error}); its costs end with its last commit")
 
@@ -234,6 +241,16 @@ class Session:
             self.tracker.record_report(self.keys.report, content)
             self.display.note(f"report: {self.store.path(self.keys.report)}")
         return content is not None
+
+    def _track_costs(self) -> None:
+        """Log what the run has used so far to the trackers (costs.py). A failure is printed only."""
+        try:
+            metrics = compute_costs(self.store, self.keys).metrics(self.config.run.price_per_device_hour)
+            self.tracker.enqueue_metrics(f"cost-{self._start}", metrics, step=self.num_trained_rounds())
+        except (StoreError, OSError) as error:
+            self.display.note(
+                f"the costs of the run are not logged ({error}); `penstock cost {self.keys.run}` shows them"
+            )
 
     # ---- progress of the run -----------------------------------------------------------------------------------------
 
@@ -332,11 +349,6 @@ class Session:
         commit = self.store.committed(prefix)
         assert commit is not None, f"{prefix} is not committed"
         return commit
-
-    def track_costs(self) -> None:
-        """Log what the run has used so far to MLflow (costs.py)."""
-        metrics = compute_costs(self.store, self.keys).metrics(self.config.run.price_per_device_hour)
-        self.tracker.enqueue_metrics(f"cost-{self._start}", metrics, step=self.num_trained_rounds())
 
     def print_results(self) -> str:
         """Print the results of the whole run, including rounds before a resume. Return what this start has done."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from prefect import State, Task, task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import StateDetails
 from prefect.context import TaskRunContext
 from prefect.futures import PrefectFuture
 from prefect.states import Completed
@@ -28,7 +29,7 @@ def stage(name: str, *, needs: Needs | None = None, after_save: bool = False) ->
     Args:
         name: name of the task run, a format string over the function's arguments.
         needs: function of the same arguments that returns which stages' results this one uses, for the arrows on the
-            Prefect page: for each input the names of task runs, of which the first that this flow run has completed
+            Prefect page: for each input the names of task runs, of which the first that this flow run has started
             counts.
         after_save: if a checkpoint is being saved in another thread, wait for its commit before the start.
     """
@@ -53,6 +54,13 @@ class Stage:
 
         @functools.wraps(body)
         def attempt(session: Session, *args: Any) -> Any:
+            context = TaskRunContext.get()
+            assert context is not None
+            task_run = context.task_run
+            # For the arrows from this stage. `Completed`, because our own code does all waiting: a rollout may be
+            # started while the round that it waits for is still being trained.
+            details = StateDetails(task_run_id=task_run.id, flow_run_id=task_run.flow_run_id)
+            session.started_stages[task_run.name] = Completed(data=True, state_details=details)
             try:
                 result = retry_while_disk_full(
                     lambda: body(session, *args), session.local_directories, session.stop, session.display.note
@@ -60,13 +68,8 @@ class Stage:
             except BaseException as error:
                 session.report_failure(body.__name__, error)
                 raise
-            context = TaskRunContext.get()
-            assert context is not None
-            task_run = context.task_run
-            # Prefect completes this object with the id of the task run
-            state: State[Any] = Completed(message=session.stage_messages.pop(task_run.id, None), data=result)
-            session.completed_stages[task_run.name] = state
-            return state
+            session.stage_results.append(result)
+            return Completed(message=session.stage_messages.pop(task_run.id, None), data=result)
 
         self._task: Task[..., Any] = task(
             name=body.__name__,
@@ -95,7 +98,7 @@ class Stage:
         session.stop.raise_if_requested()
         if self.after_save:
             session.wait_for_checkpoint()
-        completed = session.completed_stages
+        started = session.started_stages
         inputs = self.needs(session, *args) if self.needs else ()
-        states = [state for names in inputs if (state := next(filter(None, map(completed.get, names)), None))]
+        states = [state for names in inputs if (state := next(filter(None, map(started.get, names)), None))]
         return self._task.with_options(retries=session.config.run.stage_retries), states

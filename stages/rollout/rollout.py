@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.engines.backends import connect as connect_engines
+from penstock.engines.energy import ReadCounters, energy_metric, no_counters
 from penstock.engines.generation import EngineClient, EngineUrls
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rollout.config import RolloutConfig
@@ -91,6 +92,7 @@ class RolloutContext:
     stop: StopRequest | None = None  # set on preemption: finished groups are then journaled for the next attempt
     on_progress: Callable[[int, int], None] | None = None  # called with (samples done, samples in total)
     connect: Callable[..., EngineClient] = connect_engines  # creates the client from `engines` and a `timeout`
+    read_counters: ReadCounters = no_counters  # reads the energy counters of the engines' GPUs
 
 
 @dataclass
@@ -121,6 +123,7 @@ class RoundResult:
     runner: GroupRunner
     num_gpus: int  # GPUs of all engines; on a machine without GPUs, the number of engines
     seconds: dict[str, float]  # "generate": from the start to the last token; "reward": from the last token to the end
+    energy: dict[str, float]  # metric of the engines' energy during "generate" and "reward"; {} if not measured
 
 
 def rollout_stage(
@@ -200,7 +203,7 @@ async def generate_round(
     context: RolloutContext, intake: PromptIntake, journal: Journal, grader: Grader, num_groups: int
 ) -> RoundResult:
     """Generate and grade groups until `num_groups` are kept, then run the hooks of the round."""
-    start = time.perf_counter()
+    start, counters = time.perf_counter(), context.read_counters()
     config, round = context.config, journal.round
     hooks, group_filter = Hooks(config), load_group_filter(config)
     num_samples = config.n_samples_per_prompt
@@ -239,7 +242,8 @@ async def generate_round(
     await asyncio.to_thread(hooks.run_sample_filter, groups.kept)
     await asyncio.to_thread(hooks.run_round_hook, groups.kept + groups.buffered + groups.dropped_groups, intake.source)
     seconds = {"generate": runner.last_token_time - start, "reward": time.perf_counter() - runner.last_token_time}
-    return RoundResult(groups, runner, num_engines * config.rollout_num_gpus_per_engine, seconds)
+    energy = energy_metric("perf/rollout_energy_joules", counters, context.read_counters())
+    return RoundResult(groups, runner, num_engines * config.rollout_num_gpus_per_engine, seconds, energy)
 
 
 async def collect_groups(
@@ -364,7 +368,7 @@ def round_metrics(
     """Return the metrics (name -> value) of throughput, dynamic sampling, skipped prompts and staleness of a round, of
     which `num_masked` tokens are masked as too old."""
     groups, dataset = result.groups, intake.source.dataset
-    metrics = throughput_metrics(result.runner, seconds, result.num_gpus)
+    metrics = throughput_metrics(result.runner, seconds, result.num_gpus) | result.energy
     if groups.num_batches > 1 or groups.dropped or groups.buffered:
         metrics["rollout/num_waves"] = float(groups.num_batches)
         metrics["rollout/num_dropped_groups"] = float(len(groups.dropped))

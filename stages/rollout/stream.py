@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.engines.energy import energy_metric
 from penstock.engines.generation import EngineUrls
 from penstock.stages.rollout.deadline import flatten_errors
 from penstock.stages.rollout.group import GroupRunner, num_trained_tokens
@@ -223,7 +224,7 @@ class RolloutStream:
                 ),
                 partial_rollout=False,
             )
-            self._since = time.perf_counter()
+            self._since, self._counters = time.perf_counter(), context.read_counters()
             try:
                 async with asyncio.TaskGroup() as tasks:
                     self._tasks = tasks
@@ -361,11 +362,13 @@ class RolloutStream:
         del self._finished[: config.rollout_batch_size]
         waiting = [flight.group or [] for flight in self._finished]
         dropped = sorted(self._dropped, key=lambda entry: entry[0][0].group_id)
+        counters = self.context.read_counters()
         result = RoundResult(
             CollectedGroups(kept, waiting, dropped, num_batches=1),
             runner,
             self._num_engines * config.rollout_num_gpus_per_engine,
             seconds={"generate": time.perf_counter() - self._since},
+            energy=energy_metric("perf/rollout_energy_joules", self._counters, counters),
         )
         metrics = round_metrics(result, self.intake, round, samples, result.seconds, num_masked)
         unused = [flight.prompts for flight in self._running] + waiting + self.intake.buffered_groups
@@ -390,7 +393,7 @@ class RolloutStream:
         self.intake.begin_round(self.round)
         runner.begin_round(self.round, self._open_journal(self.round))
         self._dropped, self._num_wasted_tokens, self._idle_seconds = [], 0, 0.0
-        self._since = time.perf_counter()
+        self._since, self._counters = time.perf_counter(), counters
         return taken
 
     def _open_journal(self, round: RolloutRound) -> Journal:

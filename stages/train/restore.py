@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from penstock.engines.energy import ReadCounters, energy_metric, no_counters
 from penstock.stages.train.group import TrainerGroup
 from penstock.stages.train.spec import AuxiliaryModel, TrainResult
 from penstock.storage.errors import RunError
@@ -55,6 +56,7 @@ class PolicyRestorer:
         base: checkpoint with the weights of version 0.
         provenance: further fields of every commit (config_hash, code_version).
         on_progress: called with a message before each load and each replayed round.
+        read_counters: reads the energy counters of the trainer's GPUs.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class PolicyRestorer:
         *,
         provenance: Mapping[str, Any] | None = None,
         on_progress: Callable[[str], None] = lambda message: None,
+        read_counters: ReadCounters = no_counters,
     ) -> None:
+        self.read_counters = read_counters
         self.store, self.keys, self.group, self.base = store, keys, group, base
         self.provenance = provenance or {}
         self.on_progress = on_progress
@@ -131,7 +135,7 @@ class PolicyRestorer:
         prefix = self.keys.step_prefix(rollout_id)
         if existing := self.store.committed(prefix):
             return existing
-        start = time.perf_counter()
+        start, counters = time.perf_counter(), self.read_counters()
         with self.group.lock:
             self.restore(rollout_id)
             rollout = self._read_commit(self.keys.rollout_prefix(rollout_id))
@@ -149,7 +153,11 @@ class PolicyRestorer:
                 **trained.seconds,
                 "dispatch": train_time - sum(trained.seconds.values()),
             },
-            summary={**trained.metrics, "perf/train_time": train_time},
+            summary={
+                **trained.metrics,
+                "perf/train_time": train_time,
+                **energy_metric("perf/train_energy_joules", counters, self.read_counters()),
+            },
             state={"digest": trained.digest, "fingerprint": trained.fingerprint, "steps": trained.steps},
             **self.provenance,
         )
@@ -171,9 +179,10 @@ class PolicyRestorer:
             attempt = self.store.new_attempt(prefix)
             with self.group.lock:
                 self.restore(version)
-                start = time.perf_counter()
+                start, counters = time.perf_counter(), self.read_counters()
                 saved = self.group.save(attempt)
                 seconds, fingerprint = time.perf_counter() - start, self.group.fingerprint()
+                energy = energy_metric("perf/save_energy_joules", counters, self.read_counters())
             commit = Commit(
                 kind="checkpoint",
                 run=self.keys.run,
@@ -185,7 +194,7 @@ class PolicyRestorer:
                 if version
                 else {"model": self.base.key},
                 seconds={"save": seconds},
-                summary={"perf/save_model_time": seconds},
+                summary={"perf/save_model_time": seconds, **energy},
                 state={"digest": saved.digest, "optimizer_digest": saved.optimizer_digest, "fingerprint": fingerprint},
                 **self.provenance,
             )

@@ -4,6 +4,8 @@ Devices are GPUs; on a machine without GPUs they are the trainer's processes and
 seconds of its stages and its idle seconds add up to the time that drivers of the run were alive. If two stages overlap
 on a device (a checkpoint that is saved during an evaluation on the same GPUs), their common time counts for the one
 that started later. Idle includes starts, weight updates and waits.
+
+Energy is that of the GPUs, where the driver's node has their counters (engines/energy.py); otherwise it is absent.
 """
 
 from __future__ import annotations
@@ -28,6 +30,12 @@ STAGES = {
     "export": "export",
 }
 _ENGINE_KINDS = ("rollout", "eval")
+_ENERGY = {  # kind of commit -> metric of its energy in joules
+    "rollout": "perf/rollout_energy_joules",
+    "eval": "perf/rollout_energy_joules",
+    "step": "perf/train_energy_joules",
+    "checkpoint": "perf/save_energy_joules",
+}
 
 
 class Interval(NamedTuple):
@@ -49,6 +57,7 @@ class RoundCost:
     dropped_groups: int = 0  # groups that a filter dropped
     trained_tokens: float = 0.0
     wasted_tokens: float = 0.0  # generated and not trained on, where the commit records it (streaming mode)
+    joules: dict[str, float] = field(default_factory=dict)  # stage -> energy, of stages where it was measured
 
 
 @dataclass
@@ -61,6 +70,8 @@ class RunCosts:
     num_devices: dict[str, int] = field(default_factory=dict)  # devices -> their number in the last start
     rounds: list[RoundCost] = field(default_factory=list)
     checkpoints: dict[int, float] = field(default_factory=dict)  # policy version -> device-seconds since the one before
+    joules: dict[str, float] = field(default_factory=dict)  # stage or IDLE -> energy, where it was measured
+    checkpoint_joules: dict[int, float] = field(default_factory=dict)  # policy version -> energy, as `checkpoints`
 
     @property
     def total_device_seconds(self) -> float:
@@ -82,6 +93,10 @@ class RunCosts:
             "cost/wall_hours": self.wall_seconds / 3600,
             "cost/device_seconds_per_kept_sample": total / self.kept_samples if self.kept_samples else 0.0,
         }
+        if self.joules:
+            joules = sum(self.joules.values())
+            metrics["cost/energy_kwh"] = joules / 3.6e6
+            metrics["cost/joules_per_kept_sample"] = joules / self.kept_samples if self.kept_samples else 0.0
         if price_per_hour is not None:
             metrics["cost/money"] = total / 3600 * price_per_hour
         return metrics
@@ -112,7 +127,41 @@ def compute_costs(store: Store, keys: RunKeys) -> RunCosts:
     last = starts[-1][0] if starts else Start()
     costs.rounds = costs_of_rounds(commits, last)
     costs.checkpoints = costs_of_checkpoints(costs.rounds, commits, last)
+    costs.joules = energy_by_stage(commits, read_starts(store, keys))
+    costs.checkpoint_joules = energy_of_checkpoints(costs.rounds, commits)
     return costs
+
+
+def energy_by_stage(commits: list[Commit], starts: list[tuple[Start, StartEnd | None]]) -> dict[str, float]:
+    """Return stage -> joules, of the stages whose energy was measured, and the idle rest of the starts that have
+    recorded their total. {} if no device has told its energy.
+
+    Two stages on the same GPUs at the same time (an evaluation during a rollout) both count its energy, so idle may be
+    too small, but not negative.
+    """
+    joules: Counter[str] = Counter()
+    for commit in commits:
+        if (metric := _ENERGY.get(commit.kind)) in commit.summary:
+            joules[STAGES[commit.kind]] += commit.summary[metric]  # type: ignore[assignment]
+    for start, end in starts:
+        if end is not None and end.joules is not None:
+            inside = [c for c in commits if start.at <= c.created_at <= end.at]
+            measured = sum(c.summary.get(_ENERGY.get(c.kind, ""), 0.0) for c in inside)
+            joules[IDLE] += max(0.0, end.joules - measured)  # type: ignore[assignment]
+    return dict(joules)
+
+
+def energy_of_checkpoints(rounds: list[RoundCost], commits: list[Commit]) -> dict[int, float]:
+    """Return the joules of the rounds since the checkpoint before and of the save, by policy version; {} if the energy
+    was not measured."""
+    saves = {c.index: c.summary.get(_ENERGY["checkpoint"]) for c in commits if c.kind == "checkpoint"}
+    energy, before = {}, 0
+    for version, save in sorted(saves.items()):
+        if save is not None:
+            of_rounds = [sum(cost.joules.values()) for cost in rounds if before <= cost.rollout_id < version]
+            energy[version] = sum(of_rounds) + save
+        before = version
+    return energy
 
 
 def seconds_by_stage(intervals: Iterable[Interval], begin: float, end: float) -> dict[str, float]:
@@ -165,6 +214,8 @@ def costs_of_rounds(commits: list[Commit], start: Start) -> list[RoundCost]:
         cost = rounds.setdefault(commit.index, RoundCost(commit.index))
         devices = start.engine_devices if commit.kind == "rollout" else start.trainer_devices
         cost.device_seconds[STAGES[commit.kind]] = devices * sum(commit.seconds.values())
+        if (metric := _ENERGY[commit.kind]) in commit.summary:
+            cost.joules[STAGES[commit.kind]] = commit.summary[metric]
         if commit.kind == "rollout":
             summary, num_samples = commit.summary, commit.num_samples()
             cost.removed_samples = round(summary.get("rollout/removed_ratio", 0.0) * num_samples)

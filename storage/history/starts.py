@@ -36,6 +36,7 @@ class StartEnd(Frozen):
 
     at: float = Field(default_factory=time.time)
     outcome: str  # FINISHED, FAILED or STOPPED
+    joules: float | None = None  # energy of all GPUs of the run from the first stage to the end; None: not measured
 
 
 def login_name() -> str:
@@ -54,9 +55,9 @@ def record_start(store: Store, keys: RunKeys, start: Start) -> int:
     return number
 
 
-def record_end(store: Store, keys: RunKeys, number: int, outcome: str) -> None:
-    """Record that start `number` has ended."""
-    end = StartEnd(outcome=outcome)
+def record_end(store: Store, keys: RunKeys, number: int, outcome: str, joules: float | None = None) -> None:
+    """Record that start `number` has ended, and the energy that its GPUs have used."""
+    end = StartEnd(outcome=outcome, joules=joules)
     store.create(_end_key(keys, number), end.model_dump_json(indent=1).encode())
 
 

@@ -292,6 +292,7 @@ def collect_costs(costs: RunCosts, stages: list[dict[str, Any]], config: Mapping
         "parts": {kind: parts[kind] for kind in STAGE_KINDS if parts.get(kind)},
         "rounds": [asdict(cost) for cost in costs.rounds],
         "checkpoints": costs.checkpoints,
+        "joules": costs.joules,
     }
 
 

@@ -173,13 +173,16 @@ function showCosts(overview) {
   });
   if (!used.length) return;
   const { metrics, wall_seconds: wall, num_starts: starts } = overview.costs;
+  const joules = Object.entries(overview.costs.joules).sort((a, b) => b[1] - a[1]);
+  const energy = joules.length ? [element("p", {}, "Energy of the GPUs: " + formatNumber(metrics["cost/energy_kwh"]) + " kWh (" +
+    joules.map(([stage, value]) => stage + " " + formatNumber(value) + " J").join(", ") + ").")] : [];
   const total = "The run was active for " + formatSeconds(wall) + " in " + starts + (starts === 1 ? " start" : " starts") + " and used " +
     formatNumber(metrics["cost/device_hours"]) + " device-hours, " + formatPercent(metrics["cost/idle_ratio"]) + " of them idle" +
     ("cost/money" in metrics ? ", for " + formatNumber(metrics["cost/money"]) : "") + ".";
   const ofParts = Object.entries(parts).flatMap(([kind, entries]) => Object.entries(entries).map(([part, value]) => [kind, part, value]));
   const all = ofParts.reduce((sum, [, , value]) => sum + value, 0);
   const node = section("costs", "Costs",
-    card(element("p", {}, total),
+    card(element("p", {}, total), ...energy,
       scrolling(table(["devices", "stage", "device-time", "share", ...(money(0).length ? ["price"] : []), ""], used)),
       element("p", { className: "soft" }, "Devices are GPUs; without GPUs, the trainer's processes and the engines. Idle time includes starts, weight updates and waits.")),
     card(element("h3", {}, "Parts of the stages"), scrolling(table(["stage", "part", "time", "share", ""], ofParts.map(([kind, part, value]) =>
@@ -199,6 +202,8 @@ function roundCosts(rounds) {
     "rollout, device-time": (round) => round.device_seconds.rollout, "training, device-time": (round) => round.device_seconds.training,
     "samples trained": (round) => round.kept_samples, "samples removed": (round) => round.removed_samples,
     "groups dropped": (round) => round.dropped_groups,
+    ...(rounds.some((round) => Object.keys(round.joules).length)
+      ? { "energy in J": (round) => Object.values(round.joules).reduce((a, b) => a + b, 0) } : {}),
     "tokens trained": (round) => round.trained_tokens, "tokens wasted": (round) => round.wasted_tokens,
   };
   const sum = (value) => rounds.map(value).filter(isNumber).reduce((a, b) => a + b, 0);

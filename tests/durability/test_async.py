@@ -106,6 +106,15 @@ def check_prefect_pages(world: World, num_starts: int) -> None:
         assert {task["state_type"] for task in tasks} <= {"COMPLETED", "CRASHED", "FAILED"}
         assert all(task["state"]["message"] for task in tasks if task["state_type"] == "COMPLETED")
         inputs = {t["id"]: {i["id"] for group in t["task_inputs"].values() for i in group} for t in tasks}
+        names = {task["id"]: task["name"] for task in tasks}
+        for task, needed in inputs.items():
+            kind, _, number = names[task].rpartition("-")
+            if kind == "train":
+                before = f"train-{int(number) - 1:06d}"
+                expected = {f"rollout-{number}", before if before in names.values() else "restore"}
+                assert expected <= {names[id] for id in needed} <= expected | {f"checkpoint-{number}"}
+            elif kind == "export":
+                assert {names[id] for id in needed} == {f"checkpoint-{number}"}
         [first] = [task for task, needed in inputs.items() if not needed]
         reached = {first}
         while more := {task for task, needed in inputs.items() if needed & reached} - reached:

@@ -40,7 +40,9 @@ def test_split_moves_the_last_engines_to_another_pool() -> None:
 
 
 def test_engines_that_only_evaluate_must_leave_some_for_rollouts() -> None:
-    config = parse_config(["--run", "r", "--eval-mode", "apart", "--eval-num-engines", "2", "--eval-prompt-data", "h", "h.jsonl"])
+    config = parse_config(
+        ["--run", "r", "--eval-mode", "apart", "--eval-num-engines", "2", "--eval-prompt-data", "h", "h.jsonl"]
+    )
     check_eval_engines(config, num_engines=3)
     with pytest.raises(EngineError, match=r"leaves no engine for rollouts, because the run has 2"):
         check_eval_engines(config, num_engines=2)

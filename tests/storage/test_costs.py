@@ -122,3 +122,28 @@ def test_command_prints_every_stage(store: Store, capsys: pytest.CaptureFixture[
 def test_devices_of_a_flow(flow: str, train: dict, counts: tuple) -> None:
     values = {"convert": {"hf_checkpoint": "m"}, "run": {"run": "r"}, "train": train}
     assert device_counts(flow, validate_config(values)) == counts
+
+
+def test_energy_is_summed_by_stage_and_the_rest_of_a_start_is_idle(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store"))
+    record_start(store, KEYS, Start(at=100, trainer_devices=1, engine_devices=1))
+    for r, at in ((0, 110), (1, 130)):
+        commit(store, "rollout", r, at=at, seconds=5, summary={"perf/rollout_energy_joules": 1000.0})
+        commit(store, "step", r, at=at + 10, seconds=5, summary={"perf/train_energy_joules": 2000.0})
+    commit(store, "checkpoint", 2, at=145, seconds=1, summary={"perf/save_energy_joules": 100.0})
+    end = StartEnd(at=150, outcome="FINISHED", joules=7000.0)
+    Path(store.path("runs/r/starts/000000.end.json")).write_text(end.model_dump_json())
+    costs = compute_costs(store, KEYS)
+    assert costs.joules == {"rollout": 2000, "training": 4000, "checkpoint": 100, IDLE: 900}
+    assert costs.rounds[1].joules == {"rollout": 1000, "training": 2000}
+    assert costs.checkpoint_joules == {2: 6100}
+    assert costs.metrics()["cost/energy_kwh"] == pytest.approx(7000 / 3.6e6)
+
+
+def test_energy_that_no_device_tells_is_absent(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = compute_costs(store, KEYS)
+    assert costs.joules == {} and costs.checkpoint_joules == {} and costs.rounds[0].joules == {}
+    assert not [name for name in costs.metrics() if "energy" in name or "joules" in name]
+    store.create(KEYS.record, b'{"flow": "post_train", "config": {}}')
+    assert main(["cost", "r", "--rounds", "--store", store.root]) == 0
+    assert "energy of the GPUs" not in capsys.readouterr().out
