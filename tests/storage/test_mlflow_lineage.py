@@ -256,6 +256,20 @@ def test_traces_of_a_round_are_logged_once_and_linked(store: Store, database: Pa
     assert len(traces_of(send(store, database, "f", "--mlflow-trace-samples", "2"))) == 4 * 2 + 2 * 2
 
 
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_a_lost_shard_keeps_nothing_else_from_mlflow(
+    damage: str, store: Store, database: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit = store.committed(RunKeys("r").rollout_prefix(1))
+    assert commit is not None
+    shard = Path(store.path(commit.files[0].path))
+    shard.unlink() if damage == "missing" else shard.write_bytes(b"not Parquet")
+    client = send(store, database, "r", "--mlflow-trace-samples", "2")
+    assert len(traces_of(client)) == 3 * 2
+    assert sum(model.name == "r-000004" for model in Shown(client).models) == 1
+    assert "no traces of round 1" in caplog.text
+
+
 def test_no_traces_on_request(store: Store, database: Path) -> None:
     assert traces_of(send(store, database, "r", "--mlflow-trace-samples", "0")) == {}
 

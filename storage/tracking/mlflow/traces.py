@@ -9,13 +9,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key, decode_record
@@ -34,6 +37,7 @@ _BATCH, _MAX_ROWS = 32, 1024  # rows that are read at once, and at most, to find
 _MAX_TEXT, _MAX_PREVIEW = 20_000, 500  # characters of a text in a trace, and in the list of traces
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 Row = dict[str, Any]
+logger = logging.getLogger(__name__)
 
 
 class MlflowTraces:
@@ -48,7 +52,6 @@ class MlflowTraces:
 
         self.client = TracingClient(runs.uri)
         self.runs = runs
-        self._tokenizer: Tokenizer | None = None
 
     def log_round(self, main_run: str, commit: Commit, shards: str, model: LoggedModel | None) -> None:
         """Log the first sample of each of the first groups of a rollout as a trace.
@@ -90,24 +93,42 @@ class MlflowTraces:
 
     def _decode(self, token_ids: Sequence[int]) -> str | None:
         """Return the text of tokens, or None if the store does not have the tokenizer of the run's base model."""
-        run = self.runs.run
-        if self._tokenizer is None and run.store is not None:
-            self._tokenizer = _load_tokenizer(run.store, RunKeys(run.name))
         return self._tokenizer.decode(token_ids, skip_special_tokens=False) if self._tokenizer else None
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the run's base model, or None if the store does not have it."""
+        run = self.runs.run
+        if run.store is None:
+            return None
+        from tokenizers import Tokenizer
+
+        key = RunKeys(run.name).origin_key("base")
+        data = run.store.read(key)
+        model = decode_record(CheckpointRef, key, data).key if data else ""
+        commit = run.store.committed(model.removesuffix(commit_key(""))) if model else None
+        if commit is None or f"{commit.attempt}/{_TOKENIZER}" not in [file.path for file in commit.files]:
+            return None
+        with run.store.reading(commit, only=[_TOKENIZER]) as directory:
+            return Tokenizer.from_file(str(directory / _TOKENIZER))
 
 
 def read_first_samples(store: Store, commit: Commit, num: int) -> list[Row]:
-    """Return the first sample of each of the first `num` groups of a rollout, without log-probs."""
+    """Return the first sample of each of the first `num` groups of a rollout, without log-probs. A missing or damaged
+    shard is logged, and does not keep MLflow from receiving the commit."""
     shard = next((file.path for file in commit.files if is_shard(file.path)), None)
+    samples: dict[str, Row] = {}
     if shard is None:
         return []
-    samples: dict[str, Row] = {}
-    with pq.ParquetFile(store.path(shard), filesystem=store.fs) as file:
-        for number, batch in enumerate(file.iter_batches(_BATCH, columns=_COLUMNS)):
-            for row in batch.to_pylist():
-                samples.setdefault(row["group_id"], row)
-            if len(samples) >= num or (number + 1) * _BATCH >= _MAX_ROWS:
-                break
+    try:
+        with pq.ParquetFile(store.path(shard), filesystem=store.fs) as file:
+            for number, batch in enumerate(file.iter_batches(_BATCH, columns=_COLUMNS)):
+                for row in batch.to_pylist():
+                    samples.setdefault(row["group_id"], row)
+                if len(samples) >= num or (number + 1) * _BATCH >= _MAX_ROWS:
+                    break
+    except (FileNotFoundError, pa.ArrowException) as error:
+        logger.warning("%s cannot be read (%s); MLflow gets no traces of round %d", shard, error, commit.index)
     return list(samples.values())[:num]
 
 
@@ -208,16 +229,3 @@ def _span_id(trace: bytes, number: int) -> str:
 
 def _shorten(value: Any) -> Any:
     return f"{value[:_MAX_TEXT]} ..." if isinstance(value, str) and len(value) > _MAX_TEXT else value
-
-
-def _load_tokenizer(store: Store, keys: RunKeys) -> Tokenizer | None:
-    """Return the tokenizer of a run's base model, or None if the store does not have it."""
-    from tokenizers import Tokenizer
-
-    data = store.read(keys.origin_key("base"))
-    key = decode_record(CheckpointRef, keys.origin_key("base"), data).key if data else ""
-    commit = store.committed(key.removesuffix(commit_key(""))) if key else None
-    if commit is None or f"{commit.attempt}/{_TOKENIZER}" not in [file.path for file in commit.files]:
-        return None
-    with store.reading(commit, only=[_TOKENIZER]) as directory:
-        return Tokenizer.from_file(str(directory / _TOKENIZER))
