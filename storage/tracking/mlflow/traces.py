@@ -87,7 +87,7 @@ class MlflowTraces:
                 tags={"mlflow.traceName": f"{run.name}/{row['sample_id']}", **tags, "reward": str(row["reward"])},
             )
             self.client.start_trace(trace)
-            spans += [_to_span(id, number, part, failed) for number, part in enumerate(parts)]
+            spans += [to_span(id, number, part, failed) for number, part in enumerate(parts)]
         if spans:
             self.client.log_spans(self.runs.experiment_id, spans)
 
@@ -151,7 +151,7 @@ def split_sample(row: Row, commit: Commit, decode: Callable[[Sequence[int]], str
     Args:
         row: the sample, as in its shard.
         commit: of the rollout.
-        decode: tokens -> text, or None if there is no tokenizer.
+        decode: tokens -> text, or None without a tokenizer.
     """
     end = commit.created_at - commit.seconds.get("write", 0.0)
     generated = end - commit.seconds.get("reward", 0.0)
@@ -161,7 +161,7 @@ def split_sample(row: Row, commit: Commit, decode: Callable[[Sequence[int]], str
     attributes = {name: row[name] for name in ("sample_id", "group_id", "status", "policy_versions", "label")}
     attributes |= {"num_prompt_tokens": num_prompt, "metadata": json.loads(row["metadata"] or "{}")}
     parts = [SamplePart("sample", "AGENT", start, end, row["prompt"], row["response"], attributes)]
-    segments = list(_split_by_mask(row["loss_mask"][num_prompt:]))
+    segments = list(split_by_mask(row["loss_mask"][num_prompt:]))
     previous, num_turns = row["prompt"], 0
     for is_reply, first, last in segments:
         tokens = row["token_ids"][num_prompt + first : num_prompt + last]
@@ -190,7 +190,7 @@ def tool_calls(text: str) -> list[Any]:
     return calls
 
 
-def _split_by_mask(mask: Sequence[int]) -> Iterator[tuple[bool, int, int]]:
+def split_by_mask(mask: Sequence[int]) -> Iterator[tuple[bool, int, int]]:
     """Yield (trained on, first, last + 1) for each run of equal values in a loss mask."""
     position = 0
     for value, group in groupby(mask):
@@ -199,7 +199,7 @@ def _split_by_mask(mask: Sequence[int]) -> Iterator[tuple[bool, int, int]]:
         position += length
 
 
-def _to_span(trace: bytes, number: int, part: SamplePart, failed: bool) -> Span:
+def to_span(trace: bytes, number: int, part: SamplePart, failed: bool) -> Span:
     """Return part `number` of a sample as a span of the trace with the id `trace` (16 bytes); number 0 is its root."""
     from mlflow.entities import Span
 
