@@ -62,9 +62,9 @@ def roll_one(store: Store, keys: RunKeys, config: PostTrainConfig, rollout_id: i
     fields = {"kind": "rollout", "run": keys.run, "index": rollout_id, "policy_version": rollout_id}
     fields |= {"config_hash": config_hash(config), "summary": {"rollout/raw_reward": 0.25}}
     fields["inputs"] = {"prompt_data/0": config.rollout.prompt_data[0]}
-    return commit_samples(
-        store, keys.rollout_prefix(rollout_id), samples, state={"data_source": after.model_dump(mode="json")}, **fields
-    )
+    shown = [{"sample": samples[0].sample_id, "reward": 0.25, "prompt": "a prompt", "response": "a response"}]
+    state = {"data_source": after.model_dump(mode="json"), "shown": shown}
+    return commit_samples(store, keys.rollout_prefix(rollout_id), samples, state=state, **fields)
 
 
 def score_one(store: Store, keys: RunKeys, config: PostTrainConfig, version: int, reward: float) -> Commit:

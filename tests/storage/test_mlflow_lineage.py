@@ -17,7 +17,8 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import read_flow_and_config
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.history.lineage_graph import LineageGraph, Node, read_lineage
-from penstock.storage.refs import CheckpointRef, RunKeys, commit_key
+from penstock.storage.history.starts import Start, record_start
+from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.store import Store
 
 RUNS = ("r", "f", "n")  # a run, its fork, and a run that starts from its export
@@ -224,6 +225,37 @@ def test_promotion_without_mlflow_says_so_in_one_line(
     assert "penstock track r --to mlflow" in line
 
 
+def test_run_page_shows_user_source_commit_and_flow_run(store: Store, database: Path) -> None:
+    url = "http://127.0.0.1:4200/runs/flow-run/f0"
+    record_start(store, RunKeys("r"), Start(user="ada", flow_run=url))
+    run = next(run for run in Shown(send(store, database, "r")).runs if run.info.run_name == "r")
+    record = store.read_json(RunKeys("r").record)
+    assert record is not None
+    expected = {
+        "mlflow.user": "ada",
+        "mlflow.source.name": "penstock post_train",
+        "mlflow.source.git.commit": record["code_version"].partition("+")[2],
+        "penstock.flow_run": url,
+    }
+    assert {name: run.data.tags[name] for name in expected} == expected
+    assert "`penstock lineage r`" in run.data.tags["mlflow.note.content"]
+    assert f"Prefect flow runs: [start 0]({url})" in run.data.tags["mlflow.note.content"]
+
+
+def test_train_run_has_the_metrics_and_parameters_of_its_rounds(store: Store, database: Path) -> None:
+    key = RunKeys("n").step_prefix(2)
+    summary = {"train/loss": 0.5}
+    store.commit(key, Commit(kind="step", run="n", index=2, policy_version=3, summary=summary))
+    fields = {"kind": "checkpoint", "run": "n", "index": 3, "policy_version": 3, "inputs": {"step": commit_key(key)}}
+    commit_files(store, RunKeys("n").checkpoint_prefix(3), {"w": b"3"}, **fields)
+    client = send(store, database, "n")
+    runs = {run.info.run_name: run for run in Shown(client).runs}
+    train = runs["train-000002-000002"]
+    assert [(p.step, p.value) for p in client.get_metric_history(train.info.run_id, "train/loss")] == [(2, 0.5)]
+    params = {name: value for name, value in runs["n"].data.params.items() if name.startswith("train.")}
+    assert params and train.data.params == params
+
+
 def test_checkpoint_lists_its_files(store: Store, database: Path) -> None:
     client = send(store, database, "r")
     model = next(model for model in Shown(client).models if model.name == "r-000002")
@@ -254,6 +286,20 @@ def test_traces_of_a_round_are_logged_once_and_linked(store: Store, database: Pa
         assert [span.name for span in trace.data.spans] == ["sample", "reward"]  # these samples have no tokens
         assert trace.data.spans[1].outputs == {"reward": 0.25}
     assert len(traces_of(send(store, database, "f", "--mlflow-trace-samples", "2"))) == 4 * 2 + 2 * 2
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_a_lost_shard_keeps_nothing_else_from_mlflow(
+    damage: str, store: Store, database: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit = store.committed(RunKeys("r").rollout_prefix(1))
+    assert commit is not None
+    shard = Path(store.path(commit.files[0].path))
+    shard.unlink() if damage == "missing" else shard.write_bytes(b"not Parquet")
+    client = send(store, database, "r", "--mlflow-trace-samples", "2")
+    assert len(traces_of(client)) == 3 * 2
+    assert sum(model.name == "r-000004" for model in Shown(client).models) == 1
+    assert "no traces of round 1" in caplog.text
 
 
 def test_no_traces_on_request(store: Store, database: Path) -> None:

@@ -35,14 +35,14 @@ def link_tags(tags: Mapping[str, str], links: list[Link], text: str | None = Non
     new = {f"{_TAG}{link.role}/{link.title}"[:250]: link.url for link in links}
     kept = tags.get(MLFLOW_RUN_NOTE, "").partition(_HEADING)[0].strip()
     all_links = {name: url for name, url in {**tags, **new}.items() if name.startswith(_TAG)}
-    description = _describe(kept or text or "", all_links)
+    description = describe_links(kept or text or "", all_links)
     changed = {name: url for name, url in new.items() if tags.get(name) != url}
     if description != tags.get(MLFLOW_RUN_NOTE, ""):
         changed[MLFLOW_RUN_NOTE] = description
     return changed
 
 
-def _describe(text: str, links: Mapping[str, str]) -> str:
+def describe_links(text: str, links: Mapping[str, str]) -> str:
     roles: dict[str, list[str]] = defaultdict(list)
     for name in sorted(links):
         role, _, title = name.removeprefix(_TAG).partition("/")

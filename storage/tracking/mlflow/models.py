@@ -138,7 +138,7 @@ class MlflowModels:
             {"penstock.attempt": attempt},
             {"penstock.commit": original_key(key, commit), "penstock.run": run},
             {name: str(value) for name, value in params.items() if value != ""},
-            {"files.csv": _file_table(commit), "commit.json": commit.model_dump_json(indent=1)},
+            {"files.csv": file_table(commit), "commit.json": commit.model_dump_json(indent=1)},
         )
 
 
@@ -148,7 +148,7 @@ def original_key(key: str, commit: Commit) -> str:
     return RunKeys(run).prefix + "/" + key.split("/", 2)[2] if run and key.startswith("runs/") else key
 
 
-def _file_table(commit: Commit) -> str:
+def file_table(commit: Commit) -> str:
     """Return the files of a commit as CSV, which MLflow shows as a table."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -74,7 +74,7 @@ class MlflowRegistry:
         """Derive the versions and aliases of a model from the decisions in the store."""
         store = self.runs.run.store
         decisions = read_decisions(store, name) if store else []
-        texts = {decision.candidate.name: _describe(decision) for decision in decisions if decision.candidate}
+        texts = {decision.candidate.name: decision_text(decision) for decision in decisions if decision.candidate}
         for policy in _policies(decisions):
             self._register(name, policy, texts.get(policy.name, ""))
         candidates = [decision.candidate for decision in decisions if decision.candidate]
@@ -140,7 +140,7 @@ def _policies(decisions: list[Decision]) -> list[Policy]:
     return list(dict.fromkeys(policy for d in decisions for policy in (d.candidate, d.champion) if policy))
 
 
-def _describe(decision: Decision) -> str:
+def decision_text(decision: Decision) -> str:
     """Return a decision and its numbers as text."""
     conditions = "; ".join(map(str, decision.conditions))
     return f"{decision.action}{' (forced)' if decision.forced else ''}: {conditions}"

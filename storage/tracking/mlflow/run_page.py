@@ -62,7 +62,7 @@ class RunPage:
             for number, start in enumerate(starts)
             if start.flow_run.startswith("http")
         ]
-        self.runs.add_links(main_run, links, _describe(run, record))
+        self.runs.add_links(main_run, links, describe_run(run, record))
         if parent := record.get("parent"):
             other = run.store.read_json(RunKeys(parent["run"]).record) or {}
             self.client.set_tag(main_run, _PARENT, str(other.get("id") or parent["run"]))
@@ -143,7 +143,7 @@ class RunPage:
         return model, source
 
 
-def _describe(run: TrackedRun, record: dict[str, Any]) -> str:
+def describe_run(run: TrackedRun, record: dict[str, Any]) -> str:
     """Return the description of a run, as Markdown."""
     command = f"`penstock {record['flow']}` with Penstock {record.get('code_version', '')}"
     return f"{command}, store `{run.store_uri}`; more: `penstock lineage {run.name}`, `penstock report {run.name}`"

@@ -9,13 +9,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key, decode_record
@@ -34,6 +37,7 @@ _BATCH, _MAX_ROWS = 32, 1024  # rows that are read at once, and at most, to find
 _MAX_TEXT, _MAX_PREVIEW = 20_000, 500  # characters of a text in a trace, and in the list of traces
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 Row = dict[str, Any]
+logger = logging.getLogger(__name__)
 
 
 class MlflowTraces:
@@ -48,7 +52,6 @@ class MlflowTraces:
 
         self.client = TracingClient(runs.uri)
         self.runs = runs
-        self._tokenizer: Tokenizer | None = None
 
     def log_round(self, main_run: str, commit: Commit, shards: str, model: LoggedModel | None) -> None:
         """Log the first sample of each of the first groups of a rollout as a trace.
@@ -84,30 +87,48 @@ class MlflowTraces:
                 tags={"mlflow.traceName": f"{run.name}/{row['sample_id']}", **tags, "reward": str(row["reward"])},
             )
             self.client.start_trace(trace)
-            spans += [_to_span(id, number, part, failed) for number, part in enumerate(parts)]
+            spans += [to_span(id, number, part, failed) for number, part in enumerate(parts)]
         if spans:
             self.client.log_spans(self.runs.experiment_id, spans)
 
     def _decode(self, token_ids: Sequence[int]) -> str | None:
         """Return the text of tokens, or None if the store does not have the tokenizer of the run's base model."""
-        run = self.runs.run
-        if self._tokenizer is None and run.store is not None:
-            self._tokenizer = _load_tokenizer(run.store, RunKeys(run.name))
         return self._tokenizer.decode(token_ids, skip_special_tokens=False) if self._tokenizer else None
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the run's base model, or None if the store does not have it."""
+        run = self.runs.run
+        if run.store is None:
+            return None
+        from tokenizers import Tokenizer
+
+        key = RunKeys(run.name).origin_key("base")
+        data = run.store.read(key)
+        model = decode_record(CheckpointRef, key, data).key if data else ""
+        commit = run.store.committed(model.removesuffix(commit_key(""))) if model else None
+        if commit is None or f"{commit.attempt}/{_TOKENIZER}" not in [file.path for file in commit.files]:
+            return None
+        with run.store.reading(commit, only=[_TOKENIZER]) as directory:
+            return Tokenizer.from_file(str(directory / _TOKENIZER))
 
 
 def read_first_samples(store: Store, commit: Commit, num: int) -> list[Row]:
-    """Return the first sample of each of the first `num` groups of a rollout, without log-probs."""
+    """Return the first sample of each of the first `num` groups of a rollout, without log-probs. A missing or damaged
+    shard is logged, and does not keep MLflow from receiving the commit."""
     shard = next((file.path for file in commit.files if is_shard(file.path)), None)
+    samples: dict[str, Row] = {}
     if shard is None:
         return []
-    samples: dict[str, Row] = {}
-    with pq.ParquetFile(store.path(shard), filesystem=store.fs) as file:
-        for number, batch in enumerate(file.iter_batches(_BATCH, columns=_COLUMNS)):
-            for row in batch.to_pylist():
-                samples.setdefault(row["group_id"], row)
-            if len(samples) >= num or (number + 1) * _BATCH >= _MAX_ROWS:
-                break
+    try:
+        with pq.ParquetFile(store.path(shard), filesystem=store.fs) as file:
+            for number, batch in enumerate(file.iter_batches(_BATCH, columns=_COLUMNS)):
+                for row in batch.to_pylist():
+                    samples.setdefault(row["group_id"], row)
+                if len(samples) >= num or (number + 1) * _BATCH >= _MAX_ROWS:
+                    break
+    except (FileNotFoundError, pa.ArrowException) as error:
+        logger.warning("%s cannot be read (%s); MLflow gets no traces of round %d", shard, error, commit.index)
     return list(samples.values())[:num]
 
 
@@ -130,7 +151,7 @@ def split_sample(row: Row, commit: Commit, decode: Callable[[Sequence[int]], str
     Args:
         row: the sample, as in its shard.
         commit: of the rollout.
-        decode: tokens -> text, or None if there is no tokenizer.
+        decode: tokens -> text, or None without a tokenizer.
     """
     end = commit.created_at - commit.seconds.get("write", 0.0)
     generated = end - commit.seconds.get("reward", 0.0)
@@ -140,7 +161,7 @@ def split_sample(row: Row, commit: Commit, decode: Callable[[Sequence[int]], str
     attributes = {name: row[name] for name in ("sample_id", "group_id", "status", "policy_versions", "label")}
     attributes |= {"num_prompt_tokens": num_prompt, "metadata": json.loads(row["metadata"] or "{}")}
     parts = [SamplePart("sample", "AGENT", start, end, row["prompt"], row["response"], attributes)]
-    segments = list(_split_by_mask(row["loss_mask"][num_prompt:]))
+    segments = list(split_by_mask(row["loss_mask"][num_prompt:]))
     previous, num_turns = row["prompt"], 0
     for is_reply, first, last in segments:
         tokens = row["token_ids"][num_prompt + first : num_prompt + last]
@@ -169,7 +190,7 @@ def tool_calls(text: str) -> list[Any]:
     return calls
 
 
-def _split_by_mask(mask: Sequence[int]) -> Iterator[tuple[bool, int, int]]:
+def split_by_mask(mask: Sequence[int]) -> Iterator[tuple[bool, int, int]]:
     """Yield (trained on, first, last + 1) for each run of equal values in a loss mask."""
     position = 0
     for value, group in groupby(mask):
@@ -178,7 +199,7 @@ def _split_by_mask(mask: Sequence[int]) -> Iterator[tuple[bool, int, int]]:
         position += length
 
 
-def _to_span(trace: bytes, number: int, part: SamplePart, failed: bool) -> Span:
+def to_span(trace: bytes, number: int, part: SamplePart, failed: bool) -> Span:
     """Return part `number` of a sample as a span of the trace with the id `trace` (16 bytes); number 0 is its root."""
     from mlflow.entities import Span
 
@@ -208,16 +229,3 @@ def _span_id(trace: bytes, number: int) -> str:
 
 def _shorten(value: Any) -> Any:
     return f"{value[:_MAX_TEXT]} ..." if isinstance(value, str) and len(value) > _MAX_TEXT else value
-
-
-def _load_tokenizer(store: Store, keys: RunKeys) -> Tokenizer | None:
-    """Return the tokenizer of a run's base model, or None if the store does not have it."""
-    from tokenizers import Tokenizer
-
-    data = store.read(keys.origin_key("base"))
-    key = decode_record(CheckpointRef, keys.origin_key("base"), data).key if data else ""
-    commit = store.committed(key.removesuffix(commit_key(""))) if key else None
-    if commit is None or f"{commit.attempt}/{_TOKENIZER}" not in [file.path for file in commit.files]:
-        return None
-    with store.reading(commit, only=[_TOKENIZER]) as directory:
-        return Tokenizer.from_file(str(directory / _TOKENIZER))
