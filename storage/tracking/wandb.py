@@ -36,6 +36,7 @@ from penstock.storage.tracking.tracker import (
 RECORD, STEP = "penstock/record", "penstock/step"  # columns of every row
 _FINISH_TIMEOUT = 20.0  # seconds; W&B would wait for a lost server without limit, also when the process ends
 _INIT_TIMEOUT = 60.0
+_WRITE_TIMEOUT = 60.0
 _BLOCK, _HEADER, _START = 32768, 7, 7  # of a .wandb file: bytes of a block, of a chunk's header, of the file's header
 _LAST_CHUNKS = (1, 4)  # chunk types that end a record: "full" and "last"
 
@@ -85,8 +86,14 @@ class WandbTracker:
 
     def _finish(self, exit_code: int) -> None:
         client, self._client = self._client, None
-        if client is not None:
-            client.finish(exit_code=exit_code)
+        if client is None:
+            return
+        client.finish(exit_code=exit_code)
+        deadline = time.monotonic() + _WRITE_TIMEOUT
+        while not self._online and not (self._known or set()) <= self._read_local_keys():
+            if time.monotonic() > deadline:  # on a loaded machine, W&B's process writes after `finish` has returned
+                raise TimeoutError(f"W&B has not written all records to {self.directory} within {_WRITE_TIMEOUT:g} s")
+            time.sleep(0.1)
 
     def _deliver(self, records: Sequence[Record]) -> None:
         if self._known is None:

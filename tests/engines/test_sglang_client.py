@@ -88,6 +88,23 @@ def test_requests_move_from_a_failing_engine_to_another() -> None:
     assert [group[0].token_ids[0] for group in groups] == [0, 1, 2, 3]
 
 
+def test_responses_of_an_incomplete_weight_update_are_requested_again() -> None:
+    """An update that failed on one engine leaves the others with parts of the new weights."""
+    calls = []
+
+    async def half_updated(request: web.Request) -> web.Response:
+        calls.append(request.path)
+        weights = "updating:run/4" if len(calls) < 3 else "run/4"
+        return web.json_response([answer([5], weight_version=weights)])
+
+    async def use(urls: list[str]) -> Any:
+        async with SGLangClient(urls) as client:
+            return await client.generate([1], {})
+
+    [generation] = with_servers([half_updated], use)
+    assert generation.weight_versions == [("run/4", 1)] and len(calls) == 3
+
+
 def test_raises_connection_error_after_num_tries() -> None:
     calls = []
 

@@ -21,7 +21,7 @@ STREAMING = "--async-mode streaming"
         ("--async-buffer-size 3 --offload-train", "--async-buffer-size 3 .*--offload-train", "omit one of them"),
         (f"{STREAMING} --offload-rollout", f"{STREAMING} .*--offload-rollout", "omit one of them"),
         ("--eval-mode apart --colocate", "--eval-mode apart .*--colocate", "omit one of them"),
-        ("--eval-mode apart", "--eval-mode apart .*nothing is evaluated", "add --eval-prompt-data"),
+        ("--eval-mode apart", "--eval-mode apart .*nothing is evaluated", "add --eval-prompt-data, or omit it"),
         ("--eval-num-engines 2", "--eval-num-engines .*without --eval-mode apart", "add this, or omit it"),
         ("--max-staleness 3", f"--max-staleness .*without {STREAMING}", "add this, or omit it"),
         ("--pause-generation-mode in_place", f"--pause-generation-mode .*without {STREAMING}", "add this, or omit it"),

@@ -10,12 +10,14 @@ import pytest
 from penstock_command import penstock
 
 from penstock.engines.serving.pool import EnginePool
+from penstock.flows import tasks
 from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.preflight import check_eval_engines
+from penstock.flows.runtime.processes import Processes
 from penstock.storage.errors import EngineError, OptionError
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.refs import RunKeys
+from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
@@ -59,6 +61,42 @@ def test_engines_that_only_evaluate_must_leave_some_for_rollouts() -> None:
 def test_options_of_evaluation_that_cannot_work_are_refused(words: list[str]) -> None:
     with pytest.raises(OptionError, match="--eval-"):
         parse_config(["--run", "r", *words])
+
+
+def test_evaluations_apart_do_not_use_the_router(tmp_path: Path) -> None:
+    words = ["--run", "r", "--use-router", "--eval-mode", "apart", "--eval-prompt-data", "h", "h.jsonl"]
+    processes = Processes(
+        parse_config(words), Store(str(tmp_path)), KEYS, {}, note=print, on_published=lambda *published: None
+    )
+    processes.__dict__["router"] = SimpleNamespace(address=lambda: "http://router")
+    rollouts = processes.engine_client_factory(["http://0"])
+    evaluations = processes.evaluation_client_factory(["http://0"])
+    assert rollouts.router is not None and evaluations.router is None  # type: ignore[attr-defined]
+
+
+def test_only_evaluations_of_data_sets_that_the_run_had_are_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(str(tmp_path))
+    data = ["--eval-prompt-data", "old", "a.jsonl", "new", "b.jsonl", "--eval-interval", "1", "--num-rollout", "4"]
+    config = parse_config(["--run", "r", "--async-buffer-size", "1", *data])
+    store.commit(KEYS.eval_prefix(0, "old"), Commit(kind="eval", policy_version=0, created_at=1.0))
+    for r in range(4):
+        store.commit(KEYS.step_prefix(r), Commit(kind="step", index=r, created_at=2.0 + r))
+    store.commit(KEYS.eval_prefix(0, "new"), Commit(kind="eval", policy_version=0, created_at=3.5))  # after a resume
+    evaluated: list[tuple[int, str]] = []
+    monkeypatch.setattr(tasks, "evaluate_one", lambda session, version, name: evaluated.append((version, name)))
+    processes = SimpleNamespace(evaluates_apart=False, turns=SimpleNamespace(wait_for_evaluation=lambda: None))
+    session = SimpleNamespace(
+        config=config,
+        store=store,
+        keys=KEYS,
+        processes=processes,
+        num_trained_rounds=lambda: 4,
+        read_existing_commit=store.committed,
+    )
+    tasks.evaluate_skipped(session)  # type: ignore[arg-type]
+    assert evaluated == [(1, "old"), (2, "old"), (3, "old"), (3, "new")]
 
 
 @pytest.mark.integration

@@ -65,7 +65,8 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
 
     session = SimpleNamespace(
         config=config, store=store, keys=open_run(store, "evaluate", config), tokenizer=tokenizer,
-        processes=SimpleNamespace(engines_for_evaluation=engines_for_evaluation, evaluation_client_factory=connect),
+        processes=SimpleNamespace(engines_for_evaluation=engines_for_evaluation, evaluation_client_factory=connect,
+                                  read_engine_counters=lambda evaluation: {}),
         display=SimpleNamespace(progress=progress), provenance={}, stop=None,
         print_and_track=lambda prefix, commit: commit,
     )  # fmt: skip

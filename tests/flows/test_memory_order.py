@@ -155,6 +155,7 @@ class World:
             needs_rollout=lambda version: True,
             print_and_track=lambda prefix, commit: commit,
             read_existing_commit=self.store.committed,
+            set_stage_message=lambda text: None,
         )
 
     def run_round(self, r: int) -> None:

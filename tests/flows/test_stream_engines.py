@@ -158,3 +158,37 @@ def test_weights_are_sent_during_an_evaluation_only_when_rollouts_would_get_too_
 def test_weights_are_not_sent_without_a_stream(processes: Processes, pool: ScriptedPool) -> None:
     processes.publish_in_flight(3)
     assert pool.updates == [] and processes.turns.engine_version is None
+
+
+def test_evaluation_waits_for_the_one_before_without_a_stream(processes: Processes, pool: ScriptedPool) -> None:
+    """Regression test: the evaluation after the last round failed if an earlier one still shared the engines."""
+    pool.may_serve.set()
+    with processes.share_engines_at(3):
+        same, results = evaluate(processes, 3)
+        same.join(HANG)
+        assert results == [URLS]
+        other, results = evaluate(processes, 4)
+        other.join(0.3)
+        assert other.is_alive() and results == []
+    other.join(HANG)
+    assert results == [URLS] and pool.updates == ["run/3", "run/4"]
+
+
+def test_trainer_is_not_restored_for_an_evaluation_beside_it(
+    processes: Processes, pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewinds: list[bool] = []
+    monkeypatch.setattr(processes, "_send_weights", lambda version, urls, rewind: rewinds.append(rewind))
+    pool.may_serve.set()
+    with processes.engines_for_evaluation(3):
+        pass
+    processes.turns.begin_evaluation()
+    with processes.engines_for_evaluation(3):
+        pass
+    assert rewinds == [True, False]
+
+
+def test_wait_for_an_evaluation_can_be_limited(processes: Processes) -> None:
+    processes.turns.begin_evaluation()
+    processes.turns.wait_for_evaluation(timeout=0.01)
+    assert processes.turns.is_evaluating

@@ -128,3 +128,36 @@ def test_a_buffered_group_that_is_too_old_for_a_round_is_generated_again() -> No
     assert [sample.status for sample in second] == [Status.COMPLETED] * 2
     samples, num_masked = samples_to_train([second], RolloutConfig(prompt_data=["p"]), Source.dataset.round)
     assert num_masked == 1 and samples[0].loss_mask == [0, 0, 0, 1]
+
+
+def test_an_unfinished_group_continues_and_only_its_old_tokens_are_masked() -> None:
+    group = buffered_group((2, 3), (1, 1))
+    for sample in group:
+        sample.group_id, sample.status = "1", Status.ABORTED
+    source = SimpleNamespace(
+        args=SimpleNamespace(n_samples_per_prompt=2),
+        dataset=SimpleNamespace(
+            round=RolloutRound("run", 6, policy_version=5, max_staleness=1), state=SimpleNamespace(skipped=0, issued=9)
+        ),
+        load_state_dict=lambda state: None,
+        restore_buffer=lambda samples: None,
+        get_samples=lambda num: [group],
+        buffered_samples=lambda: [],
+    )
+    intake = PromptIntake(source, None, group)  # type: ignore[arg-type]
+    [continued] = intake.next_groups(1)
+    assert [sample.status for sample in continued] == [Status.PENDING] * 2 and intake.num_discarded_tokens == 0
+    assert [sample.token_ids for sample in continued] == [[7, 8, 9, 9]] * 2, "the prefix is kept"
+
+
+@pytest.mark.parametrize(("staleness", "masked", "mask"), [(1, 2, [0, 0, 0, 0, 1]), (0, 0, [0, 0, 0, 0, 1])])
+def test_tokens_are_masked_once_if_they_are_both_stale_and_of_an_earlier_policy(
+    staleness: int, masked: int, mask: list[int]
+) -> None:
+    sample = new_sample()
+    append_generation(sample, generation(("run/3", 2), ("run/5", 1)), STREAMING)
+    sample.status, sample.reward = Status.COMPLETED, 1.0
+    round = RolloutRound("run", 6, policy_version=5, max_staleness=staleness, updates_in_flight=bool(staleness))
+    config = RolloutConfig(prompt_data=["p"], partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
+    samples, num_masked = samples_to_train([[sample]], config, round)
+    assert samples[0].loss_mask == mask and num_masked == masked

@@ -495,6 +495,38 @@ def test_round_that_takes_too_long_raises_timeout(bench: SimulatedBench) -> None
         bench.round(0)
 
 
+def test_rollout_timeout_does_not_count_the_wait_for_the_trainer(bench: SimulatedBench) -> None:
+    bench.config = bench.config.model_copy(update={"rollout_timeout": 50.0})
+    bench.max_staleness, bench.train_seconds = 1, 400.0
+    for r in range(5):
+        bench.round(r)
+    bench.close()
+    check_every_prompt_is_used_once(bench)
+
+
+def test_restart_remembers_which_groups_were_generated_again(bench: SimulatedBench) -> None:
+    """Regression test: after a restart, a group whose reward came late could be generated a third time."""
+    bench.max_staleness = 4
+    bench.grader.delay = lambda group_id: 60.0 if group_id == "000000000" else 0.0
+    r = 0
+    while bench.issues.count(bench.issues[0] if bench.issues else "") < 2:
+        bench.round(r)
+        r += 1
+    marked = {
+        s.group_id for c in commits_of(bench)[-1:] for s in buffered(bench, c) if s.metadata.get("generated_again")
+    }
+    assert marked == {"000000000"}
+    bench.kill()
+    first = bench.issues[0]
+    bench.issues.clear()
+    for later in range(r, r + 9):
+        bench.round(later)
+    bench.close()
+    assert bench.issues.count(first) <= 1, "it was running when the process was killed"
+    check_every_prompt_is_used_once(bench)
+    check_staleness(bench)
+
+
 def test_stop_request_raises_preempted_and_finished_groups_are_in_the_journal(bench: SimulatedBench) -> None:
     bench.config = bench.config.model_copy(update={"rollout_journal_interval": 1000.0})
     bench.length = lengths_of(p0=4, p1=5, p2=6, p3=30)
