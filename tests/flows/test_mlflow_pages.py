@@ -22,6 +22,7 @@ from penstock.storage.store import Store
 
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.integration,
     pytest.mark.skipif(installed_browser() is None, reason="needs Chromium"),
 ]
 ENTRY_POINT = "[mlflow.app]\npenstock = penstock.storage.tracking.mlflow.server:app\n"
