@@ -71,8 +71,9 @@ def run_services(*, prefect_port: int, mlflow_port: int, database: str) -> int:
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     logs = log_directory(prefect_port)
-    prefect, worker = prefect_server(prefect_port), prefect_worker(prefect_port, logs)
     mlflow = [] if database.startswith("http") else [mlflow_server(mlflow_port, database, logs)]
+    tracking = f"http://{HOST}:{mlflow_port}" if mlflow else database
+    prefect, worker = prefect_server(prefect_port), prefect_worker(prefect_port, logs, tracking)
     services = [*mlflow, prefect, worker]
     try:
         print(f"starting {', '.join(service.name for service in services)} ...", flush=True)
@@ -153,12 +154,13 @@ def mlflow_link(database: str, port: int) -> str:
     return f"{server}/model-training{page}" if opens_model_training() else f"{server}/{page}?{_VIEW}"
 
 
-def prefect_worker(port: int, logs: Path) -> Service:
+def prefect_worker(port: int, logs: Path, tracking: str) -> Service:
     """Return the service of a Prefect worker, which starts a process for each flow run and marks the flow run as
-    crashed if that process dies."""
+    crashed if that process dies. Its runs are tracked in the MLflow at the URI `tracking`, whichever store they use,
+    unless they name another one."""
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
     command += ["--install-policy", "never"]
-    environment = {**login_environment(port), **flow_run_environment()}  # flow runs inherit it
+    environment = {**login_environment(port), **flow_run_environment(), "MLFLOW_TRACKING_URI": tracking}  # inherited
     # After SIGTERM a worker whose server is gone waits for it forever (more than 30 s observed): kill it.
     return Service("worker", command, logs / "worker.log", environment, on_parent_death=signal.SIGKILL)
 

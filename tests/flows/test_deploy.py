@@ -437,12 +437,26 @@ def test_scheduled_run_resumes_after_kill_with_new_rows_and_survives_server_deat
     source = store.committed(KEYS.rollout_prefix(3)).state["data_source"]  # type: ignore[union-attr]
     assert (source["issued"], source["epoch"], source["cursor"]) == (64, 0, 64)
     assert [(segment["start"], segment["rows"]) for segment in source["segments"]] == [(0, 48), (48, 16)]
+    assert statuses_in_mlflow(log) == ["FINISHED"], "the MLflow of `make up` shows the run, whose store is another one"
     written = [path for root in (folder, log.parent) for path in root.rglob("*") if path.is_file()]
     assert len(written) > 20
     assert not [path for path in written if STORE_KEY.encode() in path.read_bytes()], "a secret was recorded"
     assert (
         len(store.list(f"{KEYS.prefix}/changes")) == 1
     )  # one more target than run.json's; the killed start added none
+
+
+def statuses_in_mlflow(log: Path) -> list[str]:
+    """The status of the scheduled run in the MLflow that `make up` shows."""
+    api = re.findall(r"MLflow +(http://[^/]+)", log.read_text())[0] + "/api/2.0/mlflow"
+    with OPENER.open(f"{api}/experiments/get-by-name?experiment_name=penstock", timeout=30) as answer:
+        experiment = json.load(answer)["experiment"]["experiment_id"]
+    query = {"experiment_ids": [experiment], "filter": f"attributes.run_name = '{KEYS.run}'"}
+    request = urllib.request.Request(
+        f"{api}/runs/search", json.dumps(query).encode(), {"Content-Type": "application/json"}
+    )
+    with OPENER.open(request, timeout=30) as answer:
+        return [run["info"]["status"] for run in json.load(answer)["runs"]]
 
 
 def flow_processes(up: psutil.Process) -> list[psutil.Process]:

@@ -15,11 +15,16 @@ from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
 _HTML = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
 <title>MLflow</title>
 <script>
 localStorage.setItem("mlflow.workflowType_v1", '"machine_learning"')
 location.replace("/" + (location.hash || "#/experiments"))
 </script>
+</head>
+</html>
 """
 
 
