@@ -266,6 +266,33 @@ def test_an_unreachable_server_is_logged_in_one_line(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.integration
+def test_a_locked_database_is_logged_in_one_line_and_loses_nothing(
+    database: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SQLite waits a few seconds for a lock that another process holds."""
+    other = sqlite3.connect(database, isolation_level=None)
+    other.execute("begin exclusive")
+    tracker = RunTracking(TrackedRun("demo", "/store"), tmp_path / "out", [f"sqlite:///{database}"], CONFIG)
+    start = time.perf_counter()
+    for key, commit in commits():
+        tracker.record_commit(key, commit)
+    assert time.perf_counter() - start < 10, "the run does not wait for the database"
+    deadline = time.monotonic() + 300
+    while tracker.problem is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert "database is locked" in tracker.problem
+    [line] = [record.getMessage() for record in caplog.records if record.name.startswith("penstock")]
+    assert "could not be sent to MLflow" in line and "database is locked" in line
+    other.execute("rollback")
+    other.close()
+    assert tracker.close(timeout=120) == 0
+    expected = {"demo", "convert-f00d", "train-000000-000001", "train-000002-000003"}
+    with sqlite3.connect(database) as connection:
+        assert expected <= {name for (name,) in connection.execute("select name from runs")}
+
+
 def test_a_line_that_mlflow_refuses_does_not_block_the_others(database: Path, tmp_path: Path) -> None:
     tracker = RunTracking(TrackedRun("demo", "/store"), tmp_path / "out", [f"sqlite:///{database}"])
     tracker.enqueue_metrics("good", {"perf/overhead": 0.1}, step=0)
