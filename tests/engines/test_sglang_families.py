@@ -114,6 +114,7 @@ def test_an_update_restores_every_overwritten_tensor(name: str, directory: Path)
     assert before == after and not [tensor for tensor in before if before[tensor] == overwritten[tensor]]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", PREDICTING)
 def test_draft_layer_keeps_its_weights_over_an_update(name: str, directory: Path) -> None:
     """An update changes embedding and head, which the draft layer shares with the model, and nothing else in it."""

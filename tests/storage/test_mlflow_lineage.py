@@ -21,6 +21,8 @@ from penstock.storage.history.starts import Start, record_start
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.store import Store
 
+pytestmark = pytest.mark.integration
+
 RUNS = ("r", "f", "n")  # a run, its fork, and a run that starts from its export
 
 
