@@ -15,6 +15,11 @@ def no_counters() -> Counters:
     return {}
 
 
+def all_counters() -> Counters:
+    """Return the energy counters of all GPUs of this machine that have one."""
+    return {str(gpu): joules for gpu, joules in enumerate(all_gpu_joules()) if joules is not None}
+
+
 def read_counters(gpus: Iterable[tuple[str, str]], node: str) -> Counters:
     """Return the energy counters of GPUs of this machine.
 
@@ -29,9 +34,8 @@ def read_counters(gpus: Iterable[tuple[str, str]], node: str) -> Counters:
     ids = set(gpus)
     if not ids or any(at != node or not gpu.isdecimal() for at, gpu in ids):
         return {}
-    joules = all_gpu_joules()
-    counters = {gpu: joules[int(gpu)] if int(gpu) < len(joules) else None for _, gpu in ids}
-    known = {gpu: value for gpu, value in counters.items() if value is not None}
+    counters = all_counters()
+    known = {gpu: counters[gpu] for _, gpu in ids if gpu in counters}
     return known if len(known) == len(ids) else {}
 
 

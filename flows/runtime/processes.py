@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.backends import engine_backend
-from penstock.engines.energy import Counters, read_counters, used_joules
+from penstock.engines.energy import Counters, all_counters, read_counters, used_joules
 from penstock.engines.memory import MemorySwitch
 from penstock.engines.weights.check import INITIAL, update_and_check
 from penstock.engines.weights.upload import add_upload
@@ -79,7 +79,7 @@ class Processes:
         self._eval_engines: EnginePool | None = None  # with --eval-mode apart
         self._shared_for_evaluation: Callable[[], list[str]] | None = None  # their addresses in `share_engines_at`
         self._switches: list[MemorySwitch] = []  # since the last weight update
-        self._first_counters: dict[str, float] = {}  # GPU id -> its energy counter when it was first read, in joules
+        self._counters_at_start = all_counters()
         run = config.run
         max_ahead = run.num_rollout if run.debug_rollout_only else run.async_buffer_size
         self.turns = Turns(max_ahead, run.update_weights_interval)
@@ -208,22 +208,19 @@ class Processes:
         return self._read_counters(engines.gpus() if engines is not None else [])
 
     def used_joules(self) -> float | None:
-        """Return the energy that all GPUs of the run have used since they were first read in this start, or None if it
-        is not measured. Call it before `stop_all`."""
+        """Return the energy in joules that the GPUs of trainer and engines have used since this object was created, or
+        None if it is not measured. Call it before `stop_all`, which forgets whose GPUs they are."""
         now = {
             **self.read_trainer_counters(),
             **self.read_engine_counters(),
             **self.read_engine_counters(evaluation=True),
         }
-        return used_joules(self._first_counters, now)
+        return used_joules({gpu: at_start for gpu, at_start in self._counters_at_start.items() if gpu in now}, now)
 
     def _read_counters(self, gpus: list[tuple[str, str]]) -> Counters:
         if not gpus or self._cluster is None or not self._cluster.alive():
             return {}
-        counters = read_counters(gpus, self._cluster.driver_node())
-        for gpu, joules in counters.items():
-            self._first_counters.setdefault(gpu, joules)
-        return counters
+        return read_counters(gpus, self._cluster.driver_node())
 
     def materialize_fork(self) -> None:
         """In a fork whose training options differ from its parent's, save a checkpoint of the policy at the fork point.

@@ -36,7 +36,7 @@ class StartEnd(Frozen):
 
     at: float = Field(default_factory=time.time)
     outcome: str  # FINISHED, FAILED or STOPPED
-    joules: float | None = None  # energy of all GPUs of the run from the first stage to the end; None: not measured
+    joules: float | None = None  # energy of trainer and engine GPUs during the start; None: not measured
 
 
 def login_name() -> str:
