@@ -21,8 +21,6 @@ PROTECTIONS = (
     ("raylet", "Ray token", "RAY_AUTH_TOKEN"),
     ("ray::", "Ray token; none on torch's TCPStore", "RAY_AUTH_TOKEN"),
     ("ray/", "Ray token", "RAY_AUTH_TOKEN"),
-    ("flows", "Ray token, session keys", None),
-    ("penstock", "Ray token, session keys", None),
 )
 OURS = {"penstock", "penstock.flows.cli", "penstock.flows.services.stack"}  # modules started with `python -m`
 
@@ -51,9 +49,9 @@ def listening_ports(roots: Iterable[psutil.Process] | None = None) -> list[Liste
     ports: dict[tuple[str, int], ListeningPort] = {}
     for process in family.values():
         try:
-            command_line, name = " ".join(process.cmdline()), process.name()
+            command, name = process.cmdline(), process.name()
             sockets = [each.laddr for each in process.net_connections(kind="tcp") if each.status == psutil.CONN_LISTEN]
-            protection = describe_port_authentication(command_line, process.environ()) if sockets else ""
+            protection = describe_port_authentication(command, process.environ()) if sockets else ""
         except psutil.Error:  # the process has ended, or is another user's
             continue
         for host, port in sockets:
@@ -71,18 +69,21 @@ def penstock_processes_of_this_user() -> list[psutil.Process]:
     roots = []
     for process in psutil.process_iter():
         try:
-            if process.uids().real == me and any(
-                word in OURS or word.endswith("bin/penstock") for word in process.cmdline()[:4]
-            ):
+            if process.uids().real == me and is_penstock_command(process.cmdline()):
                 roots.append(process)
         except psutil.Error:
             continue
     return roots
 
 
-def describe_port_authentication(command: str, environment: dict[str, str]) -> str:
+def is_penstock_command(command: list[str]) -> bool:
+    """Return whether a command line starts `penstock` or one of its modules."""
+    return any(word in OURS or word.endswith("bin/penstock") for word in command[:4])
+
+
+def describe_port_authentication(command: list[str], environment: dict[str, str]) -> str:
     """Return the authentication of a process's ports, by its command line (PROTECTIONS), or "" if there is none."""
     for mark, protection, variable in PROTECTIONS:
-        if mark in command:
+        if mark in " ".join(command):
             return protection if variable is None or environment.get(variable) else ""
-    return ""
+    return "Ray token, session keys" if is_penstock_command(command) else ""

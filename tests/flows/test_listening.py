@@ -35,13 +35,16 @@ sys.stdin.read()"""
         ),
         ("/x/ray/core/src/ray/gcs/gcs_server --a", {"RAY_AUTH_TOKEN": "x"}, "Ray token"),
         ("/x/ray/core/src/ray/gcs/gcs_server --a", {}, ""),
+        ("/x/bin/python /x/bin/penstock train", {}, "Ray token, session keys"),
+        ("python -m penstock.flows.cli train", {}, "Ray token, session keys"),
+        ("/home/penstock/flows/bin/python -c program", {}, ""),
         ("some other program", {}, ""),
     ],
 )
 def test_protection_is_read_from_command_line_and_environment(
     command: str, environment: dict[str, str], protection: str
 ) -> None:
-    assert describe_port_authentication(command, environment) == protection
+    assert describe_port_authentication(command.split(), environment) == protection
 
 
 def test_doctor_reports_an_open_port_and_accepts_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
