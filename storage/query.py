@@ -26,6 +26,7 @@ from penstock.storage.maintenance.removal import is_removed
 from penstock.storage.maintenance.retention import expired_versions, read_tombstone
 from penstock.storage.refs import BUFFER, TRAINED, Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import SCHEMA
+from penstock.storage.samples.trained_tokens import TOKENS_SCHEMA
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:
@@ -41,12 +42,14 @@ VIEWS = {  # name -> content, in the order in which `penstock query` lists them
     "evaluations": "one row per evaluated policy version and data set",
     "checkpoints": "one row per checkpoint, including expired ones",
     "steps": "one row per trained round",
+    "trained_tokens": "one row per sample of a trained round: what the trainer computed for each trained token",
 }
 
 _NUM_REQUESTS = 16  # commit records read in parallel from an object store
 _RUN, _VERSION, _TIME = ("run", pa.string()), ("policy_version", pa.int64()), ("created_at", pa.timestamp("us"))
 _SAMPLES = pa.schema([_RUN, _VERSION, *SCHEMA])
 _EVAL_SAMPLES = pa.schema([_RUN, _VERSION, ("data_set", pa.string()), *SCHEMA])
+_TRAINED_TOKENS = pa.schema([_RUN, ("rollout_id", pa.int64()), *TOKENS_SCHEMA])
 _STEP_METRICS = {  # column of `steps` -> metric of the commit
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
@@ -138,6 +141,7 @@ class _Contents:
     samples: list[_Shard] = field(default_factory=list)
     buffered: list[_Shard] = field(default_factory=list)
     eval_samples: list[_Shard] = field(default_factory=list)
+    trained_tokens: list[_Shard] = field(default_factory=list)
 
     def extend(self, other: _Contents) -> None:
         """Add the rows and shards of `other`."""
@@ -146,6 +150,7 @@ class _Contents:
         self.samples += other.samples
         self.buffered += other.buffered
         self.eval_samples += other.eval_samples
+        self.trained_tokens += other.trained_tokens
 
 
 def open_connection(store: Store, runs: Sequence[str]) -> tuple[duckdb.DuckDBPyConnection, dict[str, str]]:
@@ -174,6 +179,7 @@ def open_connection(store: Store, runs: Sequence[str]) -> tuple[duckdb.DuckDBPyC
     connection.register("samples", _dataset(store, _SAMPLES, contents.samples))
     connection.register("_buffered", _dataset(store, _SAMPLES, contents.buffered))
     connection.register("eval_samples", _dataset(store, _EVAL_SAMPLES, contents.eval_samples))
+    connection.register("trained_tokens", _dataset(store, _TRAINED_TOKENS, contents.trained_tokens))
     for statement in (_PROMPTS, *_SETTINGS):
         connection.execute(statement)
     return connection, problems
@@ -291,6 +297,9 @@ def add_commit(contents: _Contents, store: Store, run: str, prefix: str, commit:
         metrics = {column: commit.summary.get(name) for column, name in _STEP_METRICS.items()}
         step = {"run": run, "rollout_id": commit.index, "policy_version": version}
         rows["steps"].append(step | metrics | {"seconds": seconds, "created_at": created_at})
+        contents.trained_tokens += [
+            _Shard(file.path, {"run": run, "rollout_id": commit.index}) for file in commit.files
+        ]
 
 
 def _shards(commit: Commit, name: str, constants: dict[str, str | int]) -> list[_Shard]:

@@ -32,7 +32,7 @@ from penstock.stages.train.spec import (
     SaveResult,
     TrainResult,
 )
-from penstock.storage.refs import Commit
+from penstock.storage.refs import Commit, FileRecord
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:
@@ -204,12 +204,14 @@ class TrainActor:
                 with open_commit_files(self.store, base, machine) as directory:
                     load_initial(self.models, directory)
 
-    def train(self, rollout: Commit, version: int) -> TrainResult:
-        """Train policy `version` on the samples of one rollout, which gives policy `version + 1`."""
+    def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
+        """Train policy `version` on the samples of one rollout, which gives policy `version + 1`. Rank 0 writes the
+        log-prob and advantage of every trained token to `attempt`, if it is given."""
         from penstock.stages.train.batching import Batch
         from penstock.stages.train.routing import EngineChoices
         from penstock.stages.train.step import train_rollout
         from penstock.storage.samples.shards import read_table
+        from penstock.storage.samples.trained_tokens import write_trained_tokens
 
         assert self._state.clean and self._state.version == version, (
             f"asked to train policy {version}, but this rank holds {self._state}"
@@ -231,8 +233,20 @@ class TrainActor:
         start = time.perf_counter()
         digest = self.digest()
         seconds |= trained.seconds | {"digest": time.perf_counter() - start}
+        files: list[FileRecord] = []
+        if attempt is not None and trained.logprobs is not None and self.rank == 0:
+            start = time.perf_counter()
+            values = (batch.num_trained_tokens, trained.logprobs.numpy(), trained.advantages.cpu().numpy())
+            with self.store.writing(attempt) as out:
+                write_trained_tokens(out.path, table["sample_id"], *values)
+            files, seconds["write"] = out.files, time.perf_counter() - start
         return TrainResult(
-            metrics=trained.metrics, steps=trained.steps, seconds=seconds, digest=digest, fingerprint=self.fingerprint()
+            metrics=trained.metrics,
+            steps=trained.steps,
+            seconds=seconds,
+            digest=digest,
+            fingerprint=self.fingerprint(),
+            files=files,
         )
 
     def save(self, attempt: str) -> SaveResult:

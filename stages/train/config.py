@@ -46,6 +46,10 @@ class TrainConfig(AlgorithmConfig):
     log_probs_chunk_size: int = option(4096, mutability="placement", ge=1)
     """Number of tokens whose logits are computed at a time; smaller values save memory."""
 
+    save_trained_tokens: bool = option(True, mutability="placement")
+    """Store the trainer's log-prob and the advantage of every trained token with each round, for reports and
+    queries."""
+
     # ---- optimizer ---------------------------------------------------------------------------------------------------
 
     lr: float = option(1e-6, gt=0)

@@ -250,9 +250,10 @@ class TrainerGroup:
         """Load policy `version` on all ranks from the files of the given commits; see `TrainActor.load`."""
         self._call("load", version, base, checkpoint, auxiliary)
 
-    def train(self, rollout: Commit, version: int) -> TrainResult:
-        """Train policy `version` on one committed rollout, which gives policy `version + 1`."""
-        results = self._call("train", rollout, version)
+    def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
+        """Train policy `version` on one committed rollout, which gives policy `version + 1`. If `attempt` is given, the
+        log-prob and advantage of every trained token are written there."""
+        results = self._call("train", rollout, version, attempt)
         return results[0].model_copy(update={"digest": _merge_digests([result.digest for result in results])})
 
     def save(self, attempt: str) -> SaveResult:

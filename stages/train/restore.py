@@ -136,17 +136,20 @@ class PolicyRestorer:
         if existing := self.store.committed(prefix):
             return existing
         start, counters = time.perf_counter(), self.read_counters()
+        attempt = self.store.new_attempt(prefix) if self.group.spec.config.save_trained_tokens else None
         with self.group.lock:
             self.restore(rollout_id)
             rollout = self._read_commit(self.keys.rollout_prefix(rollout_id))
             restored = time.perf_counter()
-            trained = self.group.train(rollout, rollout_id)
+            trained = self.group.train(rollout, rollout_id, attempt)
         train_time = time.perf_counter() - restored
         commit = Commit(
             kind="step",
             run=self.keys.run,
             index=rollout_id,
             policy_version=rollout_id + 1,
+            attempt=attempt if trained.files else None,
+            files=trained.files,
             inputs={"rollout": commit_key(self.keys.rollout_prefix(rollout_id))},
             seconds={
                 "restore": restored - start,

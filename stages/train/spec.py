@@ -96,6 +96,7 @@ class TrainResult(BaseModel):
     seconds: dict[str, float]  # phase -> wall-clock seconds
     digest: dict[str, str]  # parameter shard -> hash of its bits
     fingerprint: dict[str, Any]  # hardware, libraries, layout, options: with weights and data, they determine all bits
+    files: list[FileRecord] = []  # of rank 0: log-prob and advantage of every trained token
 
 
 class SaveResult(BaseModel):

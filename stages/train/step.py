@@ -44,6 +44,8 @@ class TrainedRound:
     metrics: Metrics  # means over the optimizer steps
     steps: list[Metrics]  # metrics of each optimizer step, in order
     seconds: dict[str, float]  # phase -> wall-clock seconds
+    logprobs: Tensor | None  # [N] float64, before the update, or of the token's step; None with `critic_only`
+    advantages: Tensor  # [N] float64
 
 
 def train_rollout(
@@ -72,18 +74,25 @@ def train_rollout(
         per_step = [
             {name.replace("train/", "train/critic-"): value for name, value in step.items()} for step in critic_steps
         ]
+    logprobs = None
     if not critic_only:
-        loss = partial(policy_microbatch_loss, engine=models.policy, config=config, temperature=temperature)
+        logprobs = torch.zeros(len(batch.trained_positions), device=models.policy.device)
+        forward = partial(policy_logprobs, engine=models.policy, config=config, temperature=temperature)
+        loss = partial(policy_microbatch_loss, forward=forward, config=config, logprobs=logprobs)
         with clock("update"):
             policy_steps = run_optimizer_steps(
                 models.policy, steps, loss, routing=choose_update_routing(config, len(steps))
             )
+            logprobs = gather_tokens(models.policy, logprobs)
+        if experience.old_logprobs is not None and not config.use_rollout_logprobs:
+            logprobs = experience.old_logprobs
         per_step = [critic | policy for critic, policy in zip(per_step, policy_steps)]
     metrics = {name: float(np.mean([step[name] for step in per_step])) for name in per_step[0]}
     metrics |= {name: value for name, value in per_step[-1].items() if "lr-pg" in name}
     rollout_metrics = {"rollout/advantages": estimate.advantages, **estimate.metrics}
     metrics |= {name: weights.mean_over_steps(values) for name, values in rollout_metrics.items()}
-    return TrainedRound(metrics | speed_metrics(models.policy, batch, clock.seconds), per_step, clock.seconds)
+    metrics |= speed_metrics(models.policy, batch, clock.seconds)
+    return TrainedRound(metrics, per_step, clock.seconds, logprobs, estimate.advantages)
 
 
 # ---- before the update -----------------------------------------------------------------------------------------------
@@ -143,11 +152,8 @@ def choose_update_routing(config: TrainConfig, num_steps: int) -> Routing | None
 def forward_all_tokens(
     engine: MegatronEngine, steps: Steps, num_tokens: int, forward: Forward, routing: Routing | None = None
 ) -> Tensor:  # [N] float64
-    """Run `forward` on all micro-batches and return its results for all N trained tokens of the rollout, on every rank.
-
-    Each token is computed on one rank and all-reduced with the zeros of the other ranks, which is exact, so every rank
-    gets the same bits.
-    """
+    """Run `forward` on all micro-batches and return its results for all N trained tokens of the rollout, on every
+    rank."""
     result = torch.zeros(num_tokens, device=engine.device)
 
     def store_results(hidden: Tensor, head: LMHead, packed: PackedMicrobatch) -> tuple[None, dict[str, Tensor]]:
@@ -156,10 +162,23 @@ def forward_all_tokens(
 
     for microbatches in steps:
         engine.forward_backward(microbatches, store_results, forward_only=True, routing=routing)
+    return gather_tokens(engine, result)
+
+
+def gather_tokens(engine: MegatronEngine, values: Tensor) -> Tensor:  # [N] float64
+    """Return the values of all N trained tokens, on every rank. Changes `values`.
+
+    Each token is computed on one rank and all-reduced with the zeros of the other ranks, which is exact, so every rank
+    gets the same bits.
+
+    Args:
+        engine: whose ranks computed the values.
+        values: [N] float32, zero for tokens of other ranks.
+    """
     if engine.tensor_group is not None and engine.tensor_group.rank() > 0:
-        result.zero_()  # all tensor-parallel ranks hold the same values: add only those of rank 0
-    dist.all_reduce(result)
-    return result.cpu().double()
+        values.zero_()  # all tensor-parallel ranks hold the same values: add only those of rank 0
+    dist.all_reduce(values)
+    return values.cpu().double()
 
 
 def policy_logprobs(
@@ -213,13 +232,15 @@ def policy_microbatch_loss(
     packed: PackedMicrobatch,
     fields: TokenFields,
     *,
-    engine: MegatronEngine,
+    forward: Callable[[Tensor, LMHead, PackedMicrobatch], tuple[Tensor, Tensor]],
     config: TrainConfig,
-    temperature: float,
+    logprobs: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the policy loss [n] and metrics ([n] each) of a micro-batch, computed from the policy's hidden states."""
-    logprobs, entropy = policy_logprobs(hidden, head, packed, engine, config, temperature)
-    return LOSSES[config.loss_type](logprobs, entropy, fields, packed.samples, config)
+    """Return the policy loss [n] and metrics ([n] each) of a micro-batch, computed from the policy's hidden states.
+    `forward` is `policy_logprobs`; the log-probs of these n of N tokens are also stored in `logprobs` [N]."""
+    current, entropy = forward(hidden, head, packed)
+    logprobs[packed.ordinal] = current.detach()
+    return LOSSES[config.loss_type](current, entropy, fields, packed.samples, config)
 
 
 def critic_microbatch_loss(

@@ -3,6 +3,7 @@
 // when a row of them is shown or searched.
 
 const ROWS_SHOWN = 25, TOKENS_SHOWN = 4000, PAGES_CACHED = 12, HEAT_NATS = 3;
+const SIGNED = { gap: 0.1, advantage: 2 }; // colour of a token by a signed number -> the number of the strongest colour
 
 class Samples {
   constructor(data, summary) {
@@ -31,7 +32,7 @@ class Samples {
     const k = i - this.page_starts[number];
     const at = (name) => (page[name] ? page[name][k] : null);
     return { id: at("id"), prompt: page.prompts[page.prompt[k]], response: at("response"), label: at("label") || "", tokens: at("tokens"),
-      mask: at("mask"), logprobs: at("logprobs"), versions: at("versions"), spans: at("spans"), rewards: at("rewards"), metadata: at("metadata") };
+      mask: at("mask"), logprobs: at("logprobs"), gaps: at("gaps"), advantages: at("advantages"), versions: at("versions"), spans: at("spans"), rewards: at("rewards"), metadata: at("metadata") };
   }
 
   // The samples that match all numeric conditions.
@@ -249,13 +250,15 @@ function promptHistory(view, i) {
 // ---- tokens -----------------------------------------------------------------------------------------------------------
 
 // Expands the columns of a sample: one entry per token with its segment (0 = before the first trained token).
-function expandTokens({ tokens, mask, logprobs, versions, spans }) {
+function expandTokens({ tokens, mask, logprobs, gaps, advantages, versions, spans }) {
   const out = [];
   let trained = 0;
+  const at = (values, k) => (values && values.length ? values[values.length === 1 ? 0 : k] : null); // one for all, or one each
   mask.forEach((length, segment) => {
     for (let k = 0; k < length; k++) {
       const isTrained = segment % 2 === 1;
-      out.push({ id: tokens[out.length], segment, trained: isTrained, logprob: isTrained && logprobs ? logprobs[trained] : null,
+      out.push({ id: tokens[out.length], segment, trained: isTrained, logprob: isTrained ? at(logprobs, trained) : null,
+        gap: isTrained ? at(gaps, trained) : null, advantage: isTrained ? at(advantages, trained) : null,
         version: isTrained && versions && versions[0] >= 0 && versions[0] === versions[1] ? versions[0] : null });
       trained += isTrained;
     }
@@ -273,8 +276,9 @@ function assignVersions(trained, spans) {
 
 function tokenView(view, sample) {
   const tokens = expandTokens(sample);
-  const modes = [["logprob", "rollout log-prob", tokens.some((token) => token.logprob !== null)], ["mask", "loss mask", true],
-    ["version", "policy version", tokens.some((token) => token.version !== null)]].filter((mode) => mode[2]);
+  const modes = [["logprob", "rollout log-prob"], ["gap", "gap: log-prob of the trainer minus rollout"], ["advantage", "advantage"],
+    ["mask", "loss mask"], ["version", "policy version"]]
+    .filter(([name]) => name === "mask" || tokens.some((token) => token[name] !== null));
   if (!modes.some(([name]) => name === view.colour)) view.colour = modes[0][0];
   const select = element("select", { id: "colour", onchange: () => { view.colour = select.value; paint(); } },
     ...modes.map(([name, title]) => element("option", { value: name }, title)));
@@ -341,6 +345,8 @@ function readTokens(box, spans, show) {
 function describeToken(token, position) {
   const parts = ["token " + position, "id " + token.id, token.trained ? "loss mask 1" : "loss mask 0"];
   if (token.logprob !== null) parts.push("log-prob " + formatNumber(token.logprob) + " (probability " + formatPercent(Math.exp(token.logprob)) + ")");
+  if (token.gap !== null) parts.push("gap " + formatNumber(token.gap));
+  if (token.advantage !== null) parts.push("advantage " + formatNumber(token.advantage));
   if (token.version !== null) parts.push("policy version " + token.version);
   return parts.join(", ");
 }
@@ -350,6 +356,7 @@ const mix = (colour, share) => "color-mix(in srgb, var(" + colour + ") " + Math.
 function tokenColour(token, mode) {
   if (mode === "mask") return token.trained ? mix("--s0", 0.3) : "transparent";
   if (mode === "version") return token.version === null ? "transparent" : mix("--s" + (token.version % 5), 0.3);
+  if (mode in SIGNED) return isNumber(token[mode]) ? mix(token[mode] < 0 ? "--s1" : "--s0", 0.6 * Math.min(1, Math.abs(token[mode]) / SIGNED[mode])) : "transparent";
   return isNumber(token.logprob) ? mix("--heat", 0.75 * Math.min(1, -token.logprob / HEAT_NATS)) : "transparent";
 }
 
@@ -363,6 +370,11 @@ function colourKey(mode, tokens) {
   if (mode === "version") {
     const versions = [...new Set(tokens.map((token) => token.version))].filter((version) => version !== null);
     return versions.map((version) => entry(mix("--s" + (version % 5), 0.3), "version " + version));
+  }
+  if (mode in SIGNED) {
+    const most = SIGNED[mode];
+    return [-most, -most / 2, 0, most / 2, most].map((value) => entry(tokenColour({ [mode]: value }, mode),
+      formatNumber(value) + (Math.abs(value) < most ? "" : value < 0 ? " or less" : " or more")));
   }
   return [0, 1, 2, HEAT_NATS].map((nats) => entry(mix("--heat", (0.75 * nats) / HEAT_NATS), nats ? "\u2212" + nats + (nats === HEAT_NATS ? " or less" : "") : "0"));
 }

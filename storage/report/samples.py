@@ -16,6 +16,7 @@ from penstock.storage.refs import Commit
 from penstock.storage.report.data import to_json_number
 from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_table
+from penstock.storage.samples.trained_tokens import read_trained_tokens
 from penstock.storage.store import Store
 
 SEED = 0
@@ -55,6 +56,8 @@ def collect_samples(store: Store, commits: Iterable[Commit], max_samples: int = 
     Raises:
         StoreError: a shard is missing or damaged.
     """
+    commits = list(commits)
+    steps = {commit.index: commit for commit in commits if commit.kind == "step"}
     sources = sample_sources(commits)
     total = sum(commit.num_samples() for _, commit in sources)
     limit, limited_by = sample_limit(sources, total, max_samples)
@@ -67,8 +70,11 @@ def collect_samples(store: Store, commits: Iterable[Commit], max_samples: int = 
         table = read_table(store, commit).drop_columns(["routed_experts"])
         table = select_groups(table, budget, f"{SEED}/{name}/{commit.index}")
         num_taken += len(table)
+        step = steps.get(commit.index) if name == "training" else None
+        trained = read_trained_tokens(store, step) if step is not None else None
+        tokens = {row["sample_id"]: row for row in trained.to_pylist()} if trained is not None else {}
         for row in table.to_pylist():
-            builder.add(name, commit.index, row)
+            builder.add(name, commit.index, row, tokens.get(row["sample_id"]))
     return builder.finish()
 
 
@@ -115,13 +121,14 @@ class _Builder:
         self._page_texts: dict[str, int] = {}
         self._page_tokens = 0
 
-    def add(self, name: str, index: int, row: dict[str, Any]) -> None:
+    def add(self, name: str, index: int, row: dict[str, Any], tokens: dict[str, Any] | None) -> None:
         """Append a sample of the set `name` to the index and to the current page.
 
         Args:
             name: of the set: "training" or a data set.
             index: of the commit: round of a rollout, policy version of an evaluation.
             row: the sample's row in the shard.
+            tokens: its row in the file of trained tokens, if the round has one.
         """
         samples = self._samples
         if not samples.pages or len(samples.pages[-1]["id"]) >= SAMPLES_PER_PAGE or self._page_tokens > TOKENS_PER_PAGE:
@@ -139,12 +146,12 @@ class _Builder:
         }
         for column, value in entry.items():
             samples.index[column].append(value)
-        self._add_to_page(samples.pages[-1], row, metadata)
+        self._add_to_page(samples.pages[-1], row, metadata, tokens)
 
     def finish(self) -> ReportSamples:
         """Return the samples, without empty columns."""
         for page in self._samples.pages:
-            for name in ("rewards", "metadata", "spans", "logprobs", "label"):
+            for name in ("rewards", "metadata", "spans", "logprobs", "gaps", "advantages", "label"):
                 if not any(page[name]):
                     del page[name]
         return self._samples
@@ -154,13 +161,17 @@ class _Builder:
         place = (source.get("file"), source.get("row")) if isinstance(source, dict) else ()
         return self._prompts.setdefault((name, text, *place), len(self._prompts))
 
-    def _add_to_page(self, page: Page, row: dict[str, Any], metadata: dict[str, Any]) -> None:
+    def _add_to_page(
+        self, page: Page, row: dict[str, Any], metadata: dict[str, Any], tokens: dict[str, Any] | None
+    ) -> None:
         text = row["prompt"]
         if text not in self._page_texts:
             self._page_texts[text] = len(self._page_texts)
             page["prompts"].append(text)
         mask = row["loss_mask"]
         trained = [value for value, is_trained in zip(row["rollout_logprobs"], mask) if is_trained]
+        if tokens is None or len(tokens["advantages"]) != len(trained):  # a sample that was not trained
+            tokens = {"trainer_logprobs": [], "advantages": []}
         shown_metadata = {key: value for key, value in metadata.items() if key not in _HIDDEN_METADATA}
         values = {
             "id": row["sample_id"],
@@ -169,8 +180,9 @@ class _Builder:
             "label": row["label"],
             "tokens": row["token_ids"],
             "mask": list(run_lengths(mask)),
-            # three decimals are enough for the colour, and a fifth of the size
-            "logprobs": [to_json_number(round(value, 3)) for value in trained] if any(trained) else 0,
+            "logprobs": shorten_numbers(trained) if any(trained) else 0,
+            "gaps": shorten_numbers(a - b for a, b in zip(tokens["trainer_logprobs"], trained)),
+            "advantages": shorten_numbers(tokens["advantages"]),
             "versions": row["policy_versions"],
             "spans": metadata.get("policy_spans") or 0,
             "rewards": {name: to_json_number(value) for name, value in row["rewards"]} or 0,
@@ -183,8 +195,16 @@ class _Builder:
 
 
 _PAGE_COLUMNS = (
-    *("id", "prompt", "response", "label", "tokens", "mask", "logprobs", "versions", "spans", "rewards", "metadata"),
+    *("id", "prompt", "response", "label", "tokens", "mask", "logprobs", "gaps", "advantages", "versions", "spans"),
+    *("rewards", "metadata"),
 )
+
+
+def shorten_numbers(values: Iterable[float]) -> list[Any]:
+    """Return the numbers with three decimals, which are enough for a colour and a fifth of the size. Equal numbers, as
+    the advantages of most estimators, become one."""
+    numbers = [to_json_number(round(value, 3)) for value in values]
+    return numbers[:1] if len(set(numbers)) == 1 else numbers
 
 
 def run_lengths(mask: Sequence[int]) -> Iterator[int]:

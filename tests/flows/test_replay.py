@@ -17,6 +17,8 @@ from penstock.flows.replay import parse_own_flags, placement_options
 from penstock.flows.runtime.runs import create_run_record
 from penstock.storage.errors import OptionError
 from penstock.storage.refs import RunKeys
+from penstock.storage.samples.shards import read_samples
+from penstock.storage.samples.trained_tokens import read_trained_tokens
 from penstock.storage.store import Store
 
 KEYS = RunKeys("trained")
@@ -81,6 +83,30 @@ def store(cluster: Cluster, tiny_model: Path, tmp_path: Path) -> Store:
             PolicyRestorer(store, KEYS, group, base).save_checkpoint(2)
     group.kill()
     return store
+
+
+@pytest.mark.integration
+def test_trained_tokens_of_a_round_give_its_metrics(store: Store) -> None:
+    for rollout_id in range(NUM_ROUNDS):
+        step = store.committed(KEYS.step_prefix(rollout_id))
+        rollout = store.committed(KEYS.rollout_prefix(rollout_id))
+        assert step is not None and rollout is not None
+        trained = read_trained_tokens(store, step)
+        assert trained is not None
+        gaps = {}
+        for row, sample in zip(trained.to_pylist(), read_samples(store, rollout), strict=True):
+            engine = [value for value, mask in zip(sample.rollout_logprobs, sample.loss_mask) if mask]
+            assert row["sample_id"] == sample.sample_id and len(set(row["advantages"])) <= 1
+            if sample.reward is None:  # not trained
+                assert not row["trainer_logprobs"]
+                continue
+            assert len(engine) == len(row["trainer_logprobs"]) == len(row["advantages"])
+            gaps.setdefault(sample.trajectory_id, []).extend(
+                abs(a - b) for a, b in zip(row["trainer_logprobs"], engine)
+            )
+        means = [sum(values) / len(values) for values in gaps.values()]
+        metric = step.summary["train/train_rollout_logprob_abs_diff"]
+        assert sum(means) / len(means) == pytest.approx(metric, rel=1e-4)
 
 
 def penstock_replay(store: Store, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:

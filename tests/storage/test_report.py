@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "flows"))
@@ -24,6 +26,7 @@ from penstock.storage.report.data import find_gaps
 from penstock.storage.report.page import GENERATOR, embed, extract_data
 from penstock.storage.report.samples import SAMPLES_PER_PAGE, collect_samples
 from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.trained_tokens import write_trained_tokens
 from penstock.storage.store import Store
 
 HOSTILE = "</script><img src=x onerror='window.attacked=1'><script>window.attacked=1</script><!-- \u2028 & \" '"
@@ -67,6 +70,19 @@ def make_samples(r: int, prefix: str = "", num_prompts: int = PROMPTS) -> list[S
     return out
 
 
+def add_trained_tokens(store: Store, step: Commit, samples: list[Sample]) -> Commit:
+    """Write log-probs that are 0.05, 0.10, ... above those of the engine, and the reward - 0.5 as advantage."""
+    graded = [s for s in samples if s.reward is not None]
+    counts = np.array([0 if s.reward is None else sum(s.loss_mask) for s in samples])
+    logprobs = np.concatenate([-0.5 + 0.05 * np.arange(1, sum(s.loss_mask) + 1) for s in graded])
+    advantages = np.concatenate([np.full(sum(s.loss_mask), s.reward - 0.5) for s in graded])
+    attempt = store.new_attempt(f"runs/r/steps/{step.index:06d}")
+    with store.writing(attempt) as out:
+        ids = pa.chunked_array([[s.sample_id for s in samples]], pa.string())
+        write_trained_tokens(out.path, ids, counts, logprobs, advantages)
+    return step.model_copy(update={"attempt": attempt, "files": out.files})
+
+
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, RunKeys]:
     """A run with four rounds, a checkpoint, two evaluations, an adopted group, and a metric that is not finite."""
@@ -87,6 +103,8 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, RunKeys]:
         step.inputs = {"rollout": commit_key(keys.rollout_prefix(r))}
         step.seconds = {"update": 45.0}
         step.summary = {"train/loss": float("nan") if r == 1 else 0.1 + 1e-17 * r, "train/grad_norm": 1 / (r + 3)}
+        if r > 0:  # the first round is of a release that did not store trained tokens
+            step = add_trained_tokens(store, step, make_samples(r))
         store.commit(keys.step_prefix(r), step)
     save_one(store, keys, ROUNDS)
     for version in (0, ROUNDS):
@@ -186,10 +204,17 @@ def test_all_samples_are_shown_with_their_tokens(data: dict[str, Any]) -> None:
     assert len(index["round"]) == len(page["id"]) == (ROUNDS + 2) * PROMPTS * 2
     assert data["overview"]["samples"]["limited_by"] == ""
     assert page["response"][1] == HOSTILE and page["mask"][3] == [2, 2, 1, 1]
-    assert page["logprobs"][0] == [-0.5] * 4 and page["spans"][3] == [[0, 1], [0, 2]]
+    assert page["logprobs"][0] == [-0.5] and page["spans"][3] == [[0, 1], [0, 2]]
     assert index["prompt"][:6] == [0, 0, 1, 1, 2, 2] == index["prompt"][6:12]  # the same rows in the next round
     assert index["reward"][5] is None and page["rewards"][0] == {"format": 0.25}
     assert json.loads(page["metadata"][1]) == {"note": HOSTILE}
+
+
+def test_tokens_have_the_trainers_gap_and_advantage_of_their_round(data: dict[str, Any]) -> None:
+    page, first = data["page-0"], PROMPTS * 2  # the first sample of round 1
+    assert page["gaps"][first] == [0.05, 0.1, 0.15, 0.2] and page["gaps"][first + 3] == [0.05, 0.1, 0.15]
+    assert page["advantages"][first : first + 2] == [[-0.5], [0.5]]
+    assert page["gaps"][0] == page["advantages"][0] == [] == page["gaps"][first + 5]  # no file, not trained
 
 
 def test_selection_is_seeded_keeps_groups_and_covers_all_rounds(tmp_path: Path) -> None:
@@ -336,12 +361,19 @@ def test_tokens_have_colours_and_a_read_out(opened: Page) -> None:
     colours = "[...document.querySelectorAll('.token')].map(node => node.style.backgroundColor)"
     versions = opened.evaluate(colours)
     assert versions[2] != versions[3] == versions[5] and versions[0] == versions[4] == "transparent"
+    set_input(opened, "#colour", "gap")
+    gaps = opened.evaluate(colours)
+    assert gaps[2] != gaps[3] and gaps[0] == gaps[4] == "transparent"
+    set_input(opened, "#colour", "advantage")
+    advantages = opened.evaluate(colours)
+    assert advantages[2] == advantages[3] == advantages[5] != "transparent"
     for _ in range(3):
         opened.evaluate(
             "document.querySelector('.tokens').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight'}))"
         )
     readout = opened.evaluate("document.querySelector('#samples .readout').textContent")
-    assert readout == "token 2, id 3, loss mask 1, log-prob \u22120.5 (probability 60.7 %), policy version 2"
+    assert readout.startswith("token 2, id 3, loss mask 1, log-prob \u22120.5 (probability 60.7 %)")
+    assert readout.endswith("gap 0.05, advantage 0.5, policy version 2")
 
 
 @needs_browser

@@ -259,6 +259,7 @@ class Trainer:
             ],
             "gradients": self.gradients,
             "weights": self.weights(),
+            "tokens": {"logprobs": trained.logprobs, "advantages": trained.advantages},
         }
 
     def weights(self) -> dict[str, Tensor]:
@@ -368,6 +369,7 @@ def compare(found: dict[str, Any], expected: dict[str, Any], what: str) -> float
     allowed = {
         "gradients": {name: TOLERANCE * (largest(tensor) or 1) for name, tensor in expected["gradients"].items()},
         "weights": {name: TOLERANCE * moved[name] + ROUNDING * largest(tensor) for name, tensor in weights.items()},
+        "tokens": {name: TOLERANCE * (largest(tensor) or 1) for name, tensor in expected["tokens"].items()},
     }
     worst = 0.0
     for kind, limits in allowed.items():

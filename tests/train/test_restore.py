@@ -15,7 +15,7 @@ from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.restore import PolicyRestorer, ReplayError, newest_checkpoint
 from penstock.stages.train.spec import FencedError, PolicyState, SaveResult, TrainResult
 from penstock.storage.errors import RunError
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
+from penstock.storage.refs import CheckpointRef, Commit, FileRecord, RunKeys, commit_key
 from penstock.storage.store import Store
 
 KEYS = RunKeys("run")
@@ -64,15 +64,25 @@ class ListTrainer:
         self.calls.append(f"load {version}")
         self.hold(version)
 
-    def train(self, rollout: Commit, version: int) -> TrainResult:
+    def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
         assert self.held is not None and self.held.clean and self.held.version == version == rollout.index
         self.weights = [*self.weights, f"r{rollout.index}"]
         self.calls.append(f"train {version}")
         self.hold(version + 1)
         metrics = {f"{self.prefix}loss": 0.5, f"{self.prefix}grad_norm": self.gradient}
         return TrainResult(
-            metrics=metrics, steps=[metrics], seconds={"update": 0.0}, digest=self.digest(), fingerprint=self.numerics
+            metrics=metrics,
+            steps=[metrics],
+            seconds={"update": 0.0},
+            digest=self.digest(),
+            fingerprint=self.numerics,
+            files=self.write(attempt) if attempt is not None else [],
         )
+
+    def write(self, attempt: str) -> list[FileRecord]:
+        with self.store.writing(attempt) as out:
+            (out.path / "tokens").write_text("tokens")
+        return out.files
 
     def save(self, attempt: str) -> SaveResult:
         with self.store.writing(attempt) as out:
