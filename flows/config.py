@@ -187,6 +187,7 @@ class PostTrainConfig(StageConfig):
             )
         self.train.check_batch(batch)
         self.train.global_batch_size, self.train.num_steps_per_rollout = batch, steps
+        self.train.derive_lr_schedule(self.run.num_rollout * steps)
         return self
 
 

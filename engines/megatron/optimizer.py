@@ -112,11 +112,6 @@ def _split_offload_options(overrides: dict[str, Any]) -> tuple[dict[str, Any], f
     Returns:
         the other options, and the fraction of the optimizer state to offload with `memory/optimizer_offload.py`.
     """
-    if overrides.get("use_precision_aware_optimizer"):
-        raise OptionError(
-            "megatron option use_precision_aware_optimizer needs TransformerEngine's Adam, which Penstock does not "
-            "use: drop the option"
-        )
     overrides = dict(overrides)
     offload, fraction = overrides.pop("optimizer_cpu_offload", False), overrides.pop("optimizer_offload_fraction", 1.0)
     if not 0 <= fraction <= 1:

@@ -421,11 +421,15 @@ def check_algorithm(train: TrainConfig, shape: ModelShape, family_path: str | No
 
 
 def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
-    """Return warnings about valid settings that may be unintended: a run that may need more than the memory of this
-    machine's GPUs, and sampling options (such as top-p) that bias the policy gradient."""
+    """Return warnings about valid settings that may be unintended: options of Megatron without effect, a run that may
+    need more than the memory of this machine's GPUs, and sampling options (such as top-p) that bias the policy
+    gradient."""
     from penstock.engines.families import read_shape
+    from penstock.engines.megatron.options.values import ignored_options
 
     warnings: list[str] = []
+    if ignored := ignored_options(config.train.megatron):
+        warnings.append(f"these options of Megatron have no effect: {', '.join(ignored)}")
     if flow != "convert" and (gpus := visible_gpu_bytes()):
         shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
         warnings += memory_warnings(plan_gpu_memory(gpu_flow(flow, config), config, shape, min(gpus)))

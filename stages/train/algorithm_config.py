@@ -27,6 +27,9 @@ PLUGINS = {
 }
 
 
+LATER_OPTIONS = {"policy_loss", "lr_warmup_fraction"}  # options of training that the first release did not have
+
+
 class AlgorithmConfig(StageConfig):
     """Options of the algorithm: everything that defines the loss."""
 
@@ -171,13 +174,11 @@ class AlgorithmConfig(StageConfig):
     """Rollout routing replay (R3): train with the experts that the inference engine's routers chose."""
 
     @model_serializer(mode="wrap")
-    def _leave_out_unset_policy_loss(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit `policy_loss` from the dumped config if it is None, so that recorded configs and their hashes equal
-        those of releases without this option."""
+    def _leave_out_unset_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit options of LATER_OPTIONS that are None from the dumped config, so that recorded configs and their hashes
+        equal those of releases without them."""
         dumped: dict[str, Any] = handler(self)
-        if dumped.get("policy_loss", ...) is None:
-            del dumped["policy_loss"]
-        return dumped
+        return {name: value for name, value in dumped.items() if value is not None or name not in LATER_OPTIONS}
 
     @property
     def policy_loss_name(self) -> str:

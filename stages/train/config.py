@@ -64,8 +64,12 @@ class TrainConfig(AlgorithmConfig):
     lr_warmup_iters: int = option(0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from 0."""
 
+    lr_warmup_fraction: float | None = option(None, ge=0, lt=1)
+    """Warm-up as a fraction of --lr-decay-iters, in place of --lr-warmup-iters."""
+
     lr_decay_iters: int | None = option(None, ge=1)
-    """Optimizer steps until --min-lr is reached, warm-up included; required unless the style is constant."""
+    """Optimizer steps until --min-lr is reached, warm-up included; default: all steps of --num-rollout rounds, as it is
+    when the run starts."""
 
     weight_decay: float = option(0.01, ge=0)
     """Decoupled weight decay of matrices (not of norms and biases)."""
@@ -207,12 +211,37 @@ class TrainConfig(AlgorithmConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_lr_schedule(self) -> TrainConfig:
-        if self.lr_decay_style != "constant" and self.lr_decay_iters is None:
-            raise OptionError(
-                f"--lr-decay-style {self.lr_decay_style} needs --lr-decay-iters, the number of optimizer steps until "
-                "the learning rate reaches --min-lr: add --lr-decay-iters"
-            )
+    def _set_dtype(self) -> TrainConfig:
+        """Let Megatron's --bf16 mean --params-dtype bf16."""
+        if self.megatron.get("bf16"):
+            if self.params_dtype == "fp32":
+                raise OptionError("--bf16 contradicts --params-dtype fp32: omit one of them")
+            self.params_dtype = "bf16"
+        return self
+
+    def derive_lr_schedule(self, num_steps: int) -> None:
+        """Set the learning-rate schedule's options that are not given, for a run of `num_steps` optimizer steps.
+
+        Raises:
+            OptionError: the options contradict each other, or the schedule needs --lr-decay-iters.
+        """
+        needs_steps = self.lr_decay_style != "constant" or self.lr_warmup_fraction is not None
+        if needs_steps and self.lr_decay_iters is None:
+            if not num_steps:
+                flag = "--lr-warmup-fraction" if self.lr_decay_style == "constant" else "--lr-decay-style"
+                raise OptionError(
+                    f"{flag} needs --lr-decay-iters, the number of optimizer steps until the learning rate reaches "
+                    "--min-lr, because --num-rollout does not give it: add --lr-decay-iters"
+                )
+            self.lr_decay_iters = num_steps
+        if self.lr_warmup_fraction is not None:
+            num_steps = int(self.lr_warmup_fraction * (self.lr_decay_iters or 0))
+            if self.lr_warmup_iters not in (0, num_steps):
+                raise OptionError(
+                    f"--lr-warmup-fraction {self.lr_warmup_fraction:g} is {num_steps} steps, but --lr-warmup-iters is "
+                    f"{self.lr_warmup_iters}: omit one of them"
+                )
+            self.lr_warmup_iters = num_steps
         rates = {"--lr": self.lr, "--critic-lr": self.critic_lr}
         for name, rate in rates.items():
             if rate is not None and self.min_lr > rate:
@@ -224,4 +253,3 @@ class TrainConfig(AlgorithmConfig):
                     f"--lr-decay-iters {self.lr_decay_iters} includes the warm-up and must be above {name} {warmup}: "
                     "raise --lr-decay-iters"
                 )
-        return self

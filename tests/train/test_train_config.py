@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from penstock.flows.config import validate_config
+from penstock.flows.options.flags import parse_config, update_config_from_argv
 from penstock.stages.plugins import load_function
 from penstock.stages.train.algorithm_config import PLUGINS
 from penstock.stages.train.algorithms.registry import ESTIMATORS, POLICY_LOSSES
 from penstock.stages.train.config import TrainConfig
+from penstock.storage.errors import OptionError
 
 
 def test_every_user_defined_function_is_checked_before_anything_starts() -> None:
@@ -30,7 +33,7 @@ def test_every_user_defined_function_is_checked_before_anything_starts() -> None
             {"actor_num_gpus_per_node": 4, "global_batch_size": 2},
             "--global-batch-size 2",
         ),
-        ({"lr_decay_style": "cosine"}, "--lr-decay-style cosine .*--lr-decay-iters"),
+        ({"megatron": {"bf16": True}, "params_dtype": "fp32"}, "--bf16 .*--params-dtype fp32"),
         ({"kl_loss_coef": 0.1}, "--kl-loss-coef 0.1 .*--use-kl-loss"),
         ({"learning_rate": 0.1}, "learning_rate"),
         ({"policy_loss": "ppo"}, "policy_loss"),
@@ -44,6 +47,42 @@ def test_every_user_defined_function_is_checked_before_anything_starts() -> None
 def test_wrong_options_are_refused(options: dict, named: str) -> None:
     with pytest.raises(ValidationError, match=named):
         TrainConfig(**options)
+
+
+@pytest.mark.parametrize(
+    "flags, schedule",
+    [
+        ("--lr-decay-style cosine", (12, 0)),
+        ("--lr-decay-style cosine --lr-warmup-fraction 0.25", (12, 3)),
+        ("--lr-decay-style linear --lr-decay-iters 40 --lr-warmup-fraction 0.1", (40, 4)),
+        ("--lr-warmup-fraction 0.5", (12, 6)),
+        ("--lr-warmup-iters 7", (None, 7)),
+    ],
+)
+def test_schedule_follows_from_the_steps_of_the_run(flags: str, schedule: tuple[int | None, int]) -> None:
+    words = ["--run", "r", "--num-rollout", "6", "--num-steps-per-rollout", "2", *flags.split()]
+    config = parse_config(words)
+    assert (config.train.lr_decay_iters, config.train.lr_warmup_iters) == schedule
+    assert validate_config(config.model_dump()) == config
+    longer = update_config_from_argv(config, ["--num-rollout", "60"])  # as `penstock resume`
+    assert (longer.train.lr_decay_iters, longer.train.lr_warmup_iters) == schedule
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--lr-decay-style cosine", "--lr-decay-style needs --lr-decay-iters"),
+        ("--lr-warmup-fraction 0.1", "--lr-warmup-fraction needs --lr-decay-iters"),
+        ("--num-rollout 100 --lr-warmup-fraction 0.1 --lr-warmup-iters 5", "--lr-warmup-fraction 0.1 is 10 steps"),
+    ],
+)
+def test_schedule_without_its_steps_is_refused(flags: str, named: str) -> None:
+    with pytest.raises(OptionError, match=named):
+        parse_config(["--run", "r", *flags.split()])
+
+
+def test_bf16_of_megatron_is_the_dtype() -> None:
+    assert TrainConfig(megatron={"bf16": True}).params_dtype == "bf16" and TrainConfig().params_dtype is None
 
 
 def test_data_parallel_size_is_the_rest_of_the_ranks() -> None:

@@ -25,7 +25,6 @@ from penstock.engines.megatron.compat import import_megatron
 from penstock.engines.megatron.model.attention_kernel import runs_hopper_kernels
 from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.engines.megatron.options.model_options import check_model_options, model_options
-from penstock.engines.megatron.options.values import UNSUPPORTED
 from penstock.engines.megatron.parallel import ParallelLayout
 from penstock.storage.errors import OptionError
 
@@ -90,11 +89,6 @@ def transformer_config(
     from_checkpoint = model_options(shape)
     for name in (*from_checkpoint, *(UNUSED_IN_MLA if shape.latent else ())):
         overrides.pop(name, None)  # checked above
-    for (name, value), reason in UNSUPPORTED.items():
-        if overrides.get(name) == value:
-            raise OptionError(
-                f"megatron option {name} = {value!r} is not supported, because it {reason}: drop the option"
-            )
     cuda = torch.cuda.is_available()
     on_gpus = ("bias_dropout_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
     defaults = dict(**DEFAULTS, **dict.fromkeys(on_gpus, cuda), use_cpu_initialization=not cuda)

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from penstock.engines.megatron.options.table import TABLE
 from penstock.engines.sources import parse_source
 from penstock.storage.errors import InputError, OptionError
 
@@ -28,7 +29,7 @@ SOURCES = {  # name of the dataclass -> file in megatron/core
     "DistributedDataParallelConfig": "distributed/distributed_data_parallel_config.py",
 }
 # Options that describe the model, but are not fields of a dataclass: name -> type. They are options of Megatron-LM's
-# command line or, the last two, of its forks.
+# command line or, the last two, of its forks. The other options of its command line are in `table.py`.
 COMMAND_LINE = {
     "vocab_size": "int",
     "max_position_embeddings": "int",
@@ -52,6 +53,7 @@ ALIASES: dict[str, dict[str, Any]] = {
     "no_rope_fusion": {"apply_rope_fusion": False},
     "no_gradient_accumulation_fusion": {"gradient_accumulation_fusion": False},
     "no_persist_layer_norm": {"persist_layer_norm": False},
+    "no_async_tensor_model_parallel_allreduce": {"async_tensor_model_parallel_allreduce": False},
     "no_check_for_nan_in_loss_and_grad": {"check_for_nan_in_grad": False},
     "accumulate_allreduce_grads_in_fp32": {"grad_reduce_in_fp32": True},
     "grad_reduce_in_bf16": {"grad_reduce_in_fp32": False},
@@ -74,6 +76,7 @@ class MegatronFlag:
     name: str
     annotation: str  # type annotation in Megatron's source, for instance "Optional[int]"
     owner: str  # name of the dataclass that has the field, "alias" or "command line"
+    default: Any = None  # of the field, if it is a literal
 
 
 @cache
@@ -94,10 +97,14 @@ def megatron_flags() -> dict[str, MegatronFlag]:
         [source] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner]
         for line in source.body:
             if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                flags.setdefault(line.target.id, MegatronFlag(line.target.id, ast.unparse(line.annotation), owner))
+                default = line.value.value if isinstance(line.value, ast.Constant) else None
+                name, annotation = line.target.id, ast.unparse(line.annotation)
+                flags.setdefault(name, MegatronFlag(name, annotation, owner, default))
     for name, annotation in COMMAND_LINE.items():
         assert name not in flags, f"{name} is also a field of a dataclass"
         flags[name] = MegatronFlag(name, annotation, "command line")
+    for name in TABLE.keys() - flags.keys():
+        flags[name] = MegatronFlag(name, "Any", "command line")
     for alias, target in ALIASES.items():
         flags[alias] = MegatronFlag(alias, "Any" if ... in target.values() else "bool", "alias")
     return flags
@@ -123,6 +130,8 @@ def normalize_megatron_args(args: dict[str, Any]) -> dict[str, Any]:
             out[name] = value
         elif value is not False:  # False: the switch is not set
             out |= {field: value if fixed is ... else fixed for field, fixed in ALIASES[name].items()}
+    if isinstance(out.get("recompute_modules"), str):  # one module on a command line
+        out["recompute_modules"] = [out["recompute_modules"]]
     if isinstance(out.get("moe_layer_freq"), str):
         out["moe_layer_freq"] = _parse_layer_pattern(out["moe_layer_freq"])
     return out

@@ -1,8 +1,8 @@
 """Check the values of Megatron-core's options without importing megatron or torch, so that preflight checks
 report errors that Megatron's dataclasses would raise only in the trainer.
 
-Types and choices are read from the annotations of the installed source (`args.py`). Listed here are
-some rules of `TransformerConfig.__post_init__`, and values that Penstock does not support.
+Types and choices are read from the annotations of the installed source (`args.py`), refused options from the table
+(`table.py`). Listed here are some rules of `TransformerConfig.__post_init__`.
 """
 
 from __future__ import annotations
@@ -10,34 +10,19 @@ from __future__ import annotations
 import ast
 import difflib
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 from penstock.engines.megatron.options.args import megatron_flags, normalize_megatron_args
+from penstock.engines.megatron.options.table import ACCEPTED_VALUES, TABLE
 from penstock.storage.errors import OptionError
 
 NUMBERS = {"bool": (bool,), "int": (int,), "float": (int, float)}
 CHOICES = {  # allowed values of options that Megatron's source annotates only as `str`
     "rope_type": ("rope", "yarn"),
-    "optimizer": ("adam",),
     "attention_backend": ("auto", "flash", "fused", "unfused", "local", "fa4", "torch"),
-    "moe_router_load_balancing_type": ("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"),
-    "cp_comm_type": ("p2p", "all_gather", "a2a", "a2a+p2p"),
-    "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
-    "outer_dp_sharding_strategy": ("no_shard", "optim"),
 }
 # valid values of --recompute-modules
 RECOMPUTABLE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
-NEEDED_PACKAGES = {  # (option, value) -> package that the value needs; Penstock does not install these packages
-    ("transformer_impl", "transformer_engine"): "transformer_engine",
-    ("cross_entropy_fusion_impl", "te"): "transformer_engine",
-    ("cuda_graph_impl", "transformer_engine"): "transformer_engine",
-}
-UNSUPPORTED = {  # (option, value) -> reason, for "... is not supported, because it <reason>"
-    ("moe_router_load_balancing_type", "sinkhorn"): "selects other experts than the checkpoint's router",
-    ("use_precision_aware_optimizer", True): "needs TransformerEngine's Adam, which Penstock does not use",
-    ("moe_token_dispatcher_type", "allgather"): "needs micro-batches of equal length, but their lengths differ",
-}
 TYPE_TEXTS = {  # type in an annotation -> its name in error messages
     "Any": "any value",
     "tuple": "a list",
@@ -69,24 +54,42 @@ def check_option_values(options: dict[str, Any]) -> None:
             raise OptionError(f"{_to_flag(spelling)} is a switch and takes no value; found {_shorten(value)}")
     normalized = normalize_megatron_args(options)
     for name, value in normalized.items():
-        _check_type(name, value, flags[name].annotation)
-        texts = [str(item) for item in value] if isinstance(value, list) else [] if value is None else [str(value)]
-        unknown = next((text for text in texts if text not in CHOICES.get(name, texts)), None)
-        if unknown is not None:
-            raise _unknown_choice(name, unknown, CHOICES[name])
-        if isinstance(value, list | dict):
-            continue
-        package = NEEDED_PACKAGES.get((name, value))
-        if package and find_spec(package) is None:
+        rule = TABLE.get(name)
+        if rule is None:
             raise OptionError(
-                f"{_to_flag(name)} {value} needs the package {package}, which is not installed: install {package}, or "
-                "drop the option"
+                f"{_to_flag(name)} is an option of Penstock: write it in [train], not in [train.megatron]"
             )
-        if reason := UNSUPPORTED.get((name, value)):
-            raise OptionError(f"{_to_flag(name)} {value} is not supported, because it {reason}: drop the option")
+        if rule.kind == "refused" and not _asks_for_nothing(name, value):
+            words = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+            flag = _to_flag(name) if value is True else f"{_to_flag(name)} {words[:80]}"
+            raise OptionError(f"{flag} is not supported: {rule.text}")
+        if rule.kind != "refused":
+            _check_type(name, value, flags[name].annotation)
+        if str(value) not in CHOICES.get(name, (str(value),)):
+            raise _unknown_choice(name, value, CHOICES[name])
     for is_violated, message in _option_rules(normalized):
         if is_violated:
             raise OptionError(message)
+
+
+def effective_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the user-defined options that the trainer uses, under the names of Megatron's fields: without those that
+    are ignored, or refused with the value that Penstock uses anyway."""
+    kinds = ("effective", "checked")
+    return {name: value for name, value in normalize_megatron_args(options).items() if TABLE[name].kind in kinds}
+
+
+def ignored_options(options: dict[str, Any]) -> list[str]:
+    """Return the flags of user-defined options that have no effect, each with the reason."""
+    rules = {name: TABLE[name] for name in normalize_megatron_args(options) if name in TABLE}
+    return [f"{_to_flag(name)} ({rule.text})" for name, rule in rules.items() if rule.kind == "ignored"]
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    """Return whether a refused option has the value that Penstock uses anyway."""
+    accepted = ACCEPTED_VALUES.get(name, (megatron_flags()[name].default, None, False))
+    values = value if isinstance(value, list) and value not in accepted else [value]
+    return all(item in accepted for item in values)
 
 
 def _check_type(name: str, value: Any, annotation: str) -> None:
@@ -137,9 +140,13 @@ def _has_type(value: Any, kind: Any) -> bool:
 
 def _option_rules(options: dict[str, Any]) -> Iterator[tuple[object, str]]:
     """Yield (whether the rule is violated, error message) for every rule about option values and combinations."""
+    overlaps = options.get("overlap_grad_reduce")
+    yield (
+        options.get("bucket_size") is not None and not overlaps,
+        "--ddp-bucket-size has an effect only with --overlap-grad-reduce: add this option, or drop --ddp-bucket-size",
+    )
     granularity, method = options.get("recompute_granularity"), options.get("recompute_method")
     layers, modules = options.get("recompute_num_layers"), options.get("recompute_modules") or []
-    modules = [modules] if isinstance(modules, str) else modules
     yield (
         options.get("moe_permute_fusion") and options.get("moe_grouped_gemm") is False,
         "--moe-permute-fusion permutes tokens for grouped GEMMs, but moe_grouped_gemm is false: drop one of them",
@@ -166,12 +173,6 @@ def _option_rules(options: dict[str, Any]) -> Iterator[tuple[object, str]]:
     yield layers is not None and layers < 1, f"--recompute-num-layers {layers} is not positive: give 1 or more"
     fraction = options.get("optimizer_offload_fraction", 1.0)
     yield not 0 <= fraction <= 1, f"--optimizer-offload-fraction {fraction} is not between 0 and 1: change it"
-    yield options.get("fp16"), "--fp16 is not supported: use --params-dtype bf16 or fp32"
-    for name in ("hidden_dropout", "attention_dropout"):
-        yield (
-            not 0 <= options.get(name, 0.0) < 1,
-            f"{_to_flag(name)} {options.get(name)} is not a probability in [0, 1): change it",
-        )
 
 
 def _unknown_choice(name: str, value: Any, choices: Any) -> OptionError:

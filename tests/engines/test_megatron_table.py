@@ -1,0 +1,200 @@
+"""Every option of Megatron is effective, checked, ignored or refused, and the effective ones reach the trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.engines.families.shape import Experts
+from penstock.engines.megatron.options.args import ALIASES, megatron_flags
+from penstock.engines.megatron.options.model_options import model_options
+from penstock.engines.megatron.options.table import ACCEPTED_VALUES, CHECKED, EFFECTIVE, TABLE, classify, megatron_table
+from penstock.engines.megatron.options.values import check_option_values, effective_options, ignored_options
+from penstock.engines.megatron.parallel_layout import ParallelLayout
+from penstock.flows.options.flags import parse_config, penstock_flags
+from penstock.storage.errors import OptionError
+from tests.engines.megatron_reference import OPTIMIZER, SHAPE
+
+MIXTURE = SHAPE.model_copy(
+    update={
+        "experts": Experts(num_experts=4, top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=16, num_dense_layers=1)
+    }
+)
+OWN = {flag[2:].replace("-", "_") for flag in penstock_flags()}
+# Options of slime's launch scripts and model files for the families of docs/models.md, besides Penstock's own.
+SCRIPTS = """
+--swiglu --num-layers 2 --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 10000
+--use-rotary-position-embeddings --group-query-attention --spec slime_plugins.models.glm4 get_glm_spec
+--make-vocab-size-divisible-by 64 --seq-length 4096 --train-iters 100 --no-rope-fusion --attention-softmax-in-fp32
+--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-backend flash
+--use-flash-attn --moe-grouped-gemm --moe-permute-fusion --moe-token-dispatcher-type alltoall
+--moe-token-dispatcher-type flex --moe-enable-deepep --moe-aux-loss-coeff 0 --moe-router-dtype fp32
+--moe-router-load-balancing-type seq_aux_loss --moe-token-drop-policy probs --moe-router-load-balancing-type none
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --recompute-loss-function
+--recompute-granularity selective --recompute-modules mlp --recompute-activations --optimizer adam
+--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
+--decoder-last-pipeline-num-layers 1 --use-distributed-optimizer --bf16 --use-mcore-models --transformer-impl local
+--use-checkpoint-opt-param-scheduler --no-check-for-nan-in-loss-and-grad --distributed-timeout-minutes 30
+--async-save --tokenizer-type HuggingFaceTokenizer --tokenizer-model x --overlap-grad-reduce --overlap-param-gather
+--grad-reduce-in-bf16 --no-gradient-accumulation-fusion --log-interval 1 --manual-gc --manual-gc-interval 5
+"""
+
+
+def test_every_option_is_in_one_class() -> None:
+    names = {flag.name for flag in megatron_flags().values() if flag.owner != "alias"}
+    assert names - OWN == set(TABLE) - OWN and not set(TABLE) & OWN
+    assert all(field in TABLE for fields in ALIASES.values() for field in fields)
+    assert {rule.kind for _, rule in megatron_table()} == {"effective", "checked", "ignored", "refused"}
+    assert classify("no_such_option") is None
+
+
+def test_checked_options_are_those_that_checkpoints_determine() -> None:
+    from penstock.engines.families.shape import LatentAttention
+
+    latent = LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+    shapes = (SHAPE, MIXTURE, SHAPE.model_copy(update={"latent": latent}))
+    scaling = {"use_rope_scaling", "rope_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
+    determined = {name for shape in shapes for name in model_options(shape)} | scaling | {"mscale", "mscale_all_dim"}
+    assert set(CHECKED) == determined
+
+
+@pytest.mark.parametrize("flag", SCRIPTS.split("--")[1:], ids=lambda flag: flag.split()[0])
+def test_options_of_slimes_scripts_are_accepted(flag: str) -> None:
+    config = parse_config(["--run", "r", *f"--{flag}".split()])
+    options = config.train.megatron
+    if {"recompute_method", "recompute_num_layers"} & options.keys():
+        options["recompute_granularity"] = "full"
+    if "recompute_granularity" in options and options["recompute_granularity"] == "full":
+        options |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if "recompute_modules" in options:
+        options["recompute_granularity"] = "selective"
+    check_option_values(options)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, rule in TABLE.items() if rule.kind == "refused"))
+def test_refused_option_gives_its_reason_and_its_default_is_accepted(name: str) -> None:
+    with pytest.raises(OptionError, match="not supported: ") as caught:
+        check_option_values({name: 0.123})
+    assert TABLE[name].text in str(caught.value) and f"--{name.replace('_', '-')}" in str(caught.value)
+    neutral = {name: ACCEPTED_VALUES.get(name, (None,))[0]}
+    check_option_values(neutral)
+    assert effective_options(neutral) == {}
+
+
+def test_ignored_options_are_named_with_their_reason() -> None:
+    options = {"log_interval": 1, "attention_backend": "flash", "moe_token_dispatcher_type": "flex"}
+    named = ignored_options(options)
+    assert [text.split()[0] for text in named] == ["--log-interval", "--moe-token-dispatcher-type"]
+    assert "all-to-all" in named[1] and effective_options(options) == {"attention_backend": "flash"}
+
+
+def test_option_of_penstock_is_refused_among_megatrons() -> None:
+    with pytest.raises(OptionError, match=r"--lr is an option of Penstock: write it in \[train\]"):
+        check_option_values({"lr": 1e-5})
+
+
+# ---- effects ---------------------------------------------------------------------------------------------------------
+
+
+def config_field(name: str) -> Any:
+    return lambda engine: getattr(engine.config, name)
+
+
+def ddp_field(name: str) -> Any:
+    return lambda engine: getattr(engine.wrapped[0].ddp_config, name)
+
+
+def offloaded_share(engine: Any) -> float:
+    from penstock.engines.megatron.optimizer import inner_optimizers
+
+    engine.zero_grad()
+    engine.optimizer_step()
+    params = [param for inner in inner_optimizers(engine.optimizer) for param in inner.state]
+    freed = [param for param in params if param.untyped_storage().nbytes() == 0]
+    return round(sum(param.numel() for param in freed) / sum(param.numel() for param in params), 1)
+
+
+# option -> (options, layout, observation of the built engine, the observed value); what the values change is tested
+# where the engine's parts are tested
+EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "attention_backend": ({"attention_backend": "local"}, lambda engine: engine.attention_kernel, "padded"),
+    "recompute_granularity": (
+        {"recompute_granularity": "selective"},
+        config_field("recompute_granularity"),
+        "selective",
+    ),
+    "recompute_method": (
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        config_field("recompute_method"),
+        "block",
+    ),
+    "recompute_num_layers": (
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+        config_field("recompute_num_layers"),
+        2,
+    ),
+    "recompute_modules": (
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+        config_field("recompute_modules"),
+        ["mlp"],
+    ),
+    "bias_activation_fusion": ({"bias_activation_fusion": True}, config_field("bias_activation_fusion"), True),
+    "bias_dropout_fusion": ({"bias_dropout_fusion": True}, config_field("bias_dropout_fusion"), True),
+    "gradient_accumulation_fusion": (
+        {"gradient_accumulation_fusion": False},
+        config_field("gradient_accumulation_fusion"),
+        False,
+    ),
+    "moe_grouped_gemm": ({"moe_grouped_gemm": True}, config_field("moe_grouped_gemm"), True),
+    "moe_permute_fusion": ({"moe_permute_fusion": True}, config_field("moe_grouped_gemm"), True),
+    "moe_router_dtype": ({"moe_router_dtype": "fp64"}, config_field("moe_router_dtype"), "fp64"),
+    "overlap_param_gather": (
+        {"overlap_param_gather": True, "overlap_grad_reduce": True},
+        ddp_field("overlap_param_gather"),
+        True,
+    ),
+    "overlap_grad_reduce": ({"overlap_grad_reduce": True}, ddp_field("overlap_grad_reduce"), True),
+    "grad_reduce_in_fp32": ({"grad_reduce_in_bf16": True}, ddp_field("grad_reduce_in_fp32"), False),
+    "bucket_size": ({"ddp_bucket_size": 1000, "overlap_grad_reduce": True}, ddp_field("bucket_size"), 1000),
+    "check_for_nan_in_grad": ({"no_check_for_nan_in_loss_and_grad": True}, ddp_field("check_for_nan_in_grad"), False),
+    "optimizer_cpu_offload": ({"optimizer_cpu_offload": True}, offloaded_share, 1.0),
+    "optimizer_offload_fraction": (
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.0},
+        offloaded_share,
+        0.0,
+    ),
+}
+SPLITS: dict[str, tuple[dict[str, Any], int]] = {  # option -> (options, layers of the model), over two pipeline stages
+    "num_layers_in_first_pipeline_stage": ({"num_layers_in_first_pipeline_stage": 1}, 3),
+    "num_layers_in_last_pipeline_stage": ({"num_layers_in_last_pipeline_stage": 1}, 3),
+    "account_for_embedding_in_pipeline_split": ({"account_for_embedding_in_pipeline_split": True}, 3),
+    "account_for_loss_in_pipeline_split": ({"account_for_loss_in_pipeline_split": True}, 3),
+}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", EFFECTS)
+def test_effective_option_reaches_the_engine(name: str, world: None) -> None:
+    from penstock.engines.megatron.engine import MegatronEngine
+
+    options, observe, value = EFFECTS[name]
+    check_option_values(options)
+    shape = MIXTURE if name.startswith("moe_") else SHAPE
+    dtype = "bf16" if "offload" in name else "fp32"  # main parameters of an fp32 model are views of its weights
+    engine = MegatronEngine(shape, dtype=dtype, optimizer=OPTIMIZER, overrides=effective_options(options))
+    assert observe(engine) == value
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_effective_option_splits_the_layers(name: str) -> None:
+    from penstock.engines.megatron.model.transformer_config import transformer_config
+
+    options, num_layers = SPLITS[name]
+    shape = SHAPE.model_copy(update={"num_layers": num_layers})
+    config = transformer_config(shape, ParallelLayout(pipeline=2), "fp32", effective_options(options))
+    assert getattr(config, name) == options[name]
+
+
+def test_every_effective_option_is_tested() -> None:
+    assert {*EFFECTS, *SPLITS, "bf16"} == set(EFFECTIVE)  # bf16: tests/train/test_train_config.py
