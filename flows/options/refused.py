@@ -42,7 +42,7 @@ REFUSED: dict[str, str] = {
     "and --keep-checkpoints N to remove old ones",
     "--start-rollout-id": "a run resumes after its last committed round; use `penstock fork RUN --at N` to start from "
     "an earlier one",
-    "--ckpt-step": "give the checkpoint itself: --load DIR/iter_0000012, or RUN/12 of the store",
+    "--ckpt-step": "give the checkpoint itself: --load DIR/iter_0000012 or STORE/RUN/12",
     "--ref-ckpt-step": "give the checkpoint itself: --ref-load DIR/iter_0000012",
     # ---- rollouts ----
     "--rollout-data-transport": "samples reach the trainer through the store; omit it",

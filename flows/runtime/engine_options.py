@@ -55,15 +55,6 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
     )
 
 
-def starting_weights(config: PostTrainConfig) -> str:
-    """Return the path of the model whose weights are policy version 0: --hf-checkpoint or, if that has fp8 weights for
-    the engines and --ref-load is given, --ref-load."""
-    from penstock.engines.weights.fp8 import fp8_weights
-
-    path = config.convert.hf_checkpoint
-    return config.train.ref_load if config.train.ref_load and fp8_weights(path) else path
-
-
 def run_placement(config: PostTrainConfig) -> PlacementOptions:
     """Return how a run's trainer and engines are placed on the nodes of its Ray cluster."""
     from penstock.engines.placement import PlacementOptions

@@ -341,7 +341,8 @@ class Session:
         if pinned.key != model.key:
             raise RunError(
                 f"run {self.keys.run!r} uses {pinned.key} as its {role} model, but {path} now contains {model.key}: "
-                f"restore the original files in {path}, or start a new run with another --run"
+                f"restore the original files in {path} (the start weights of an old run may be those of --load or "
+                "--hf-checkpoint), or start a new run with another --run"
             )
 
     def read_existing_commit(self, prefix: str) -> Commit:

@@ -144,8 +144,8 @@ class AlgorithmConfig(StageConfig):
     # ---- auxiliary models --------------------------------------------------------------------------------------------
 
     ref_load: str | None = option(None)
-    """Reference: a Hugging Face or torch_dist checkpoint with the policy's sizes; default: the starting weights. If
-    --hf-checkpoint has fp8 weights, also the starting weights."""
+    """Reference: a Hugging Face or torch_dist checkpoint with the policy's sizes; default: the starting weights. Unless
+    --load is given, also the starting weights."""
 
     ref_update_interval: int | None = option(None, ge=1)
     """Replace the reference by the current policy every N rounds; default: never."""

@@ -536,7 +536,7 @@ def rows_of_requests() -> Iterator[Bad]:
         "--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1 --advantage-estimator ppo", "--loss-type custom_loss",
         "--custom-loss-function-path x.py", "--use-opd",
         "--opd-teacher-load {root}/model", "--use-tis --use-rollout-logprobs", "--custom-tis-function-path x.py",
-        "--tis-clip-low 3", "--ref-load {root}/model", "--ref-update-interval 2",
+        "--tis-clip-low 3", "--load {root}/file", "--save {root}/a/b", "--ref-update-interval 2",
         "--num-critic-only-steps 2", "--use-routing-replay --use-rollout-routing-replay", "--use-routing-replay",
         "--use-rollout-routing-replay", "--gamma 2",
         "--lr-decay-style cosine", "--lr-decay-style cosine --lr-decay-iters 5 --lr-warmup-iters 5", "--min-lr 1",
