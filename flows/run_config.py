@@ -35,6 +35,10 @@ class RunConfig(StageConfig):
     num_rollout: int = option(0, mutability="schedule", ge=0)
     """Number of generate -> train rounds; 0 evaluates without training."""
 
+    num_epoch: int | None = option(None, mutability="schedule", ge=1)
+    """Instead of --num-rollout: number of passes over the rows of --prompt-data, so that the number of rounds is N x
+    rows // --rollout-batch-size."""
+
     save_interval: int | None = option(None, mutability="schedule", ge=1)
     """Save a checkpoint every N rounds; the last round is always saved."""
 
@@ -134,6 +138,9 @@ class RunConfig(StageConfig):
     pause_generation_mode: Literal["retract", "in_place"] = option("retract", mutability="schedule")
     """With --async-mode streaming, during a weight update: retract computes the KV cache of running requests again with
     the new weights, in_place keeps it."""
+
+    update_weight_buffer_size: int = option(512 << 20, mutability="placement", ge=1)
+    """Maximum size in bytes of the tensors that a weight update sends at a time; a single tensor may be larger."""
 
     check_weight_update_equal: bool = option(False, mutability="placement")
     """After every weight update check that the engines' weights equal the trainer's, tensor by tensor; slow."""

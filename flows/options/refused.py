@@ -49,15 +49,21 @@ REFUSED: dict[str, str] = {
     "--use-distributed-post": "one process sends the requests of a rollout; use --use-router for many engines, and "
     "omit it",
     "--multimodal-keys": "only text models are supported; omit it",
+    "--loss-mask-type": "SFT trains on every assistant turn with its end token, as the model's chat template renders "
+    "it; omit it, and set step_loss_mask 0 in messages that are not trained",
     "--load-forge-rollout-data": "a run trains only on rollouts in its store; use `penstock sft` for demonstrations in "
     "a file",
     "--prefill-num-servers": "every engine does both prefill and decode; use --rollout-num-gpus-per-engine, and omit "
     "it",
 }
 
+SFT_MASK = "SFT always trains on every assistant turn with its end token, as the chat template renders it"
 ACCEPTED: dict[str, str] = {
     "--update-weight-mode full": "weight updates always send all weights",
     "--rollout-data-transport object-store": "samples always reach the trainer through the store",
+    "--loss-mask-type qwen": f"{SFT_MASK} (of any model family)",
+    "--loss-mask-type qwen3": f"{SFT_MASK} (of any model family)",
+    "--loss-mask-type qwen3_5": f"{SFT_MASK} (of any model family)",
     "--no-load-optim": "start weights are always loaded without optimizer state; a resumed run restores its own",
     "--no-load-rng": "start weights are always loaded without RNG states; a resumed run restores its own",
     "--finetune": "start weights are always loaded as round 0; a resumed run continues after its last round",

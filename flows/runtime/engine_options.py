@@ -45,6 +45,7 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
             max_restarts=rollout.engine_restarts if rollout.use_fault_tolerance else 0,
         ),
         transport=run.update_weight_transport,
+        bucket_bytes=run.update_weight_buffer_size,
         in_flight=run.pause_generation_mode if run.streams else None,
         offload=run.offloads_engines,
         router=rollout.router if rollout.use_router or rollout.router else None,

@@ -259,6 +259,11 @@ def check_layout(shape: ModelShape, train: TrainConfig) -> None:
     from penstock.engines.megatron.options.model_options import check_model_options
 
     check_model_options(shape, train.megatron)
+    if train.mtp_num_layers not in (None, shape.num_mtp_layers):
+        raise OptionError(
+            f"--mtp-num-layers {train.mtp_num_layers} contradicts --hf-checkpoint, which has {shape.num_mtp_layers} "
+            "multi-token prediction layers: omit the option"
+        )
     check_model_parallel(
         shape,
         train.tensor_model_parallel_size,

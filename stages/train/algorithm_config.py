@@ -47,6 +47,9 @@ class AlgorithmConfig(StageConfig):
     custom_advantage_function_path: str | None = option(None)
     """User-defined advantage estimator, in place of the built-in one, as file.py:name or pkg.module:name."""
 
+    disable_compute_advantages_and_returns: bool = option(False, mutability="placement")
+    """Accepted with --loss-type sft_loss, which never computes advantages."""
+
     disable_rewards_normalization: bool = option(False)
     """Use raw rewards in group-relative estimators, without normalizing them within their group."""
 
@@ -266,6 +269,11 @@ class AlgorithmConfig(StageConfig):
         yield (
             (self.loss_type == "custom_loss") != (self.custom_loss_function_path is not None),
             "--loss-type custom_loss and --custom-loss-function-path need each other: give both or neither",
+        )
+        yield (
+            self.disable_compute_advantages_and_returns and self.loss_type != "sft_loss",
+            f"--disable-compute-advantages-and-returns leaves --loss-type {self.loss_type} without advantages: give "
+            "--loss-type sft_loss, or omit it",
         )
         yield (
             self.use_tis and self.use_rollout_logprobs,

@@ -1,13 +1,19 @@
 """Flags of slime and Megatron-LM that are refused with a reason, or accepted because they change nothing."""
 
 import logging
+from pathlib import Path
 
 import pytest
 
+from penstock.engines.families import read_shape
+from penstock.engines.generation import BUCKET_BYTES
+from penstock.engines.weights.routes import ProcessPlace
 from penstock.flows.config import validate_config
 from penstock.flows.options import refused
 from penstock.flows.options.argv import MAX_LINE
 from penstock.flows.options.flags import parse_config, penstock_flags
+from penstock.flows.runtime.engine_options import engine_options
+from penstock.flows.runtime.preflight import check_layout
 from penstock.storage.errors import OptionError
 
 MODEL = ["--hf-checkpoint", "model"]
@@ -35,6 +41,27 @@ def test_value_decides_between_accepted_and_refused() -> None:
         parse_config([*MODEL, "--update-weight-mode", "delta"])
     with pytest.raises(OptionError, match="--ckpt-format torch is not supported: give torch_dist"):
         parse_config([*MODEL, "--ckpt-format", "torch"])
+
+
+def test_flag_of_slimes_sft_scripts_needs_the_sft_loss() -> None:
+    flag = "--disable-compute-advantages-and-returns"
+    assert parse_config([*MODEL, flag, "--loss-type", "sft_loss"]).train.loss_type == "sft_loss"
+    with pytest.raises(OptionError, match=f"{flag} leaves --loss-type policy_loss without advantages"):
+        parse_config([*MODEL, flag])
+
+
+def test_number_of_mtp_layers_is_checked_against_the_checkpoint(tiny_model: Path) -> None:
+    shape = read_shape(tiny_model)
+    check_layout(shape, parse_config([*MODEL, "--mtp-num-layers", "0"]).train)
+    check_layout(shape.model_copy(update={"num_mtp_layers": 1}), parse_config([*MODEL, "--mtp-num-layers", "1"]).train)
+    with pytest.raises(OptionError, match="--mtp-num-layers 1 contradicts --hf-checkpoint, which has 0"):
+        check_layout(shape, parse_config([*MODEL, "--mtp-num-layers", "1"]).train)
+
+
+def test_buffer_size_of_weight_updates_is_that_of_the_buckets() -> None:
+    options = engine_options(parse_config([*MODEL, "--update-weight-buffer-size", "1000"]))
+    assert options.weight_transport({}, [ProcessPlace("node", (), 1)], "dir").bucket_bytes == 1000
+    assert engine_options(parse_config(MODEL)).bucket_bytes == BUCKET_BYTES
 
 
 def test_refused_name_in_toml_raises_the_same_reason() -> None:
