@@ -134,6 +134,12 @@ def forked_config(parent: PostTrainConfig, argv: Sequence[str], name: str, at_ro
         convert = convert.model_copy(update={"load": given.get("convert", {}).get("load")})
     run = config.run.model_copy(update={"run": name})
     config = with_absolute_paths(config.model_copy(update={"run": run, "convert": convert}))
+    for option in ("freeze_params_name_list", "only_train_params_name_list"):
+        if at_round > 0 and getattr(config.train, option) != getattr(parent.train, option):
+            raise OptionError(
+                f"{flag_of_field(option)} cannot change at round {at_round}, because the optimizer has no state of "
+                "frozen parameters: fork at round 0, or start a new run with --load"
+            )
     if config.run.num_rollout < at_round:
         raise OptionError(
             f"--num-rollout {config.run.num_rollout} is less than the {at_round} shared rounds: "

@@ -29,6 +29,8 @@ REFUSED: dict[str, str] = {
     "round, or --optimizer-cpu-offload to save GPU memory",
     "--megatron-config-path": "policy and critic have the same Megatron options; give them as flags, and --critic-lr "
     "and --critic-lr-warmup-iters for the critic",
+    "--keep-old-actor": "old log-probs are those of the policy before the update; use --use-rollout-logprobs for those "
+    "of the policy that generated the samples, or --use-tis, which corrects the difference",
     "--allgather-cp": "context parallelism exchanges heads all-to-all; omit it",
     "--custom-model-provider-path": "models are built from config.json; add a family with --model-family-path "
     "(docs/models.md)",

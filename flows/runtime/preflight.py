@@ -389,6 +389,7 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
     load."""
     from penstock.engines.families import read_shape
     from penstock.engines.megatron.model.experts import experts_format
+    from penstock.engines.megatron.options.frozen import check_frozen_layers, frozen_parameters
     from penstock.stages.convert.targets import config_directory
     from penstock.stages.plugins import load_checked_function
 
@@ -405,6 +406,8 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
                     f"the {name} model {path} has {key} {other_fields.get(key)!r}, but the policy has "
                     f"{policy_fields[key]!r}: both are sharded in the same way, so give a model of the same shape"
                 )
+    frozen = frozen_parameters(shape, train.freeze_params_name_list, train.only_train_params_name_list)
+    check_frozen_layers(shape, frozen, train.pipeline_model_parallel_size)
     for path, default_name, words in train.plugins:
         load_checked_function(path, default_name, words)
     if train.use_routing_replay:

@@ -27,6 +27,10 @@ PLUGINS = {
 }
 
 
+# identity options that were added after the first recorded runs
+LATER_OPTIONS = (*("policy_loss", "freeze_params_name_list", "only_train_params_name_list", "reset_optimizer_states"),)
+
+
 class AlgorithmConfig(StageConfig):
     """Options of the algorithm: everything that defines the loss."""
 
@@ -165,6 +169,18 @@ class AlgorithmConfig(StageConfig):
     critic_lr_warmup_iters: int | None = option(None, ge=0)
     """Warm-up of the critic's learning rate in optimizer steps; default: --lr-warmup-iters."""
 
+    # ---- trained parameters ------------------------------------------------------------------------------------------
+
+    freeze_params_name_list: list[str] | None = option(None)
+    """Regular expressions: parameters of the policy whose Megatron name contains a match are not trained."""
+
+    only_train_params_name_list: list[str] | None = option(None)
+    """Regular expressions: only parameters of the policy whose Megatron name contains a match are trained."""
+
+    reset_optimizer_states: bool = option(False)
+    """Zero Adam's moments and step count of policy and critic before every round; the learning-rate schedule
+    continues."""
+
     # ---- experts -----------------------------------------------------------------------------------------------------
 
     use_routing_replay: bool = option(False)
@@ -174,13 +190,16 @@ class AlgorithmConfig(StageConfig):
     """Rollout routing replay (R3): train with the experts that the inference engine's routers chose."""
 
     @model_serializer(mode="wrap")
-    def _leave_out_unset_policy_loss(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit `policy_loss` from the dumped config if it is None, so that recorded configs and their hashes equal
-        those of releases without this option."""
+    def _leave_out_unset_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit the options of `LATER_OPTIONS` from the dumped config if they have their defaults, so that recorded
+        configs and their hashes equal those of releases without these options."""
         dumped: dict[str, Any] = handler(self)
-        if dumped.get("policy_loss", ...) is None:
-            del dumped["policy_loss"]
-        return dumped
+        fields = AlgorithmConfig.model_fields
+        return {
+            name: value
+            for name, value in dumped.items()
+            if name not in LATER_OPTIONS or value != fields[name].get_default()
+        }
 
     @property
     def policy_loss_name(self) -> str:
@@ -221,13 +240,13 @@ class AlgorithmConfig(StageConfig):
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> AlgorithmConfig:
-        for wrong, message in (*self._loss_rules(), *self._model_rules()):
+        for wrong, message in (*self._loss_rules(), *self._correction_rules(), *self._model_rules()):
             if wrong:
                 raise OptionError(message)
         return self
 
     def _loss_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield (is violated, error message) for each rule about estimator, loss and correction."""
+        """Yield (is violated, error message) for each rule about estimator and loss."""
         name = self.advantage_estimator
         estimator = ESTIMATORS[name]
         yield (
@@ -275,6 +294,9 @@ class AlgorithmConfig(StageConfig):
             f"--disable-compute-advantages-and-returns leaves --loss-type {self.loss_type} without advantages: give "
             "--loss-type sft_loss, or omit it",
         )
+
+    def _correction_rules(self) -> Iterator[tuple[object, str]]:
+        """Yield (is violated, error message) for each rule about the correction of the engine's log-probs."""
         yield (
             self.use_tis and self.use_rollout_logprobs,
             "--use-tis has no effect with --use-rollout-logprobs, which uses the engine's log-probs as old log-probs: "
@@ -295,6 +317,15 @@ class AlgorithmConfig(StageConfig):
         yield (
             self.use_opd != (self.opd_teacher_load is not None),
             "--use-opd and --opd-teacher-load need each other: give both or neither",
+        )
+        yield (
+            self.freeze_params_name_list and self.only_train_params_name_list,
+            "--freeze-params-name-list and --only-train-params-name-list exclude each other: keep one of them",
+        )
+        yield (
+            (self.freeze_params_name_list or self.only_train_params_name_list) and self.uses_critic,
+            "--freeze-params-name-list and --only-train-params-name-list cannot be combined with --advantage-estimator "
+            f"{self.advantage_estimator}, whose critic trains all parameters: use an estimator without a critic",
         )
         yield (
             self.ref_update_interval and not self.uses_reference,
