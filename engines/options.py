@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.engines.generation import EngineRoute, PauseMode, Transport, WeightTransport
+from penstock.engines.generation import BUCKET_BYTES, EngineRoute, PauseMode, Transport, WeightTransport
 from penstock.engines.network import LOOPBACK
 from penstock.engines.serving.addresses import is_on_this_machine
 from penstock.engines.serving.server import ServerSpec
@@ -40,6 +40,7 @@ class EngineOptions:
     external: tuple[str, ...] = ()  # host:port of external engines; if given, the run starts no engines itself
     health: HealthCheck = field(default_factory=HealthCheck)
     transport: Transport | None = None  # None: chosen by `weight_transport`
+    bucket_bytes: int = BUCKET_BYTES  # maximum bytes that a weight update sends at a time
     in_flight: PauseMode | None = None  # how weight updates pause the requests; None: weights are sent between rollouts
     offload: bool = False  # release the GPU memory of weights and KV cache while the trainer works
     router: dict[str, Any] | None = None  # flags of the router; None: no router
@@ -94,6 +95,7 @@ class EngineOptions:
             routes,
             self.spec.model_path,
             directory,
+            bucket_bytes=self.bucket_bytes,
             host=LOOPBACK if on_loopback else None,
             in_flight=self.in_flight,
             fp8_weights=fp8_weights(self.spec.model_path),

@@ -19,6 +19,7 @@ from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from penstock.flows.options.argv import short_repr
+from penstock.flows.options.refused import REFUSED
 from penstock.flows.options.values import check_value
 from penstock.flows.run_config import RunConfig
 from penstock.stages.convert.config import ConvertConfig
@@ -373,6 +374,8 @@ def describe_unknown_option(where: list[str]) -> str:
     if not section:
         known = ", ".join(f"[{section_name}]" for section_name in SECTIONS)
         return f"[{short_repr(name)[1:-1]}]: no such section; the sections are {known}"
+    if reason := REFUSED.get(flag_of_field(name)):
+        return f"[{section}] {name} is not supported: {reason}"
     fields = SECTIONS[where[0]].model_fields if where[0] in SECTIONS else {}
     near = difflib.get_close_matches(name.replace("-", "_")[:64], fields, n=1, cutoff=0.5)
     owner = next((other for other, option_name, _ in list_options() if option_name == name), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -21,6 +22,10 @@ class RunConfig(StageConfig):
     store: str = option("penstock-store", mutability="placement", secret=True)
     """Where runs are stored: a directory or any fsspec URI such as s3://bucket/prefix."""
 
+    save: str | None = option(None, mutability="placement")
+    """STORE/RUN in one option, instead of --store and --run: /models/my-run is the run my-run in the store /models. A
+    second start with the same value resumes the run."""
+
     store_options: dict[str, Any] = option({}, mutability="placement", secret=True)
     """Passed to the fsspec file system (endpoint, credentials, ...); give a secret as env:NAME or secret-file:PATH."""
 
@@ -29,6 +34,10 @@ class RunConfig(StageConfig):
 
     num_rollout: int = option(0, mutability="schedule", ge=0)
     """Number of generate -> train rounds; 0 evaluates without training."""
+
+    num_epoch: int | None = option(None, mutability="schedule", ge=1)
+    """Instead of --num-rollout: number of passes over the rows of --prompt-data, so that the number of rounds is N x
+    rows // --rollout-batch-size."""
 
     save_interval: int | None = option(None, mutability="schedule", ge=1)
     """Save a checkpoint every N rounds; the last round is always saved."""
@@ -130,6 +139,9 @@ class RunConfig(StageConfig):
     """With --async-mode streaming, during a weight update: retract computes the KV cache of running requests again with
     the new weights, in_place keeps it."""
 
+    update_weight_buffer_size: int = option(512 << 20, mutability="placement", ge=1)
+    """Maximum size in bytes of the tensors that a weight update sends at a time; a single tensor may be larger."""
+
     check_weight_update_equal: bool = option(False, mutability="placement")
     """After every weight update check that the engines' weights equal the trainer's, tensor by tensor; slow."""
 
@@ -150,6 +162,27 @@ class RunConfig(StageConfig):
 
     stage_retries: int = option(2, mutability="placement", ge=0)
     """How often a failed stage is retried before the run fails."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_save(cls, values: Any) -> Any:
+        """Replace --save STORE/RUN by --store and --run."""
+        if not isinstance(values, dict) or not isinstance(values.get("save"), str):
+            return values
+        save = values["save"].rstrip("/")
+        if "://" not in save:
+            save = os.path.abspath(save)
+        store, _, run = save.rpartition("/")
+        given_store = values.get("store")
+        if isinstance(given_store, str) and "://" not in given_store:
+            given_store = os.path.abspath(given_store)
+        for name, given, part in (("store", given_store, store or "/"), ("run", values.get("run"), run)):
+            if given not in (None, "", part):
+                raise OptionError(
+                    f"--save {values['save']} contradicts --{name} {given}, because it means --{name} {part}: omit one "
+                    "of them"
+                )
+        return {**values, "save": None, "store": store or "/", "run": run}
 
     @model_validator(mode="after")
     def _check_trackers(self) -> RunConfig:

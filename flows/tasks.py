@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from prefect import State
 from prefect.states import Completed
 
+from penstock.flows.options.start_weights import starting_weights
 from penstock.flows.promotion import gate_of, promote_policy
-from penstock.flows.runtime.conversion import export_origin, import_model, run_conversion
+from penstock.flows.runtime.conversion import export_origin, import_model
 from penstock.flows.runtime.display import ProgressCallback
-from penstock.flows.runtime.engine_options import starting_weights
 from penstock.flows.runtime.session import Session
 from penstock.flows.runtime.stage import stage
 from penstock.storage.errors import PromotionRefused
@@ -43,7 +43,7 @@ def convert(session: Session) -> CheckpointRef:
         auxiliary[path] = import_model(cluster, session.store, config, path)
         session.pin_model(name, path, auxiliary[path])
     start = starting_weights(session.config)
-    base = auxiliary.get(start) or run_conversion(cluster, session.store, config, verify=True)
+    base = auxiliary.get(start) or import_model(cluster, session.store, config, start)
     session.set_stage_message(f"{start} is converted: {base.key}")
     return session.pin_base_model(start, base)
 

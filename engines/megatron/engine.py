@@ -56,7 +56,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from penstock.engines.megatron import weights
 from penstock.engines.megatron.checkpoints.torch_dist import RankState
 from penstock.engines.megatron.memory.residency import DeviceMemory
-from penstock.engines.megatron.optimizer import build_optimizer, build_scheduler, wrap_chunks_in_ddp
+from penstock.engines.megatron.optimizer import build_optimizer, build_scheduler, wrap_chunks_in_ddp, zero_adam_state
 from penstock.engines.megatron.param_gather import ParamGather
 from penstock.engines.memory import MemorySwitch, StateKind
 from penstock.storage.errors import LayoutError
@@ -81,7 +81,8 @@ class MegatronEngine:
         dtype: dtype of weights and computation. Optimizer states are fp32 in either case, and so are gradient buffers,
             unless the option grad_reduce_in_fp32 is False: then they have the dtype of the weights.
         optimizer: values of lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad, lr_decay_style,
-            lr_warmup_iters and, unless lr_decay_style is constant, lr_decay_iters.
+            lr_warmup_iters and, unless lr_decay_style is constant, lr_decay_iters; optionally `frozen`, the global
+            names of the parameters that are not trained.
         overrides: user-defined `megatron` options (fields of Megatron's dataclasses).
         seed: seed of the random initial weights.
         role: "policy": `head` maps hidden states [n, H] to the logits of this rank's vocabulary shard. "value": a
@@ -107,6 +108,7 @@ class MegatronEngine:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)  # for weights that are drawn on a GPU
         chunk_class = partial(ValueModel, seed=seed) if role == "value" else PolicyModel
         self.chunks = build_model(shape, self.layout, dtype, overrides, chunk_class)
+        weights.freeze_parameters(self.chunks, optimizer.get("frozen", ()))
         self.config = self.chunks[0].config  # shared by all chunks
         self.wrapped = wrap_chunks_in_ddp(self.chunks, self.config, overrides)
         self._param_gather = ParamGather(self.wrapped)
@@ -273,6 +275,11 @@ class MegatronEngine:
         if updated:
             self.scheduler.step(num_scheduler_steps)
         return bool(updated), float(grad_norm)
+
+    def reset_optimizer_states(self) -> None:
+        """Set Adam's moments and step counts to zero. Not collective."""
+        self._memory.require_on_device("optimizer")
+        zero_adam_state(self.optimizer)
 
     @property
     def lr(self) -> float:

@@ -86,6 +86,8 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(
         OptimizerConfig(**merge_overrides(OptimizerConfig, {}, overrides, fixed)), wrapped
     )
+    # If all experts, or all other parameters, are frozen, Megatron adds an optimizer that cannot be saved.
+    optimizer.chained_optimizers = [inner for inner in optimizer.chained_optimizers if not inner.is_stub_optimizer]
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
             group["fused"] = True  # a single kernel, without temporary tensors as large as the model

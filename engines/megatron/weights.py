@@ -8,7 +8,7 @@ shapes to Hugging Face's.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,29 @@ def local_parameters(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     """
     for name, tensor in _local_tensors(chunk):
         yield _global_name(chunk, name, parallel_state.get_expert_model_parallel_rank()), tensor
+
+
+def freeze_parameters(chunks: list[PolicyModel], frozen: Collection[str]) -> None:
+    """Exclude parameters from training: they get no gradient, no optimizer state, and keep their bits. Call this before
+    the chunks are wrapped in DistributedDataParallel.
+
+    Args:
+        chunks: this rank's pipeline chunks.
+        frozen: global names; of the experts of a layer, all or none.
+    """
+    for chunk in chunks if frozen else ():
+        for name, param in chunk.named_parameters():
+            if name == HEAD and chunk.share_embeddings_and_output_weights:
+                name = "embedding.word_embeddings.weight"
+            name = _global_name(chunk, STACKED.sub(r".mlp.experts.local_experts.0.\1", name), 0)
+            param.requires_grad_(name not in frozen)
+        if chunk.pre_process:  # recomputation and pipeline stages need activations that require gradients
+
+            def require_grad(module: Any, inputs: Any, output: Tensor) -> None:
+                if torch.is_grad_enabled() and not output.requires_grad:
+                    output.requires_grad_()
+
+            chunk.embedding.register_forward_hook(require_grad)
 
 
 @dataclass(frozen=True)

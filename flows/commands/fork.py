@@ -23,6 +23,7 @@ from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, parse_integer, penstock_command, split_args
 from penstock.flows.options.flags import store_options_from_values, update_config_from_argv
 from penstock.flows.options.paths import with_absolute_paths
+from penstock.flows.options.start_weights import loaded_checkpoint, names_own_run
 from penstock.flows.runtime.runs import create_run_record, open_store, read_flow_and_config, read_record
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.disk import map_in_threads
@@ -128,7 +129,17 @@ def forked_config(parent: PostTrainConfig, argv: Sequence[str], name: str, at_ro
     if "run" in given.get("run", {}):
         raise OptionError("penstock fork takes the new run's name as --name: leave out --run")
     config = update_config_from_argv(parent, argv)
-    config = with_absolute_paths(config.model_copy(update={"run": config.run.model_copy(update={"run": name})}))
+    convert = config.convert
+    if names_own_run(parent) and loaded_checkpoint(parent) is None:  # it means the new run's own checkpoints, too
+        convert = convert.model_copy(update={"load": given.get("convert", {}).get("load")})
+    run = config.run.model_copy(update={"run": name})
+    config = with_absolute_paths(config.model_copy(update={"run": run, "convert": convert}))
+    for option in ("freeze_params_name_list", "only_train_params_name_list"):
+        if at_round > 0 and getattr(config.train, option) != getattr(parent.train, option):
+            raise OptionError(
+                f"{flag_of_field(option)} cannot change at round {at_round}, because the optimizer has no state of "
+                "frozen parameters: fork at round 0, or start a new run with --load"
+            )
     if config.run.num_rollout < at_round:
         raise OptionError(
             f"--num-rollout {config.run.num_rollout} is less than the {at_round} shared rounds: "

@@ -17,6 +17,7 @@ from typing import Any
 
 from penstock.flows.config import PostTrainConfig, flag_of_field, list_options, read_toml, validate_config
 from penstock.flows.options.argv import short_repr
+from penstock.flows.options.refused import check_listed_flag, is_listed
 from penstock.flows.run_config import RunConfig
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
@@ -169,6 +170,8 @@ def apply_flag(values: Values, name: str, args: list[str], options_set: set[str]
         if args:
             raise OptionError(f"{name} is a switch and takes no value; found {short_repr(args[0])}")
         values.setdefault(own[positive][0], {})[own[positive][1]] = False
+    elif is_listed(name):
+        check_listed_flag(name, args)
     elif name.startswith(ENGINE_PREFIXES):
         program, _, key = name.removeprefix("--").partition("-")
         values.setdefault("rollout", {}).setdefault(program, {})[key.replace("-", "_")] = parse_literal(args)

@@ -45,6 +45,7 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
             max_restarts=rollout.engine_restarts if rollout.use_fault_tolerance else 0,
         ),
         transport=run.update_weight_transport,
+        bucket_bytes=run.update_weight_buffer_size,
         in_flight=run.pause_generation_mode if run.streams else None,
         offload=run.offloads_engines,
         router=rollout.router if rollout.use_router or rollout.router else None,
@@ -53,15 +54,6 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
         sampling_seeds=rollout.rollout_sampling_seeds,
         return_experts=train.use_rollout_routing_replay,
     )
-
-
-def starting_weights(config: PostTrainConfig) -> str:
-    """Return the path of the model whose weights are policy version 0: --hf-checkpoint or, if that has fp8 weights for
-    the engines and --ref-load is given, --ref-load."""
-    from penstock.engines.weights.fp8 import fp8_weights
-
-    path = config.convert.hf_checkpoint
-    return config.train.ref_load if config.train.ref_load and fp8_weights(path) else path
 
 
 def run_placement(config: PostTrainConfig) -> PlacementOptions:

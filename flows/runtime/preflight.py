@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from penstock.engines.backends import engine_backend
 from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilities
 from penstock.engines.serving.addresses import is_on_this_machine
-from penstock.engines.weights.fp8 import fp8_weights
 from penstock.flows.config import PostTrainConfig, check_secrets
 from penstock.flows.debug_options import check_committed_rollouts, check_debug_options, gpu_flow
 from penstock.flows.gpu_plan import (
@@ -26,6 +25,7 @@ from penstock.flows.gpu_plan import (
     memory_warnings,
     plan_gpu_memory,
 )
+from penstock.flows.options.start_weights import check_start_weights, describe_start_weights, loaded_checkpoint
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
 from penstock.flows.runtime.runs import check_run_may_start, open_store
@@ -63,9 +63,9 @@ def _run_checks_once(flow: str, config_json: str) -> None:
 
     config = PostTrainConfig.model_validate_json(config_json)
     check_options(flow, config)
-    check_ref_load(config)
+    check_start_weights(flow, config)
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
-    check_algorithm(config.train, shape, config.convert.model_family_path)
+    check_algorithm(config, shape)
     check_layout(shape, config.train)
     if flow != "convert":
         check_gpus(gpu_flow(flow, config), config, shape)
@@ -247,21 +247,6 @@ def check_group_size(config: PostTrainConfig) -> None:
         )
 
 
-def check_ref_load(config: PostTrainConfig) -> None:
-    """Check that --ref-load is used: as the reference, or as the start weights of training. Raises OptionError."""
-    train = config.train
-    if train.ref_load and not train.uses_reference and not fp8_weights(config.convert.hf_checkpoint):
-        raise OptionError(
-            "--ref-load has no effect without a KL to the reference, unless --hf-checkpoint has fp8 weights: add "
-            "--use-kl-loss or --kl-coef, or omit it"
-        )
-    if train.ref_load and config.run.debug_rollout_only:
-        raise OptionError(
-            "--ref-load has no effect with --debug-rollout-only, which generates with the weights of --hf-checkpoint: "
-            "omit one of them"
-        )
-
-
 def check_layout(shape: ModelShape, train: TrainConfig) -> None:
     """Check that a model can be trained with the parallel sizes and Megatron options of a config. Raises InputError."""
     from penstock.engines.megatron.check_parallelism import (
@@ -274,6 +259,11 @@ def check_layout(shape: ModelShape, train: TrainConfig) -> None:
     from penstock.engines.megatron.options.model_options import check_model_options
 
     check_model_options(shape, train.megatron)
+    if train.mtp_num_layers not in (None, shape.num_mtp_layers):
+        raise OptionError(
+            f"--mtp-num-layers {train.mtp_num_layers} contradicts --hf-checkpoint, which has {shape.num_mtp_layers} "
+            "multi-token prediction layers: omit the option"
+        )
     check_model_parallel(
         shape,
         train.tensor_model_parallel_size,
@@ -394,14 +384,18 @@ def check_row_rewards(rollout: RolloutConfig) -> None:
         logger.warning("the reward function did not return a number for a test sample (%s); continuing", reason)
 
 
-def check_algorithm(train: TrainConfig, shape: ModelShape, family_path: str | None = None) -> None:
-    """Check that the reference and teacher models have the policy's shape, and that user-defined functions load."""
+def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
+    """Check that the reference and teacher models and --load have the policy's shape, and that user-defined functions
+    load."""
     from penstock.engines.families import read_shape
     from penstock.engines.megatron.model.experts import experts_format
+    from penstock.engines.megatron.options.frozen import check_frozen_layers, frozen_parameters
     from penstock.stages.convert.targets import config_directory
     from penstock.stages.plugins import load_checked_function
 
-    for name, path in train.auxiliary_models.items():
+    train, family_path = config.train, config.convert.model_family_path
+    start = {"start": path} if (path := loaded_checkpoint(config)) else {}
+    for name, path in (train.auxiliary_models | start).items():
         directory = config_directory(path)
         if directory is None:
             continue  # a Megatron checkpoint: its tensors are compared with the policy's during the import
@@ -412,6 +406,8 @@ def check_algorithm(train: TrainConfig, shape: ModelShape, family_path: str | No
                     f"the {name} model {path} has {key} {other_fields.get(key)!r}, but the policy has "
                     f"{policy_fields[key]!r}: both are sharded in the same way, so give a model of the same shape"
                 )
+    frozen = frozen_parameters(shape, train.freeze_params_name_list, train.only_train_params_name_list)
+    check_frozen_layers(shape, frozen, train.pipeline_model_parallel_size)
     for path, default_name, words in train.plugins:
         load_checked_function(path, default_name, words)
     if train.use_routing_replay:
@@ -433,6 +429,8 @@ def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
     if flow != "convert" and (gpus := visible_gpu_bytes()):
         shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
         warnings += memory_warnings(plan_gpu_memory(gpu_flow(flow, config), config, shape, min(gpus)))
+    if flow in TRAINING:
+        warnings += describe_start_weights(config)
     if flow != "post_train":
         return warnings
     rollout = config.rollout

@@ -20,7 +20,8 @@ from penstock.engines.memory import MemorySwitch
 from penstock.engines.weights.check import INITIAL, update_and_check
 from penstock.engines.weights.upload import add_upload
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.runtime.engine_options import engine_options, run_placement, starting_weights
+from penstock.flows.options.start_weights import starting_weights
+from penstock.flows.runtime.engine_options import engine_options, run_placement
 from penstock.flows.runtime.runs import missing_fork_checkpoint
 from penstock.flows.turns import Turns
 from penstock.storage.failpoints import failpoint
@@ -477,7 +478,7 @@ class Processes:
 
         path, start = self.config.convert.hf_checkpoint, starting_weights(self.config)
         if start != path:
-            return f"version 0 has the weights of --ref-load {start}"
+            return f"version 0 has the weights of {start}"
         if fp8_weights(path) and not keeps_scales(path):
             return "its fp8 scales are not amax / 448 of bf16 weights, so they change when they are computed again"
         return None

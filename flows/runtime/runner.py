@@ -28,9 +28,10 @@ def run_flow(name: str, config: PostTrainConfig) -> int:
     """
     from penstock.flows.promotion import with_champion
     from penstock.flows.runtime.preflight import preflight
+    from penstock.flows.runtime.schedule import with_rounds_of_epochs
 
     assert name in FLOWS
-    config = with_champion(config)
+    config = with_rounds_of_epochs(name, with_champion(config))
     preflight(name, config)  # before the import of Prefect, which takes seconds
     from prefect.exceptions import TerminationSignal
 

@@ -23,6 +23,7 @@ from penstock.flows.config import (
 )
 from penstock.flows.options.argv import check_run_name
 from penstock.flows.options.paths import with_absolute_paths, with_relative_paths
+from penstock.flows.options.start_weights import load_of_older_record
 from penstock.flows.run_config import RunConfig
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import InputError, RunError, StoreError
@@ -294,8 +295,11 @@ def read_existing_record(store: Store, keys: RunKeys) -> dict[str, Any]:
 
 def _validated_config_of_record(record: dict[str, Any]) -> PostTrainConfig:
     """Return the config in a run's record. Raises RunError if this release does not accept it."""
+    values, convert = record["config"], record["config"].get("convert") or {}
+    if load := load_of_older_record(convert, (values.get("train") or {}).get("ref_load")):
+        values = {**values, "convert": {**convert, "load": load}}
     try:
-        return validate_config(record["config"])
+        return validate_config(values)
     except InputError as error:
         run = (record["config"].get("run") or {}).get("run", "")
         raise RunError(

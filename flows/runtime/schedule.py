@@ -1,18 +1,52 @@
-"""Runs without a fixed end: every start trains N more rounds (`--num-rollout-per-start`), for example each night.
+"""The number of rounds of a run: from the length of the data (`--num-epoch`), or N more rounds in every start
+(`--num-rollout-per-start`), for example each night.
 
-Each start has one target: the total number of trained rounds at which it ends. The target is recorded before training
-as `num_rollout` (in run.json by the first start, in `changes/` by later ones), so a start that resumes a killed one
-keeps the target of the killed one, and retries do not add rounds.
+With --num-rollout-per-start, each start has one target: the total number of trained rounds at which it ends. The target
+is recorded before training as `num_rollout` (in run.json by the first start, in `changes/` by later ones), so a start
+that resumes a killed one keeps the target of the killed one, and retries do not add rounds.
 """
 
 from __future__ import annotations
 
 from penstock.flows.config import PostTrainConfig
+from penstock.storage.errors import OptionError
 from penstock.storage.maintenance.removal import is_removed
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
 TARGET, PER_START = "run.num_rollout", "run.num_rollout_per_start"
+
+
+def with_rounds_of_epochs(flow: str, config: PostTrainConfig) -> PostTrainConfig:
+    """Return the config with `num_rollout` set to the rounds of --num-epoch, or unchanged without this option.
+
+    Raises:
+        OptionError: the number of rows is unknown or too small, or another option sets another number of rounds.
+        DataError: a file of --prompt-data is missing or malformed.
+    """
+    from penstock.stages.rollout.prompts.source import PromptSource
+
+    run, rollout = config.run, config.rollout
+    if run.num_epoch is None or flow not in ("post_train", "sft"):
+        return config
+    unfit = {
+        "--data-source-path": rollout.data_source_path,
+        "--prompt-data-weights": rollout.prompt_data_weights,
+        "--num-rollout-per-start": run.num_rollout_per_start,
+    }
+    for flag in (flag for flag, value in unfit.items() if value):
+        raise OptionError(f"--num-epoch cannot be combined with {flag}: give --num-rollout instead, or omit {flag}")
+    rows = len(PromptSource.open(rollout)) if rollout.prompt_data else 0
+    rounds = run.num_epoch * rows // rollout.rollout_batch_size
+    text = (
+        f"--num-epoch {run.num_epoch} x {rows} rows of --prompt-data // --rollout-batch-size "
+        f"{rollout.rollout_batch_size} = {rounds} rounds"
+    )
+    if rounds == 0:
+        raise OptionError(f"{text}: give more data, more epochs or a smaller batch")
+    if run.num_rollout not in (0, rounds):
+        raise OptionError(f"{text}, but --num-rollout is {run.num_rollout}: omit one of them (--num-epoch none)")
+    return config.model_copy(update={"run": run.model_copy(update={"num_rollout": rounds})})
 
 
 def with_target_rounds(store: Store, config: PostTrainConfig) -> PostTrainConfig:

@@ -49,7 +49,7 @@ from penstock.flows.runtime.prefect_api import wait_for_api, with_password_hint
 from penstock.flows.runtime.preflight import config_warnings, preflight
 from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.runs import code_version, keys_of_run, open_run, open_store, read_existing_record
-from penstock.flows.runtime.schedule import with_target_rounds
+from penstock.flows.runtime.schedule import with_rounds_of_epochs, with_target_rounds
 from penstock.flows.runtime.signals import stop_on_sigterm
 from penstock.flows.trackers import tracked_run, tracking_uris
 from penstock.storage.commits import committed_prefixes, read_commits
@@ -76,7 +76,7 @@ class Session:
     """One execution of a flow for a run: a context manager that stops every process it started when the block ends."""
 
     def __init__(self, flow: str, config: PostTrainConfig) -> None:
-        config = with_champion(config)
+        config = with_rounds_of_epochs(flow, with_champion(config))
         preflight(flow, config)
         self.store = open_store(config.run)
         self.config = config = with_absolute_paths(with_target_rounds(self.store, config))
@@ -341,7 +341,8 @@ class Session:
         if pinned.key != model.key:
             raise RunError(
                 f"run {self.keys.run!r} uses {pinned.key} as its {role} model, but {path} now contains {model.key}: "
-                f"restore the original files in {path}, or start a new run with another --run"
+                f"restore the original files in {path} (the start weights of an old run may be those of --load or "
+                "--hf-checkpoint), or start a new run with another --run"
             )
 
     def read_existing_commit(self, prefix: str) -> Commit:

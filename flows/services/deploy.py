@@ -55,6 +55,7 @@ def main(argv: list[str]) -> int:
     from penstock.flows.options import flags
     from penstock.flows.promotion import with_champion
     from penstock.flows.runtime.preflight import preflight
+    from penstock.flows.runtime.schedule import with_rounds_of_epochs
 
     flow = flow_module_name(positional[0])
     if "--name" not in own:
@@ -65,7 +66,8 @@ def main(argv: list[str]) -> int:
     schedule = parse_schedule(own)
     config = flags.parse_config(rest)
     check_secrets(config, allow_literal=False)
-    preflight(flow, with_champion(config))  # each start finds the champion of its time
+    # each start finds the champion of its time, and the number of rows
+    preflight(flow, with_rounds_of_epochs(flow, with_champion(config)))
     address = ensure_prefect_api()
     title = deploy_one(flow, own["--name"], config, pool=own.get("--pool", POOL), schedule=schedule)
     ensure_zombie_automation(address)

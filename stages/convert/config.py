@@ -14,7 +14,13 @@ class ConvertConfig(StageConfig):
     """Options of the model that a run starts from, and of exports."""
 
     hf_checkpoint: str = option("", mutability="schedule")
-    """Hugging Face directory with config.json, *.safetensors and the tokenizer; the run starts from these weights."""
+    """Hugging Face directory with config.json, *.safetensors and the tokenizer; the engines start with these weights,
+    and the run, too, unless --load or --ref-load is given."""
+
+    load: str | None = option(None, mutability="schedule")
+    """Start weights of the policy: a Hugging Face directory, a torch_dist directory of Megatron, or a run's checkpoint
+    (STORE/RUN or STORE/RUN/VERSION). If it is equal to --save or has no checkpoint: --ref-load, else
+    --hf-checkpoint."""
 
     model_family_path: str | None = option(None, mutability="schedule")
     """FILE.py or module with a user-defined model family (config.json entries, tensor names). Its code is executed."""

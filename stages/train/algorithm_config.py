@@ -27,7 +27,11 @@ PLUGINS = {
 }
 
 
-LATER_OPTIONS = {"policy_loss", "lr_warmup_fraction"}  # options of training that the first release did not have
+# identity options that were added after the first recorded runs
+LATER_OPTIONS = (
+    *("policy_loss", "freeze_params_name_list", "only_train_params_name_list", "reset_optimizer_states"),
+    "lr_warmup_fraction",
+)
 
 
 class AlgorithmConfig(StageConfig):
@@ -49,6 +53,9 @@ class AlgorithmConfig(StageConfig):
 
     custom_advantage_function_path: str | None = option(None)
     """User-defined advantage estimator, in place of the built-in one, as file.py:name or pkg.module:name."""
+
+    disable_compute_advantages_and_returns: bool = option(False, mutability="placement")
+    """Accepted with --loss-type sft_loss, which never computes advantages."""
 
     disable_rewards_normalization: bool = option(False)
     """Use raw rewards in group-relative estimators, without normalizing them within their group."""
@@ -147,8 +154,8 @@ class AlgorithmConfig(StageConfig):
     # ---- auxiliary models --------------------------------------------------------------------------------------------
 
     ref_load: str | None = option(None)
-    """Reference: a Hugging Face or torch_dist checkpoint with the policy's sizes; default: the starting weights. If
-    --hf-checkpoint has fp8 weights, also the starting weights."""
+    """Reference: a Hugging Face or torch_dist checkpoint with the policy's sizes; default: the starting weights. Unless
+    --load is given, also the starting weights."""
 
     ref_update_interval: int | None = option(None, ge=1)
     """Replace the reference by the current policy every N rounds; default: never."""
@@ -165,6 +172,18 @@ class AlgorithmConfig(StageConfig):
     critic_lr_warmup_iters: int | None = option(None, ge=0)
     """Warm-up of the critic's learning rate in optimizer steps; default: --lr-warmup-iters."""
 
+    # ---- trained parameters ------------------------------------------------------------------------------------------
+
+    freeze_params_name_list: list[str] | None = option(None)
+    """Regular expressions: parameters of the policy whose Megatron name contains a match are not trained."""
+
+    only_train_params_name_list: list[str] | None = option(None)
+    """Regular expressions: only parameters of the policy whose Megatron name contains a match are trained."""
+
+    reset_optimizer_states: bool = option(False)
+    """Zero Adam's moments and step count of policy and critic before every round; the learning-rate schedule
+    continues."""
+
     # ---- experts -----------------------------------------------------------------------------------------------------
 
     use_routing_replay: bool = option(False)
@@ -175,10 +194,15 @@ class AlgorithmConfig(StageConfig):
 
     @model_serializer(mode="wrap")
     def _leave_out_unset_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit options of LATER_OPTIONS that are None from the dumped config, so that recorded configs and their hashes
-        equal those of releases without them."""
+        """Omit the options of `LATER_OPTIONS` from the dumped config if they have their defaults, so that recorded
+        configs and their hashes equal those of releases without these options."""
         dumped: dict[str, Any] = handler(self)
-        return {name: value for name, value in dumped.items() if value is not None or name not in LATER_OPTIONS}
+        fields = type(self).model_fields
+        return {
+            name: value
+            for name, value in dumped.items()
+            if name not in LATER_OPTIONS or value != fields[name].get_default()
+        }
 
     @property
     def policy_loss_name(self) -> str:
@@ -219,13 +243,13 @@ class AlgorithmConfig(StageConfig):
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> AlgorithmConfig:
-        for wrong, message in (*self._loss_rules(), *self._model_rules()):
+        for wrong, message in (*self._loss_rules(), *self._correction_rules(), *self._model_rules()):
             if wrong:
                 raise OptionError(message)
         return self
 
     def _loss_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield (is violated, error message) for each rule about estimator, loss and correction."""
+        """Yield (is violated, error message) for each rule about estimator and loss."""
         name = self.advantage_estimator
         estimator = ESTIMATORS[name]
         yield (
@@ -269,6 +293,14 @@ class AlgorithmConfig(StageConfig):
             "--loss-type custom_loss and --custom-loss-function-path need each other: give both or neither",
         )
         yield (
+            self.disable_compute_advantages_and_returns and self.loss_type != "sft_loss",
+            f"--disable-compute-advantages-and-returns leaves --loss-type {self.loss_type} without advantages: give "
+            "--loss-type sft_loss, or omit it",
+        )
+
+    def _correction_rules(self) -> Iterator[tuple[object, str]]:
+        """Yield (is violated, error message) for each rule about the correction of the engine's log-probs."""
+        yield (
             self.use_tis and self.use_rollout_logprobs,
             "--use-tis has no effect with --use-rollout-logprobs, which uses the engine's log-probs as old log-probs: "
             "keep one of these options",
@@ -288,6 +320,15 @@ class AlgorithmConfig(StageConfig):
         yield (
             self.use_opd != (self.opd_teacher_load is not None),
             "--use-opd and --opd-teacher-load need each other: give both or neither",
+        )
+        yield (
+            self.freeze_params_name_list and self.only_train_params_name_list,
+            "--freeze-params-name-list and --only-train-params-name-list exclude each other: keep one of them",
+        )
+        yield (
+            (self.freeze_params_name_list or self.only_train_params_name_list) and self.uses_critic,
+            "--freeze-params-name-list and --only-train-params-name-list cannot be combined with --advantage-estimator "
+            f"{self.advantage_estimator}, whose critic trains all parameters: use an estimator without a critic",
         )
         yield (
             self.ref_update_interval and not self.uses_reference,

@@ -16,6 +16,7 @@ import torch
 
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.engine import MegatronEngine, use_deterministic_kernels
+from penstock.engines.megatron.options.frozen import frozen_parameters
 from penstock.engines.megatron.options.values import effective_options
 from penstock.engines.megatron.weights import Snapshot
 from penstock.engines.memory import STATE_KINDS, MemorySwitch, StateKind
@@ -88,7 +89,8 @@ def build_models(shape: ModelShape, config: TrainConfig) -> Models:
         )
 
     critic = build_engine("value", config.critic_optimizer_options) if config.uses_critic else None
-    return Models(build_engine("policy", config.optimizer_options), critic)
+    frozen = frozen_parameters(shape, config.freeze_params_name_list, config.only_train_params_name_list)
+    return Models(build_engine("policy", config.optimizer_options | {"frozen": frozen}), critic)
 
 
 def load_auxiliary_model(models: Models, name: str, directory: Path) -> None:

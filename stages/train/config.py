@@ -129,6 +129,9 @@ class TrainConfig(AlgorithmConfig):
     megatron: dict[str, Any] = option(default_factory=dict)
     """Further fields of Megatron-core's configuration classes, by Megatron's names."""
 
+    mtp_num_layers: int | None = option(None, mutability="placement", ge=0)
+    """Number of multi-token prediction layers of --hf-checkpoint, which is checked; they are not trained (--mtp)."""
+
     trainer_threads: int | None = option(None, mutability="placement", ge=1)
     """CPU threads per trainer rank (they change the rounding of fp32 sums); default: an equal share of the cores."""
 

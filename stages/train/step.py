@@ -61,6 +61,9 @@ def train_rollout(
         critic_only: train only the critic; the policy is not updated.
     """
     clock = Clock()
+    for engine in (models.policy, models.critic) if config.reset_optimizer_states else ():
+        if engine is not None:
+            engine.reset_optimizer_states()
     with clock("plan"):
         steps, weights = plan_steps(models.policy, batch, config), compute_loss_weights(batch, config)
     experience = gather_experience(models, steps, batch, config, temperature, clock)

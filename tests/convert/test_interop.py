@@ -216,10 +216,10 @@ def test_preflight_accepts_a_megatron_reference(tiny_model: Path, tmp_path: Path
     convert_hf(store_of(tmp_path), tiny_model, options=ConversionOptions(save=str(tmp_path / "model")))
     (tmp_path / "model" / "release" / "hf_assets" / "config.json").unlink()  # Megatron writes none
     words = ["--hf-checkpoint", str(tiny_model), "--ref-load", str(tmp_path / "model"), "--use-kl-loss"]
-    check_algorithm(flags.parse_config(words).train, read_shape(tiny_model), None)
+    check_algorithm(flags.parse_config(words), read_shape(tiny_model))
     (tmp_path / "model" / "latest_checkpointed_iteration.txt").write_text("5")
     with pytest.raises(ModelError, match="iter_0000005"):
-        check_algorithm(flags.parse_config(words).train, read_shape(tiny_model), None)
+        check_algorithm(flags.parse_config(words), read_shape(tiny_model))
 
 
 def test_checkpoint_of_another_model_is_refused(moe: Path, tiny_model: Path, tmp_path: Path) -> None:

@@ -139,7 +139,6 @@ def test_fp8_checkpoint_is_refused_for_training_without_a_gpu_that_keeps_its_lay
     for further in ({}, {"--ref-load": str(bf16_model)}, {"--sglang-quantization": "fp8"}):
         words = [word for pair in (options | further).items() for word in pair]
         preflight.preflight("post_train", parse_config(words))
-    assert "--ref-load has no effect" in refusal(good | {"--ref-load": str(bf16_model)}, capsys)
     alone = {"--ref-load": str(bf16_model), "--debug-rollout-only": "true"}
     assert "--debug-rollout-only" in refusal(options | alone, capsys)
 

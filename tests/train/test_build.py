@@ -130,3 +130,23 @@ def test_offloads_with_critic_reference_and_teacher_change_no_bit(world: None, t
         return results, own.digest(), own.optimizer_state_digest()
 
     assert train(moves=True) == train(moves=False)
+
+
+def test_reset_optimizer_states_starts_every_round_with_new_moments(world: None, tmp_path: Path) -> None:
+    from penstock.stages.train.step import train_rollout
+
+    store, keys = Store(str(tmp_path / "store")), RunKeys("run")
+    commit_rollouts(store, keys, 2)
+    commits = [store.committed(keys.rollout_prefix(rollout_id)) for rollout_id in range(2)]
+    batches = [Batch.from_table(read_table(store, commit), needs_rewards=True) for commit in commits if commit]
+    digests = []
+    for options in ({}, {"reset_optimizer_states": True}):
+        config = TrainConfig(lr=1e-3, params_dtype="fp32", **options)
+        own, fresh = models(lr=1e-3), models(lr=1e-3)
+        train_rollout(own, batches[0], config)
+        own.policy.save_weights(tmp_path / f"saved-{len(options)}")
+        train_rollout(own, batches[1], config)
+        load_initial(fresh, tmp_path / f"saved-{len(options)}")
+        train_rollout(fresh, batches[1], config)
+        digests.append((own.digest(), fresh.digest()))
+    assert digests[0][0] != digests[0][1] and digests[1][0] == digests[1][1]

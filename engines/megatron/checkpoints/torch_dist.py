@@ -249,7 +249,12 @@ class RankState:
     def _training_state(self, is_loading: bool) -> dict[str, Any]:
         """Return Megatron's sharded state dict of the model weights and the optimizer."""
         state = self._model_state()
-        model = state["model"] if "model" in state else dict(state)
+        trained = state
+        if any(not param.requires_grad for chunk in self.chunks for param in chunk.parameters()):
+            # Keys per layer: a tensor that stacks all layers would lack the optimizer state of the frozen ones.
+            metadata = {**_content_metadata(), "non_homogeneous_layers": True}
+            trained = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in self._chunks_by_key().items()}
+        model = trained["model"] if "model" in trained else dict(trained)
         optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_content_metadata())
         return {**state, "optimizer": optimizer}
 

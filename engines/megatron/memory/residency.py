@@ -39,6 +39,8 @@ class DeviceMemory:
     def __init__(self, name: str, wrapped: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
         self._name, self._optimizer = name, optimizer
         self._buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        # not in the buffers, which have only trained parameters
+        self._frozen = [param for chunk in wrapped for param in chunk.parameters() if not param.requires_grad]
         self._host: dict[StateKind, list[Tensor]] = {}  # allocated at the first offload and kept; uint8
         self._offloaded: dict[StateKind, list[tuple[UntypedStorage, int]]] = {}  # emptied; with their sizes in bytes
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
@@ -124,7 +126,7 @@ class DeviceMemory:
         storages that hold model weights."""
         weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in self._buffers}
         if kind == "weights":
-            tensors = [buffer.param_data for buffer in self._buffers]
+            tensors = [buffer.param_data for buffer in self._buffers] + self._frozen
         elif kind == "gradients":
             tensors = [buffer.grad_data for buffer in self._buffers]
         else:

@@ -46,7 +46,7 @@ EFFECTIVE = {
 # The checkpoint determines these; `model_options` returns those of one model.
 CHECKED = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
-    *("layernorm_epsilon", "add_bias_linear", "add_qkv_bias", "gated_linear_unit", "num_moe_experts", "mtp_num_layers"),
+    *("layernorm_epsilon", "add_bias_linear", "add_qkv_bias", "gated_linear_unit", "num_moe_experts"),
     *("rotary_interleaved", "normalization", "qk_layernorm", "multi_latent_attention", "moe_ffn_hidden_size"),
     *("moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_topk", "moe_router_num_groups"),
     *("moe_router_group_topk", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),

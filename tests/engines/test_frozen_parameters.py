@@ -1,0 +1,139 @@
+"""--freeze-params-name-list and --only-train-params-name-list: which parameters they choose, and that these keep their
+bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engines.families.shape import Experts, ModelShape
+from penstock.engines.megatron.options.frozen import check_frozen_layers, frozen_parameters
+from penstock.engines.memory import STATE_KINDS
+from penstock.storage.errors import OptionError
+from tests.engines.megatron_reference import OPTIMIZER, SHAPE
+from tests.engines.test_megatron_optimizer import train
+
+MIXTURE = SHAPE.model_copy(update={"experts": Experts(num_experts=4, top_k=2, ffn_hidden_size=24, num_dense_layers=1)})
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+def test_patterns_choose_parameters_by_their_names() -> None:
+    assert frozen_parameters(SHAPE, None, None) == set()
+    assert frozen_parameters(SHAPE, ["embedding"], None) == {"embedding.word_embeddings.weight"}
+    layers = frozen_parameters(SHAPE, None, [r"layers\.[23]\."])
+    assert "embedding.word_embeddings.weight" in layers and "decoder.layers.1.mlp.linear_fc1.weight" in layers
+    assert not [name for name in layers if name.startswith(("decoder.layers.2.", "decoder.layers.3."))]
+
+
+def test_patterns_match_the_names_of_transformer_engine_too() -> None:
+    assert frozen_parameters(SHAPE, [r"layers.0.*linear_qkv.layer_norm_weight"], None) == {
+        "decoder.layers.0.input_layernorm.weight"
+    }
+    norms = frozen_parameters(MIXTURE, ["mlp.linear_fc1.layer_norm_weight"], None)
+    assert norms == {"decoder.layers.0.pre_mlp_layernorm.weight"}, "the norm before experts is not fused"
+    experts = frozen_parameters(MIXTURE, [r"experts\.linear_fc1\.weight\d"], None)
+    assert len(experts) == 12 and all(".local_experts." in name for name in experts)
+
+
+@pytest.mark.parametrize(
+    ("shape", "freeze", "only_train", "message"),
+    [
+        (SHAPE, ["output_layer"], None, "--freeze-params-name-list output_layer matches no parameter .* tied LM head"),
+        (SHAPE, None, ["mlp", "experts"], "--only-train-params-name-list experts matches no parameter"),
+        (SHAPE, ["("], None, r"--freeze-params-name-list \(: not a regular expression"),
+        (SHAPE, ["."], None, "freezes every parameter"),
+        (MIXTURE, [r"local_experts\.2\."], None, r"freezes some of .*local_experts\.\*\..* frozen together"),
+    ],
+)
+def test_patterns_that_cannot_be_meant_are_refused(
+    shape: ModelShape, freeze: list[str] | None, only_train: list[str] | None, message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        frozen_parameters(shape, freeze, only_train)
+
+
+def test_pipeline_stage_without_trained_parameters_is_refused() -> None:
+    for shape, patterns in (
+        (SHAPE, [r"layers\.3\."]),
+        (MIXTURE, ["experts"]),
+        (MIXTURE, [r"layers\.2\..*experts", "attention"]),
+    ):
+        frozen = frozen_parameters(shape, None, patterns)
+        check_frozen_layers(shape, frozen, 1)
+        with pytest.raises(OptionError, match="--pipeline-model-parallel-size 2 needs a trained parameter"):
+            check_frozen_layers(shape, frozen, 2)
+    check_frozen_layers(MIXTURE, frozen_parameters(MIXTURE, ["experts", "embedding"], None), 2)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def make_engine(shape: ModelShape, frozen: set[str], dtype: str = "fp32", **overrides: Any) -> Any:
+    from penstock.engines.megatron.engine import MegatronEngine
+
+    return MegatronEngine(shape, dtype=dtype, optimizer={**OPTIMIZER, "frozen": frozen}, overrides=overrides, seed=3)
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("shape", "freeze", "only_train", "overrides"),
+    [
+        (SHAPE, ["embedding", "final_layernorm"], None, {}),
+        (SHAPE, None, [r"layers\.3\."], {}),
+        (MIXTURE, None, [r"\.experts\."], {}),
+        (MIXTURE, ["experts"], None, {"moe_grouped_gemm": True}),
+        (MIXTURE, None, ["layers.2.*experts", "router"], {"moe_grouped_gemm": True}),
+    ],
+)
+def test_frozen_parameters_keep_their_bits_and_all_others_are_trained(
+    shape: ModelShape,
+    freeze: list[str] | None,
+    only_train: list[str] | None,
+    overrides: dict[str, Any],
+    dtype: str,
+    tmp_path: Path,
+) -> None:
+    frozen = frozen_parameters(shape, freeze, only_train)
+    engine = make_engine(shape, frozen, dtype, **overrides)
+    before = engine.digest()
+    train(engine, range(2))
+    engine.save(tmp_path, {})
+    changed = {name for name, value in engine.digest().items() if before[name] != value}
+    assert changed == before.keys() - frozen
+    expected = train(engine, range(2, 4)), engine.digest(), engine.optimizer_state_digest()
+    other = make_engine(shape, frozen, dtype, **overrides)
+    other.load(tmp_path)
+    other.offload(STATE_KINDS)
+    weights = list(other.chunks[0].parameters())
+    assert {weight.untyped_storage().nbytes() for weight in weights} == {0}, "frozen weights are offloaded, too"
+    other.onload(STATE_KINDS)
+    assert (train(other, range(2, 4)), other.digest(), other.optimizer_state_digest()) == expected
+
+
+@pytest.mark.usefixtures("world")
+def test_recomputed_layers_above_frozen_ones_are_trained() -> None:
+    frozen = frozen_parameters(SHAPE, ["embedding", r"layers\.0\."], None)
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    plain, recomputing = make_engine(SHAPE, frozen), make_engine(SHAPE, frozen, **recompute)
+    assert train(plain, range(2)) == train(recomputing, range(2))
+    assert plain.digest() == recomputing.digest()
+
+
+@pytest.mark.usefixtures("world")
+def test_gradients_of_trained_parameters_do_not_depend_on_frozen_ones() -> None:
+    """The first step of both runs has the same gradients, and no clipping: the trained parameters get the same bits."""
+    unclipped = {**OPTIMIZER, "clip_grad": 0.0}
+    from penstock.engines.megatron.engine import MegatronEngine
+
+    frozen = frozen_parameters(SHAPE, ["linear_qkv"], None)
+    digests = []
+    for names in (set(), frozen):
+        engine = MegatronEngine(SHAPE, dtype="fp32", optimizer={**unclipped, "frozen": names}, seed=3)
+        train(engine, range(1))
+        digests.append(engine.digest())
+    assert {name for name in digests[0] if digests[0][name] != digests[1][name]} == frozen

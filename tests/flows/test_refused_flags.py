@@ -1,0 +1,75 @@
+"""Flags of slime and Megatron-LM that are refused with a reason, or accepted because they change nothing."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from penstock.engines.families import read_shape
+from penstock.engines.generation import BUCKET_BYTES
+from penstock.engines.weights.routes import ProcessPlace
+from penstock.flows.config import validate_config
+from penstock.flows.options import refused
+from penstock.flows.options.argv import MAX_LINE
+from penstock.flows.options.flags import parse_config, penstock_flags
+from penstock.flows.runtime.engine_options import engine_options
+from penstock.flows.runtime.preflight import check_layout
+from penstock.storage.errors import OptionError
+
+MODEL = ["--hf-checkpoint", "model"]
+
+
+@pytest.mark.parametrize("key", refused.REFUSED)
+def test_refused_flag_raises_its_reason_in_one_line(key: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        parse_config([*MODEL, *key.split(" ")])
+    assert str(raised.value) == f"{key} is not supported: {refused.REFUSED[key]}"
+    assert len(str(raised.value)) <= MAX_LINE
+
+
+@pytest.mark.parametrize("key", refused.ACCEPTED)
+def test_accepted_flag_changes_nothing_and_is_logged_once(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    refused.log_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        configs = [parse_config([*MODEL, *key.split(" ")]) for _ in range(2)]
+    assert configs[0] == configs[1] == parse_config(MODEL)
+    assert [record.getMessage() for record in caplog.records] == [f"{key}: {refused.ACCEPTED[key]}"]
+
+
+def test_value_decides_between_accepted_and_refused() -> None:
+    with pytest.raises(OptionError, match="--update-weight-mode is not supported"):
+        parse_config([*MODEL, "--update-weight-mode", "delta"])
+    with pytest.raises(OptionError, match="--ckpt-format torch is not supported: give torch_dist"):
+        parse_config([*MODEL, "--ckpt-format", "torch"])
+
+
+def test_flag_of_slimes_sft_scripts_needs_the_sft_loss() -> None:
+    flag = "--disable-compute-advantages-and-returns"
+    assert parse_config([*MODEL, flag, "--loss-type", "sft_loss"]).train.loss_type == "sft_loss"
+    with pytest.raises(OptionError, match=f"{flag} leaves --loss-type policy_loss without advantages"):
+        parse_config([*MODEL, flag])
+
+
+def test_number_of_mtp_layers_is_checked_against_the_checkpoint(tiny_model: Path) -> None:
+    shape = read_shape(tiny_model)
+    check_layout(shape, parse_config([*MODEL, "--mtp-num-layers", "0"]).train)
+    check_layout(shape.model_copy(update={"num_mtp_layers": 1}), parse_config([*MODEL, "--mtp-num-layers", "1"]).train)
+    with pytest.raises(OptionError, match="--mtp-num-layers 1 contradicts --hf-checkpoint, which has 0"):
+        check_layout(shape, parse_config([*MODEL, "--mtp-num-layers", "1"]).train)
+
+
+def test_buffer_size_of_weight_updates_is_that_of_the_buckets() -> None:
+    options = engine_options(parse_config([*MODEL, "--update-weight-buffer-size", "1000"]))
+    assert options.weight_transport({}, [ProcessPlace("node", (), 1)], "dir").bucket_bytes == 1000
+    assert engine_options(parse_config(MODEL)).bucket_bytes == BUCKET_BYTES
+
+
+def test_refused_name_in_toml_raises_the_same_reason() -> None:
+    with pytest.raises(OptionError, match=r"\[train\] release_train is not supported: the trainer's processes"):
+        validate_config({"train": {"release_train": True}})
+
+
+def test_tables_name_no_option_and_do_not_overlap() -> None:
+    listed = {key.partition(" ")[0] for key in (*refused.REFUSED, *refused.ACCEPTED)}
+    assert not listed & penstock_flags().keys()
+    assert not refused.REFUSED.keys() & refused.ACCEPTED.keys()

@@ -1,0 +1,165 @@
+"""--load, --save and --ref-load mean what they mean in slime: which model a run starts from, and which run resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.flows.commands.fork import forked_config
+from penstock.flows.config import PostTrainConfig
+from penstock.flows.options.flags import parse_config
+from penstock.flows.options.start_weights import (
+    check_start_weights,
+    describe_start_weights,
+    loaded_checkpoint,
+    starting_weights,
+)
+from penstock.flows.runtime.runs import create_run_record, open_store, read_flow_and_config
+from penstock.storage.errors import OptionError
+from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.store import Store
+
+
+def config(*words: str) -> PostTrainConfig:
+    return parse_config(["--hf-checkpoint", "hf", *words])
+
+
+def hf_directory(path: Path) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def megatron_directory(path: Path) -> Path:
+    (path / "iter_0000005").mkdir(parents=True)
+    (path / "iter_0000005" / ".metadata").touch()
+    (path / "latest_checkpointed_iteration.txt").write_text("5")
+    return path
+
+
+def run_with_checkpoints(path: Path, *versions: int) -> Path:
+    """A run STORE/NAME with checkpoints, as `--save` names it."""
+    run = config("--save", str(path)).run
+    store, keys = open_store(run), RunKeys(run.run)
+    create_run_record(store, "post_train", config("--save", str(path)))
+    for version in versions:
+        attempt = f"{keys.prefix}/files/{version}"
+        commit = Commit(kind="checkpoint", run=run.run, index=version, policy_version=version, attempt=attempt)
+        store.commit(keys.checkpoint_prefix(version), commit)
+    return path
+
+
+# ---- --save ----------------------------------------------------------------------------------------------------------
+
+
+def test_save_names_store_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for save, store in (
+        ("/models/glm_slime/", "/models"),
+        ("out/glm_slime", str(tmp_path / "out")),
+        ("s3://bucket/models/glm_slime", "s3://bucket/models"),
+    ):
+        run = config("--save", save).run
+        assert (run.store, run.run, run.save) == (store, "glm_slime", None)
+    assert config("--save", "out/r", "--store", "out", "--run", "r").run.run == "r"
+
+
+@pytest.mark.parametrize("words", [["--run", "other"], ["--store", "elsewhere"]])
+def test_save_that_contradicts_store_or_run_is_refused(words: list[str]) -> None:
+    with pytest.raises(OptionError, match=f"--save out/r contradicts {words[0]} .*{words[1]}"):
+        config("--save", "out/r", *words)
+
+
+# ---- --load and --ref-load -------------------------------------------------------------------------------------------
+
+
+def test_start_weights_are_load_else_ref_load_else_hf_checkpoint(tmp_path: Path) -> None:
+    hf, reference = hf_directory(tmp_path / "actor"), str(tmp_path / "reference")
+    megatron = megatron_directory(tmp_path / "megatron")
+    assert starting_weights(config()) == "hf"
+    assert starting_weights(config("--ref-load", reference)) == reference
+    for directory in (hf, megatron, megatron / "iter_0000005"):
+        both = config("--ref-load", reference, "--load", str(directory))
+        assert starting_weights(both) == str(directory) and both.train.ref_load == reference
+
+
+def test_load_without_checkpoint_falls_back_to_ref_load_with_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for directory in ("empty", "missing"):
+        given = config("--ref-load", "reference", "--load", str(tmp_path / directory), "--save", str(tmp_path / "r"))
+        assert starting_weights(given) == "reference"
+        assert [*describe_start_weights(given)] == [
+            f"--load {tmp_path / directory} has no checkpoint: the run starts from reference"
+        ]
+
+
+def test_load_equal_to_save_resumes_the_run(tmp_path: Path) -> None:
+    path = run_with_checkpoints(tmp_path / "r", 2)
+    same = config("--ref-load", "reference", "--load", f"{path}/", "--save", str(path))
+    assert starting_weights(same) == "reference" and not [*describe_start_weights(same)]
+    assert starting_weights(config("--load", str(path), "--store", str(tmp_path), "--run", "r")) == "hf"
+    remote = "s3://bucket/models/r"
+    assert loaded_checkpoint(config("--load", remote, "--save", remote)) is None
+
+
+def test_load_equal_to_save_starts_from_the_megatron_checkpoint_in_it(tmp_path: Path) -> None:
+    directory = str(megatron_directory(tmp_path / "slime_run"))
+    assert starting_weights(config("--load", directory, "--save", directory)) == directory
+
+
+def test_load_of_another_run_starts_from_its_checkpoint(tmp_path: Path) -> None:
+    path = run_with_checkpoints(tmp_path / "old", 2, 4)
+    files = str(tmp_path / RunKeys("old").prefix / "files")
+    assert starting_weights(config("--load", str(path), "--save", str(tmp_path / "new"))) == f"{files}/4"
+    assert starting_weights(config("--load", str(path / "2"))) == f"{files}/2"
+    for wrong in (path / "3", run_with_checkpoints(tmp_path / "untrained")):
+        with pytest.raises(OptionError, match="has no such checkpoint"):
+            loaded_checkpoint(config("--load", str(wrong)))
+
+
+def test_load_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    for path, message in (
+        (tmp_path, "is not a checkpoint"),
+        (tmp_path / "notes.txt", "is not a checkpoint"),
+        ("s3://bucket/model", "not a local directory"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            loaded_checkpoint(config("--load", str(path)))
+
+
+def test_start_weights_that_the_flow_does_not_use_are_refused(tmp_path: Path) -> None:
+    load = ["--load", str(hf_directory(tmp_path / "actor"))]
+    with pytest.raises(OptionError, match="--load has no effect in the flow `evaluate`"):
+        check_start_weights("evaluate", config(*load))
+    for words in (load, ["--ref-load", "reference"]):
+        with pytest.raises(OptionError, match=f"{words[0]} has no effect with --debug-rollout-only"):
+            check_start_weights("post_train", config(*words, "--debug-rollout-only"))
+
+
+def test_reference_that_nothing_uses_is_told(tmp_path: Path) -> None:
+    words = ["--load", str(hf_directory(tmp_path / "actor")), "--ref-load", "reference"]
+    assert ["--ref-load has no effect" in line for line in describe_start_weights(config(*words))] == [True]
+    assert not [*describe_start_weights(config(*words, "--use-kl-loss"))]
+
+
+def test_fork_of_a_run_that_loads_itself_keeps_its_start_weights(tmp_path: Path) -> None:
+    path = run_with_checkpoints(tmp_path / "r", 2)
+    parent = config("--load", str(path), "--save", str(path), "--num-rollout", "4")
+    fork = forked_config(parent, [], "new", 2)
+    assert fork.run.run == "new" and starting_weights(fork) == os.path.abspath("hf")
+
+
+def test_run_of_an_older_release_keeps_its_start_weights(tmp_path: Path) -> None:
+    hf = hf_directory(tmp_path / "hf")
+    run = parse_config(["--hf-checkpoint", str(hf), "--save", str(tmp_path / "r"), "--ref-load", "reference"])
+    store = Store(run.run.store)
+    create_run_record(store, "post_train", run)
+    assert starting_weights(read_flow_and_config(run.run, "r")[1]) == str(Path("reference").absolute())
+    record = store.read_json(RunKeys("r").record)
+    del record["config"]["convert"]["load"]  # such a release started from --hf-checkpoint, whatever --ref-load was
+    Path(store.path(RunKeys("r").record)).write_text(json.dumps(record))
+    assert starting_weights(read_flow_and_config(run.run, "r")[1]) == str(hf)
