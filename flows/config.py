@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from penstock.flows.debugging.config import DebugConfig
 from penstock.flows.options.argv import short_repr
 from penstock.flows.options.values import check_value
 from penstock.flows.run_config import RunConfig
@@ -41,6 +42,7 @@ class PostTrainConfig(StageConfig):
     rollout: RolloutConfig = option(default_factory=RolloutConfig)
     train: TrainConfig = option(default_factory=TrainConfig)
     eval: EvalConfig = option(default_factory=EvalConfig)
+    debug: DebugConfig = option(default_factory=DebugConfig)
 
     @property
     def speculates(self) -> bool:
@@ -63,6 +65,13 @@ class PostTrainConfig(StageConfig):
                 if name in fields:
                     check_value(flag_of_field(name), value, fields[name])
         return values
+
+    @model_validator(mode="after")
+    def _load_rollouts(self) -> PostTrainConfig:
+        """Turn on --debug-train-only with --load-debug-rollout-data, which needs no engines."""
+        if self.debug.load_debug_rollout_data and not self.run.debug_rollout_only:
+            self.run.debug_train_only = True
+        return self
 
     @model_validator(mode="after")
     def _check_retention(self) -> PostTrainConfig:
