@@ -285,27 +285,27 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
     return values
 
 
-def read_config_text(path: str | Path) -> str:
-    """Return the text of a config file. Raises OptionError if it cannot be read."""
+def read_config_text(path: str | Path, flag: str = "--config", kind: str = "TOML") -> str:
+    """Return the text of the file that `flag` names, in the format `kind`. Raises OptionError if it cannot be read."""
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)  # bounded: a device file has no size
         if len(data) > MAX_CONFIG_BYTES:
             raise OptionError(
-                f"config file {path} exceeds the limit of {MAX_CONFIG_BYTES} bytes: check that --config names a TOML "
-                "config file"
+                f"config file {path} exceeds the limit of {MAX_CONFIG_BYTES} bytes: check that {flag} names a "
+                f"{kind} config file"
             )
         return data.decode("utf-8").replace("\r\n", "\n")
     except FileNotFoundError:
-        raise OptionError(f"config file {path} does not exist: give --config a TOML file") from None
+        raise OptionError(f"config file {path} does not exist: give {flag} a {kind} file") from None
     except UnicodeDecodeError as error:
-        raise OptionError(f"config file {path} is not UTF-8 (byte {error.start}): give --config a TOML file") from None
+        raise OptionError(f"config file {path} is not UTF-8 (byte {error.start}): give {flag} a {kind} file") from None
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL character
         if isinstance(error, OptionError):
             raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise OptionError(
-            f"config file {short_repr(str(path))} cannot be read ({reason}): give --config a TOML file"
+            f"config file {short_repr(str(path))} cannot be read ({reason}): give {flag} a {kind} file"
         ) from None
 
 

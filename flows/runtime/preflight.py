@@ -396,7 +396,7 @@ def check_row_rewards(rollout: RolloutConfig) -> None:
         return  # the generate function may grade its samples
     rows = [RewardRow(where, label, metadata, prompt) for where, prompt, label, metadata in read_first_rows(rollout)]
     check_reward_rows(rollout, rows)
-    for reason in try_reward_on_test_samples(rollout, rows, rollout.model_dump()):
+    for reason in try_reward_on_test_samples(rollout, rows, rollout.plugin_arguments()):
         logger.warning("the reward function did not return a number for a test sample (%s); continuing", reason)
 
 
