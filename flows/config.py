@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from penstock.flows.debugging.config import DebugConfig
 from penstock.flows.options.argv import short_repr
 from penstock.flows.options.refused import REFUSED
 from penstock.flows.options.values import check_value
@@ -42,6 +43,7 @@ class PostTrainConfig(StageConfig):
     rollout: RolloutConfig = option(default_factory=RolloutConfig)
     train: TrainConfig = option(default_factory=TrainConfig)
     eval: EvalConfig = option(default_factory=EvalConfig)
+    debug: DebugConfig = option(default_factory=DebugConfig)
 
     @property
     def speculates(self) -> bool:
@@ -64,6 +66,13 @@ class PostTrainConfig(StageConfig):
                 if name in fields:
                     check_value(flag_of_field(name), value, fields[name])
         return values
+
+    @model_validator(mode="after")
+    def _load_rollouts(self) -> PostTrainConfig:
+        """Turn on --debug-train-only with --load-debug-rollout-data, which needs no engines."""
+        if self.debug.load_debug_rollout_data and not self.run.debug_rollout_only:
+            self.run.debug_train_only = True
+        return self
 
     @model_validator(mode="after")
     def _check_retention(self) -> PostTrainConfig:
@@ -278,27 +287,27 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
     return values
 
 
-def read_config_text(path: str | Path) -> str:
-    """Return the text of a config file. Raises OptionError if it cannot be read."""
+def read_config_text(path: str | Path, flag: str = "--config", kind: str = "TOML") -> str:
+    """Return the text of the file that `flag` names, in the format `kind`. Raises OptionError if it cannot be read."""
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)  # bounded: a device file has no size
         if len(data) > MAX_CONFIG_BYTES:
             raise OptionError(
-                f"config file {path} exceeds the limit of {MAX_CONFIG_BYTES} bytes: check that --config names a TOML "
-                "config file"
+                f"config file {path} exceeds the limit of {MAX_CONFIG_BYTES} bytes: check that {flag} names a "
+                f"{kind} config file"
             )
         return data.decode("utf-8").replace("\r\n", "\n")
     except FileNotFoundError:
-        raise OptionError(f"config file {path} does not exist: give --config a TOML file") from None
+        raise OptionError(f"config file {path} does not exist: give {flag} a {kind} file") from None
     except UnicodeDecodeError as error:
-        raise OptionError(f"config file {path} is not UTF-8 (byte {error.start}): give --config a TOML file") from None
+        raise OptionError(f"config file {path} is not UTF-8 (byte {error.start}): give {flag} a {kind} file") from None
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL character
         if isinstance(error, OptionError):
             raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise OptionError(
-            f"config file {short_repr(str(path))} cannot be read ({reason}): give --config a TOML file"
+            f"config file {short_repr(str(path))} cannot be read ({reason}): give {flag} a {kind} file"
         ) from None
 
 

@@ -1,8 +1,13 @@
-"""Checks of --debug-rollout-only (engines without a trainer) and --debug-train-only (a trainer without engines)."""
+"""Checks of the options for finding faults: engines or trainer alone, rollouts from files, profiler traces, memory
+snapshots, gates for tests."""
 
 from __future__ import annotations
 
-from penstock.flows.config import PostTrainConfig
+import importlib.util
+
+from penstock.engines.local_gpus import visible_gpu_bytes
+from penstock.flows.config import PostTrainConfig, flag_of_field
+from penstock.flows.debugging.config import DebugConfig
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.prompt_audit import max_staleness
 from penstock.storage.maintenance.removal import is_removed
@@ -11,8 +16,12 @@ from penstock.storage.store import Store
 
 
 def check_debug_options(flow: str, config: PostTrainConfig) -> None:
-    """Check that --debug-rollout-only and --debug-train-only fit the flow and the other options. Raises OptionError."""
+    """Check that the options for finding faults fit the flow and the other options. Raises OptionError."""
     run = config.run
+    check_diagnostics(flow, config)
+    if config.debug.load_debug_rollout_data:
+        check_loading_options(flow, config)
+        return
     if run.debug_rollout_only and run.debug_train_only:
         raise OptionError(
             "--debug-rollout-only starts no trainer and --debug-train-only starts no engines: omit one of them "
@@ -46,6 +55,61 @@ def check_debug_options(flow: str, config: PostTrainConfig) -> None:
         )
 
 
+def check_loading_options(flow: str, config: PostTrainConfig) -> None:
+    """Check that --load-debug-rollout-data fits the flow and the other options. Raises OptionError."""
+    run = config.run
+    if flow != "post_train":
+        raise OptionError(
+            f"--load-debug-rollout-data has no effect in the flow `{flow}`, which trains on no rollouts: omit it"
+        )
+    if run.debug_rollout_only:
+        raise OptionError(
+            "--load-debug-rollout-data replaces the engines and --debug-rollout-only the trainer: omit one of them"
+        )
+    if run.check_weight_update_equal:
+        raise OptionError(
+            "--check-weight-update-equal cannot be combined with --load-debug-rollout-data, which starts no engines: "
+            "omit one of them"
+        )
+
+
+def check_diagnostics(flow: str, config: PostTrainConfig) -> None:
+    """Check that the diagnostics and gates that are given have a trainer, rounds and devices. Raises OptionError."""
+    run, debug, plain = config.run, config.debug, DebugConfig()
+    of_trainer = ("use_pytorch_profiler", "record_memory_history", "save_debug_train_data", "ci_save_grad_norm")
+    given = [
+        name for name in (*of_trainer, "ci_load_grad_norm", "ci_test") if getattr(debug, name) != getattr(plain, name)
+    ]
+    if given and (flow not in ("post_train", "sft") or run.debug_rollout_only):
+        reason = "with --debug-rollout-only" if run.debug_rollout_only else f"in the flow `{flow}`"
+        raise OptionError(f"{flag_of_field(given[0])} has no effect {reason}, which starts no trainer: omit it")
+    if debug.ci_test and config.train.loss_type != "policy_loss":
+        raise OptionError(
+            f"--ci-test checks metrics that --loss-type {config.train.loss_type} does not have: omit --ci-test"
+        )
+    norms = debug.ci_save_grad_norm or debug.ci_load_grad_norm
+    if norms and config.train.uses_critic and "{role}" not in norms:
+        raise OptionError(
+            f"the path of gradient norms {norms} has no {{role}}, but actor and critic have one each: add it"
+        )
+    if debug.use_pytorch_profiler and run.num_rollout and debug.profile_step_start >= run.num_rollout:
+        raise OptionError(
+            f"--profile-step-start {debug.profile_step_start} is not below --num-rollout {run.num_rollout}, so no "
+            "round is traced: lower --profile-step-start"
+        )
+    if not debug.record_memory_history or run.ray_address is not None:
+        return
+    if debug.memory_recorder == "torch" and not visible_gpu_bytes():
+        raise OptionError(
+            "--record-memory-history records memory of a GPU, but this machine has none: omit it, or give "
+            "--memory-recorder memray, which records memory of the host"
+        )
+    if debug.memory_recorder == "memray" and importlib.util.find_spec("memray") is None:
+        raise OptionError(
+            "--memory-recorder memray needs the package memray, which is not installed: pip install memray"
+        )
+
+
 def check_committed_rollouts(store: Store, config: PostTrainConfig) -> None:
     """Check the run's commits: --debug-train-only needs rollouts, --debug-rollout-only needs that no round is trained,
     and a run without these options needs that no untrained rollout of --debug-rollout-only is left. Raises RunError."""
@@ -53,7 +117,7 @@ def check_committed_rollouts(store: Store, config: PostTrainConfig) -> None:
     removed = is_removed(store, keys)
     rollouts = [] if removed else store.committed_indices(f"{keys.prefix}/rollouts")
     trained = set() if removed else set(store.committed_indices(f"{keys.prefix}/steps"))
-    if run.debug_train_only and not rollouts:
+    if run.debug_train_only and not rollouts and not config.debug.load_debug_rollout_data:
         raise RunError(
             f"--debug-train-only trains on committed rollouts, but run {run.run!r} has none in {store.uri}: generate "
             "them with --debug-rollout-only, or correct --run or --store"
@@ -66,10 +130,11 @@ def check_committed_rollouts(store: Store, config: PostTrainConfig) -> None:
     untrained = [index for index in rollouts if index not in trained]
     last = store.committed(keys.rollout_prefix(max(untrained))) if untrained else None
     is_debugging = run.debug_rollout_only or run.debug_train_only
+    origin = "--debug-rollout-only" if last is None or last.policy_version >= 0 else "--load-debug-rollout-data"
     if last is not None and last.policy_version < last.index - max_staleness(last) and not is_debugging:
         raise RunError(
-            f"run {run.run!r} has {len(untrained)} untrained rollouts of --debug-rollout-only, which policy "
-            f"version {last.policy_version} generated: train on them with --debug-train-only, or give another --run"
+            f"run {run.run!r} has {len(untrained)} untrained rollouts of {origin}: train on them with "
+            "--debug-train-only, or give another --run"
         )
 
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from prefect import State
 from prefect.states import Completed
 
+from penstock.flows.debugging.gates import check_gates
+from penstock.flows.debugging.rollout_files import dump_samples, loading_options, rollout_file
 from penstock.flows.options.start_weights import starting_weights
 from penstock.flows.promotion import gate_of, promote_policy
 from penstock.flows.runtime.conversion import export_origin, import_model
@@ -87,6 +89,8 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
 
     prefix, processes = session.keys.rollout_prefix(rollout_id), session.processes
     commit = session.store.committed(prefix)
+    if commit is None and session.config.debug.load_debug_rollout_data:
+        commit = load_rollout(session, rollout_id)
     if commit is None:
         with (
             session.display.progress("samples") as report,
@@ -97,6 +101,28 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
             round = RolloutRound(session.keys.run, rollout_id, policy_version=version, max_staleness=limit)
             commit = rollout_stage(context, prefix, round, read_resume_point(session.store, session.keys, rollout_id))
     return _rollout_ref(session, prefix, commit)
+
+
+def load_rollout(session: Session, rollout_id: int) -> Commit:
+    """Commit the samples of the file of --load-debug-rollout-data for round `rollout_id`, and return the commit."""
+    from penstock.stages.rollout.debug_data import loaded_rollout_stage
+    from penstock.stages.rollout.prompts.data_source import RolloutRound
+    from penstock.stages.rollout.resume_point import read_resume_point
+    from penstock.stages.rollout.rollout import RolloutContext
+
+    config, keys = session.config, session.keys
+    context = RolloutContext(
+        session.store, config.rollout, session.prompts, session.tokenizer, provenance=session.provenance
+    )
+    point = read_resume_point(session.store, keys, rollout_id)
+    return loaded_rollout_stage(
+        context,
+        keys.rollout_prefix(rollout_id),
+        RolloutRound(keys.run, rollout_id, policy_version=-1),
+        rollout_file(config, rollout_id),
+        point,
+        **loading_options(config),
+    )
 
 
 @stage("rollout-{rollout_id:06d}", needs=rollout_inputs)
@@ -160,7 +186,9 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
     prefix = session.keys.step_prefix(r)
     with session.processes.turns.training(r):
         commit = session.store.committed(prefix) or session.processes.policy_restorer.train_round(r)
-    return step_ref(session.keys, session.print_and_track(prefix, commit))
+    step = step_ref(session.keys, session.print_and_track(prefix, commit))
+    check_gates(session.config, commit)
+    return step
 
 
 @stage("publish-{version:06d}", needs=lambda session, version: [trained_policy(version)])
@@ -253,6 +281,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
                 ),
             )
     session.print_and_track(prefix, commit)
+    dump_samples(session.config, session.store, commit, f"eval_{version}_{name}", session.display)
     return EvalRef(
         key=commit_key(prefix), task=name, policy_version=version, mean_reward=commit.summary[f"eval/{name}"]
     )
@@ -435,8 +464,9 @@ def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Ses
 
 
 def _rollout_ref(session: Session, prefix: str, commit: Commit) -> RolloutRef:
-    """Show a rollout's commit in the terminal and in MLflow. Return a reference to it."""
+    """Show a rollout's commit in the terminal and in MLflow, and dump its samples. Return a reference to it."""
     session.print_and_track(prefix, commit)
+    dump_samples(session.config, session.store, commit, commit.index, session.display)
     return RolloutRef(
         key=commit_key(prefix),
         rollout_id=commit.index,

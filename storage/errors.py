@@ -86,6 +86,13 @@ class PromotionRefused(PenstockError, ValueError):
     code = "promotion"
 
 
+class GateFailed(PenstockError, ValueError):
+    """A metric of a round violates a gate of --ci-test or --ci-load-grad-norm. A `ValueError`, so the stage is not
+    retried."""
+
+    code = "gate"
+
+
 class WeightMismatch(PenstockError, ValueError):
     """A weight tensor of an engine differs from the trainer's. A `ValueError`, so the stage is not retried."""
 

@@ -20,6 +20,7 @@ TRAINED, BUFFER = (
     "part",
     "buffer",
 )  # names of a rollout's shards: samples to train on, and groups buffered for a later round
+DEBUG_DATA = "debug_rollout_data"  # role of the file from which --load-debug-rollout-data has committed a rollout
 Kind = Literal["model", "rollout", "step", "checkpoint", "eval", "export"]
 
 Record = TypeVar("Record", bound=BaseModel)

@@ -18,6 +18,7 @@ from typing import Any
 from penstock.flows.config import PostTrainConfig, flag_of_field, list_options, read_toml, validate_config
 from penstock.flows.options.argv import short_repr
 from penstock.flows.options.refused import check_listed_flag, is_listed
+from penstock.flows.options.yaml_file import read_yaml
 from penstock.flows.run_config import RunConfig
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
@@ -87,7 +88,34 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
     for name, args in occurrences:
         if name != "--config":
             apply_flag(values, name, args, cleared)
+    apply_custom_config(values)
     return values
+
+
+def apply_custom_config(values: Values) -> None:
+    """Set the options that the YAML file of --custom-config-path names, and remove its path from `values`: the run
+    records the options.
+
+    As in slime, they override flags, and names that no option has become attributes of the `args` of user-defined
+    functions (--plugin-args).
+
+    Raises:
+        OptionError: the file cannot be read.
+    """
+    debug = values.get("debug")
+    path = debug.pop("custom_config_path", None) if isinstance(debug, dict) else None
+    for key, value in (read_yaml(path) if path is not None else {}).items():
+        flag = f"--{key.replace('_', '-')}"
+        section, name, nested = "rollout", "plugin_args", key
+        if flag in penstock_flags():
+            section, name, _ = penstock_flags()[flag]
+            values.setdefault(section, {})[name] = value
+            continue
+        if flag.startswith(ENGINE_PREFIXES):
+            name, _, nested = flag.removeprefix("--").replace("-", "_").partition("_")
+        elif flag in megatron_flag_names():
+            section, name, nested = "train", "megatron", megatron_flag_names()[flag]
+        values.setdefault(section, {}).setdefault(name, {})[nested] = value
 
 
 def store_options_from_values(values: Values) -> RunConfig:

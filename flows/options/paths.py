@@ -16,6 +16,10 @@ FILES = {  # section -> options that name a file or a directory, or a list of th
     "convert": ("hf_checkpoint", "load"),
     "rollout": ("prompt_data", "data_cache", "rm_model_path"),
     "train": ("ref_load", "opd_teacher_load"),
+    "debug": (
+        *("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data", "dump_details"),
+        *("profile_dir", "memory_snapshot_dir", "ci_save_grad_norm", "ci_load_grad_norm"),
+    ),
 }
 DRAFT_MODEL = ("speculative_draft_model_path", "speculative_draft_model")  # SGLang's flags that name a directory
 FUNCTIONS = {  # section -> options that name a function: file.py, file.py:name, pkg.module:name or pkg.module.name
@@ -68,7 +72,7 @@ def _map_paths(config: PostTrainConfig, change: Callable[[str], str]) -> PostTra
         return change_file_path(path) + colon + name if path.endswith(".py") else value
 
     sections: dict[str, Any] = {}
-    for section in ("run", "convert", "rollout", "train"):
+    for section in ("run", "convert", "rollout", "train", "debug"):
         old = getattr(config, section)
         new = {name: change_file_path(getattr(old, name)) for name in FILES.get(section, ())}
         new |= {name: change_function_path(getattr(old, name)) for name in FUNCTIONS.get(section, ())}

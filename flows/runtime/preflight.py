@@ -17,6 +17,7 @@ from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilit
 from penstock.engines.serving.addresses import is_on_this_machine
 from penstock.flows.config import PostTrainConfig, check_secrets
 from penstock.flows.debug_options import check_committed_rollouts, check_debug_options, gpu_flow
+from penstock.flows.debugging.rollout_files import check_rollout_files
 from penstock.flows.gpu_plan import (
     check_engine_gpus,
     check_gpu_count,
@@ -34,6 +35,8 @@ from penstock.stages.eval.config import EvalConfig
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import EngineError, ModelError, OptionError, RewardError, StoreError
+from penstock.storage.maintenance.removal import is_removed
+from penstock.storage.refs import RunKeys
 from penstock.storage.registry import model_prefix
 from penstock.storage.secret_references import resolve_secrets
 
@@ -119,11 +122,14 @@ def check_eval_engines(config: PostTrainConfig, num_engines: int) -> None:
 
 def check_run_record(flow: str, config: PostTrainConfig) -> None:
     """Check that this config may start a new run, or continue the existing run of its name."""
-    store = open_store(config.run, probe=False)
+    store, keys = open_store(config.run, probe=False), RunKeys(config.run.run)
     try:
         check_run_may_start(store, flow, config)
         if flow == "post_train":
             check_committed_rollouts(store, config)
+        if config.debug.load_debug_rollout_data:
+            rollouts = [] if is_removed(store, keys) else store.committed_indices(f"{keys.prefix}/rollouts")
+            check_rollout_files(config, len(rollouts))
     except OSError as error:
         raise StoreError(
             f"store {store.uri!r} cannot be read ({error.strerror}): give --store a directory or a URI"
@@ -380,7 +386,7 @@ def check_row_rewards(rollout: RolloutConfig) -> None:
         return  # the generate function may grade its samples
     rows = [RewardRow(where, label, metadata, prompt) for where, prompt, label, metadata in read_first_rows(rollout)]
     check_reward_rows(rollout, rows)
-    for reason in try_reward_on_test_samples(rollout, rows, rollout.model_dump()):
+    for reason in try_reward_on_test_samples(rollout, rows, rollout.plugin_arguments()):
         logger.warning("the reward function did not return a number for a test sample (%s); continuing", reason)
 
 

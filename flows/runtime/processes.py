@@ -20,6 +20,7 @@ from penstock.engines.memory import MemorySwitch
 from penstock.engines.weights.check import INITIAL, update_and_check
 from penstock.engines.weights.upload import add_upload
 from penstock.flows.config import PostTrainConfig
+from penstock.flows.debugging.config import DebugConfig
 from penstock.flows.options.start_weights import starting_weights
 from penstock.flows.runtime.engine_options import engine_options, run_placement
 from penstock.flows.runtime.runs import missing_fork_checkpoint
@@ -233,6 +234,7 @@ class Processes:
         if (fork_point := missing_fork_checkpoint(self.store, record)) is None:
             return
         version, parent_config = fork_point
+        parent_config = parent_config.model_copy(update={"debug": DebugConfig()})  # its files are those of its own run
         trainer = self._new_trainer(self.cluster, parent_config)
         try:
             self._new_restorer(trainer).save_checkpoint(version)
@@ -558,6 +560,7 @@ class Processes:
             store=self.store.uri,
             store_options=self.store.options,  # with resolved secrets: another process cannot resolve the references
             network_interface=self.config.run.network_interface,
+            diagnostics=config.debug.diagnostics,
         )
         group = TrainerGroup(cluster, spec)
         group.before_onload = self._release_engines

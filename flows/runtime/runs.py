@@ -31,7 +31,7 @@ from penstock.storage.keys import is_run_name
 from penstock.storage.maintenance.leases import Lease, describe_live_drivers
 from penstock.storage.maintenance.removal import describe_removing_process, is_removed, remove_run
 from penstock.storage.maintenance.retention import unfinished_fork_key
-from penstock.storage.refs import RunKeys
+from penstock.storage.refs import DEBUG_DATA, RunKeys
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store
 
@@ -228,9 +228,8 @@ def check_commits_without_record(store: Store, keys: RunKeys, flow: str, config:
     commits = [commit for prefix in prefixes if (commit := store.committed(prefix))]
     shared = any(commit.attempt and not commit.attempt.startswith(f"{keys.prefix}/") for commit in commits)
     rollouts = [commit for commit in commits if commit.kind == "rollout"]
-    same_flow = (
-        flow == ("sft" if rollouts[0].policy_version == -1 else "post_train") if rollouts else flow == "evaluate"
-    )
+    demonstrated = rollouts and rollouts[0].policy_version == -1 and DEBUG_DATA not in rollouts[0].inputs
+    same_flow = flow == ("sft" if demonstrated else "post_train") if rollouts else flow == "evaluate"
     # The second hash, of relative paths, is the one that older releases recorded.
     ours = {config_hash(config), config_hash(with_relative_paths(config, str(Path.cwd())))}
     if not shared and same_flow and {commit.config_hash for commit in commits} <= ours:

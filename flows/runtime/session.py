@@ -265,10 +265,10 @@ class Session:
 
     @property
     def num_rounds(self) -> int:
-        """Return the number of rounds at which this start ends: --num-rollout, with --debug-train-only at most the
-        number of committed rollouts."""
+        """Return the number of rounds at which this start ends: --num-rollout; with --debug-train-only, unless
+        rollouts are loaded from files, at most the number of committed rollouts."""
         run = self.config.run
-        if not run.debug_train_only:
+        if not run.debug_train_only or self.config.debug.load_debug_rollout_data:
             return run.num_rollout
         return min(run.num_rollout, len(self.store.committed_indices(f"{self.keys.prefix}/rollouts")))
 

@@ -90,7 +90,7 @@ def try_reward_on_test_samples(
     Args:
         options: the rollout's configuration.
         rows: rows of the prompt data; the first three are used, or with --group-rm only the first.
-        arguments: attributes of the `args` passed to a user-defined reward: `config.model_dump()`.
+        arguments: attributes of the `args` passed to a user-defined reward: `RolloutConfig.plugin_arguments()`.
 
     Returns:
         The error messages of the test samples that failed. These errors are only returned, not raised, if at least one

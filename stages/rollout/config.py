@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import field_validator, model_validator
+from pydantic import SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from penstock.storage.config import StageConfig, option
 from penstock.storage.errors import OptionError
+from penstock.storage.secrets import has_credentials, is_secret_name
 
 # Variables of the chat template that Penstock sets; --apply-chat-template-kwargs may not set them.
 TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -227,6 +228,10 @@ class RolloutConfig(GenerationConfig):
     """User-defined function called with all groups of a round, including dropped ones, `f(args, groups,
     data_source)`."""
 
+    plugin_args: dict[str, Any] = option(default_factory=dict)
+    """Further attributes of the `args` of user-defined functions, as JSON or key=value pairs; also the keys of
+    --custom-config-path that are not options."""
+
     num_shown_samples: int = option(4, mutability="schedule", ge=0)
     """Number of samples per round that are shown with prompt, response and reward, in the terminal and in MLflow."""
 
@@ -345,6 +350,36 @@ class RolloutConfig(GenerationConfig):
 
     sglang_start_timeout: float = option(600.0, mutability="placement", gt=0)
     """Seconds that an SGLang server may take to start."""
+
+    @field_validator("plugin_args")
+    @classmethod
+    def _check_plugin_args(cls, args: dict[str, Any]) -> dict[str, Any]:
+        for name, value in args.items():
+            if not name.isidentifier() or name in cls.model_fields:
+                raise OptionError(
+                    f"--plugin-args {name!r:.80} is an option, or is not a Python name, so it cannot be a further "
+                    "attribute of `args`: rename it"
+                )
+            if is_secret_name(name) or (isinstance(value, str) and has_credentials(value)):
+                raise OptionError(
+                    f"--plugin-args {name} looks like a secret, and its value would be recorded with the run: let the "
+                    "function read it from an environment variable"
+                )
+        return args
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unset_plugin_args(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit `plugin_args` from the dumped config if it is empty, so that recorded configs and their hashes equal
+        those of releases without this option."""
+        dumped: dict[str, Any] = handler(self)
+        if dumped.get("plugin_args", ...) == {}:
+            del dumped["plugin_args"]
+        return dumped
+
+    def plugin_arguments(self) -> dict[str, Any]:
+        """Return the attributes of the `args` of user-defined functions: all options of the rollout, and those of
+        --plugin-args."""
+        return {**self.plugin_args, **self.model_dump(exclude={"plugin_args"})}
 
     @field_validator("rollout_external_engine_addrs", mode="before")
     @classmethod

@@ -310,4 +310,4 @@ def num_trained_tokens(group: Group) -> int:
 def make_grader(config: RolloutConfig) -> Grader:
     """Return a grader for the reward that `config` names. Raises RewardError for an unknown reward."""
     config = config.model_copy(update={"rm_url": resolve_secrets(config.rm_url)})
-    return Grader.from_options(config, config.reward_workers, config.model_dump())
+    return Grader.from_options(config, config.reward_workers, config.plugin_arguments())

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.memory import MemorySwitch, StateKind
+from penstock.stages.train.diagnostics.rank import RankDiagnostics
 from penstock.stages.train.spec import (
     NEEDED_ON_DEVICE,
     POLICY_METHODS,
@@ -62,6 +63,7 @@ class TrainActor:
         self._engines: EngineClient | None = None  # kept, because it holds process groups
         self._state = PolicyState(run=self.spec.run, incarnation=incarnation, version=0, clean=False)
         self._memory_switches: list[MemorySwitch] = []  # since they were last taken
+        self.diagnostics = RankDiagnostics(self.spec.diagnostics, self.spec.run, rank)
 
     # ---- ownership ---------------------------------------------------------------------------------------------------
 
@@ -107,6 +109,7 @@ class TrainActor:
         listener, self._listener = self._listener, None
         layout = config.parallel_layout
         init_parallel(*ranks, listener or init_method, layout, self.build.threads, timeout=timeout)
+        self.diagnostics.start_recording_memory()
         self.models: Models = build_models(self.spec.shape, config)
         gc.freeze()  # Megatron collects garbage at every save and load: do not search modules and models each time
         self._joined = True
@@ -224,19 +227,27 @@ class TrainActor:
             batch = replace(batch, engine_choices=EngineChoices.from_table(table, self.spec.shape))
         seconds["read"] = time.perf_counter() - start
         critic_only = version < config.num_critic_only_steps
-        with self._changing_weights_to(version + 1):
+        trace = partial(self.diagnostics.traced, rollout_id=version)
+        with self._changing_weights_to(version + 1), trace("train_overall"):
             trained = train_rollout(
-                self.models, batch, config, temperature=self.spec.temperature, critic_only=critic_only
+                self.models,
+                batch,
+                config,
+                temperature=self.spec.temperature,
+                critic_only=critic_only,
+                trace=trace,
+                keep_logprobs=attempt is not None or self.spec.diagnostics.save_debug_train_data is not None,
             )
             if config.refreshes_reference_at(version + 1):
                 self.models.refresh_reference()
         start = time.perf_counter()
         digest = self.digest()
         seconds |= trained.seconds | {"digest": time.perf_counter() - start}
+        self.diagnostics.end_round(version, table, batch, trained)
         files: list[FileRecord] = []
         if attempt is not None and trained.logprobs is not None and self.rank == 0:
             start = time.perf_counter()
-            values = (batch.num_trained_tokens, trained.logprobs.numpy(), trained.advantages.cpu().numpy())
+            values = (batch.num_trained_tokens, trained.logprobs.numpy(), trained.estimate.advantages.cpu().numpy())
             with self.store.writing(attempt) as out:
                 write_trained_tokens(out.path, table["sample_id"], *values)
             files, seconds["write"] = out.files, time.perf_counter() - start
@@ -247,6 +258,7 @@ class TrainActor:
             digest=digest,
             fingerprint=self.fingerprint(),
             files=files,
+            notes=self.diagnostics.take_notes(),
         )
 
     def save(self, attempt: str) -> SaveResult:

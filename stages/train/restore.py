@@ -142,6 +142,8 @@ class PolicyRestorer:
             rollout = self._read_commit(self.keys.rollout_prefix(rollout_id))
             restored = time.perf_counter()
             trained = self.group.train(rollout, rollout_id, attempt)
+        for note in trained.notes:
+            self.on_progress(note)
         train_time = time.perf_counter() - restored
         commit = Commit(
             kind="step",

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.memory import STATE_KINDS, StateKind
 from penstock.stages.train.config import TrainConfig
+from penstock.stages.train.diagnostics.config import DiagnosticsConfig
 from penstock.storage.refs import FileRecord, Frozen
 
 AuxiliaryModel = Literal["reference", "teacher"]  # not trained
@@ -45,6 +46,7 @@ class TrainerSpec(BaseModel):
     store: str  # URI
     store_options: dict[str, Any] = {}
     network_interface: str | None = None  # over which the ranks of several nodes communicate
+    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
 
 
 class Build(BaseModel):
@@ -97,6 +99,7 @@ class TrainResult(BaseModel):
     digest: dict[str, str]  # parameter shard -> hash of its bits
     fingerprint: dict[str, Any]  # hardware, libraries, layout, options: with weights and data, they determine all bits
     files: list[FileRecord] = []  # of rank 0: log-prob and advantage of every trained token
+    notes: list[str] = []  # files that the rank's diagnostics have written
 
 
 class SaveResult(BaseModel):

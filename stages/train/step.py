@@ -9,7 +9,7 @@ data of all N trained tokens of the rollout, so every rank computes the same adv
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -35,21 +35,35 @@ from penstock.storage.failpoints import failpoint
 Forward = Callable[[Tensor, LMHead, PackedMicrobatch], Tensor]  # hidden [r, H] -> one number per trained token [n]
 MicrobatchLoss = Callable[[Tensor, LMHead, PackedMicrobatch, TokenFields], tuple[Tensor, dict[str, Tensor]]]
 Routing = Literal["record", "replay"]
+Trace = Callable[[str], AbstractContextManager[None]]  # part of a round -> block in which the part may be profiled
+
+
+def no_trace(part: str) -> AbstractContextManager[None]:
+    """Return a block that does nothing."""
+    return nullcontext()
 
 
 @dataclass
 class TrainedRound:
-    """Metrics and phase times of one round of training."""
+    """Metrics and phase times of one round of training, and the data that it was trained on."""
 
     metrics: Metrics  # means over the optimizer steps
     steps: list[Metrics]  # metrics of each optimizer step, in order
     seconds: dict[str, float]  # phase -> wall-clock seconds
-    logprobs: Tensor | None  # [N] float64, before the update, or of the token's step; None with `critic_only`
-    advantages: Tensor  # [N] float64
+    experience: Experience
+    estimate: Estimate
+    logprobs: Tensor | None  # [N] float64 of the trainer: before the update or, if those are not computed, in its pass
 
 
 def train_rollout(
-    models: Models, batch: Batch, config: TrainConfig, *, temperature: float = 1.0, critic_only: bool = False
+    models: Models,
+    batch: Batch,
+    config: TrainConfig,
+    *,
+    temperature: float = 1.0,
+    critic_only: bool = False,
+    trace: Trace = no_trace,
+    keep_logprobs: bool = False,
 ) -> TrainedRound:
     """Train on all samples of a rollout and return the metrics.
 
@@ -59,6 +73,8 @@ def train_rollout(
         config: options of the algorithm and the batches.
         temperature: sampling temperature of the rollout; the policy's logits are divided by it.
         critic_only: train only the critic; the policy is not updated.
+        trace: wraps the parts "train_log_probs" (before the update) and "train_actor" (the update).
+        keep_logprobs: if the trainer computes no log-probs before the update, return those of the training pass.
     """
     clock = Clock()
     for engine in (models.policy, models.critic) if config.reset_optimizer_states else ():
@@ -66,10 +82,33 @@ def train_rollout(
             engine.reset_optimizer_states()
     with clock("plan"):
         steps, weights = plan_steps(models.policy, batch, config), compute_loss_weights(batch, config)
-    experience = gather_experience(models, steps, batch, config, temperature, clock)
+    with trace("train_log_probs"):
+        experience = gather_experience(models, steps, batch, config, temperature, clock)
     with clock("advantages"):
         estimate = estimate_advantages(experience, config)
         attach_token_fields(steps, experience, estimate, weights, models.policy.device)
+    loss = partial(policy_microbatch_loss, engine=models.policy, config=config, temperature=temperature)
+    before = None if config.use_rollout_logprobs else experience.old_logprobs
+    keep_logprobs = keep_logprobs and before is None and config.loss_type == "policy_loss" and not critic_only
+    kept = torch.zeros(len(batch.trained_positions), device=models.policy.device)
+    with trace("train_actor"):
+        per_step = train_models(
+            models, steps, config, keeping_logprobs(loss, kept) if keep_logprobs else loss, clock, critic_only
+        )
+    logprobs = sum_token_values(models.policy, kept) if keep_logprobs else before
+    metrics = {name: float(np.mean([step[name] for step in per_step])) for name in per_step[0]}
+    metrics |= {name: value for name, value in per_step[-1].items() if "lr-pg" in name}
+    rollout_metrics = {"rollout/advantages": estimate.advantages, **estimate.metrics}
+    metrics |= {name: weights.mean_over_steps(values) for name, values in rollout_metrics.items()}
+    metrics |= speed_metrics(models.policy, batch, clock.seconds)
+    return TrainedRound(metrics, per_step, clock.seconds, experience, estimate, logprobs)
+
+
+def train_models(
+    models: Models, steps: Steps, config: TrainConfig, policy_loss: MicrobatchLoss, clock: Clock, critic_only: bool
+) -> list[Metrics]:
+    """Run the optimizer steps of the critic, if there is one, and of the policy, unless `critic_only`. Return the
+    metrics of each step."""
     per_step: list[Metrics] = [{} for _ in steps]
     if models.critic is not None:
         with clock("critic"):
@@ -77,25 +116,13 @@ def train_rollout(
         per_step = [
             {name.replace("train/", "train/critic-"): value for name, value in step.items()} for step in critic_steps
         ]
-    logprobs = None
     if not critic_only:
-        logprobs = torch.zeros(len(batch.trained_positions), device=models.policy.device)
-        forward = partial(policy_logprobs, engine=models.policy, config=config, temperature=temperature)
-        loss = partial(policy_microbatch_loss, forward=forward, config=config, logprobs=logprobs)
         with clock("update"):
             policy_steps = run_optimizer_steps(
-                models.policy, steps, loss, routing=choose_update_routing(config, len(steps))
+                models.policy, steps, policy_loss, routing=choose_update_routing(config, len(steps))
             )
-            logprobs = gather_tokens(models.policy, logprobs)
-        if experience.old_logprobs is not None and not config.use_rollout_logprobs:
-            logprobs = experience.old_logprobs
         per_step = [critic | policy for critic, policy in zip(per_step, policy_steps)]
-    metrics = {name: float(np.mean([step[name] for step in per_step])) for name in per_step[0]}
-    metrics |= {name: value for name, value in per_step[-1].items() if "lr-pg" in name}
-    rollout_metrics = {"rollout/advantages": estimate.advantages, **estimate.metrics}
-    metrics |= {name: weights.mean_over_steps(values) for name, values in rollout_metrics.items()}
-    metrics |= speed_metrics(models.policy, batch, clock.seconds)
-    return TrainedRound(metrics, per_step, clock.seconds, logprobs, estimate.advantages)
+    return per_step
 
 
 # ---- before the update -----------------------------------------------------------------------------------------------
@@ -155,8 +182,11 @@ def choose_update_routing(config: TrainConfig, num_steps: int) -> Routing | None
 def forward_all_tokens(
     engine: MegatronEngine, steps: Steps, num_tokens: int, forward: Forward, routing: Routing | None = None
 ) -> Tensor:  # [N] float64
-    """Run `forward` on all micro-batches and return its results for all N trained tokens of the rollout, on every
-    rank."""
+    """Run `forward` on all micro-batches and return its results for all N trained tokens of the rollout, on every rank.
+
+    Each token is computed on one rank and all-reduced with the zeros of the other ranks, which is exact, so every rank
+    gets the same bits.
+    """
     result = torch.zeros(num_tokens, device=engine.device)
 
     def store_results(hidden: Tensor, head: LMHead, packed: PackedMicrobatch) -> tuple[None, dict[str, Tensor]]:
@@ -165,23 +195,28 @@ def forward_all_tokens(
 
     for microbatches in steps:
         engine.forward_backward(microbatches, store_results, forward_only=True, routing=routing)
-    return gather_tokens(engine, result)
+    return sum_token_values(engine, result)
 
 
-def gather_tokens(engine: MegatronEngine, values: Tensor) -> Tensor:  # [N] float64
-    """Return the values of all N trained tokens, on every rank. Changes `values`.
-
-    Each token is computed on one rank and all-reduced with the zeros of the other ranks, which is exact, so every rank
-    gets the same bits.
-
-    Args:
-        engine: whose ranks computed the values.
-        values: [N] float32, zero for tokens of other ranks.
-    """
+def sum_token_values(engine: MegatronEngine, values: Tensor) -> Tensor:  # [N] -> [N] float64
+    """Return values of the rollout's trained tokens, of which every rank has those that it computed and zeros."""
     if engine.tensor_group is not None and engine.tensor_group.rank() > 0:
         values.zero_()  # all tensor-parallel ranks hold the same values: add only those of rank 0
     dist.all_reduce(values)
     return values.cpu().double()
+
+
+def keeping_logprobs(loss: MicrobatchLoss, result: Tensor) -> MicrobatchLoss:
+    """Return `loss` with a side effect: it stores the policy's log-probs of its tokens in `result` [N]."""
+
+    def loss_keeping_logprobs(
+        hidden: Tensor, head: LMHead, packed: PackedMicrobatch, fields: TokenFields
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        losses, metrics = loss(hidden, head, packed, fields)
+        result[packed.ordinal] = metrics["rollout/log_probs"].detach().to(result.dtype)
+        return losses, metrics
+
+    return loss_keeping_logprobs
 
 
 def policy_logprobs(
@@ -235,15 +270,13 @@ def policy_microbatch_loss(
     packed: PackedMicrobatch,
     fields: TokenFields,
     *,
-    forward: Callable[[Tensor, LMHead, PackedMicrobatch], tuple[Tensor, Tensor]],
+    engine: MegatronEngine,
     config: TrainConfig,
-    logprobs: Tensor,
+    temperature: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the policy loss [n] and metrics ([n] each) of a micro-batch, computed from the policy's hidden states.
-    `forward` is `policy_logprobs`; the log-probs of these n of N tokens are also stored in `logprobs` [N]."""
-    current, entropy = forward(hidden, head, packed)
-    logprobs[packed.ordinal] = current.detach()
-    return LOSSES[config.loss_type](current, entropy, fields, packed.samples, config)
+    """Return the policy loss [n] and metrics ([n] each) of a micro-batch, computed from the policy's hidden states."""
+    logprobs, entropy = policy_logprobs(hidden, head, packed, engine, config, temperature)
+    return LOSSES[config.loss_type](logprobs, entropy, fields, packed.samples, config)
 
 
 def critic_microbatch_loss(

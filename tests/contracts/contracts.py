@@ -126,7 +126,8 @@ def group_reward(path: str, bench: Bench) -> None:
 def _graded(path: str, bench: Bench, group_rm: bool) -> None:
     config = bench.config(custom_rm_path=path, group_rm=group_rm)
     check_reward_options(config)
-    options: dict[str, Any] = {"reward_key": bench.reward_key, "group_rm": group_rm, "arguments": config.model_dump()}
+    options: dict[str, Any] = {"reward_key": bench.reward_key, "group_rm": group_rm}
+    options["arguments"] = config.plugin_arguments()
     with Grader(RewardSettings(custom_rm_path=path, timeout=SECONDS, **options), num_workers=1) as grader:
         futures = [future for group in bench.groups()[:-1] for future in grader.submit_group(group)]
         outcomes: list[Outcome] = [future.result() for future in futures]

@@ -12,6 +12,7 @@ import pytest
 
 from penstock.stages.train.actor import TrainActor
 from penstock.stages.train.config import TrainConfig
+from penstock.stages.train.diagnostics.config import DiagnosticsConfig
 from penstock.stages.train.restore import PolicyRestorer, ReplayError, newest_checkpoint
 from penstock.stages.train.spec import FencedError, PolicyState, SaveResult, TrainResult
 from penstock.storage.errors import RunError
@@ -248,7 +249,7 @@ def test_replay_round_reports_verdict_and_difference(trained: Store) -> None:
 
 
 def actor_of(store: Store) -> TrainActor:
-    spec = SimpleNamespace(run="run", store=store.uri, store_options={})
+    spec = SimpleNamespace(diagnostics=DiagnosticsConfig(), run="run", store=store.uri, store_options={})
     return TrainActor(SimpleNamespace(spec=spec, hash="h"), 0, "i", "first driver")
 
 

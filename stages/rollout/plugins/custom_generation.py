@@ -125,10 +125,12 @@ class CustomGeneration:
         # As in slime, the function may send requests to args.sglang_router_ip and _port: the router, or an engine.
         address = urlsplit((client.router and client.router()) or next(iter(client.urls), ""))
         self._args = SimpleNamespace(
-            **config.model_dump(),
-            engine=self.handle,
-            sglang_router_ip=address.hostname,
-            sglang_router_port=address.port,
+            **config.plugin_arguments()
+            | {
+                "engine": self.handle,
+                "sglang_router_ip": address.hostname,
+                "sglang_router_port": address.port,
+            }
         )
 
     async def __aenter__(self) -> CustomGeneration:

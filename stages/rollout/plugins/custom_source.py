@@ -8,6 +8,8 @@ state and the buffer of the data source from the previous commit, and stores bot
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from penstock.stages.plugins import load_function
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts.data_source import (
@@ -79,7 +81,8 @@ def open_data_source(
     RolloutDataSourceWithBuffer.
 
     Args:
-        config: names the class; passed to the class's `__init__` as `args` if `__init__` takes an argument.
+        config: names the class; its options are passed to the class's `__init__` as attributes of `args` if `__init__`
+            takes an argument.
         dataset: the prompts of --prompt-data and the current data position.
         buffer_filter: function to use instead of the data source's method `buffer_filter`.
 
@@ -87,10 +90,10 @@ def open_data_source(
         PluginError: the class does not load (see `load_data_source`), or its `__init__` raises an exception.
     """
     cls = load_data_source(config.data_source_path) if config.data_source_path else RolloutDataSourceWithBuffer
-    source = cls.__new__(cls)
-    source.dataset, source.args = dataset, config
+    source, args = cls.__new__(cls), SimpleNamespace(**config.plugin_arguments())
+    source.dataset, source.args = dataset, args
     try:
-        source.__init__(*([config] if accepts_arguments(cls.__init__, source, config) else []))  # type: ignore[misc]
+        source.__init__(*([args] if accepts_arguments(cls.__init__, source, args) else []))  # type: ignore[misc]
     except Exception as error:
         raise PluginError(
             f"--data-source-path {config.data_source_path}: __init__ raised {type(error).__name__}: {error}; correct "

@@ -84,7 +84,7 @@ def load_group_filter(config: RolloutConfig) -> GroupFilter:
     """Return the dynamic sampling filter that `config` names; without one, a filter that keeps every group. A group
     whose samples have all failed is dropped without calling the named filter."""
     path = config.dynamic_sampling_filter_path
-    check = load_filter(path, SimpleNamespace(**config.model_dump())) if path else None
+    check = load_filter(path, SimpleNamespace(**config.plugin_arguments())) if path else None
 
     async def group_filter(group: list[Sample]) -> DynamicFilterOutput:
         if check is None:

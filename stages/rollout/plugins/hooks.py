@@ -37,7 +37,7 @@ class Hooks:
     """
 
     def __init__(self, config: RolloutConfig) -> None:
-        self._args = SimpleNamespace(**config.model_dump())
+        self._args = SimpleNamespace(**config.plugin_arguments())
 
         def plugin(path: str | None, parameters: tuple[str, ...], default_name: str) -> Plugin | None:
             return Plugin(path, parameters, default_name=default_name, timeout=config.reward_timeout) if path else None

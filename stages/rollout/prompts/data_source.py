@@ -189,7 +189,7 @@ class RolloutDataSource:
     """
 
     dataset: Dataset
-    args: Any  # the RolloutConfig
+    args: Any  # the rollout's options as attributes, see RolloutConfig.plugin_arguments
 
     def __init__(self, args: Any = None) -> None:
         pass

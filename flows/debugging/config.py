@@ -1,0 +1,139 @@
+"""Options for finding faults: dumps of samples, rollouts from files, profiler traces, and gates for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import model_validator
+
+from penstock.stages.torch_files import check_template
+from penstock.stages.train.diagnostics.config import DiagnosticsConfig
+from penstock.storage.config import option
+from penstock.storage.errors import OptionError
+
+GRAD_NORM_PLACEHOLDERS = ("role", "rollout_id", "step_id")
+# Switch -> options that have no effect without it.
+COMPANIONS = {
+    "use_pytorch_profiler": ("profile_target", "profile_step_start", "profile_step_end", "profile_dir"),
+    "record_memory_history": (
+        *("memory_snapshot_dir", "memory_snapshot_path"),
+        *("memory_snapshot_num_steps", "memory_recorder"),
+    ),
+    "ci_test": ("ci_disable_kl_checker", "ci_train_rollout_logprob_abs_diff_threshold"),
+    "load_debug_rollout_data": ("load_debug_rollout_data_subsample",),
+}
+
+
+class DebugConfig(DiagnosticsConfig):
+    """All options for finding faults; those of the trainer are inherited from `DiagnosticsConfig`."""
+
+    save_debug_rollout_data: str | None = option(None, mutability="placement", min_length=1)
+    """Write the samples of each round, after its commit, to this path, which contains {rollout_id}. Evaluations are
+    written with eval_<policy version>_<data set> in its place."""
+
+    load_debug_rollout_data: str | None = option(None, mutability="schedule", min_length=1)
+    """Train on the samples of files that --save-debug-rollout-data has written, instead of generating; {rollout_id} is
+    the round. Implies --debug-train-only."""
+
+    load_debug_rollout_data_subsample: float | None = option(None, mutability="schedule", gt=0, le=1)
+    """With --load-debug-rollout-data: fraction of each file's groups that is used, the first and the last ones."""
+
+    dump_details: str | None = option(None, mutability="placement", min_length=1)
+    """Local directory for both dumps: sets --save-debug-rollout-data and --save-debug-train-data if they are not
+    given."""
+
+    ci_test: bool = option(False, mutability="placement")
+    """Fail the run after a round whose log-probs differ too much between engine and trainer, or whose KL is not 0 where
+    it must be."""
+
+    ci_disable_kl_checker: bool = option(False, mutability="placement")
+    """With --ci-test: do not check the KL."""
+
+    ci_train_rollout_logprob_abs_diff_threshold: float = option(0.1, mutability="placement", ge=0)
+    """With --ci-test: maximum mean difference of the log-probs of engine and trainer, in nats."""
+
+    ci_save_grad_norm: str | None = option(None, mutability="placement", min_length=1)
+    """Write the gradient norm of each optimizer step to this path, which contains {rollout_id} and {step_id}, and
+    {role} (actor or critic) if there is a critic."""
+
+    ci_load_grad_norm: str | None = option(None, mutability="placement", min_length=1)
+    """Fail the run after a step whose gradient norm differs by more than 0.01, absolute or relative, from the one that
+    --ci-save-grad-norm wrote to this path."""
+
+    custom_config_path: str | None = option(None, mutability="placement")
+    """YAML file with further options, by their names without leading dashes; they override flags. User-defined
+    functions get names that no option has as attributes of `args` (--plugin-args). The run records the values."""
+
+    @property
+    def rollout_dump(self) -> str | None:
+        """Return the path of the dumps of samples, with placeholders; None: samples are not dumped."""
+        return self.save_debug_rollout_data or (
+            self.dump_details and f"{self.dump_details}/rollout_data/{{rollout_id}}.pt"
+        )
+
+    @property
+    def diagnostics(self) -> DiagnosticsConfig:
+        """Return the options of the trainer's ranks, with the path of --dump-details."""
+        values = self.model_dump(include=set(DiagnosticsConfig.model_fields))
+        if self.dump_details and not self.save_debug_train_data:
+            values["save_debug_train_data"] = f"{self.dump_details}/train_data/{{rollout_id}}_{{rank}}.pt"
+        return DiagnosticsConfig(**values)
+
+    @model_validator(mode="after")
+    def _check_paths(self) -> DebugConfig:
+        """Check the placeholders of all paths."""
+        one, norm = ("rollout_id",), GRAD_NORM_PLACEHOLDERS
+        for name, allowed, required in (
+            ("save_debug_rollout_data", one, one),
+            ("load_debug_rollout_data", one, ()),
+            ("save_debug_train_data", (*one, "rank"), one),
+            ("ci_save_grad_norm", norm, norm[1:]),
+            ("ci_load_grad_norm", norm, norm[1:]),
+            ("dump_details", (), ()),
+        ):
+            if template := getattr(self, name):
+                check_template(_flag(name), template, allowed, required)
+        return self
+
+    @model_validator(mode="after")
+    def _check_contradictions(self) -> DebugConfig:
+        for switch, names in COMPANIONS.items():
+            fields = type(self).model_fields
+            given = [name for name in names if getattr(self, name) != fields[name].default]
+            if given and not getattr(self, switch):
+                raise OptionError(f"{_flag(given[0])} has no effect without {_flag(switch)}: add this, or omit it")
+        for wrong, message in self._rules():
+            if wrong:
+                raise OptionError(message)
+        return self
+
+    def _rules(self) -> Iterator[tuple[object, str]]:
+        """Yield (is violated, error message) for each rule about several of these options."""
+        targets = ", ".join(self.profile_target)
+        yield (
+            len(self.profile_target) > 1 and "train_overall" in self.profile_target,
+            f"--profile-target {targets}: train_overall contains the others, and one profiler can run at a time; give "
+            "train_overall alone, or omit it",
+        )
+        yield (
+            self.profile_step_end <= self.profile_step_start,
+            f"--profile-step-end {self.profile_step_end} is not above --profile-step-start {self.profile_step_start}, "
+            "so no round is traced: raise --profile-step-end",
+        )
+        yield (
+            self.memory_recorder == "memray" and self.memory_snapshot_num_steps is None,
+            "--memory-recorder memray needs --memory-snapshot-num-steps, the number of rounds after which its file is "
+            "complete: add --memory-snapshot-num-steps",
+        )
+        yield (
+            self.ci_save_grad_norm and self.ci_load_grad_norm,
+            "--ci-save-grad-norm writes the gradient norms that --ci-load-grad-norm compares: omit one of them",
+        )
+        yield (
+            self.custom_config_path is not None,
+            "--custom-config-path is read by the command line only: give the options of the file here",
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

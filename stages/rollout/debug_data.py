@@ -1,0 +1,207 @@
+"""Write the samples of a round to a file in slime's layout, and commit a round whose samples come from such a file.
+
+The file has {"rollout_id": ..., "samples": [...]}, with a dictionary per sample under the names of slime's Sample;
+`penstock` in it has what slime's Sample lacks. A loaded round is an ordinary rollout of the run: training, resume and
+replay read its shards, never the file again. Its policy version is -1 (unknown).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.stages.rewards.outcome import parse_reward
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.deadline import record_seconds
+from penstock.stages.rollout.metrics import rollout_metrics, sample_preview
+from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
+from penstock.stages.rollout.prompts.data_source import Group, RolloutRound
+from penstock.stages.rollout.prompts.state import SourceState
+from penstock.stages.rollout.resume_point import ResumePoint
+from penstock.stages.rollout.rollout import RolloutContext, commit_samples
+from penstock.stages.torch_files import load_torch_file, save_torch_file
+from penstock.storage.errors import DataError
+from penstock.storage.refs import DEBUG_DATA, Commit
+from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.shards import read_samples
+from penstock.storage.store import Store
+
+# Metadata of the run that generated a sample; in another run it would be wrong.
+_OF_ORIGIN = ("policy_spans", "start_rollout_id", "num_prompt_tokens")
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def save_rollout_file(store: Store, commit: Commit, path: Path, rollout_id: int | str) -> None:
+    """Write the samples that a rollout or an evaluation has committed to `path`. Raises OSError."""
+    samples = read_samples(store, commit)
+    group_index = {name: index for index, name in enumerate(dict.fromkeys(sample.group_id for sample in samples))}
+    rows = [row_of_sample(sample, index, group_index[sample.group_id]) for index, sample in enumerate(samples)]
+    save_torch_file(path, {"rollout_id": rollout_id, "samples": rows})
+
+
+def row_of_sample(sample: Sample, index: int, group_index: int) -> dict[str, Any]:
+    """Return a sample under the names of slime's Sample. `index` is the sample's number in the round."""
+    import torch
+
+    start, experts = sample.prompt_length, sample.routed_experts
+    return {
+        "group_index": group_index,
+        "index": index,
+        "prompt": sample.prompt,
+        "tokens": sample.token_ids,
+        "response": sample.response,
+        "response_length": sample.response_length,
+        "label": sample.label,
+        "reward": sample.reward,
+        "loss_mask": sample.loss_mask[start:],
+        "rollout_log_probs": sample.rollout_logprobs[start:],
+        "remove_sample": False,
+        "status": sample.status.value,
+        "metadata": sample.metadata,
+        "penstock": {
+            "sample_id": sample.sample_id,
+            "group_id": sample.group_id,
+            "trajectory_id": sample.trajectory_id,
+            "rewards": sample.rewards,
+            "policy_versions": list(sample.policy_versions),
+            "routed_experts": None if experts is None else torch.frombuffer(bytearray(experts), dtype=torch.uint8),
+        },
+    }
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+def load_rollout_file(
+    path: Path, config: RolloutConfig, *, num_in_step: int, fraction: float | None = None
+) -> list[list[Sample]]:
+    """Return the groups of samples in a file, checked; their ids are those of the file.
+
+    Args:
+        path: a file of --save-debug-rollout-data, of Penstock or slime.
+        config: `reward_key` selects the reward if samples have a dictionary; without group indices, a group is
+            `n_samples_per_prompt` consecutive samples.
+        num_in_step: trajectories of an optimizer step (--global-batch-size), of which the file must have a multiple.
+        fraction: fraction of the groups that is used: the first and the last ones.
+
+    Raises:
+        DataError: the file cannot be read, a sample cannot be trained on, or their number does not fill whole steps.
+    """
+    content = load_torch_file(path)
+    rows = content.get("samples") if isinstance(content, dict) else None
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise DataError(
+            f"{path} has no list `samples` of dictionaries: give a file that --save-debug-rollout-data has written"
+        )
+    groups: dict[Any, Group] = {}
+    for index, row in enumerate(rows):
+        group = row.get("group_index")
+        key = index // config.n_samples_per_prompt if group is None else group
+        try:
+            groups.setdefault(key, []).append(sample_of_row(row, index, config))
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise DataError(f"{path}: sample {index} cannot be trained on: {reason}") from error
+    kept = list(groups.values())
+    if fraction is not None:
+        count = max(1, int(len(kept) * fraction))
+        kept = kept[: count // 2] + kept[len(kept) - (count - count // 2) :]
+    sizes = [len({sample.trajectory_id for sample in group}) for group in kept]
+    if len(set(sizes)) > 1 or sum(sizes) % num_in_step:
+        raise DataError(
+            f"{path} has {len(sizes)} groups with {min(sizes)} to {max(sizes)} trajectories, {sum(sizes)} in total: "
+            f"groups must have equal sizes, and the total must be a multiple of --global-batch-size {num_in_step}"
+        )
+    return kept
+
+
+def sample_of_row(row: dict[str, Any], index: int, config: RolloutConfig) -> Sample:
+    """Return a row as a sample that is checked as those of user-defined functions."""
+    own = row.get("penstock") or {}
+    tokens, prompt = list(row["tokens"]), row.get("prompt", "")
+    num_prompt = len(tokens) - int(row["response_length"])
+    trajectory = str(own.get("trajectory_id") or row.get("rollout_id") or f"row-{index}")
+    label = row.get("label")
+    view = UserSample.of(
+        Sample(
+            sample_id="",
+            group_id="",
+            trajectory_id=trajectory,
+            rollout_id=0,
+            prompt=prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False),
+            label="" if label is None else str(label),
+            token_ids=tokens[:num_prompt],
+            loss_mask=[0] * num_prompt,
+            rollout_logprobs=[0.0] * num_prompt,
+        ),
+        num_prompt,
+    )
+    view.token_ids, view.response = tokens, row.get("response", "")
+    for name, value in (("loss_mask", row.get("loss_mask")), ("rollout_logprobs", row.get("rollout_log_probs"))):
+        if value is not None:
+            setattr(view, name, value)
+    view.remove_sample, view.status = bool(row.get("remove_sample")), row.get("status", Status.COMPLETED)
+    view.metadata = {name: value for name, value in (row.get("metadata") or {}).items() if name not in _OF_ORIGIN}
+    sample = checked_sample(view)
+    if sample.status is Status.FAILED:
+        sample.metadata.setdefault("error", "the sample was saved with status failed")
+    if row.get("reward") is not None:
+        parse_reward(row["reward"], config.reward_key, "the file").apply(sample)
+    sample.rewards = dict(own.get("rewards") or sample.rewards)
+    experts = own.get("routed_experts")
+    sample.routed_experts = None if experts is None else experts.numpy().tobytes()
+    return sample
+
+
+def loaded_rollout_stage(
+    context: RolloutContext, prefix: str, round: RolloutRound, path: Path, point: ResumePoint, **options: Any
+) -> Commit:
+    """Commit the samples of a file as a round, and return the commit; `options` are those of `load_rollout_file`.
+
+    The position in --prompt-data does not change, and groups that earlier rounds have buffered stay buffered.
+
+    Raises:
+        DataError: the file cannot be read, or its samples cannot be trained on.
+    """
+    seconds: dict[str, float] = {}
+    state = point.state or SourceState(segments=()).model_dump(mode="json")
+    with record_seconds(seconds, "prepare"):
+        groups = load_rollout_file(path, context.config, **options)
+        samples = number_samples(groups, round.rollout_id, state)
+    return commit_samples(
+        context.store,
+        prefix,
+        samples,
+        seconds,
+        lambda: rollout_metrics(samples) | {"perf/rollout_time": sum(seconds.values())},
+        buffer=point.buffer,
+        kind="rollout",
+        index=round.rollout_id,
+        policy_version=round.policy_version,
+        state={
+            "data_source": {**state, "issued": state["issued"] + len(groups)},
+            "shown": sample_preview(samples, context.config.num_shown_samples),
+        },
+        **{"run": round.run, "inputs": {DEBUG_DATA: str(path)}, **context.provenance},
+    )
+
+
+def number_samples(groups: Sequence[Group], rollout_id: int, state: dict[str, Any]) -> list[Sample]:
+    """Set the ids of all samples: those that the prompts after `state`, the position of the data source, would have.
+    The prompts count as ones of no file, as those of a custom data source. Return the samples."""
+    for issue, group in enumerate(groups, state["issued"]):
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(s.trajectory_id for s in group))}
+        parts = dict.fromkeys(numbers, 0)
+        for sample in group:
+            name = sample.trajectory_id
+            sample.group_id = f"{issue:09d}"
+            sample.trajectory_id = f"{sample.group_id}-{numbers[name]:02d}"
+            sample.sample_id = sample.trajectory_id + (f".{parts[name]}" if parts[name] else "")
+            sample.rollout_id = rollout_id
+            sample.metadata["source"] = {"epoch": state.get("epoch", 0), "file": -1, "row": -1}
+            parts[name] += 1
+    return [sample for group in groups for sample in group]

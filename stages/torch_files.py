@@ -1,0 +1,82 @@
+"""Read and write files of torch.save that other tools read: debug dumps of rollouts and training data.
+
+A path may have placeholders (`{rollout_id}`), so that every round has its own file. Files are written to a temporary
+name and renamed, so a reader never sees half a file.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from pathlib import Path
+from typing import Any
+
+from penstock.storage.errors import DataError, OptionError
+
+_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
+
+
+def check_template(flag: str, template: str, allowed: tuple[str, ...], required: tuple[str, ...] = ()) -> None:
+    """Check a path with placeholders.
+
+    Args:
+        flag: option that names the path, for error messages.
+        template: the path.
+        allowed: names of placeholders that may occur.
+        required: names of placeholders that must occur, because a file would otherwise replace another.
+
+    Raises:
+        OptionError: the path is a URI, has an unknown placeholder, or lacks a required one.
+    """
+    if "://" in template:
+        raise OptionError(f"{flag} {template} is a URI: give a local path")
+    found = _PLACEHOLDER.findall(template)
+    known = ", ".join(f"{{{name}}}" for name in allowed)
+    if unknown := [name for name in found if name not in allowed]:
+        raise OptionError(f"{flag} {template} has the placeholder {{{unknown[0]}}}: use {known}, without a format")
+    if missing := [name for name in required if name not in found]:
+        raise OptionError(
+            f"{flag} {template} has no {{{missing[0]}}}, so that every file would replace the one before: add it"
+        )
+
+
+def fill_template(template: str, **values: object) -> Path:
+    """Return the path `template` with its placeholders replaced: `{rollout_id}` by `values["rollout_id"]`."""
+    return Path(_PLACEHOLDER.sub(lambda match: str(values[match[1]]), template)).expanduser()
+
+
+def save_torch_file(path: Path, data: Any) -> None:
+    """Write `data` with torch.save, atomically; missing directories are created. Raises OSError."""
+    import torch
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        try:
+            torch.save(data, temporary)
+        except RuntimeError as error:  # torch does not raise OSError if the disk is full
+            raise OSError(f"{path} cannot be written: {error}") from error
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_torch_file(path: Path) -> Any:
+    """Return the content of a file of torch.save. Only tensors, numbers, text, lists and dicts are unpickled, so the
+    file cannot run code.
+
+    Raises:
+        DataError: the file does not exist, is not a file of torch.save, or has other objects.
+    """
+    import torch
+
+    if not path.is_file():
+        raise DataError(f"{path} does not exist: correct the path, or write it with --save-debug-rollout-data")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many classes for damaged files
+        reason = " ".join(str(error).split())[:120]
+        raise DataError(
+            f"{path} cannot be read ({type(error).__name__}: {reason}): give a file of torch.save with only tensors, "
+            "numbers, text, lists and dictionaries"
+        ) from None

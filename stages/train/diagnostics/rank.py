@@ -1,0 +1,160 @@
+"""Diagnostics of one trainer rank: profiler traces and memory snapshots, as files in local directories.
+
+A file that cannot be written is reported, and training continues.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.stages.train.diagnostics.config import DiagnosticsConfig
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from penstock.stages.train.batching import Batch
+    from penstock.stages.train.step import TrainedRound
+
+logger = logging.getLogger(__name__)
+MAX_MEMORY_EVENTS = 1_000_000  # allocations and frees that a snapshot has
+
+
+class RankDiagnostics:
+    """Traces rounds and records memory on one rank, as `config` says.
+
+    Args:
+        config: which rounds and parts are traced, and where files are written.
+        run: name of the run, a directory below --profile-dir.
+        rank: rank of this process among all trainer ranks.
+    """
+
+    def __init__(self, config: DiagnosticsConfig, run: str, rank: int) -> None:
+        self.config, self.run, self.rank = config, run, rank
+        self.notes: list[str] = []  # what was written since they were last taken
+        self._recorder: Any = None  # memray's tracker
+        self._is_recording = False
+        self._num_rounds = 0  # since recording began
+
+    def take_notes(self) -> list[str]:
+        """Return what this rank has written since the last call, one line per file."""
+        notes, self.notes = self.notes, []
+        return notes
+
+    # ---- profiler ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def traced(self, target: str, rollout_id: int) -> Iterator[None]:
+        """Trace the block with torch.profiler if --profile-target names `target` for this round."""
+        config = self.config
+        rounds = range(config.profile_step_start, config.profile_step_end)
+        if not config.use_pytorch_profiler or target not in config.profile_target or rollout_id not in rounds:
+            yield
+            return
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+        with profile(
+            activities=activities, record_shapes=True, profile_memory=True, with_stack=True, with_flops=True
+        ) as profiler:
+            yield
+        directory = Path(config.profile_dir).expanduser() / self.run
+        path = directory / f"{target}_round{rollout_id:06d}_rank{self.rank}.pt.trace.json.gz"
+        temporary = path.with_name(f".{path.name}")  # the suffix .gz makes torch compress it
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(temporary))
+            temporary.replace(path)
+        except (OSError, RuntimeError) as error:
+            self._report_failure(path, error)
+        else:
+            self.notes.append(f"wrote the profiler trace {path} (one per rank; open it in https://ui.perfetto.dev)")
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def start_recording_memory(self) -> None:
+        """With --record-memory-history, record the allocations of this process from now on. If the GPU's memory is
+        exhausted, a snapshot is written before the error is raised."""
+        config = self.config
+        if not config.record_memory_history or self._is_recording:
+            return
+        self._is_recording = True
+        if config.memory_recorder == "memray":
+            import memray
+
+            path = self._snapshot_path("all")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            self._recorder = memray.Tracker(path, native_traces=True)
+            self._recorder.__enter__()
+            return
+        import torch
+
+        torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS, stacks="all")
+        attach_observer: Any = vars(torch._C)["_cuda_attach_out_of_memory_observer"]  # absent from torch's type stubs
+        attach_observer(lambda *sizes: self._write_snapshot("oom"))
+
+    # ---- end of a round ----------------------------------------------------------------------------------------------
+
+    def end_round(self, rollout_id: int, table: pa.Table, batch: Batch, trained: TrainedRound) -> None:
+        """Write the data that a round was trained on, and the memory snapshot, as far as they are requested.
+
+        Args:
+            rollout_id: number of the round.
+            table: committed samples of the round.
+            batch: the same samples as arrays.
+            trained: the result of training.
+        """
+        self._num_rounds += 1
+        self._end_recording_memory(rollout_id)
+        template = self.config.save_debug_train_data
+        if template is None or self.rank > 0:
+            return
+        from penstock.stages.train.diagnostics.train_dump import save_train_data
+
+        try:
+            path = save_train_data(template, rollout_id, table, batch, trained)
+        except OSError as error:
+            self._report_failure(Path(template), error)
+        else:
+            self.notes.append(f"wrote the training data of round {rollout_id} to {path}")
+
+    def _end_recording_memory(self, rollout_id: int) -> None:
+        """After --memory-snapshot-num-steps rounds, write a snapshot and stop recording memory."""
+        if not self._is_recording or self._num_rounds != self.config.memory_snapshot_num_steps:
+            return
+        self._is_recording = False
+        if self._recorder is not None:
+            self._recorder.__exit__(None, None, None)
+            self._recorder = None
+            self.notes.append(f"wrote the memory of the host to {self._snapshot_path('all')} (memray flamegraph FILE)")
+            return
+        import torch
+
+        self._write_snapshot(f"round{rollout_id:06d}")
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _write_snapshot(self, name: str) -> None:
+        import torch
+
+        path = self._snapshot_path(name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(path))
+        except (OSError, RuntimeError) as error:
+            self._report_failure(path, error)
+        else:
+            note = f"wrote the memory snapshot {path} (one per rank; open it in https://pytorch.org/memory_viz)"
+            self.notes.append(note)
+            logger.warning(note)  # in the log of the rank, if it is about to run out of memory
+
+    def _snapshot_path(self, name: str) -> Path:
+        path = Path(self.config.memory_snapshot_dir, self.config.memory_snapshot_path).expanduser()
+        return path.with_name(f"memory_{self.run}_{name}_rank{self.rank}_{path.name}")
+
+    def _report_failure(self, path: Path, error: Exception) -> None:
+        self.notes.append(f"{path} is not written ({type(error).__name__}: {error}); training continues")
