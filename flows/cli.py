@@ -1,5 +1,5 @@
-"""The command line: `penstock demo | train | train-async | sft | convert | eval | resume | replay | fork | promote | rm
-| verify | gc | deploy | runs | cost | lineage | samples | query | report | track | doctor`.
+"""The command line: `penstock demo | train | train-async | sft | import-slime | convert | eval | resume | replay | fork
+| promote | rm | verify | gc | deploy | runs | cost | lineage | samples | query | report | track | doctor`.
 
 A command parses its flags into a config, checks it, and calls a flow. Exit codes: 0 done, 1 failed, 2 invalid request
 (a one-line message on stderr), 130 Ctrl-C, 141 standard output was closed by its reader, 143 SIGTERM.
@@ -14,10 +14,14 @@ import select
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from penstock.flows.runtime import environment, signals
 from penstock.storage.errors import OptionError, PenstockError
 from penstock.storage.secrets import redact
+
+if TYPE_CHECKING:
+    from penstock.flows.config import PostTrainConfig
 
 Command = Callable[[list[str]], int]  # arguments -> exit code
 
@@ -27,6 +31,7 @@ USAGE = """usage: penstock COMMAND [options]
   train     convert -> [rollout -> train -> publish -> checkpoint -> evaluate] x N -> export
   train-async   the same loop; rollouts are generated while earlier ones are trained (--async-buffer-size, default 1)
   sft       the same loop over demonstrations (no engine)
+  import-slime   make a recipe from a slime launch script:  penstock import-slime run.sh [--output FILE.toml]
   convert   Hugging Face checkpoint -> torch_dist, in the store or in a directory, and back
   eval      score a Hugging Face checkpoint on data sets; --rescore RUN grades stored samples again,
             --compare RUN/20 RUN/40 compares two policy versions
@@ -47,6 +52,7 @@ USAGE = """usage: penstock COMMAND [options]
   track     send runs to MLflow, TensorBoard or W&B again, from the store:  penstock track RUN --to mlflow
   doctor    check the installation and print how to fix each problem; --plan estimates the GPU memory of a run
 
+`penstock train --dry-run` (also train-async, sft) checks a run and prints its plan, without starting anything.
 `penstock COMMAND --help` lists the options. `--config FILE.toml` reads them from a file; --verbose shows Prefect's log
 lines, and the traceback of an error."""
 
@@ -118,14 +124,30 @@ def _flow_command(name: str) -> Command:
 
     def call(argv: list[str]) -> int:
         from penstock.flows.options import flags
-        from penstock.flows.runtime.runner import run_flow
 
         if asks_for_help(argv):
             print(flags.help_text(name))
             return 0
-        return run_flow(name, flags.parse_config(argv))
+        return _run_or_plan(name, flags.parse_config(_without(argv, "--dry-run")), dry_run="--dry-run" in argv)
 
     return call
+
+
+def _run_or_plan(flow: str, config: PostTrainConfig, *, dry_run: bool) -> int:
+    """Run a flow, or print its plan with --dry-run. Return the exit code."""
+    if not dry_run:
+        from penstock.flows.runtime.runner import run_flow
+
+        return run_flow(flow, config)
+    if flow == "evaluate":
+        raise OptionError("--dry-run plans training (penstock train, train-async, sft): omit it")
+    from penstock.flows.inspect import dry_run as planning
+
+    return planning.dry_run(flow, config)
+
+
+def _without(argv: Sequence[str], switch: str) -> list[str]:
+    return [argument for argument in argv if argument != switch]
 
 
 def run_train_async(argv: list[str]) -> int:
@@ -133,16 +155,15 @@ def run_train_async(argv: list[str]) -> int:
     --async-mode says otherwise."""
     from penstock.flows.config import validate_config
     from penstock.flows.options import flags
-    from penstock.flows.runtime.runner import run_flow
 
     if asks_for_help(argv):
         print(flags.help_text("train-async"))
         return 0
-    values = flags.parse_values(argv)
+    values = flags.parse_values(_without(argv, "--dry-run"))
     run = values.setdefault("run", {})
     if run.get("async_mode") != "streaming":
         run.setdefault("async_buffer_size", 1)
-    return run_flow("post_train", validate_config(values))
+    return _run_or_plan("post_train", validate_config(values), dry_run="--dry-run" in argv)
 
 
 def _module_command(name: str) -> Command:
@@ -179,6 +200,7 @@ COMMANDS: dict[str, Command] = {
     "train": _flow_command("post_train"),
     "train-async": run_train_async,
     "sft": _flow_command("sft"),
+    "import-slime": _module_command("slime.command"),
     "convert": _module_command("convert"),
     "eval": run_eval_command,
     "resume": _module_command("commands.resume"),

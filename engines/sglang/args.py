@@ -19,27 +19,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from penstock.engines.sglang.server_options import DROPPED, reason_for_refusal, to_current_flag
 from penstock.engines.sources import parse_source
 from penstock.storage.errors import EngineError
-
-# Flags of SGLang's server that Penstock sets -> the option or value from which Penstock sets them.
-RESERVED = {
-    "model_path": "--hf-checkpoint",
-    "model": "--hf-checkpoint",
-    "host": "the engine's own address",
-    "port": "a free port, chosen for each engine",
-    "tp_size": "--rollout-num-gpus-per-engine",
-    "tensor_parallel_size": "--rollout-num-gpus-per-engine",
-    "nnodes": "--rollout-num-gpus-per-engine and --num-gpus-per-node",
-    "node_rank": "the engine's placement",
-    "dist_init_addr": "the address of the engine's first node",
-    "nccl_init_addr": "the address of the engine's first node",
-    "base_gpu_id": "the engine's placement",
-    "gpu_id_step": "the engine's placement",
-    "weight_version": "the policy version at every weight update",
-    "admin_api_key": "--sglang-api-key, which is the key of all routes",
-    "config": "[rollout.sglang] of Penstock's configuration file",
-}
 
 UNSUPPORTED = (
     "omit it, because Penstock's engines all have the same role and are registered with the router by Penstock"
@@ -91,13 +73,22 @@ def package_directory(package: str) -> Path | None:
 
 
 def check_sglang_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the names of SGLang server flags; return the flags with underscores in their names.
+    """Check the names of SGLang server flags; return the flags with underscores in their names, in the spelling of the
+    installed release.
 
     Raises:
-        EngineError: SGLang does not have a flag (the message suggests the closest one), or Penstock sets the flag.
+        EngineError: SGLang does not have a flag (the message suggests the closest one), or Penstock sets the flag or
+            cannot serve it.
     """
-    reserved = {name: f"omit it, Penstock sets it from {source}" for name, source in RESERVED.items()}
-    return _check_names(args, "sglang", sglang_flags(), reserved)
+    known = sglang_flags()
+    current = {}
+    for key, value in args.items():
+        name = key.lstrip("-").replace("-", "_")
+        if reason := reason_for_refusal(name) or (name not in known and DROPPED.get(name)):
+            raise EngineError(f"--sglang-{name.replace('_', '-')} is not allowed: {reason}")
+        name, value = to_current_flag(name, value, set(known))
+        current[name] = value
+    return _check_names(current, "sglang", known, {})
 
 
 def check_router_args(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -224,8 +224,9 @@ def describe_unknown_flag(name: str, known: Sequence[str]) -> str:
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
     """Return `: did you mean X?`, or an empty string if no known word is similar."""
-    near = difflib.get_close_matches(word[:64], known, n=1, cutoff=0.5)
-    return f": did you mean {near[0]}?" if near else ""
+    plain = {name.lstrip("-"): name for name in known}
+    near = difflib.get_close_matches(word[:64].lstrip("-"), plain, n=1, cutoff=0.7)
+    return f": did you mean {plain[near[0]]}?" if near else ""
 
 
 def help_text(command: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engines.sglang.args import add_return_experts_flag, check_sglang_args, sglang_flags, to_command_line
+from penstock.engines.sglang.server_options import to_current_flag
 from penstock.storage.errors import EngineError
 
 DATACLASS = """
@@ -95,3 +96,28 @@ def test_add_return_experts_flag_needs_a_flag_of_the_installed_sglang(monkeypatc
     monkeypatch.setattr("penstock.engines.sglang.args.sglang_flags", lambda: {"log_level": sglang_flags()["log_level"]})
     with pytest.raises(EngineError, match=r"enable_return_routed_experts.*--use-routing-replay"):
         add_return_experts_flag({})
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("disaggregation-mode", "both prefill and decode"),
+        ("nnodes", "--num-gpus-per-node"),
+        ("lora_paths", "adapters are not trained"),
+        ("load_format", "weights come from --hf-checkpoint"),
+        ("enable_ep_moe", "--sglang-ep-size"),
+    ],
+)
+def test_flag_that_cannot_be_served_is_refused_with_the_reason(name: str, reason: str) -> None:
+    with pytest.raises(EngineError, match=reason) as caught:
+        check_sglang_args({name: 1})
+    assert f"--sglang-{name.replace('_', '-')} is not allowed" in str(caught.value)
+
+
+def test_flags_of_older_releases_are_translated() -> None:
+    given = {"cuda-graph-bs": [1, 2], "enable_deepep_moe": True, "expert_parallel_size": 8}
+    known = sglang_flags().keys()
+    assert {"cuda_graph_bs_decode", "moe_a2a_backend", "ep_size"} <= known and not {"cuda_graph_bs"} & known
+    checked = check_sglang_args(given)
+    assert checked == {"cuda_graph_bs_decode": [1, 2], "moe_a2a_backend": "deepep", "ep_size": 8}
+    assert to_current_flag("cuda_graph_bs", 4, {"cuda_graph_bs"}) == ("cuda_graph_bs", 4)  # the release has it

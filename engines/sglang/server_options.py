@@ -1,0 +1,81 @@
+"""Flags of SGLang's server that Penstock refuses or translates, with the reason. All others are passed on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Flags that Penstock sets -> the option or value from which it sets them.
+RESERVED = {
+    "model_path": "--hf-checkpoint",
+    "model": "--hf-checkpoint",
+    "host": "the engine's own address",
+    "port": "a free port, chosen for each engine",
+    "tp_size": "--rollout-num-gpus-per-engine",
+    "tensor_parallel_size": "--rollout-num-gpus-per-engine",
+    "nnodes": "--rollout-num-gpus-per-engine and --num-gpus-per-node",
+    "node_rank": "the engine's placement",
+    "dist_init_addr": "the address of the engine's first node",
+    "nccl_init_addr": "the address of the engine's first node",
+    "base_gpu_id": "the engine's placement",
+    "gpu_id_step": "the engine's placement",
+    "weight_version": "the policy version at every weight update",
+    "admin_api_key": "--sglang-api-key, which is the key of all routes",
+    "config": "[rollout.sglang] of Penstock's configuration file",
+    "enable_return_routed_experts": "--use-rollout-routing-replay",
+}
+_ONE_ROLE = "every engine does both prefill and decode; omit it"
+_WEIGHTS = "weights come from --hf-checkpoint and then from the trainer; omit it"
+# Names, or beginnings of names that end with "_", of flags that Penstock cannot serve -> reason and what to do.
+REFUSED = {
+    "disaggregation_": _ONE_ROLE,
+    "enable_pd_role_switch": _ONE_ROLE,
+    "encoder_": "only text models are supported; omit it",
+    "load_format": _WEIGHTS,
+    "remote_instance_weight_loader_": _WEIGHTS,
+    "enable_lora": "adapters are not trained; omit it",
+    "lora_": "adapters are not trained; omit it",
+    "skip_tokenizer_init": "requests are made of token ids in any case; omit it",
+    "tokenizer_path": "the tokenizer is that of --hf-checkpoint; omit it",
+    "elastic_ep_": "an engine's GPUs do not change; omit it",
+    "ep_join_": "an engine's GPUs do not change; omit it",
+}
+# Flags of older releases -> the flag and value that replace them (... is the value that was given).
+RENAMED: dict[str, tuple[str, Any]] = {
+    "cuda_graph_bs": ("cuda_graph_bs_decode", ...),
+    "cuda_graph_max_bs": ("cuda_graph_max_bs_decode", ...),
+    "enable_deepep_moe": ("moe_a2a_backend", "deepep"),
+    "enable_flashinfer_mla": ("attention_backend", "flashinfer"),
+    "enable_flashmla": ("attention_backend", "flashmla"),
+    "expert_parallel_size": ("ep_size", ...),
+}
+# Flags of older releases without a successor -> why they may be omitted.
+DROPPED = {
+    "enable_ep_moe": "SGLang divides experts by --sglang-ep-size; omit it",
+    "enable_mixed_chunk_prefill": "it is --sglang-enable-mixed-chunk; use that",
+    "disable_custom_cuda_graph": "it is --sglang-disable-cuda-graph; use that",
+}
+
+
+def reason_for_refusal(name: str) -> str:
+    """Return why Penstock refuses a flag (underscores, without prefix) and what to do, or "" if it does not."""
+    if name in RESERVED:
+        return f"omit it, Penstock sets it from {RESERVED[name]}"
+    return next((reason for key, reason in REFUSED.items() if _matches(name, key)), "")
+
+
+def _matches(name: str, key: str) -> bool:
+    return name.startswith(key) if key.endswith("_") else name == key
+
+
+def to_current_flag(name: str, value: Any, known: set[str]) -> tuple[str, Any]:
+    """Return a flag and its value as the installed release spells them.
+
+    Args:
+        name: the flag, with underscores and without prefix.
+        value: its value.
+        known: all flags of the installed release.
+    """
+    successor, new_value = RENAMED.get(name, (name, ...))
+    if name in known or successor not in known:
+        return name, value
+    return successor, value if new_value is ... else new_value

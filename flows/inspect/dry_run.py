@@ -1,0 +1,181 @@
+"""`penstock train --dry-run`: check a run and print its plan, without starting or writing anything.
+
+Checks that need a file which does not exist on this machine are left out, and named at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.engines.backends import engine_backend
+from penstock.engines.local_gpus import visible_gpu_bytes
+from penstock.flows.commands.plan import DEFAULT_GPU_BYTES, print_plan
+from penstock.flows.config import PostTrainConfig, check_secrets, list_options
+from penstock.flows.gpu_plan import check_engine_gpus, check_nodes, plan_gpu_memory
+from penstock.flows.options.argv import format_bytes, short_repr
+from penstock.flows.runtime.display import print_table
+from penstock.flows.runtime.engine_options import engine_options
+from penstock.flows.runtime.preflight import (
+    GENERATING,
+    check_algorithm,
+    check_data,
+    check_layout,
+    check_lengths,
+    check_options,
+    config_warnings,
+)
+from penstock.flows.runtime.schedule import with_rounds_of_epochs
+from penstock.stages.rollout.prompts.files import parse_slice
+from penstock.storage.config import field_meta
+
+if TYPE_CHECKING:
+    from penstock.engines.families.shape import ModelShape
+
+BYTES_PER_TOKEN = 4 + 1 + 4 + 4 + 4  # id, mask, log-probs of engine and trainer, advantage; before compression
+BYTES_PER_WEIGHT = {"bf16": 2, "fp32": 4}
+MOMENTS_AND_MAIN_WEIGHT = {"bf16": 12, "fp32": 8}  # Adam's moments, and fp32 weights beside those in bf16
+Row = tuple[str, str]
+
+
+def dry_run(flow: str, config: PostTrainConfig) -> int:
+    """Check a config for the flow post_train or sft, print the plan, and return 0.
+
+    Raises:
+        InputError: the run would be refused.
+    """
+    missing = list(missing_files(config))
+    if not any(flag == "--prompt-data" for flag, _ in missing):
+        config = with_rounds_of_epochs(flow, config)
+    check_options(flow, config)
+    check_secrets(config)
+    shape = None
+    if (Path(config.convert.hf_checkpoint).expanduser() / "config.json").is_file():
+        shape = check_model(flow, config)
+    if not missing and shape is not None:
+        check_algorithm(config, shape)
+        check_data(flow, config, shape)
+    print_table(("plan", ""), [*plan_rows(flow, config, shape), *option_rows(config)])
+    if shape is not None:
+        print()
+        gpu_bytes = min(visible_gpu_bytes(), default=DEFAULT_GPU_BYTES)
+        print_plan(plan_gpu_memory(flow, config, shape, gpu_bytes), config)
+        for warning in config_warnings(flow, config):
+            print(f"warning: {warning}")
+    for flag, path in missing:
+        print(f"not checked: {flag} {path} does not exist here")
+    return 0
+
+
+def check_model(flow: str, config: PostTrainConfig) -> ModelShape:
+    """Return the shape of the model, after checking that it fits the parallel sizes and lengths. Raises InputError."""
+    from penstock.engines.families import read_shape
+
+    shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
+    check_layout(shape, config.train)
+    check_nodes(config)
+    if flow in GENERATING:
+        check_engine_gpus(config, shape)
+        engine_backend().check_sharding(engine_options(config), shape)
+        engine_backend().check_options(engine_options(config))
+    check_lengths(flow, config, shape)
+    return shape
+
+
+def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
+    """Yield (flag, path) of every local input of a run that does not exist on this machine."""
+    model = config.convert.hf_checkpoint
+    if model and not list(Path(model).expanduser().glob("*.safetensors")):
+        yield "--hf-checkpoint", f"{model} (weights)"
+    paths = [("--prompt-data", parse_slice(entry)[0]) for entry in config.rollout.prompt_data]
+    paths += [("--eval-prompt-data", parse_slice(path)[0]) for _, path in config.eval.eval_prompt_data]
+    paths += [("--ref-load", config.train.ref_load or ""), ("--opd-teacher-load", config.train.opd_teacher_load or "")]
+    for section, name, _ in list_options():
+        value = getattr(getattr(config, section), name)
+        if name.endswith("_path") and isinstance(value, str) and ".py" in value:
+            paths.append((f"--{name.replace('_', '-')}", value.partition(".py")[0] + ".py"))
+    for flag, path in paths:
+        pattern = Path(path).expanduser()
+        if path and "://" not in path and not pattern.exists() and not any(pattern.parent.glob(pattern.name)):
+            yield flag, path
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+def plan_rows(flow: str, config: PostTrainConfig, shape: ModelShape | None) -> Iterator[Row]:
+    """Yield the rows of the plan: rounds, batches, placement, bytes, evaluations."""
+    run, rollout, train = config.run, config.rollout, config.train
+    yield "run", f"{run.run} in {run.store}"
+    if shape is not None:
+        active = f", {shape.num_active_parameters / 1e9:.1f} B active" if shape.experts else ""
+        layers = f"{shape.num_layers} layers of {shape.hidden_size}"
+        yield "model", f"{shape.architecture}, {shape.num_parameters / 1e9:.2f} B parameters{active}, {layers}"
+    rounds = f"{run.num_rollout_per_start} a start" if run.num_rollout_per_start else f"{run.num_rollout:,}"
+    saved = f"checkpoint every {run.save_interval} and at the end" if run.save_interval else "checkpoint at the end"
+    yield "rounds", f"{rounds}; {saved}"
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    yield (
+        "a round",
+        f"{rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples = {samples:,} = "
+        f"{train.num_steps_per_rollout} optimizer steps x {train.global_batch_size:,}",
+    )
+    yield (
+        "trainer",
+        f"{train.num_ranks} ranks on {train.actor_num_nodes} nodes: tensor {train.tensor_model_parallel_size} x "
+        f"pipeline {train.pipeline_model_parallel_size} x context {train.context_parallel_size} x data "
+        f"{train.data_parallel_size}; expert {train.expert_model_parallel_size}",
+    )
+    if flow == "post_train":
+        yield "engines", describe_engines(config)
+        yield "asynchronous", describe_mode(config)
+    if shape is not None:
+        dtype = train.params_dtype or "bf16"
+        weights = shape.num_parameters * BYTES_PER_WEIGHT[dtype]
+        state = shape.num_parameters * (BYTES_PER_WEIGHT[dtype] + MOMENTS_AND_MAIN_WEIGHT[dtype])
+        if flow == "post_train":
+            yield "bytes a round", f"{format_bytes(weights)} of weights to the engines; {describe_shards(config)}"
+        yield "a checkpoint", f"{format_bytes(state)}, an export {format_bytes(weights)}"
+    names = ", ".join(name for name, _ in config.eval.eval_prompt_data)
+    yield "evaluations", f"{names} every {config.eval.eval_interval} rounds" if names else "none"
+
+
+def describe_engines(config: PostTrainConfig) -> str:
+    """Return number, size and place of the engines."""
+    rollout, options = config.rollout, engine_options(config)
+    if options.external:
+        return f"{len(rollout.rollout_external_engine_addrs)} external"
+    number, size = options.num_engines_to_start(has_gpus=True), rollout.rollout_num_gpus_per_engine
+    place = "on GPUs of their own" if options.num_gpus is not None else "on the trainer's GPUs"
+    turns = ", in turns with the trainer" if config.run.alternates_trainer_and_engines else ""
+    return f"{number} of {size} GPUs, {place}{turns} (without GPUs: {options.num_engines})"
+
+
+def describe_mode(config: PostTrainConfig) -> str:
+    """Return how far generation may be ahead of training."""
+    run = config.run
+    if run.streams:
+        return f"streaming, tokens at most {run.max_staleness} policy versions old"
+    if not run.async_buffer_size and run.update_weights_interval == 1:
+        return "no: rollouts are generated with the newest policy"
+    return f"{run.async_buffer_size} rollouts ahead, tokens at most {run.staleness_limit} policy versions old"
+
+
+def describe_shards(config: PostTrainConfig) -> str:
+    """Return the largest size of the samples of a round in the store."""
+    rollout = config.rollout
+    tokens = rollout.rollout_batch_size * rollout.n_samples_per_prompt * rollout.rollout_max_response_len
+    return (
+        f"at most {tokens:,} response tokens, {format_bytes(tokens * BYTES_PER_TOKEN)} in the store before compression"
+    )
+
+
+def option_rows(config: PostTrainConfig) -> Iterator[Row]:
+    """Yield the options that differ from their defaults."""
+    title = "options"
+    for section, name, field in list_options():
+        value = getattr(getattr(config, section), name)
+        if value != field.get_default(call_default_factory=True) and not field_meta(field).secret:
+            yield title, f"--{name.replace('_', '-')} {short_repr(value)}"
+            title = ""

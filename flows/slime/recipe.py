@@ -1,0 +1,237 @@
+"""Translate a slime launch script into a recipe: a TOML file for `penstock train --config`.
+
+Every flag of the script's `train.py` or `train_async.py` becomes an option, or a comment that says why it does not.
+Nothing of the script is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import penstock
+from penstock.engines.megatron.options.args import normalize_megatron_args
+from penstock.engines.megatron.options.table import TABLE
+from penstock.engines.megatron.options.values import check_option_values
+from penstock.flows.config import SECTIONS, PostTrainConfig, flag_of_field, validate_config
+from penstock.flows.options.flags import (
+    ENGINE_PREFIXES,
+    Values,
+    apply_flag,
+    did_you_mean,
+    megatron_flag_names,
+    penstock_flags,
+    split_flags,
+)
+from penstock.flows.options.refused import is_listed
+from penstock.flows.slime.shell import Script, read_script
+from penstock.storage.config import field_meta
+from penstock.storage.errors import ModelError, OptionError
+
+PROGRAMS = ("train.py", "train_async.py")
+MODELS = Path(penstock.__file__).parent / "models"
+SUPPORTED = re.compile(
+    r"(glm-?4|glm-?z1|qwen-?2|qwen-?3|deepseek-?v3|deepseek-?r1|llama-?3|kimi-?k2|moonlight)", re.IGNORECASE
+)
+OTHER_ARCHITECTURE = re.compile(r"next|-vl|omni|qwen-?3\.[56]|qwen36|v3\.2|k2\.5|glm-?4\.?\d?v", re.IGNORECASE)
+
+
+@dataclass
+class Recipe:
+    """The translation of a script."""
+
+    script: Path
+    program: str  # train.py or train_async.py
+    config: PostTrainConfig
+    values: Values  # section -> option -> value
+    comments: dict[tuple[str, str], str] = field(default_factory=dict)  # (section, option) -> comment
+    dropped: list[str] = field(default_factory=list)  # "--flag value: reason"
+    environment: list[str] = field(default_factory=list)  # names of variables that the script exports
+
+    @property
+    def flow(self) -> str:
+        """Return the flow that runs the recipe."""
+        return "sft" if self.config.train.loss_type == "sft_loss" else "post_train"
+
+
+def import_script(path: Path) -> Recipe:
+    """Return the recipe of a slime launch script.
+
+    Raises:
+        OptionError: the script cannot be read, does not start slime's training, or has unknown flags or invalid values.
+        ModelError: it trains a model of an architecture that is not supported.
+    """
+    try:
+        script = read_script(path, lambda source: find_source(path, source))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OptionError(f"script {path} cannot be read ({reason}): give a slime launch script") from None
+    program, argv = find_training_command(script, path)
+    model_file = check_architecture(script, path)
+    recipe = Recipe(path, program, PostTrainConfig(), {}, environment=sorted(script.exported))
+    translate_flags(recipe, argv)
+    drop_options_of_model(recipe, model_file)
+    run = recipe.values.setdefault("run", {})
+    if program == "train_async.py" and "async_buffer_size" not in run:
+        run["async_buffer_size"] = 1
+        recipe.comments["run", "async_buffer_size"] = "train_async.py generates one rollout ahead"
+    if not run.get("run") and not run.get("save"):
+        run["run"] = re.sub(r"[^A-Za-z0-9._-]", "-", path.stem)
+        recipe.comments["run", "run"] = "the script has no --save, which names the run"
+    recipe.config = validate_config(recipe.values)
+    return recipe
+
+
+def find_source(script: Path, source: str) -> Path | None:
+    """Return the file that a script sources: at its path, or beside the script in `models/`."""
+    candidates = (Path(source), script.parent / source, script.parent / "models" / Path(source).name)
+    return next((path for path in candidates if "<" not in str(path) and path.is_file()), None)
+
+
+def find_training_command(script: Script, path: Path) -> tuple[str, list[str]]:
+    """Return the program (train.py or train_async.py) that a script runs, and its arguments. Raises OptionError."""
+    for words in script.commands:
+        for position, word in enumerate(words):
+            if (name := word.rpartition("/")[2]) in PROGRAMS:
+                return name, words[position + 1 :]
+    raise OptionError(f"script {path} runs neither {' nor '.join(PROGRAMS)}: give a slime launch script")
+
+
+def check_architecture(script: Script, path: Path) -> str:
+    """Return the name of the model file that a script sources, "" if there is none.
+
+    Raises:
+        ModelError: the model's architecture is not supported.
+    """
+    names = [Path(source).stem for source in script.sourced if "models/" in source]
+    for name in names:
+        if not SUPPORTED.match(name) or OTHER_ARCHITECTURE.search(name):
+            raise ModelError(
+                f"script {path} trains {name}, whose architecture is not supported: docs/models.md lists the families, "
+                "and --model-family-path adds one"
+            )
+    return names[0] if names else ""
+
+
+# ---- flags -----------------------------------------------------------------------------------------------------------
+
+
+def translate_flags(recipe: Recipe, argv: list[str]) -> None:
+    """Set the values of the recipe from the arguments of train.py.
+
+    Raises:
+        OptionError: flags are unknown; the message lists all of them.
+    """
+    unknown, options_set = [], set[str]()
+    for name, args in split_flags(argv):
+        own = penstock_flags().get(name)
+        text = " ".join([name, *args])
+        if own is None and not (is_listed(name) or name.startswith(ENGINE_PREFIXES) or name in megatron_flag_names()):
+            positive = "--" + name.removeprefix("--no-")
+            if positive not in penstock_flags():
+                unknown.append(name + did_you_mean(name, [*penstock_flags(), *megatron_flag_names()]).rstrip("?"))
+                continue
+        if unresolved := [arg for arg in args if "<" in arg]:
+            if own is None or not field_meta(own[2]).secret:
+                rule = TABLE.get(megatron_flag_names().get(name, ""))
+                is_known = rule is not None and rule.kind == "checked"
+                reason = "config.json has it" if is_known else f"{unresolved[0]} is known only when the script runs"
+                recipe.dropped.append(f"{text}: {reason}")
+                continue
+            args = [f"env:{arg[1:-1]}" if re.fullmatch(r"<\w+>", arg) else arg for arg in args]
+        try:
+            if not _is_ineffective(recipe, name, args):
+                apply_flag(recipe.values, name, args, options_set)
+        except OptionError as error:
+            recipe.dropped.append(f"{text}: {error}")
+            continue
+        if own is not None and flag_of_field(own[1]) != name:
+            recipe.comments[own[0], own[1]] = f"{name} in the script"
+    if unknown:
+        raise OptionError(f"script {recipe.script} has unknown flags: {'; '.join(unknown)}")
+
+
+def _is_ineffective(recipe: Recipe, name: str, args: list[str]) -> bool:
+    """Return whether a flag of Megatron has no effect, and tell the recipe. Raises OptionError if it is refused."""
+    if name in penstock_flags() or is_listed(name) or name not in megatron_flag_names():
+        return False
+    values: Values = {}
+    apply_flag(values, name, args, set())
+    for option, value in normalize_megatron_args(values["train"]["megatron"]).items():
+        rule = TABLE[option]
+        if rule.kind == "refused":
+            check_option_values({option: value})
+        if rule.kind in ("ignored", "refused"):
+            recipe.dropped.append(
+                f"{' '.join([name, *args])}: {rule.text if rule.kind == 'ignored' else 'the default'}"
+            )
+            return True
+    return False
+
+
+def drop_options_of_model(recipe: Recipe, model_file: str) -> None:
+    """Remove the options that describe the model, if they are those of `configs/models`: config.json has them."""
+    megatron = recipe.values.get("train", {}).get("megatron", {})
+    known = {path.stem.lower(): path for path in MODELS.glob("*.toml")}
+    path = known.get(model_file.lower())
+    if path is None or not megatron:
+        return
+    expected = tomllib.loads(path.read_text(encoding="utf-8"))["train"]["megatron"]
+    same = []
+    for option in [option for option in megatron if option in megatron_flag_names().values()]:
+        values = normalize_megatron_args({option: megatron[option]})
+        if all(TABLE[name].kind == "checked" for name in values):
+            if all(name not in expected or expected[name] == value for name, value in values.items()):
+                same.append(option)
+                del megatron[option]
+            else:
+                recipe.comments["train.megatron", option] = (
+                    f"{path.name} has another value; checked against config.json"
+                )
+    if same:
+        recipe.dropped.append(f"{len(same)} options that describe the model ({model_file}): config.json has them")
+
+
+# ---- TOML ------------------------------------------------------------------------------------------------------------
+
+
+def format_recipe(recipe: Recipe) -> str:
+    """Return the recipe as TOML, with comments."""
+    command = {"post_train": "train", "sft": "sft"}[recipe.flow]
+    lines = [
+        f"# Made from {recipe.script.name} by `penstock import-slime`. Run it with: penstock {command} --config FILE"
+    ]
+    if recipe.environment:
+        lines.append(f"# Environment variables that the script exports, not applied: {', '.join(recipe.environment)}")
+    lines += [f"# Dropped: {line}" for line in dict.fromkeys(recipe.dropped)]
+    for section in (name for name in SECTIONS if name in recipe.values):
+        entries = recipe.values[section]
+        dumped = getattr(recipe.config, section).model_dump(mode="json")
+        plain = {name: dumped.get(name, value) for name, value in entries.items() if not isinstance(value, dict)}
+        if plain:
+            lines += ["", f"[{section}]", *(_format_line(recipe, section, name, plain[name]) for name in plain)]
+        for name, table in entries.items():
+            if isinstance(table, dict) and table:
+                path = f"{section}.{name}"
+                lines += ["", f"[{path}]", *(_format_line(recipe, path, key, table[key]) for key in table)]
+    return "\n".join(lines) + "\n"
+
+
+def _format_line(recipe: Recipe, section: str, name: str, value: Any) -> str:
+    if value is None:  # --save is split into store and run
+        given = recipe.values[section][name]
+        return f"{name} = {_format_value(given)}"
+    comment = recipe.comments.get((section, name))
+    return f"{name} = {_format_value(value)}" + (f"  # {comment}" if comment else "")
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(key)} = {_format_value(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_format_value(item) for item in value) + "]"
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,271 @@
+"""Read the variables, arrays and commands of a bash script without executing anything.
+
+Supported are assignments, arrays, `+=`, `export`, quotes, comments, continued lines, `${NAME}`, `${NAME:-default}`,
+`${NAME[@]}`, `$((...))` of integers, `source`, and the directory of the script in its usual spellings. Only the first
+branch of an `if` block is read; loops, functions and here-documents are skipped. What cannot be known without execution
+becomes `<...>` in a word.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MAX_CHARACTERS = 1 << 20
+NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+_BLOCK_ENDS = {"fi": "if", "done": "do", "esac": "case", "}": "{"}
+_SCRIPT_DIRECTORY = re.compile(r"\b(dirname|BASH_SOURCE|realpath|pwd)\b")
+
+
+@dataclass
+class Script:
+    """What a script defines and runs."""
+
+    variables: dict[str, str] = field(default_factory=dict)
+    arrays: dict[str, list[str]] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)
+    commands: list[list[str]] = field(default_factory=list)  # words, expanded
+    sourced: list[str] = field(default_factory=list)  # paths, expanded, in order
+    conditional: list[str] = field(default_factory=list)  # variables that are set in an `if` block
+
+
+def read_script(path: Path, find_source: Callable[[str], Path | None]) -> Script:
+    """Read a script and the files that it sources.
+
+    Args:
+        path: of the script.
+        find_source: maps the path of a sourced file, as the script has it, to a file that exists, or None.
+
+    Raises:
+        OSError: the script cannot be read.
+        ValueError: it is not a text, or longer than MAX_CHARACTERS.
+    """
+    script = Script()
+    _Reader(script, find_source).read(path)
+    return script
+
+
+class _Reader:
+    def __init__(self, script: Script, find_source: Callable[[str], Path | None]) -> None:
+        self.script, self.find_source = script, find_source
+        self.directory = ""
+        self.depth = 0  # of sourced files
+
+    def read(self, path: Path) -> None:
+        text = path.read_text(encoding="utf-8")
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(f"{path} has more than {MAX_CHARACTERS} characters")
+        outer, self.directory = self.directory, str(path.parent)
+        self.depth += 1
+        blocks: list[str] = []  # open blocks; an `if` whose first branch has ended is "else"
+        for statement in split_statements(text):
+            self.read_statement(statement, blocks)
+        self.depth -= 1
+        self.directory = outer
+
+    def read_statement(self, statement: str, blocks: list[str]) -> None:
+        """Read one statement, if it is not in a loop, a function or a later branch of an `if` block."""
+        word, _, rest = statement.partition(" ")
+        if word in ("then", "do", "{"):  # `then` and `do` may be followed by a statement
+            statement, (word, _, _) = rest.strip(), rest.strip().partition(" ")
+        if word in ("if", "for", "while", "until", "case") or re.match(
+            rf"(function\s+{NAME}|{NAME}\s*\(\s*\))", statement
+        ):
+            blocks.append(word if word in ("if", "case") else "do")
+        elif word in ("else", "elif") and blocks:
+            blocks[-1] = "else"
+        elif word in _BLOCK_ENDS and blocks:
+            blocks.pop()
+        elif statement and all(block == "if" for block in blocks):
+            self.read_command(statement, conditional=bool(blocks))
+
+    def read_command(self, statement: str, *, conditional: bool) -> None:
+        """Read an assignment, a `source` or another command."""
+        script, words = self.script, statement
+        if match := re.match(r"(?:export|declare|local|readonly|typeset)\s+(?:-\w+\s+)*(?=[A-Za-z_])", words):
+            if words.startswith("export"):
+                script.exported |= set(re.findall(rf"(?:^|\s)({NAME})=", words))
+            words = words[match.end() :]
+        while match := re.match(rf"({NAME})(\+?)=(\()?", words):
+            name, adds, is_array = match[1], bool(match[2]), bool(match[3])
+            end = end_of_value(words, match.end(), ")" if is_array else None)
+            values = list(self.expand_words(words[match.end() : end]))
+            if is_array:
+                script.arrays[name] = [*(script.arrays.get(name, []) if adds else []), *values]
+            else:
+                script.variables[name] = (script.variables.get(name, "") if adds else "") + " ".join(values)
+            if conditional:
+                script.conditional.append(name)
+            words = words[end + is_array :].strip()
+        expanded = list(self.expand_words(words))
+        if expanded[:1] in (["source"], ["."]) and len(expanded) > 1 and self.depth < 8:
+            script.sourced.append(expanded[1])
+            if path := self.find_source(expanded[1]):
+                self.read(path)
+        elif expanded:
+            script.commands.append(expanded)
+
+    def expand_words(self, text: str) -> Iterator[str]:
+        """Yield the words of a text, without quotes, with variables replaced; `${ARRAY[@]}` gives several."""
+        for raw in split_words(text):
+            if match := re.fullmatch(rf"\"?\$\{{({NAME})\[[@*]\]\}}\"?", raw):
+                yield from self.script.arrays.get(match[1], [f"<{match[1]}>"])
+            else:
+                yield self.expand(raw)
+
+    def expand(self, raw: str) -> str:
+        """Return a word without quotes, with variables replaced."""
+        out, position = [], 0
+        while position < len(raw):
+            character = raw[position]
+            if character == "'":
+                end = raw.index("'", position + 1) if "'" in raw[position + 1 :] else len(raw)
+                out.append(raw[position + 1 : end])
+                position = end + 1
+            elif character == "\\" and position + 1 < len(raw):
+                out.append(raw[position + 1])
+                position += 2
+            elif character == '"':
+                position += 1
+            elif character in "$`":
+                end = end_of_expansion(raw, position)
+                out.append(self.value_of(raw[position:end]))
+                position = end
+            else:
+                out.append(character)
+                position += 1
+        return "".join(out)
+
+    def value_of(self, expansion: str) -> str:
+        """Return the value of `$NAME`, `${NAME}`, `${NAME:-default}`, `$((...))` or the script's directory; `<...>` if
+        it is not known."""
+        variables, unknown = self.script.variables, f"<{expansion.lstrip('$').strip('{}')}>"
+        if expansion.startswith("$((") and expansion.endswith("))"):
+            formula = re.sub(rf"\$?\{{?({NAME})\}}?", lambda m: variables.get(m[1], "x"), expansion[3:-2])
+            return compute(formula) or unknown
+        if expansion.startswith(("$(", "`")):
+            return self.directory if _SCRIPT_DIRECTORY.search(expansion) else "<command>"
+        match = re.fullmatch(rf"\$\{{?({NAME})(?::?[-=](.*))?\}}?", expansion, re.DOTALL)
+        if match is None:
+            return unknown
+        default = match[2].removesuffix("}") if match[2] is not None else None
+        value = variables.get(match[1], None if default is None else self.expand(default))
+        return unknown if value is None else value
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def split_statements(text: str) -> Iterator[str]:
+    """Yield the statements of a script: separated by line ends, `;`, `&`, `&&`, `||` and `|` outside of quotes and
+    parentheses; without comments and here-documents."""
+    text = re.sub(r"\\\r?\n", " ", text)
+    text = re.sub(r"<<-?\s*(['\"]?)(\w+)\1(.*?)\n(.*?)^\s*\2[ \t]*$", r"\3", text, flags=re.DOTALL | re.MULTILINE)
+    start = position = 0
+    while position <= len(text):
+        rest = text[position : position + 2]
+        if position == len(text) or rest[0] in "\n;|" or (rest[0] == "&" and not _redirects(text, position)):
+            if statement := text[start:position].strip():
+                yield statement
+            start = position = position + 1
+        elif rest[0] == "#" and (position == start or text[position - 1].isspace()):
+            end = text.find("\n", position)
+            text = text[:position] + text[end if end >= 0 else len(text) :]
+        else:
+            position = skip(text, position)
+
+
+def _redirects(text: str, position: int) -> bool:
+    """Return whether `&` at a position belongs to a redirection (`2>&1`, `&>file`)."""
+    return text[position - 1 : position] == ">" or text[position + 1 : position + 2] == ">"
+
+
+def skip(text: str, position: int) -> int:
+    """Return the position after the character, quoted text, expansion or parenthesis at `position`."""
+    character = text[position]
+    if character == "\\":
+        return position + 2
+    if character == "'":
+        end = text.find("'", position + 1)
+        return len(text) if end < 0 else end + 1
+    if character == '"':
+        position += 1
+        while position < len(text) and text[position] != '"':
+            position = (
+                end_of_expansion(text, position) if text[position] in "$`" else position + 1 + (text[position] == "\\")
+            )
+        return position + 1
+    if character in "$`":
+        return end_of_expansion(text, position)
+    if character == "(":
+        return end_of_value(text, position + 1, ")") + 1
+    return position + 1
+
+
+def end_of_value(text: str, position: int, closing: str | None) -> int:
+    """Return where a value ends: at `closing`, or, if None, at white space."""
+    while position < len(text):
+        if text[position] == closing or (closing is None and text[position].isspace()):
+            return position
+        if text[position] == "#" and text[position - 1].isspace():
+            end = text.find("\n", position)
+            position = len(text) if end < 0 else end
+        else:
+            position = skip(text, position)
+    return len(text)
+
+
+def end_of_expansion(text: str, position: int) -> int:
+    """Return the position after the expansion (`$NAME`, `${...}`, `$(...)`, `` `...` ``) at `position`."""
+    if text[position] == "`":
+        end = text.find("`", position + 1)
+        return len(text) if end < 0 else end + 1
+    following = text[position + 1 : position + 2]
+    if following == "(":
+        return min(len(text), end_of_value(text, position + 2, ")") + 1)
+    if following == "{":
+        return min(len(text), end_of_value(text, position + 2, "}") + 1)
+    match = re.compile(rf"\$({NAME}|.)?", re.DOTALL).match(text, position)
+    return match.end() if match else position + 1
+
+
+def split_words(text: str) -> Iterator[str]:
+    """Yield the words of a text as they are written, with quotes, without comments and redirections."""
+    position, start = 0, None
+    while position <= len(text):
+        if position == len(text) or text[position].isspace():
+            if start is not None and not re.match(r"(\d*|&)[<>]", text[start:position]):
+                yield text[start:position]
+            start, position = None, position + 1
+        elif text[position] == "#" and start is None:
+            end = text.find("\n", position)
+            position = len(text) if end < 0 else end
+        else:
+            start = position if start is None else start
+            position = skip(text, position)
+
+
+def compute(formula: str) -> str | None:
+    """Return the value of a formula of integers with + - * / and parentheses, or None."""
+    operators: dict[type[ast.operator], Callable[[int, int], int]] = {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.Div: operator.floordiv,
+    }
+
+    def value(node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.BinOp) and type(node.op) in operators:
+            return operators[type(node.op)](value(node.left), value(node.right))
+        raise ValueError(f"not a sum or product of integers: {formula}")
+
+    try:
+        return str(value(ast.parse(formula.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return None

@@ -1,0 +1,67 @@
+NLAYERS=61
+FIRST_K_DENSE_REPLACE=3
+
+layers=()
+for ((i=0; i<NLAYERS; i++)); do
+  if (( i < FIRST_K_DENSE_REPLACE )); then
+    layers+=(0)
+  else
+    layers+=(1)
+  fi
+done
+
+printf -v MOE_LAYER_FREQ "[%s]" "$(IFS=', '; echo "${layers[*]}")"
+
+MODEL_ARGS=(
+   --swiglu
+   --disable-bias-linear
+   --normalization RMSNorm
+   --use-rotary-position-embeddings
+   --position-embedding-type rope
+   --no-position-embedding
+   --num-layers 61
+   --hidden-size 7168
+   --ffn-hidden-size 18432
+   --vocab-size 129280
+   --untie-embeddings-and-output-weights
+   --norm-epsilon 1e-06
+   --num-attention-heads 128
+   --num-query-groups 128
+   --multi-latent-attention
+   --q-lora-rank 1536
+   --kv-lora-rank 512
+   --qk-head-dim 128
+   --qk-pos-emb-head-dim 64
+   --v-head-dim 128
+   --qk-layernorm
+   --rotary-base 10000
+   --rotary-percent 1.0
+   --rope-type yarn
+   --rotary-scaling-factor 40
+   --original-max-position-embeddings 4096
+   --beta-fast 32
+   --beta-slow 1.0
+   --mscale 1.0
+   --mscale-all-dim 1.0
+   --num-experts 256
+   --moe-layer-freq $MOE_LAYER_FREQ
+   --moe-ffn-hidden-size 2048
+   --moe-shared-expert-intermediate-size 2048
+   --moe-router-topk 8
+   --moe-router-score-function sigmoid
+   --moe-router-pre-softmax
+   --moe-router-num-groups 8
+   --moe-router-group-topk 4
+   --moe-router-topk-scaling-factor 2.5
+   --moe-router-enable-expert-bias
+   --moe-router-bias-update-rate 0.0
+   --moe-grouped-gemm
+   --moe-token-dispatcher-type alltoall
+   --moe-token-drop-policy probs
+   --moe-aux-loss-coeff 0
+   --moe-router-load-balancing-type seq_aux_loss
+   --moe-router-dtype fp32
+   --moe-permute-fusion
+   --attention-softmax-in-fp32
+   --no-rope-fusion
+)

@@ -1,0 +1,27 @@
+MODEL_ARGS=(
+   --spec "slime_plugins.models.glm4" "get_glm_spec"
+   --swiglu
+   --disable-bias-linear
+   --normalization RMSNorm
+   --use-rotary-position-embeddings
+   --position-embedding-type rope
+   --no-position-embedding
+   --num-layers 40
+   --hidden-size 4096
+   --ffn-hidden-size 13696
+   --vocab-size 151552
+   --untie-embeddings-and-output-weights
+   --norm-epsilon 1e-05
+   --post-self-attn-layernorm
+   --post-mlp-layernorm
+   --num-attention-heads 32
+   --num-query-groups 2
+   --kv-channels 128
+   --add-qkv-bias
+   --rotary-base 10000
+   --rotary-percent 0.5
+   --rotary-interleaved
+   --group-query-attention
+   --attention-softmax-in-fp32
+   --no-rope-fusion
+)

@@ -1,0 +1,24 @@
+MODEL_ARGS=(
+   --swiglu
+   --disable-bias-linear
+   --normalization RMSNorm
+   --use-rotary-position-embeddings
+   --position-embedding-type rope
+   --no-position-embedding
+   --num-layers 32
+   --hidden-size 4096
+   --ffn-hidden-size 14336
+   --vocab-size 128256
+   --untie-embeddings-and-output-weights
+   --norm-epsilon 1e-05
+   --num-attention-heads 32
+   --num-query-groups 8
+   --kv-channels 128
+   --rotary-base 500000
+   --rotary-percent 1.0
+   --use-rope-scaling
+   --rope-scaling-factor 8.0
+   --group-query-attention
+   --attention-softmax-in-fp32
+   --no-rope-fusion
+)

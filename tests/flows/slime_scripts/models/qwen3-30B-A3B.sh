@@ -1,0 +1,38 @@
+MODEL_ARGS=(
+   --swiglu
+   --disable-bias-linear
+   --normalization RMSNorm
+   --use-rotary-position-embeddings
+   --position-embedding-type rope
+   --no-position-embedding
+   --num-layers 48
+   --hidden-size 2048
+   --ffn-hidden-size 6144
+   --vocab-size 151936
+   --untie-embeddings-and-output-weights
+   --norm-epsilon 1e-06
+   --num-attention-heads 32
+   --num-query-groups 4
+   --kv-channels 128
+   --qk-layernorm
+   --rotary-base 1000000
+   --rotary-percent 1.0
+   --num-experts 128
+   --moe-ffn-hidden-size 768
+   --moe-router-topk 8
+   --moe-router-score-function softmax
+   --moe-router-num-groups 1
+   --moe-router-group-topk 1
+   --moe-router-topk-scaling-factor 1.0
+   --moe-router-bias-update-rate 0.0
+   --group-query-attention
+   --moe-grouped-gemm
+   --moe-token-dispatcher-type alltoall
+   --moe-token-drop-policy probs
+   --moe-aux-loss-coeff 0
+   --moe-router-load-balancing-type none
+   --moe-router-dtype fp32
+   --moe-permute-fusion
+   --attention-softmax-in-fp32
+   --no-rope-fusion
+)

@@ -1,0 +1,22 @@
+MODEL_ARGS=(
+   --swiglu
+   --disable-bias-linear
+   --normalization RMSNorm
+   --use-rotary-position-embeddings
+   --position-embedding-type rope
+   --no-position-embedding
+   --num-layers 36
+   --hidden-size 2560
+   --ffn-hidden-size 9728
+   --vocab-size 151936
+   --norm-epsilon 1e-06
+   --num-attention-heads 32
+   --num-query-groups 8
+   --kv-channels 128
+   --qk-layernorm
+   --rotary-base 1000000
+   --rotary-percent 1.0
+   --group-query-attention
+   --attention-softmax-in-fp32
+   --no-rope-fusion
+)

@@ -1,0 +1,176 @@
+"""`penstock import-slime` and `--dry-run`: slime's launch scripts become recipes, without executing anything."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.flows.cli import main
+from penstock.flows.options.flags import parse_config
+from penstock.flows.slime.recipe import format_recipe, import_script
+from penstock.flows.slime.shell import compute, read_script, split_statements
+from penstock.storage.errors import ModelError, OptionError
+
+sys.path.append(str(Path(__file__).parents[1] / "engines"))
+from real_models import REAL_MODELS
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((Path(__file__).parent / "slime_scripts").glob("*.sh"))
+RECIPES = sorted(path for path in (ROOT / "configs/recipes").glob("*.toml") if not path.name.startswith("demo-"))
+
+
+def write_config_json(directory: Path, model: str) -> Path:
+    """Write the config.json of a published model, without weights; return the directory."""
+    row = REAL_MODELS[model]
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({"architectures": [row.architecture], **row.config}))
+    return directory
+
+
+def write_script(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_script_becomes_a_recipe_that_plans(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_KEY", "secret")
+    assert main(["import-slime", str(script), "--output", str(tmp_path / "recipe.toml")]) == 0
+    model = next(line for line in script.read_text().splitlines() if "models/" in line).rpartition("/")[2][:-4]
+    directory = write_config_json(tmp_path / "model", model)
+    words = ["--config", str(tmp_path / "recipe.toml"), "--hf-checkpoint", str(directory)]
+    config, recipe = parse_config(words), import_script(script)
+    assert config.rollout == recipe.config.rollout and config.train == recipe.config.train
+    assert config.run.run.endswith("_slime") and config.run.store == "/root"
+    capsys.readouterr()
+    flow = "train-async" if "async" in script.name else "train"
+    code = main([flow, *words, "--dry-run"])
+    out = capsys.readouterr()
+    assert code == 0, out.err
+    assert "optimizer steps" in out.out and "GiB" in out.out and "not checked: --prompt-data" in out.out
+    assert "secret" not in out.out
+
+
+def test_scripts_are_not_executed(tmp_path: Path) -> None:
+    text = f"touch {tmp_path}/executed\nX=$(touch {tmp_path}/executed)\npython train.py --lr $X --num-rollout `id`\n"
+    recipe = import_script(write_script(tmp_path / "run.sh", text))
+    assert not (tmp_path / "executed").exists()
+    assert [line.partition(":")[0] for line in recipe.dropped] == ["--lr <command>", "--num-rollout <command>"]
+
+
+def test_values_keep_their_comments_and_reasons(tmp_path: Path) -> None:
+    script = """
+source models/qwen3-4B.sh
+MODEL_ARGS=(--num-layers 36 --hidden-size 2560 --rotary-base 10000 --seq-length 4096)
+export HF_HOME=/x
+python3 train_async.py ${MODEL_ARGS[@]} --prompt-key question --wandb-key $WANDB_KEY --use-wandb --hf-checkpoint /m
+"""
+    text = format_recipe(import_script(write_script(tmp_path / "my run.sh", script)))
+    for line in (
+        "# Environment variables that the script exports, not applied: HF_HOME",
+        "# Dropped: --seq-length 4096: Megatron's data loader is not used; see --prompt-data",
+        "# Dropped: 2 options that describe the model (qwen3-4B): config.json has them",
+        "rotary_base = 10000  # qwen3-4B.toml has another value; checked against config.json",
+        'input_key = "question"  # --prompt-key in the script',
+        "async_buffer_size = 1  # train_async.py generates one rollout ahead",
+        'run = "my-run"  # the script has no --save, which names the run',
+        'wandb_key = "env:WANDB_KEY"',
+    ):
+        assert line in text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("source models/qwen3-next-80B-A3B.sh\npython train.py", ModelError, "qwen3-next-80B-A3B, whose architecture"),
+        ("source models/gemma4-31B.sh\npython train.py", ModelError, "gemma4-31B, whose architecture is not supported"),
+        (
+            "python train.py --lr 1 --bla 2 --rollout-batch-sze 3",
+            OptionError,
+            "--bla; --rollout-batch-sze: did you mean",
+        ),
+        ("python other.py --lr 1", OptionError, "runs neither train.py nor train_async.py"),
+        ("python train.py --rollout-batch-size 3 --global-batch-size 7", OptionError, "make both products equal"),
+        ("python train.py --lr x", OptionError, "--lr 'x'"),
+    ],
+)
+def test_script_that_cannot_run_is_refused(text: str, kind: type, message: str, tmp_path: Path) -> None:
+    with pytest.raises(kind, match=message):
+        import_script(write_script(tmp_path / "run.sh", text))
+
+
+def test_missing_script_and_existing_output_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = write_script(tmp_path / "run.sh", "python train.py --run r")
+    (tmp_path / "out.toml").write_text("mine")
+    for words in (
+        [str(tmp_path / "no.sh")],
+        [],
+        [str(script), "--output", str(tmp_path / "out.toml")],
+        [str(tmp_path)],
+    ):
+        assert main(["import-slime", *words]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert (tmp_path / "out.toml").read_text() == "mine"
+
+
+# ---- bash ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("A=1\nrun $A ${A}x \"$A y\" '$A'", ["1", "1x", "1 y", "$A"]),
+        ("A=(x 'y z') # no\nA+=(w)\nrun ${A[@]} \"${A[@]}\"", ["x", "y z", "w", "x", "y z", "w"]),
+        ("run ${B:-d} ${B:=e} $((2 * 3 + 1)) $C", ["d", "e", "7", "<C>"]),
+        ("run a \\\n  b # c\\\n", ["a", "b"]),
+        ("if [ -z $X ]; then\n  A=1\nelse\n  A=2\nfi\nrun $A", ["1"]),
+        ("for i in 1 2; do A=$i; done\nf() { A=3; }\nrun $A", ["<A>"]),
+        ("cat <<EOF\nA=4\nEOF\nA=5; run $A 2>&1 >/dev/null", ["5"]),
+        ("A=a B=b; run $A$B &", ["ab"]),
+        ('X="{\n  \\"k\\": \\"v\\"}"\nrun "$X"', ['{\n  "k": "v"}']),
+        ("N=4; run $((N * 512)) $((2 ** 3)) $((x))", ["2048", "<((2 ** 3))>", "<((x))>"]),
+    ],
+)  # fmt: skip
+def test_words_are_those_of_bash(text: str, words: list[str], tmp_path: Path) -> None:
+    script = read_script(write_script(tmp_path / "s.sh", text), lambda source: None)
+    [command] = [command for command in script.commands if command[0] == "run"]
+    assert command[1:] == words
+
+
+def test_sourced_files_are_read_from_the_directory_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    write_script(tmp_path / "models" / "m.sh", "MODEL_ARGS=(--a 1)")
+    head = 'DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\nsource "${DIR}/models/m.sh"\n'
+    script = read_script(write_script(tmp_path / "s.sh", head + "run ${MODEL_ARGS[@]}"), lambda source: Path(source))
+    assert script.commands[-1] == ["run", "--a", "1"] and script.sourced == [f"{tmp_path}/models/m.sh"]
+
+
+@pytest.mark.parametrize("text", ["", "(", "'", '"', "$(", "${", "A=(", "`", "\\", "if", "fi", "}", "((", "$", "<<E\n"])
+def test_unfinished_text_does_not_fail(text: str, tmp_path: Path) -> None:
+    read_script(write_script(tmp_path / "s.sh", text), lambda source: None)
+    assert isinstance(list(split_statements(text)), list)
+
+
+def test_formulas_are_of_integers_only() -> None:
+    assert compute("(3 + 4) * -2") is None and compute("(3 + 4) * 2 - 6 / 4") == "13"
+    assert compute("__import__('os')") is None and compute("1 / 0") is None
+
+
+# ---- recipes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_plans(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = next(
+        (line.split()[2] for line in recipe.read_text().splitlines() if line.startswith("# Model: ")), "qwen3-0.6B"
+    )
+    words = ["--config", str(recipe), "--hf-checkpoint", str(write_config_json(tmp_path / "model", model))]
+    code = main(["train", *words, "--run", "r", "--prompt-data", "/nowhere.jsonl", "--dry-run"])
+    out = capsys.readouterr()
+    assert code == 0, out.err
+    assert "fits: a GPU" in out.out and "does not fit" not in out.out.splitlines()[-2]
