@@ -46,7 +46,6 @@ RENAMED: dict[str, tuple[str, Any]] = {
     "enable_deepep_moe": ("moe_a2a_backend", "deepep"),
     "enable_flashinfer_mla": ("attention_backend", "flashinfer"),
     "enable_flashmla": ("attention_backend", "flashmla"),
-    "expert_parallel_size": ("ep_size", ...),
 }
 # Flags of older releases without a successor -> why they may be omitted.
 DROPPED = {
@@ -60,11 +59,8 @@ def reason_for_refusal(name: str) -> str:
     """Return why Penstock refuses a flag (underscores, without prefix) and what to do, or "" if it does not."""
     if name in RESERVED:
         return f"omit it, Penstock sets it from {RESERVED[name]}"
-    return next((reason for key, reason in REFUSED.items() if _matches(name, key)), "")
-
-
-def _matches(name: str, key: str) -> bool:
-    return name.startswith(key) if key.endswith("_") else name == key
+    beginnings = (key for key in REFUSED if key.endswith("_") and name.startswith(key))
+    return REFUSED.get(name) or next((REFUSED[key] for key in beginnings), "")
 
 
 def to_current_flag(name: str, value: Any, known: set[str]) -> tuple[str, Any]:

@@ -144,7 +144,7 @@ def translate_flags(recipe: Recipe, argv: list[str]) -> None:
                 continue
             args = [f"env:{arg[1:-1]}" if re.fullmatch(r"<\w+>", arg) else arg for arg in args]
         try:
-            if not _is_ineffective(recipe, name, args):
+            if not is_ineffective(recipe, name, args):
                 apply_flag(recipe.values, name, args, options_set)
         except OptionError as error:
             recipe.dropped.append(f"{text}: {error}")
@@ -155,7 +155,7 @@ def translate_flags(recipe: Recipe, argv: list[str]) -> None:
         raise OptionError(f"script {recipe.script} has unknown flags: {'; '.join(unknown)}")
 
 
-def _is_ineffective(recipe: Recipe, name: str, args: list[str]) -> bool:
+def is_ineffective(recipe: Recipe, name: str, args: list[str]) -> bool:
     """Return whether a flag of Megatron has no effect, and tell the recipe. Raises OptionError if it is refused."""
     if name in penstock_flags() or is_listed(name) or name not in megatron_flag_names():
         return False
@@ -213,25 +213,25 @@ def format_recipe(recipe: Recipe) -> str:
         dumped = getattr(recipe.config, section).model_dump(mode="json")
         plain = {name: dumped.get(name, value) for name, value in entries.items() if not isinstance(value, dict)}
         if plain:
-            lines += ["", f"[{section}]", *(_format_line(recipe, section, name, plain[name]) for name in plain)]
+            lines += ["", f"[{section}]", *(format_line(recipe, section, name, plain[name]) for name in plain)]
         for name, table in entries.items():
             if isinstance(table, dict) and table:
                 path = f"{section}.{name}"
-                lines += ["", f"[{path}]", *(_format_line(recipe, path, key, table[key]) for key in table)]
+                lines += ["", f"[{path}]", *(format_line(recipe, path, key, table[key]) for key in table)]
     return "\n".join(lines) + "\n"
 
 
-def _format_line(recipe: Recipe, section: str, name: str, value: Any) -> str:
+def format_line(recipe: Recipe, section: str, name: str, value: Any) -> str:
     if value is None:  # --save is split into store and run
         given = recipe.values[section][name]
-        return f"{name} = {_format_value(given)}"
+        return f"{name} = {format_value(given)}"
     comment = recipe.comments.get((section, name))
-    return f"{name} = {_format_value(value)}" + (f"  # {comment}" if comment else "")
+    return f"{name} = {format_value(value)}" + (f"  # {comment}" if comment else "")
 
 
-def _format_value(value: Any) -> str:
+def format_value(value: Any) -> str:
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {_format_value(item)}" for key, item in value.items()) + " }"
+        return "{ " + ", ".join(f"{json.dumps(key)} = {format_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_format_value(item) for item in value) + "]"
+        return "[" + ", ".join(format_value(item) for item in value) + "]"
     return json.dumps(value, ensure_ascii=False)

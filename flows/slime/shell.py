@@ -168,7 +168,7 @@ def split_statements(text: str) -> Iterator[str]:
     start = position = 0
     while position <= len(text):
         rest = text[position : position + 2]
-        if position == len(text) or rest[0] in "\n;|" or (rest[0] == "&" and not _redirects(text, position)):
+        if position == len(text) or rest[0] in "\n;|" or (rest[0] == "&" and not is_redirection(text, position)):
             if statement := text[start:position].strip():
                 yield statement
             start = position = position + 1
@@ -179,7 +179,7 @@ def split_statements(text: str) -> Iterator[str]:
             position = skip(text, position)
 
 
-def _redirects(text: str, position: int) -> bool:
+def is_redirection(text: str, position: int) -> bool:
     """Return whether `&` at a position belongs to a redirection (`2>&1`, `&>file`)."""
     return text[position - 1 : position] == ">" or text[position + 1 : position + 2] == ">"
 

@@ -115,9 +115,9 @@ def test_flag_that_cannot_be_served_is_refused_with_the_reason(name: str, reason
 
 
 def test_flags_of_older_releases_are_translated() -> None:
-    given = {"cuda-graph-bs": [1, 2], "enable_deepep_moe": True, "expert_parallel_size": 8}
+    given = {"cuda-graph-bs": [1, 2], "enable_deepep_moe": True}
     known = sglang_flags().keys()
-    assert {"cuda_graph_bs_decode", "moe_a2a_backend", "ep_size"} <= known and not {"cuda_graph_bs"} & known
+    assert {"cuda_graph_bs_decode", "moe_a2a_backend"} <= known and not {"cuda_graph_bs"} & known
     checked = check_sglang_args(given)
-    assert checked == {"cuda_graph_bs_decode": [1, 2], "moe_a2a_backend": "deepep", "ep_size": 8}
+    assert checked == {"cuda_graph_bs_decode": [1, 2], "moe_a2a_backend": "deepep"}
     assert to_current_flag("cuda_graph_bs", 4, {"cuda_graph_bs"}) == ("cuda_graph_bs", 4)  # the release has it
