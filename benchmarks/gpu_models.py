@@ -10,7 +10,7 @@ from typing import Any
 from penstock.flows.commands.demo_model import CHARACTERS, make_tiny_model, make_tokenizer
 
 PROMPT_TOKENS = 128
-RECIPE = Path(__file__).parent.parent / "configs/recipes/qwen3-0.6b-1gpu.toml"
+RECIPE = Path(__file__).parent.parent / "configs/recipes/1gpu.toml"
 QWEN3 = {  # name -> sizes of `make_tiny_model`
     "0.6b": {"hidden": 1024, "layers": 28, "heads": 16, "groups": 8, "head_dim": 128, "ffn": 3072, "vocab": 151936},
     "1.7b": {"hidden": 2048, "layers": 28, "heads": 16, "groups": 8, "head_dim": 128, "ffn": 6144, "vocab": 151936},
