@@ -190,10 +190,10 @@ def check_save_hf(config: PostTrainConfig) -> None:
         return
     parts = os.path.abspath(run.save_hf).split("{rollout_id}")
     number = re.compile("[0-9]+".join(map(re.escape, parts)))
-    for path in glob.glob("*".join(map(glob.escape, parts))):
-        if not number.fullmatch(path) or (os.path.isdir(path) and not os.listdir(path)):
+    for path in Path("/").glob("*".join(map(glob.escape, parts)).lstrip("/")):
+        if not number.fullmatch(str(path)) or (path.is_dir() and not any(path.iterdir())):
             continue
-        record = read_record(*open_parent_store(path))
+        record = read_record(*open_parent_store(str(path)))
         if record is None or record.run != run.run:
             raise OptionError(
                 f"--save-hf: {path} exists and is not from run {run.run!r}: remove it, or give another path"
