@@ -31,8 +31,6 @@ REFUSED: dict[str, str] = {
     "and --critic-lr-warmup-iters for the critic",
     "--keep-old-actor": "old log-probs are those of the policy before the update; use --use-rollout-logprobs for those "
     "of the policy that generated the samples, or --use-tis, which corrects the difference",
-    "--opd-type": "the teacher's log-probs are computed in the trainer; give megatron and --opd-teacher-load (a model "
-    "of the policy's sizes), or a teacher's score as --custom-rm-path",
     "--allgather-cp": "context parallelism exchanges heads all-to-all; omit it",
     "--custom-model-provider-path": "models are built from config.json; add a family with --model-family-path "
     "(docs/models.md)",
@@ -65,7 +63,6 @@ SFT_MASK = "SFT always trains on every assistant turn with its end token, as the
 ACCEPTED: dict[str, str] = {
     "--update-weight-mode full": "weight updates always send all weights",
     "--rollout-data-transport object-store": "samples always reach the trainer through the store",
-    "--opd-type megatron": "the teacher of --opd-teacher-load is always in the trainer",
     "--loss-mask-type qwen": f"{SFT_MASK} (of any model family)",
     "--loss-mask-type qwen3": f"{SFT_MASK} (of any model family)",
     "--loss-mask-type qwen3_5": f"{SFT_MASK} (of any model family)",
