@@ -1,5 +1,5 @@
-"""The command line: `penstock demo | train | train-async | sft | import-slime | convert | eval | resume | replay | fork
-| promote | rm | verify | gc | deploy | runs | cost | lineage | samples | query | report | track | doctor`.
+"""The command line: `penstock demo | train | train-async | sft | import-slime | convert | export | eval | resume | replay
+| fork | promote | rm | verify | gc | deploy | runs | cost | lineage | samples | query | report | track | doctor`.
 
 A command parses its flags into a config, checks it, and calls a flow. Exit codes: 0 done, 1 failed, 2 invalid request
 (a one-line message on stderr), 130 Ctrl-C, 141 standard output was closed by its reader, 143 SIGTERM.
@@ -33,6 +33,7 @@ USAGE = """usage: penstock COMMAND [options]
   sft       the same loop over demonstrations (no engine)
   import-slime   make a recipe from a slime launch script:  penstock import-slime run.sh [--output FILE.toml]
   convert   Hugging Face checkpoint -> torch_dist, in the store or in a directory, and back
+  export    write a checkpoint of a run for others:  penstock export RUN/20 --format hf|megatron --output DIR
   eval      score a Hugging Face checkpoint on data sets; --rescore RUN grades stored samples again,
             --compare RUN/20 RUN/40 compares two policy versions
   resume    continue a run after its last committed stage:  penstock resume RUN [--store URI]
@@ -202,6 +203,7 @@ COMMANDS: dict[str, Command] = {
     "sft": _flow_command("sft"),
     "import-slime": _module_command("slime.command"),
     "convert": _module_command("convert"),
+    "export": _module_command("inspect.export"),
     "eval": run_eval_command,
     "resume": _module_command("commands.resume"),
     "replay": _module_command("replay"),

@@ -170,6 +170,19 @@ class PostTrainConfig(StageConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_teacher(self) -> PostTrainConfig:
+        """Check that --opd-type sglang and --opd-teacher-url come together, with log-probs at the same temperature."""
+        rollout, train = self.rollout, self.train
+        if train.reads_teacher_logprobs != (rollout.opd_teacher_url is not None):
+            raise OptionError("--opd-type sglang and --opd-teacher-url need each other: give both or neither")
+        if train.reads_teacher_logprobs and rollout.rollout_temperature != 1:
+            raise OptionError(
+                f"--opd-type sglang returns log-probs at temperature 1, but --rollout-temperature is "
+                f"{rollout.rollout_temperature}: give 1, or use --opd-teacher-load"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _correct_for_stale_tokens(self) -> PostTrainConfig:
         """Turn on --use-tis if tokens may be older than the policy that they train, unless it is given or cannot be
         used."""

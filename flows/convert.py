@@ -41,6 +41,7 @@ penstock convert --load CHECKPOINT --save B [--origin-hf-dir A] --megatron-names
                     model or a few layers of a large one)
   --megatron-names  local (default) or te: parameter names of Megatron's own layers or of TransformerEngine's; with
                     --load, write torch_dist instead of Hugging Face files
+  --megatron-iteration  with --load RUN: write iter_0000020 for the checkpoint after 20 rounds, instead of release
   --mtp keep        keep the tensors of multi-token prediction layers for later exports; by default they are left out
   --convert-ranks   number of processes (default 1)
 
@@ -97,6 +98,10 @@ def with_hf_checkpoint(config: PostTrainConfig) -> PostTrainConfig:
         options.convert_save = str(Path(options.convert_save).resolve())  # workers have other working directories
     if options.megatron_names:
         check_megatron_names_options(options)
+    if options.megatron_iteration and not (
+        options.convert_load and options.megatron_names and isinstance(find_checkpoint(config), Commit)
+    ):
+        raise OptionError("--megatron-iteration needs --load RUN and --megatron-names: add them, or leave it out")
     if options.convert_load is None:
         if unfit := [name for name in ("origin_hf_dir", "export_vocab_size") if getattr(options, name) is not None]:
             raise OptionError(f"--{unfit[0].replace('_', '-')} needs --load CHECKPOINT: add it, or leave out the flag")

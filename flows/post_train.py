@@ -48,6 +48,7 @@ def post_train(config: PostTrainConfig) -> State[None]:
                 for stage in due(r + 1):
                     stage(session, r + 1)
         tasks.evaluate_skipped(session)
+        tasks.save_missing_hf(session)
         done = tasks.publish_results(session)
         if config.eval.promote_to and session.num_trained_rounds() == config.run.num_rollout:
             tasks.promote(session, config.run.num_rollout)

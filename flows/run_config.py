@@ -46,6 +46,10 @@ class RunConfig(StageConfig):
     """Instead of --num-rollout, for scheduled runs: each start of the flow trains N more rounds, or, if the previous
     start was interrupted, the rest of its N rounds."""
 
+    save_hf: str | None = option(None, mutability="placement")
+    """At every saved checkpoint also write Hugging Face files to this path; {rollout_id} is the number of the last
+    trained rollout, from 0."""
+
     keep_checkpoints: int | None = option(None, mutability="placement", ge=1)
     """Keep only the newest N checkpoints; default all. Rounds are kept, so older policies can be restored by replay."""
 
@@ -185,6 +189,17 @@ class RunConfig(StageConfig):
         return {**values, "save": None, "store": store or "/", "run": run}
 
     @model_validator(mode="after")
+    def _check_save_hf(self) -> RunConfig:
+        """Check that --save-hf gives every checkpoint its own path."""
+        path = self.save_hf
+        if path is not None and ("{rollout_id}" not in path or set("{}") & set(path.replace("{rollout_id}", ""))):
+            raise OptionError(
+                f"--save-hf {path} gives several checkpoints one path, or has other braces: write {{rollout_id}} where "
+                "the number of the rollout belongs, as in /models/hf_{rollout_id}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_trackers(self) -> RunConfig:
         """Check that options of a tracker come with it, and that the API key is a reference."""
         if self.wandb_key is not None and not is_reference(self.wandb_key):
@@ -199,6 +214,10 @@ class RunConfig(StageConfig):
                     flag = f"--{name.replace('_', '-')}"
                     raise OptionError(f"{flag} has no effect without {switch}: add this, or omit it")
         return self
+
+    def hf_path(self, version: int) -> str:
+        """Return the path of --save-hf for policy `version`, which the round `version` - 1 trained."""
+        return (self.save_hf or "").replace("{rollout_id}", str(version - 1))
 
     @property
     def offloads_trainer(self) -> bool:

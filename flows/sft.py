@@ -34,5 +34,6 @@ def sft(config: PostTrainConfig) -> State[None]:
             tasks.train(session, demonstrations)
             for stage in due(r + 1):
                 stage(session, r + 1)
+        tasks.save_missing_hf(session)
         done = tasks.publish_results(session)
     return done

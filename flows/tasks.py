@@ -406,6 +406,30 @@ def export(session: Session, version: int) -> CheckpointRef:
     return CheckpointRef(key=commit_key(prefix), uri=uri, format="hf", policy_version=version)
 
 
+@stage("save-hf-{version:06d}", needs=lambda session, version: [[f"export-{version:06d}"]])
+def save_hf(session: Session, version: int) -> None:
+    """Copy the export of policy `version` to --save-hf, unless the copy exists."""
+    from penstock.stages.convert.targets import copy_export
+
+    exported = session.read_existing_commit(session.keys.export_prefix(version))
+    ref = copy_export(session.store, exported, session.config.run.hf_path(version))
+    session.set_stage_message(f"Hugging Face files of policy {version}: {ref.uri}")
+
+
+def save_missing_hf(session: Session) -> None:
+    """With --save-hf, write the Hugging Face files of all checkpoints for which a kill or a failure prevented it."""
+    from penstock.stages.convert.targets import is_published
+
+    keys = session.keys
+    if session.config.run.save_hf is None:
+        return
+    session.wait_for_checkpoint()
+    for version in session.store.committed_indices(f"{keys.prefix}/checkpoints"):
+        if not is_published(session.config.run.hf_path(version), session.store.options):
+            export(session, version)
+            save_hf(session, version)
+
+
 def evaluations_of(session: Session, version: int) -> list[list[str]]:
     """Return the names of the stages that score policy `version`."""
     return [[f"eval-{version:06d}-{name}"] for name, _ in session.config.eval.eval_prompt_data]
@@ -450,13 +474,15 @@ def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Ses
         is_last = version == last
         if version > 0 and version % run.update_weights_interval == 0 and generates and engines_are_free:
             stages.append(publish)
-        if version > 0 and (is_last or (run.save_interval and version % run.save_interval == 0)):
-            stages.insert(0 if run.alternates_trainer_and_engines else len(stages), checkpoint)
+        saves = is_last or (run.save_interval and version % run.save_interval == 0)
+        if version > 0 and saves:
+            first = 0 if run.alternates_trainer_and_engines else len(stages)
+            stages[first:first] = [checkpoint, export, save_hf] if run.save_hf else [checkpoint]
         scores = version in (0, last) or (evals.eval_interval and version % evals.eval_interval == 0)
         if evals.eval_prompt_data and scores and not run.debug_train_only:
             in_turn = version in (0, last) or not (run.generates_ahead or session.processes.evaluates_apart)
             stages.append(evaluate_in_turn if in_turn else request_evaluation)
-        if version > 0 and is_last:
+        if is_last and version > 0 and not run.save_hf:
             stages.append(export)
         return stages
 

@@ -12,7 +12,7 @@ from typing import Any
 from penstock.flows.config import PostTrainConfig
 
 FILES = {  # section -> options that name a file or a directory, or a list of them
-    "run": ("store", "update_weight_disk_dir", "tb_dir", "wandb_dir"),
+    "run": ("store", "save_hf", "update_weight_disk_dir", "tb_dir", "wandb_dir"),
     "convert": ("hf_checkpoint", "load"),
     "rollout": ("prompt_data", "data_cache", "rm_model_path"),
     "train": ("ref_load", "opd_teacher_load"),

@@ -106,7 +106,8 @@ def run_export(
     with _collect_progress(report, config.convert_ranks) as reports:
         args = (store, checkpoint, origin, config.convert_save)
         if config.megatron_names:
-            names = (config.megatron_names, reports[0])
+            version = checkpoint.policy_version if isinstance(checkpoint, Commit) else None
+            names = (config.megatron_names, reports[0], version if config.megatron_iteration else None)
             return cluster.run(to_megatron.export_megatron, *args, *names, timeout=config.convert_timeout)
         if config.convert_ranks == 1:
             return cluster.run(to_hf.export_to, *args, reports[0], timeout=config.convert_timeout)

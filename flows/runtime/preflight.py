@@ -6,7 +6,9 @@ first. The only write is the probe of the store, which comes last; the run's rec
 
 from __future__ import annotations
 
+import glob
 import logging
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -163,6 +165,8 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
     check_debug_options(flow, config)
     check_trackers(run)
     check_weight_directory(config)
+    if flow in TRAINING:
+        check_save_hf(config)
     if flow == "post_train":
         check_group_size(config)
     if flow == "evaluate" and not config.eval.eval_prompt_data:
@@ -181,6 +185,25 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
             f"--sglang-{started[0].replace('_', '-')} is an option for starting engines, but the engines of "
             "--rollout-external-engine-addrs are running already: set it where they are started, and leave it out here"
         )
+
+
+def check_save_hf(config: PostTrainConfig) -> None:
+    """Check that the local directories of --save-hf are empty, or have exports of this run. Raises OptionError."""
+    from penstock.stages.convert.targets import open_parent_store, read_record
+
+    run = config.run
+    if run.save_hf is None or "://" in run.save_hf:
+        return
+    parts = os.path.abspath(run.save_hf).split("{rollout_id}")
+    number = re.compile("[0-9]+".join(map(re.escape, parts)))
+    for path in Path("/").glob("*".join(map(glob.escape, parts)).lstrip("/")):
+        if not number.fullmatch(str(path)) or (path.is_dir() and not any(path.iterdir())):
+            continue
+        record = read_record(*open_parent_store(str(path)))
+        if record is None or record.run != run.run:
+            raise OptionError(
+                f"--save-hf: {path} exists and is not from run {run.run!r}: remove it, or give another path"
+            )
 
 
 def check_loop_options(flow: str, config: PostTrainConfig) -> None:

@@ -50,6 +50,10 @@ class ConvertConfig(StageConfig):
     megatron_names: Literal["local", "te"] | None = option(None, mutability="placement")
     """For --save: tensor names of Megatron's local layers or TransformerEngine's; with --load: export as torch_dist."""
 
+    megatron_iteration: bool = option(False, mutability="placement")
+    """For --load RUN with --megatron-names: name the result as a trainer does, iter_0000020 after 20 rounds, instead of
+    `release`."""
+
     convert_verify: bool = option(False, mutability="placement")
     """`penstock convert --verify`: read the result back, compare it with the source bit for bit, and print a report."""
 

@@ -90,15 +90,23 @@ class DirectoryTarget:
             expects.
         name: name of the attempt; equal for the same source and options.
         options: options of the fsspec file system.
+        iteration: for torch_dist: write the subdirectory of this training iteration (`iter_0000020`) instead.
     """
 
     def __init__(
-        self, uri: str, format: Literal["torch_dist", "hf"], name: str, options: dict[str, Any] | None = None
+        self,
+        uri: str,
+        format: Literal["torch_dist", "hf"],
+        name: str,
+        options: dict[str, Any] | None = None,
+        iteration: int | None = None,
     ) -> None:
         self.store, self.final = open_parent_store(uri, options)
         self.uri, self.format = f"{self.store.uri.rstrip('/')}/{self.final}", format
         self.work = f".{self.final}.incoming-{name}" if self.store.is_local else self.final
-        self.attempt = f"{self.work}/{RELEASE}" if format == "torch_dist" else self.work
+        self.iteration = iteration
+        subdirectory = RELEASE if iteration is None else f"iter_{iteration:07d}"
+        self.attempt = f"{self.work}/{subdirectory}" if format == "torch_dist" else self.work
         self.records_prefix = f".{self.final}.incoming-{name}.parts"
 
     def find_published(self, identity: str) -> CheckpointRef | None:
@@ -124,7 +132,8 @@ class DirectoryTarget:
             }
         )
         if self.format == "torch_dist":
-            self.store.create(f"{self.work}/{TRACKER}", RELEASE.encode())
+            iteration = RELEASE if self.iteration is None else str(self.iteration)
+            self.store.create(f"{self.work}/{TRACKER}", iteration.encode())
         self.store.create(f"{self.work}/{RECORD}", record.model_dump_json(indent=1).encode())
         if self.work != self.final:
             source, target = Path(self.store.path(self.work)), Path(self.store.path(self.final))
@@ -239,6 +248,28 @@ def config_directory(directory: str) -> Path | None:
         return Path(directory)
     assets = checkpoint / ASSETS_DIRECTORY
     return assets if (assets / "config.json").is_file() else None
+
+
+def is_published(uri: str, options: dict[str, Any] | None = None) -> bool:
+    """Return whether a directory or URI has the complete result of a conversion or an export."""
+    return read_record(*open_parent_store(uri, options)) is not None
+
+
+def copy_export(store: Store, export: Commit, uri: str) -> CheckpointRef:
+    """Copy a run's export, with verified hashes, to a directory or URI, which becomes visible when it is complete.
+    Return the existing copy if there is one.
+
+    Raises:
+        OptionError: `uri` has other files.
+    """
+    identity = f"{export.attempt}"
+    target = DirectoryTarget(uri, "hf", identity.replace("/", "-"), store.options)
+    if existing := target.find_published(identity):
+        return existing
+    check_free_space(target.store, sum(file.bytes for file in export.files))
+    with store.reading(export) as files, target.store.writing(target.attempt) as out:
+        shutil.copytree(files, out.path, dirs_exist_ok=True)
+    return target.publish(identity, export.model_copy(update={"attempt": target.attempt, "files": out.files}))
 
 
 def import_converted_model(store: Store, directory: str) -> CheckpointRef:

@@ -46,6 +46,7 @@ def export_megatron(
     save: str,
     names: MegatronNames,
     on_progress: OnBytes | None = None,
+    iteration: int | None = None,
 ) -> CheckpointRef:
     """Export the model weights of a checkpoint to `save`, as a directory that Megatron-core loads.
 
@@ -56,14 +57,15 @@ def export_megatron(
         save: directory or URI of the export.
         names: tensor names: of Megatron's local layers or of TransformerEngine's.
         on_progress: called with (bytes written, total bytes).
+        iteration: training iteration whose checkpoint the directory has; None: an untrained one (`release`).
 
     Raises:
         ModelError: `checkpoint` is not a checkpoint, or does not match config.json.
         OptionError: the directory `save` contains files that are not from this export.
         StoreError: the disk is full.
     """
-    identity = _identity(checkpoint, origin, names)
-    target = DirectoryTarget(save, "torch_dist", identity, store.options)
+    identity = _identity(checkpoint, origin, names) + ("" if iteration is None else f"-{iteration}")
+    target = DirectoryTarget(save, "torch_dist", identity, store.options, iteration)
     if existing := target.find_published(identity):
         return existing
     with checkpoint_files(store, checkpoint) as source:
@@ -135,7 +137,7 @@ def copy_megatron_weights(
     records = items.items_with_records()
 
     def write_index_and_assets(directory: Path) -> None:
-        write_common_files(directory, shape)
+        write_common_files(directory, shape, (target.iteration or 0) if isinstance(target, DirectoryTarget) else 0)
         spans = [(unit, record["spans"]) for unit, record in records]
         objects = result.extra_state_keys(names) if isinstance(target, DirectoryTarget) else []
         write_metadata(directory, result, spans, objects)

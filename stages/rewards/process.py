@@ -58,8 +58,8 @@ class GradingProcess:
     def submit(self, samples: list[Sample]) -> list[Future[Outcome]]:
         """Submit `samples` as one job, and return one future outcome per sample."""
         futures: list[Future[Outcome]] = [Future() for _ in samples]
-        # Do not send routed_experts: it is large, and rewards do not read it.
-        samples = [replace(sample, routed_experts=None) for sample in samples]
+        # Do not send routed_experts and teacher_logprobs: they are large, and rewards do not read them.
+        samples = [replace(sample, routed_experts=None, teacher_logprobs=None) for sample in samples]
         with self._lock:
             if self._fatal_error is not None:
                 for future in futures:

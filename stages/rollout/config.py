@@ -260,6 +260,10 @@ class RolloutConfig(GenerationConfig):
     rm_model_path: str | None = option(None)
     """Model path passed to the constructor of the class of --custom-rm-path, if the constructor takes an argument."""
 
+    opd_teacher_url: str | None = option(None, mutability="placement", secret=True)
+    """With --opd-type sglang: address of an SGLang server with the teacher, such as http://10.0.0.7:30000; its model
+    has the policy's tokenizer."""
+
     rm_url: str | None = option(None, mutability="placement", secret=True)
     """URL of the server for --rm-type remote_rm. It gets a POST request {prompt, response, label} and returns a number
     or a dictionary."""

@@ -21,6 +21,7 @@ from penstock.stages.rewards.outcome import Outcome, failed_outcome
 from penstock.stages.rollout.config import GenerationConfig, RolloutConfig
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample, is_unfinished
+from penstock.stages.rollout.teacher import Teacher
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import DataError
 from penstock.storage.failpoints import failpoint
@@ -63,6 +64,7 @@ class GroupRunner:
     hook: Callable[[Sample], Awaitable[None]] | None  # called with every generated sample before it is graded
     slots: asyncio.Semaphore  # limits how many groups are generated concurrently
     partial_rollout: bool  # aborted samples keep their tokens; otherwise they restart from the prompt
+    teacher: Teacher | None = None  # computes the log-probs of --opd-type sglang
     stopping: bool = False  # whether `stop` was called
     generated: list[Sample] = field(default_factory=list)  # samples generated in this attempt (not from the journal)
     num_response_tokens: int = 0  # trained tokens generated in this attempt
@@ -133,6 +135,8 @@ class GroupRunner:
             samples = [sample for sample in samples if sample.status is not Status.FAILED]
         # Shielded: cancelling this task must not cancel a future whose result the grader will still set.
         futures = [asyncio.shield(asyncio.wrap_future(future)) for future in self.submit(samples)]
+        if self.teacher is not None:  # while the rewards are computed
+            await self.teacher.score(group)
         for sample, outcome in zip(samples, await asyncio.gather(*futures)):
             outcome.apply(sample)
 
@@ -305,6 +309,12 @@ def mask_stale_tokens(sample: Sample, oldest: int) -> int:
 def num_trained_tokens(group: Group) -> int:
     """Return the number of tokens with loss mask 1 of a group."""
     return sum(sum(sample.loss_mask) for sample in group)
+
+
+def make_teacher(config: RolloutConfig, round: RolloutRound) -> Teacher | None:
+    """Return the client of --opd-teacher-url; None if it is not given, and in evaluations."""
+    url = resolve_secrets(config.opd_teacher_url)
+    return Teacher(url) if url and round.kind != "eval" else None
 
 
 def make_grader(config: RolloutConfig) -> Grader:

@@ -36,6 +36,7 @@ from penstock.stages.rollout.group import (
     Generator,
     GroupRunner,
     make_grader,
+    make_teacher,
     mask_stale_tokens,
     num_trained_tokens,
     policy_spans,
@@ -221,6 +222,7 @@ async def generate_round(
             journal,
             grader.submit_group,
             hook=run_sample_hook if config.rollout_sample_hook_path else None,
+            teacher=make_teacher(config, round),
             slots=asyncio.Semaphore(max(1, config.sglang_server_concurrency * num_engines // num_samples)),
             partial_rollout=config.partial_rollout,
         )

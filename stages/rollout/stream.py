@@ -24,7 +24,7 @@ from typing import Any
 from penstock.engines.energy import energy_metric
 from penstock.engines.generation import EngineUrls
 from penstock.stages.rollout.deadline import flatten_errors
-from penstock.stages.rollout.group import GroupRunner, num_trained_tokens
+from penstock.stages.rollout.group import GroupRunner, make_teacher, num_trained_tokens
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.metrics import rollout_metrics
 from penstock.stages.rollout.plugins.filters import load_group_filter
@@ -219,6 +219,7 @@ class RolloutStream:
                 journal,
                 context.grader.submit_group,
                 hook=self._run_sample_hook if config.rollout_sample_hook_path else None,
+                teacher=make_teacher(config, self.round),
                 slots=asyncio.Semaphore(
                     max(1, config.sglang_server_concurrency * self._num_engines // config.n_samples_per_prompt)
                 ),

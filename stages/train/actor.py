@@ -210,7 +210,7 @@ class TrainActor:
     def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
         """Train policy `version` on the samples of one rollout, which gives policy `version + 1`. Rank 0 writes the
         log-prob and advantage of every trained token to `attempt`, if it is given."""
-        from penstock.stages.train.batching import Batch
+        from penstock.stages.train.batching import Batch, read_teacher_logprobs
         from penstock.stages.train.routing import EngineChoices
         from penstock.stages.train.step import train_rollout
         from penstock.storage.samples.shards import read_table
@@ -225,6 +225,8 @@ class TrainActor:
         batch = Batch.from_table(table, needs_rewards=config.loss_type != "sft_loss")
         if config.use_rollout_routing_replay:
             batch = replace(batch, engine_choices=EngineChoices.from_table(table, self.spec.shape))
+        if config.reads_teacher_logprobs:
+            batch = replace(batch, teacher_logprobs=read_teacher_logprobs(table, batch))
         seconds["read"] = time.perf_counter() - start
         critic_only = version < config.num_critic_only_steps
         trace = partial(self.diagnostics.traced, rollout_id=version)

@@ -29,7 +29,7 @@ PLUGINS = {
 
 # identity options that were added after the first recorded runs
 LATER_OPTIONS = (
-    *("policy_loss", "freeze_params_name_list", "only_train_params_name_list", "reset_optimizer_states"),
+    *("policy_loss", "freeze_params_name_list", "only_train_params_name_list", "reset_optimizer_states", "opd_type"),
     "lr_warmup_fraction",
 )
 
@@ -80,6 +80,10 @@ class AlgorithmConfig(StageConfig):
 
     opd_kl_coef: float = option(1.0, ge=0)
     """Coefficient of the policy/teacher log-ratio that --use-opd subtracts from the advantages."""
+
+    opd_type: Literal["megatron", "sglang"] | None = option(None)
+    """Where the teacher of --use-opd is: megatron (default), in the trainer (--opd-teacher-load), or sglang, on a
+    server (--opd-teacher-url), whose log-probs are stored with the samples."""
 
     opd_teacher_load: str | None = option(None)
     """Teacher of --use-opd: a Hugging Face checkpoint with the policy's architecture and sizes."""
@@ -225,6 +229,16 @@ class AlgorithmConfig(StageConfig):
         """Whether log-probs of a frozen reference are needed."""
         return self.loss_type != "sft_loss" and (self.use_kl_loss or self.kl_coef > 0)
 
+    @property
+    def loads_teacher(self) -> bool:
+        """Whether the trainer computes log-probs of a teacher."""
+        return self.use_opd and self.opd_type != "sglang"
+
+    @property
+    def reads_teacher_logprobs(self) -> bool:
+        """Whether the samples have log-probs of a teacher."""
+        return self.use_opd and self.opd_type == "sglang"
+
     def refreshes_reference_at(self, version: int) -> bool:
         """Return whether policy `version` replaces the reference (--ref-update-interval)."""
         return (
@@ -318,8 +332,12 @@ class AlgorithmConfig(StageConfig):
     def _model_rules(self) -> Iterator[tuple[object, str]]:
         """Yield (is violated, error message) for each rule about auxiliary models and expert routing."""
         yield (
-            self.use_opd != (self.opd_teacher_load is not None),
-            "--use-opd and --opd-teacher-load need each other: give both or neither",
+            self.loads_teacher != (self.opd_teacher_load is not None),
+            "--use-opd and --opd-teacher-load need each other, unless --opd-type is sglang: give both or neither",
+        )
+        yield (
+            self.opd_type and not self.use_opd,
+            f"--opd-type {self.opd_type} has no effect without --use-opd: add --use-opd, or omit it",
         )
         yield (
             self.freeze_params_name_list and self.only_train_params_name_list,

@@ -21,6 +21,8 @@ from penstock.engines.megatron.model.router_replay import RoutingRecord
 from penstock.engines.megatron.packing import PackedStream
 from penstock.stages.train.algorithms.experience import SegmentReducer, TokenFields
 from penstock.stages.train.routing import EngineChoices
+from penstock.storage.errors import RunError
+from penstock.storage.samples.sample import to_current_schema
 
 PAD_TOKEN = 0
 
@@ -36,6 +38,7 @@ class Batch:
     rewards: np.ndarray  # [B] float64, NaN = not graded
     group_index: np.ndarray  # [B] int64, numbered in order of appearance
     trajectory_index: np.ndarray  # [B] int64, numbered in order of appearance
+    teacher_logprobs: np.ndarray | None = None  # [S] float32, if they were computed with the rollout
     engine_choices: EngineChoices | None = None  # expert ids of the engine's routers, if the trainer replays them
 
     @classmethod
@@ -96,6 +99,24 @@ def _column_offsets_and_values(table: pa.Table, name: str) -> tuple[np.ndarray, 
     lists = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
     offsets = lists.offsets.to_numpy().astype(np.int64)
     return offsets - offsets[0], lists.flatten().to_numpy(zero_copy_only=False).copy()
+
+
+def read_teacher_logprobs(table: pa.Table, batch: Batch) -> np.ndarray:  # [S] float32
+    """Return the teacher's log-probs of all tokens, 0.0 for samples that are not trained on.
+
+    Raises:
+        RunError: a trained sample has none.
+    """
+    offsets, values = _column_offsets_and_values(to_current_schema(table), "teacher_logprobs")
+    has_values = np.diff(offsets) == batch.lengths
+    if (batch.num_trained_tokens[~has_values] > 0).any():
+        raise RunError(
+            "the rollout has samples without the log-probs of a teacher, because it was generated without --opd-type "
+            "sglang: start a new run with --opd-type sglang and --opd-teacher-url"
+        )
+    result = np.zeros(len(batch.token_ids), np.float32)
+    result[np.repeat(has_values, batch.lengths)] = values
+    return result
 
 
 def _number_by_first_appearance(table: pa.Table, name: str) -> np.ndarray:

@@ -242,7 +242,7 @@ class PolicyRestorer:
         config = self.group.spec.config
         needed: dict[AuxiliaryModel, bool] = {
             "reference": config.uses_reference and not refreshed,
-            "teacher": config.use_opd,
+            "teacher": config.loads_teacher,
         }
         models: dict[AuxiliaryModel, Commit] = {}
         for name in (name for name, is_needed in needed.items() if is_needed):

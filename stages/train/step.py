@@ -153,6 +153,8 @@ def gather_experience(
     if models.teacher is not None:
         with clock("teacher_logprobs"):
             experience.teacher_logprobs = compute_logprobs(models.teacher)
+    if batch.teacher_logprobs is not None:
+        experience.teacher_logprobs = torch.from_numpy(batch.teacher_logprobs[batch.trained_positions]).double()
     if models.critic is not None:
         with clock("values"):
             experience.values = forward_all_tokens(models.critic, steps, len(batch.trained_positions), critic_values)

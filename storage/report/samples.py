@@ -67,7 +67,7 @@ def collect_samples(store: Store, commits: Iterable[Commit], max_samples: int = 
     for name, commit in sources:
         num_read += commit.num_samples()
         budget = limit * num_read // max(total, 1) - num_taken
-        table = read_table(store, commit).drop_columns(["routed_experts"])
+        table = read_table(store, commit).drop_columns(["routed_experts", "teacher_logprobs"])
         table = select_groups(table, budget, f"{SEED}/{name}/{commit.index}")
         num_taken += len(table)
         step = steps.get(commit.index) if name == "training" else None

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from penstock.storage.errors import PluginError, RunError
 
-SCHEMA_VERSION = 2  # 2 adds routed_experts
+SCHEMA_VERSION = 3  # 2 adds routed_experts, 3 adds teacher_logprobs
 _VERSION_KEY = b"penstock_schema_version"
 
 
@@ -49,6 +49,7 @@ class Sample:
     rollout_logprobs: list[float] = field(
         default_factory=list
     )  # [L] log-probs from the engine; 0.0 where loss_mask is 0
+    teacher_logprobs: list[float] | None = None  # [L] of --opd-type sglang; 0.0 where loss_mask is 0
     routed_experts: bytes | None = None  # encoded expert ids, if the engine returned them (routed_experts.py)
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)  # named components of the reward
@@ -80,6 +81,11 @@ class Sample:
                 f"{len(self.token_ids)}, {len(self.loss_mask)}, {len(self.rollout_logprobs)}; they must be equal: "
                 "set a mask value and a log-prob for every token"
             )
+        if self.teacher_logprobs is not None and len(self.teacher_logprobs) != len(self.token_ids):
+            raise PluginError(
+                f"sample {self.sample_id}: teacher_logprobs has length {len(self.teacher_logprobs)}, but there are "
+                f"{len(self.token_ids)} tokens: a user-defined function must not change scored tokens"
+            )
         if not set(self.loss_mask) <= {0, 1}:
             raise PluginError(
                 f"sample {self.sample_id}: loss_mask contains {sorted(set(self.loss_mask))}; only 0 and 1 are allowed"
@@ -98,6 +104,7 @@ SCHEMA = pa.schema(
         ("token_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.int8())),
         ("rollout_logprobs", pa.list_(pa.float32())),
+        ("teacher_logprobs", pa.list_(pa.float32())),
         ("routed_experts", pa.large_binary()),  # 64-bit offsets, since a shard may have more than 2 GB
         ("reward", pa.float64()),
         ("rewards", pa.map_(pa.string(), pa.float64())),
@@ -138,6 +145,8 @@ def _build_token_columns(rows: list[Sample]) -> dict[str, pa.ListArray] | None:
     try:
         for row in rows:
             if not len(row.token_ids) == len(row.loss_mask) == len(row.rollout_logprobs):
+                return None
+            if row.teacher_logprobs is not None and len(row.teacher_logprobs) != len(row.token_ids):
                 return None
             token_ids.fromlist(row.token_ids)
             loss_mask += bytes(row.loss_mask)  # faster than an array; the lengths are compared below

@@ -185,18 +185,18 @@ def to_transformer_engine_key(shape: ModelShape, key: str) -> str:
     return key.removesuffix(name) + (PRE_MLP_NORM if has_experts else FUSED_PRE_MLP_NORM)
 
 
-def write_common_files(directory: Path, shape: ModelShape) -> None:
+def write_common_files(directory: Path, shape: ModelShape, iteration: int = 0) -> None:
     """Write `metadata.json` and `common.pt`, without which Megatron does not accept a directory as a checkpoint.
 
     `common.pt` contains what training scripts and converters read: the model as Megatron command-line arguments, and
-    whether layers are stacked.
+    whether layers are stacked, and the number of training iterations.
     """
     import_megatron()
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
     common = {
         "args": argparse.Namespace(**training_args(shape)),
-        "iteration": 0,
+        "iteration": iteration,
         "checkpoint_version": 3.0,
         "content_metadata": {"singleton_local_shards": False, "non_homogeneous_layers": shape.experts is not None},
     }

@@ -25,7 +25,10 @@ from penstock.storage.errors import PluginError
 from penstock.storage.samples.sample import Sample, Status
 
 # Fields that a hook cannot change: the identity of the sample, and the policy that generated it.
-_FIXED = ("sample_id", "group_id", "trajectory_id", "rollout_id", "policy_versions", "routed_experts")
+_FIXED = (
+    *("sample_id", "group_id", "trajectory_id", "rollout_id", "policy_versions"),
+    *("routed_experts", "teacher_logprobs"),
+)
 _CHANGEABLE = [field.name for field in fields(Sample) if field.name not in _FIXED]
 
 

@@ -97,6 +97,7 @@ def copy_sample(sample: Sample) -> Sample:
         token_ids=list(sample.token_ids),
         loss_mask=list(sample.loss_mask),
         rollout_logprobs=list(sample.rollout_logprobs),
+        teacher_logprobs=None if sample.teacher_logprobs is None else list(sample.teacher_logprobs),
         rewards=dict(sample.rewards),
         metadata=copy.deepcopy(sample.metadata),
     )
@@ -120,7 +121,8 @@ def without_responses(group: Group) -> Group:
         num_prompt = sample.prompt_length
         sample.token_ids = sample.token_ids[:num_prompt]
         sample.loss_mask, sample.rollout_logprobs = [0] * num_prompt, [0.0] * num_prompt
-        sample.response, sample.reward, sample.rewards, sample.routed_experts = "", None, {}, None
+        sample.response, sample.reward, sample.rewards = "", None, {}
+        sample.routed_experts = sample.teacher_logprobs = None
         sample.status = Status.PENDING
         for name in ("policy_spans", "start_rollout_id", "error"):
             sample.metadata.pop(name, None)

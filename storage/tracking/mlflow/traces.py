@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from mlflow.entities import LoggedModel, Span
     from tokenizers import Tokenizer
 
-_COLUMNS = [column for column in SCHEMA.names if column not in ("rollout_logprobs", "routed_experts")]
+_UNUSED = ("rollout_logprobs", "routed_experts", "teacher_logprobs")
+_COLUMNS = [column for column in SCHEMA.names if column not in _UNUSED]
 _TOKENIZER = "hf_assets/tokenizer.json"  # in the files of a converted model
 _BATCH, _MAX_ROWS = 32, 1024  # rows that are read at once, and at most, to find the first samples of several groups
 _MAX_TEXT, _MAX_PREVIEW = 20_000, 500  # characters of a text in a trace, and in the list of traces

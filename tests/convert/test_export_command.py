@@ -1,0 +1,125 @@
+"""`penstock export` and --save-hf: a run's policies for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from penstock.flows.convert import translate_flags, with_hf_checkpoint
+from penstock.flows.inspect.export import conversion_argv
+from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.preflight import check_save_hf
+from penstock.stages.convert.export_plan import Origin
+from penstock.stages.convert.hf.weights import HFWeights
+from penstock.stages.convert.targets import copy_export, is_published, megatron_directory
+from penstock.stages.convert.to_hf import export_hf
+from penstock.stages.convert.to_megatron import export_megatron, import_megatron_checkpoint
+from penstock.stages.convert.to_torch_dist import convert_hf
+from penstock.storage.errors import OptionError, RunError
+from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def checkpoint(store: Store, tiny_model: Path) -> Commit:
+    """The checkpoint of a run after 20 rounds."""
+    key = convert_hf(store, tiny_model).key
+    commit = Commit.model_validate_json(store.read(key) or b"")
+    return commit.model_copy(update={"kind": "checkpoint", "run": "r", "index": 20, "policy_version": 20})
+
+
+def test_megatron_export_has_the_iteration_and_equal_weights(
+    store: Store, checkpoint: Commit, tiny_model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    export_megatron(store, checkpoint, Origin(tiny_model), str(out), "te", iteration=20)
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "20"
+    assert megatron_directory(out) == out / "iter_0000020"
+    assert torch.load(out / "iter_0000020" / "common.pt", weights_only=False)["iteration"] == 20
+    other = Store(str(tmp_path / "other"))
+    model = import_megatron_checkpoint(other, str(out), Origin(tiny_model))
+    back = export_hf(
+        other, Commit.model_validate_json(other.read(model.key) or b""), Origin(tiny_model), "exports/back"
+    )
+    with HFWeights(other.path(back.attempt or "")) as after, HFWeights(tiny_model) as before:
+        assert after.info.keys() == before.info.keys()
+        assert all(torch.equal(after.fetch(name), before.fetch(name)) for name in before.info)
+
+
+def test_export_is_a_conversion_of_the_run() -> None:
+    assert conversion_argv(["r/20", "--output", "out", "--store", "s"]) == [
+        *("--load", "r/20", "--save", "out", "--store", "s")
+    ]
+    megatron = conversion_argv(["r", "--format", "megatron", "--output=out"])
+    assert megatron == [*("--load", "r", "--save", "out", "--megatron-iteration", "--megatron-names", "te")]
+    local = conversion_argv(["r", "--format", "megatron", "--output", "out", "--megatron-names", "local"])
+    assert local.count("--megatron-names") == 1 and local[-1] == "--megatron-iteration"
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (["r"], OptionError, "needs a run and a directory"),
+        (["--output", "out"], OptionError, "needs a run and a directory"),
+        (["r", "--output", "out", "--format", "gguf"], OptionError, "--format takes hf or megatron; found 'gguf'"),
+        (["r/last", "--output", "out"], OptionError, "'last' is not a policy version"),
+        (["../r", "--output", "out"], RunError, "not a valid run name"),
+    ],
+)
+def test_export_of_something_else_is_refused(words: list[str], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        conversion_argv(words)
+
+
+def test_iteration_of_a_model_that_no_run_trained_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    words = ["--hf-checkpoint", str(tiny_model), "--save", str(tmp_path / "out"), "--megatron-names", "te"]
+    with pytest.raises(OptionError, match="--megatron-iteration needs --load RUN"):
+        with_hf_checkpoint(parse_config([*translate_flags(words), "--megatron-iteration"]))
+
+
+# ---- --save-hf -------------------------------------------------------------------------------------------------------
+
+
+def test_copy_of_an_export_is_complete_or_absent(
+    store: Store, checkpoint: Commit, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = export_hf(store, checkpoint, Origin(tiny_model), RunKeys("r").export_prefix(20))
+    target = tmp_path / "hf_19"
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copytree", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            copy_export(store, export, str(target))
+    assert not target.exists() and not is_published(str(target))
+    for _ in range(2):
+        copy_export(store, export, str(target))
+    assert is_published(str(target)) and not list(tmp_path.glob(".hf_19*"))
+    AutoModelForCausalLM.from_pretrained(target)
+    with HFWeights(target) as copied, HFWeights(tiny_model) as original:
+        assert all(torch.equal(copied.fetch(name), original.fetch(name)) for name in original.info)
+    with pytest.raises(OptionError, match="exists and is not the result"):
+        copy_export(store, export.model_copy(update={"attempt": "other"}), str(target))
+
+
+def test_save_hf_needs_a_path_for_each_checkpoint(tmp_path: Path) -> None:
+    words = ["--hf-checkpoint", "m", "--run", "r", "--num-rollout", "3"]
+    config = parse_config([*words, "--save-hf", f"{tmp_path}/hf_{{rollout_id}}"])
+    assert config.run.hf_path(20) == f"{tmp_path}/hf_19"
+    check_save_hf(config)
+    (tmp_path / "hf_2").mkdir()
+    check_save_hf(config)
+    (tmp_path / "hf_2" / "config.json").touch()
+    with pytest.raises(OptionError, match="hf_2 exists and is not from run 'r'"):
+        check_save_hf(config)
+    for path in ("hf", "hf_{rollout_id}_{step}"):
+        with pytest.raises(
+            OptionError, match=r"--save-hf hf.* gives several checkpoints one path, or has other braces"
+        ):
+            parse_config([*words, "--save-hf", path])
