@@ -1,5 +1,6 @@
-"""The command line: `penstock demo | train | train-async | sft | import-slime | convert | export | eval | resume | replay
-| fork | promote | rm | verify | gc | deploy | runs | cost | lineage | samples | query | report | track | doctor`.
+"""The command line: `penstock demo | train | train-async | sft | import-slime | convert | export | eval | resume |
+replay | fork | promote | rm | verify | gc | deploy | runs | cost | lineage | samples | query | report | track |
+doctor`.
 
 A command parses its flags into a config, checks it, and calls a flow. Exit codes: 0 done, 1 failed, 2 invalid request
 (a one-line message on stderr), 130 Ctrl-C, 141 standard output was closed by its reader, 143 SIGTERM.
