@@ -10,9 +10,11 @@ gc` removes the directory.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import fcntl
 import os
 import shutil
+import signal
 import tempfile
 import time
 from contextlib import suppress
@@ -31,6 +33,7 @@ COMPILE_CACHES = {  # variable with the directory of a compiler's kernels -> nam
 }
 MAX_RAY_PATH = 40  # characters: Ray appends up to 66 for its sockets, and the kernel allows 107 per socket path
 MAX_BASE_PATH = 70  # characters, so that the path of a socket directly in a temporary directory has at most 107
+STACK_SIGNAL = signal.SIGUSR2  # makes a process print its Python stacks, as in engines/sglang/launch.py
 
 _own: tuple[Path, int, int] | None = None  # this process's directory, descriptor of its lock file, pid of the owner
 
@@ -58,6 +61,20 @@ def own_temp_directory() -> Path:
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
     atexit.register(_remove_temp_directory_unless_kept, directory, os.getpid())
     return directory
+
+
+def stack_directory(temp_directory: Path) -> Path:
+    """Return the directory, below the temporary directory of a run's processes, for their Python stacks."""
+    return temp_directory / "stacks"
+
+
+def print_stacks_on_signal() -> None:
+    """Make this process append the Python stacks of its threads to a file in `stack_directory` when it gets
+    STACK_SIGNAL. The handler is in C, so it also works while Python waits in a native function."""
+    directory = stack_directory(own_temp_directory())
+    directory.mkdir(exist_ok=True)
+    file = (directory / f"{os.getpid()}.txt").open("a")  # stays open: faulthandler writes to its descriptor
+    faulthandler.register(STACK_SIGNAL, file)
 
 
 def keep_compile_caches() -> None:

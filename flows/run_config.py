@@ -12,6 +12,8 @@ from penstock.storage.errors import OptionError
 from penstock.storage.keys import MAX_RUN_NAME, RUN_NAME
 from penstock.storage.secrets import is_reference
 
+DIRECTORY_NAME = r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$"  # one or more levels, none of them hidden or `..`
+
 
 class RunConfig(StageConfig):
     """Options of the run as a whole: name, store, number of rounds, checkpoints, Ray, trackers."""
@@ -93,6 +95,12 @@ class RunConfig(StageConfig):
     """With --use-tensorboard: local directory with one directory of event files per run; default TENSORBOARD_DIR, else
     `tensorboard` in the store."""
 
+    tb_project_name: str | None = option(None, mutability="placement", pattern=DIRECTORY_NAME)
+    """With --use-tensorboard: directory in --tb-dir for the runs of a project."""
+
+    tb_experiment_name: str | None = option(None, mutability="placement", pattern=DIRECTORY_NAME)
+    """With --use-tensorboard: directory in that of --tb-project-name for the runs of an experiment."""
+
     use_wandb: bool = option(False, mutability="placement")
     """Also send metrics to Weights & Biases; needs the extra `wandb`."""
 
@@ -117,6 +125,17 @@ class RunConfig(StageConfig):
 
     wandb_key: str | None = option(None, mutability="placement", secret=True)
     """With --use-wandb: the API key, as env:NAME or secret-file:PATH; default WANDB_API_KEY, else ~/.netrc."""
+
+    wandb_run_id: str | None = option(None, mutability="placement", pattern=r"^[\w-]{1,64}$")
+    """With --use-wandb: id of the W&B run, new or existing; default: the unique id of the Penstock run."""
+
+    disable_wandb_random_suffix: bool = option(False, mutability="placement")
+    """With --use-wandb: already the case, since names in W&B never get a random suffix; accepted for scripts of
+    slime."""
+
+    wandb_always_use_train_step: bool = option(False, mutability="placement")
+    """With --use-wandb: already the case, since all metrics have the round as their step; accepted for scripts of
+    slime."""
 
     update_weight_transport: Literal["tensor", "nccl", "disk"] | None = option(None, mutability="placement")
     """How weights reach the engines: tensor (shared memory or GPU), nccl (network) or disk. Default: tensor if trainer
@@ -167,6 +186,15 @@ class RunConfig(StageConfig):
     stage_retries: int = option(2, mutability="placement", ge=0)
     """How often a failed stage is retried before the run fails."""
 
+    prometheus_port: int | None = option(None, mutability="placement", ge=0, le=65535)
+    """Serve the newest metrics to Prometheus at http://127.0.0.1:N/metrics during the run; 0 chooses a free port."""
+
+    log_format: Literal["text", "json"] = option("text", mutability="placement")
+    """Format of the terminal's lines: json prints one object a line with time, level, run, round, stage and message."""
+
+    hang_timeout: float = option(1800.0, mutability="placement", ge=0)
+    """Print the Python stacks of the run's processes if no stage has moved for N seconds, and wait on; 0: never."""
+
     @model_validator(mode="before")
     @classmethod
     def _split_save(cls, values: Any) -> Any:
@@ -207,10 +235,11 @@ class RunConfig(StageConfig):
                 "--wandb-key takes a reference to the API key, since options are recorded; found something else: give "
                 "env:NAME or secret-file:PATH, or set WANDB_API_KEY and omit --wandb-key"
             )
-        for tracker, used in (("tb", self.use_tensorboard), ("wandb", self.use_wandb)):
+        tensorboard = ("--use-tensorboard", self.use_tensorboard, ("tb_",))
+        wandb = ("--use-wandb", self.use_wandb, ("wandb_", "disable_wandb_"))
+        for switch, used, prefixes in (tensorboard, wandb):
             for name in sorted(self.model_fields_set) if not used else ():
-                if name.startswith(f"{tracker}_") and getattr(self, name) != RunConfig.model_fields[name].default:
-                    switch = "--use-tensorboard" if tracker == "tb" else "--use-wandb"
+                if name.startswith(prefixes) and getattr(self, name) != RunConfig.model_fields[name].default:
                     flag = f"--{name.replace('_', '-')}"
                     raise OptionError(f"{flag} has no effect without {switch}: add this, or omit it")
         return self

@@ -45,15 +45,21 @@ def tracking_uris(store: Store, run: RunConfig) -> list[str]:
     """Return the URIs of a run's trackers, MLflow first. They may contain credentials."""
     uris = [tracking_uri(store, run.mlflow_tracking_uri)]
     if run.use_tensorboard:
-        uris.append(tensorboard_uri(store, run.tb_dir))
+        uris.append(tensorboard_uri_of_run(store, run))
     if run.use_wandb and run.wandb_mode != "disabled":
         uris.append(wandb_uri_of_run(store, run))
     return uris
 
 
+def tensorboard_uri_of_run(store: Store, run: RunConfig) -> str:
+    """Return the URI of TensorBoard for a run's options."""
+    return tensorboard_uri(store, run.tb_dir, [name for name in (run.tb_project_name, run.tb_experiment_name) if name])
+
+
 def wandb_uri_of_run(store: Store, run: RunConfig) -> str:
     """Return the URI of Weights & Biases for a run's options. It may contain the API key."""
     options = {"project": run.wandb_project, "entity": run.wandb_team, "group": run.wandb_group}
+    options |= {"id": run.wandb_run_id}
     options |= {"mode": run.wandb_mode, "dir": run.wandb_dir, "host": run.wandb_host}
     key = run.wandb_key if run.wandb_mode == "online" else None
     return wandb_uri(store, {**options, "key": key})
@@ -104,6 +110,15 @@ def check_trackers(run: RunConfig) -> None:
             "--use-wandb found no API key: set WANDB_API_KEY, or give --wandb-key env:NAME or secret-file:PATH, or "
             "--wandb-mode offline"
         )
+
+
+def tracker_synonyms(run: RunConfig) -> list[str]:
+    """Return one sentence for each option of slime that asks for what Penstock always does."""
+    facts = {
+        "--disable-wandb-random-suffix": (run.disable_wandb_random_suffix, "W&B names have no random suffix"),
+        "--wandb-always-use-train-step": (run.wandb_always_use_train_step, "all metrics have the round as their step"),
+    }
+    return [f"{flag} changes nothing: {fact} in any case" for flag, (given, fact) in facts.items() if given]
 
 
 def has_wandb_key(configured_host: str | None) -> bool:

@@ -13,6 +13,7 @@ this module again; without CUDA they are forked.
 """
 
 import ctypes
+import faulthandler
 import gc
 import importlib
 import multiprocessing
@@ -21,6 +22,7 @@ import signal
 import socket
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,15 @@ def die_with_parent() -> None:
     if os.getppid() != parent:
         sys.exit(f"exiting: the process {parent} that started this server has died")
     os.environ[PARENT_VARIABLE] = str(os.getpid())  # for the child processes of this process
+
+
+def print_stacks_on_signal() -> None:
+    """Make this process and its forks append the Python stacks of their threads to a file in TMPDIR when they get
+    SIGUSR2, as `engines/scratch.py` does for the trainer's processes."""
+    directory = Path(tempfile.gettempdir()) / "stacks"
+    with suppress(OSError):  # a full disk, or a TMPDIR that another user shares: the server also works without this
+        directory.mkdir(exist_ok=True)
+        faulthandler.register(signal.SIGUSR2, (directory / f"{os.getpid()}.txt").open("a"))
 
 
 def prepare_imports() -> bool:
@@ -161,6 +172,7 @@ def bind_rendezvous_to_its_address() -> None:
 
 
 die_with_parent()
+print_stacks_on_signal()
 HAS_CUDA = prepare_imports()
 bind_rendezvous_to_its_address()
 write_load_snapshots_to_tmpdir()

@@ -13,14 +13,14 @@ from penstock.flows.options.flags import parse_store_options, parse_values, spli
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.runs import config_history, open_store, read_existing_record
-from penstock.flows.trackers import check_trackers, tracked_run, wandb_uri_of_run
+from penstock.flows.trackers import check_trackers, tensorboard_uri_of_run, tracked_run, wandb_uri_of_run
 from penstock.storage.errors import OptionError, RunError, TrackerError
 from penstock.storage.maintenance.leases import describe_live_drivers
 from penstock.storage.maintenance.removal import is_removed
 from penstock.storage.refs import RunKeys
 from penstock.storage.secrets import mask_secrets, redact
 from penstock.storage.store import Store
-from penstock.storage.tracking import tensorboard_uri, tracking_uri
+from penstock.storage.tracking import tracking_uri
 from penstock.storage.tracking.points import metric_points
 from penstock.storage.tracking.retell import deliver_all, read_committed
 from penstock.storage.tracking.tracker import (
@@ -151,7 +151,7 @@ def _tracking_uri(store: Store, record: dict[str, Any], to: str, given: dict[str
     if to == "mlflow":
         return tracking_uri(store, run.mlflow_tracking_uri)
     if to == "tensorboard":
-        return tensorboard_uri(store, run.tb_dir)
+        return tensorboard_uri_of_run(store, run)
     if run.wandb_mode == "disabled":
         raise OptionError("--wandb-mode disabled sends nothing: give online or offline")
     return wandb_uri_of_run(store, run)

@@ -29,6 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.flows.options.argv import penstock_command
+from penstock.flows.reporting.log_format import json_line
 from penstock.storage.refs import Commit
 from penstock.storage.secrets import redact
 from penstock.storage.tracking.lineage import eval_rewards
@@ -67,26 +68,33 @@ class Display:
         self.tracking_uri = tracking_uri
         self.prefect_page = prefect_page
         self.num_rounds = int(config.run.num_rollout)
+        self._json = config.run.log_format == "json"
         self._without_steps = bool(config.run.debug_rollout_only)
         self._commits: list[Commit] = []
         self._rollouts: dict[int, Commit] = {}
         self._publish_seconds: list[float] = []
         self._overlap: dict[int, dict[str, float]] = {}  # number of a round -> its metrics of overlap
+        self.on_progress: Callable[[], None] = lambda: None  # called when a stage has moved
         self._bar: Progress | None = None
         self._rounds_bar: TaskID | None = None
         self._print_header(flow, config)
-        if self.console.is_terminal and self.num_rounds:
+        if self.console.is_terminal and self.num_rounds and not self._json:
             self._start_bar(flow)
 
     # ---- during the run ----------------------------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
         """Print a progress message, secrets redacted."""
-        self._print(Text(f"· {redact(text)}", style="dim"))
+        self.on_progress()
+        self.forward(text)
+
+    def forward(self, text: str) -> None:
+        """Print a message that does not show that a stage has moved, secrets redacted."""
+        self._print(Text(redact(text) if self._json else f"· {redact(text)}", style="dim"))
 
     def warn(self, text: str) -> None:
         """Print a warning in bold red."""
-        self._print(Text(f"WARNING: {text}", style="bold red"))
+        self._print(Text(text if self._json else f"WARNING: {text}", style="bold red"), level="warning")
 
     @contextmanager
     def forward_logs(self, *packages: str) -> Iterator[None]:
@@ -105,13 +113,19 @@ class Display:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[ProgressCallback]:
-        """Show a second progress bar during the block. Yields its callback (done, total), a no-op without a TTY."""
+        """Show a second progress bar during the block. Yields its callback (done, total), which without a
+        TTY only records that the stage has moved."""
         if self._bar is None:
-            yield lambda done, total: None
+            yield lambda done, total: self.on_progress()
             return
         bar, task = self._bar, self._bar.add_task(title, total=None)
+
+        def update(done: int, total: int) -> None:
+            self.on_progress()
+            bar.update(task, completed=done, total=total)
+
         try:
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+            yield update
         finally:
             bar.remove_task(task)
 
@@ -126,6 +140,7 @@ class Display:
     def print_commit(self, commit: Commit) -> str:
         """Print and return the line of a new commit. For a rollout return "": its step's line shows it, unless there
         are no steps (--debug-rollout-only)."""
+        self.on_progress()
         self._commits.append(commit.model_copy(update={"state": {}}))  # without the sample previews, which are large
         samples: list[Text] = []
         if commit.kind == "rollout" and not self._without_steps:
@@ -208,8 +223,11 @@ class Display:
         if self._bar is not None and self._rounds_bar is not None:
             self._bar.update(self._rounds_bar, description=text)
 
-    def _print(self, text: Text) -> None:
-        self.console.print(text)
+    def _print(self, text: Text, level: str = "info") -> None:
+        if not self._json:
+            self.console.print(text)
+        elif message := text.plain.strip():  # without the empty lines around the summary
+            self.console.out(json_line(level, self.run, message), highlight=False)
 
 
 class LogForwarder(logging.Handler):
@@ -220,7 +238,7 @@ class LogForwarder(logging.Handler):
         self.display = display
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.display.note(record.getMessage().partition("\n")[0])
+        self.display.forward(record.getMessage().partition("\n")[0])
 
 
 def format_round_line(

@@ -29,10 +29,11 @@ from penstock.flows.gpu_plan import (
     plan_gpu_memory,
 )
 from penstock.flows.options.start_weights import check_start_weights, describe_start_weights, loaded_checkpoint
+from penstock.flows.reporting.prometheus import check_prometheus_port
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
 from penstock.flows.runtime.runs import check_run_may_start, open_store
-from penstock.flows.trackers import check_trackers
+from penstock.flows.trackers import check_trackers, tracker_synonyms
 from penstock.stages.eval.config import EvalConfig
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
@@ -164,6 +165,7 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
         )
     check_debug_options(flow, config)
     check_trackers(run)
+    check_prometheus_port(run.prometheus_port)
     check_weight_directory(config)
     if flow in TRAINING:
         check_save_hf(config)
@@ -446,13 +448,12 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
 
 
 def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
-    """Return warnings about valid settings that may be unintended: options of Megatron without effect, a run that may
-    need more than the memory of this machine's GPUs, and sampling options (such as top-p) that bias the policy
-    gradient."""
+    """Return warnings about valid settings that may be unintended: options without effect, a run that may need more
+    than the memory of this machine's GPUs, and sampling options (such as top-p) that bias the policy gradient."""
     from penstock.engines.families import read_shape
     from penstock.engines.megatron.options.values import ignored_options
 
-    warnings: list[str] = []
+    warnings = tracker_synonyms(config.run)
     if ignored := ignored_options(config.train.megatron):
         warnings.append(f"these options of Megatron have no effect: {', '.join(ignored)}")
     if flow != "convert" and (gpus := visible_gpu_bytes()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from penstock.flows.debug_options import gpu_flow
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.promotion import with_champion
 from penstock.flows.reporting.final_report import write_final_report
+from penstock.flows.reporting.hang_detector import HangDetector
 from penstock.flows.reporting.prefect_page import (
     RunArtifact,
     crash_runs_of_killed_drivers,
@@ -41,6 +43,7 @@ from penstock.flows.reporting.progress import (
     run_page,
     training_rewards,
 )
+from penstock.flows.reporting.prometheus import PrometheusEndpoint
 from penstock.flows.reporting.system_metrics import SystemMetrics
 from penstock.flows.runtime.display import Display, describe_commit
 from penstock.flows.runtime.engine_options import device_counts
@@ -62,6 +65,8 @@ from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.secrets import redact
 from penstock.storage.tracking import tracking_directory
 from penstock.storage.tracking.delivery import RunTracking
+from penstock.storage.tracking.retell import read_committed
+from penstock.storage.tracking.tracker import Committed
 
 if TYPE_CHECKING:
     from penstock.stages.rewards.grading import Grader
@@ -87,9 +92,8 @@ class Session:
         self._stack = ExitStack()
         self._saving: PrefectFuture[Any] | None = None  # task of the checkpoint that is being saved
         self.started_stages: dict[str, State[Any]] = {}  # name of a task run of this flow run -> state with its id
-        self.stage_results: list[
-            Any
-        ] = []  # kept, because Prefect recognizes results and their strings by their addresses
+        self._prometheus: PrometheusEndpoint | None = None
+        self.stage_results: list[Any] = []  # kept: Prefect recognizes results and their strings by their addresses
         self.stage_messages: dict[uuid.UUID, str] = {}  # id of an active task run -> message of its final state
         uris = tracking_uris(self.store, config.run)
         self.display = Display(
@@ -182,8 +186,26 @@ class Session:
         self._entered.enter_context(
             self.display.forward_logs("penstock.engines", "penstock.stages", "penstock.storage")
         )
+        self.display.on_progress = self._entered.enter_context(self._hang_detector()).moved
+        if self.config.run.prometheus_port is not None:
+            self._serve_metrics(self.config.run.prometheus_port)
         self._stack.enter_context(SystemMetrics(self._log_system_metrics, self.display.note))
         return self
+
+    def _serve_metrics(self, port: int) -> None:
+        """Serve the metrics of the run to Prometheus until the run ends."""
+        endpoint = self._stack.enter_context(PrometheusEndpoint(self.keys.run, port))
+        for record in read_committed(self.store, self.keys):
+            endpoint.update_from_record(record)
+        self.tracker.on_metrics = endpoint.update
+        self._prometheus = endpoint
+        self.display.note(f"metrics for Prometheus: http://127.0.0.1:{endpoint.port}/metrics")
+
+    def _hang_detector(self) -> HangDetector:
+        """Return the hang detector of the run, whose files are in the run's logs, or in the temporary directory if the
+        store is not local."""
+        logs = Path(self.store.path(f"{self.keys.prefix}/logs")) if self.store.is_local else Path(tempfile.gettempdir())
+        return HangDetector(self.config.run.hang_timeout, self.display.warn, logs)
 
     def _log_system_metrics(self, metrics: dict[str, float]) -> None:
         """Log metrics of the driver's node. Their step is the time since the run was created, in seconds, so that it
@@ -293,6 +315,8 @@ class Session:
     def print_and_track(self, prefix: str, commit: Commit) -> Commit:
         """Print a commit and log it to the trackers, unless this commit was logged before. Return the commit."""
         is_new = self.tracker.record_commit(commit_key(prefix), commit)
+        if self._prometheus is not None:
+            self._prometheus.update_from_record(Committed(commit_key(prefix), commit.created_at, commit))
         line = self.display.print_commit(commit) if is_new else ""
         if line:
             get_run_logger().info(line.strip())  # for the Prefect page
@@ -301,6 +325,12 @@ class Session:
         text = line or ("" if is_new else "committed before: ") + describe_commit(commit, self.num_rounds)
         self.set_stage_message(text)
         return commit
+
+    def begin_stage(self, name: str) -> None:
+        """Record that a stage begins, for the hang detector and for Prometheus."""
+        self.display.on_progress()
+        if self._prometheus is not None:
+            self._prometheus.set_stage(name)
 
     def set_stage_message(self, text: str) -> None:
         """Set the message of the current stage's final state, which says what the stage has done."""

@@ -15,6 +15,7 @@ from prefect.states import Completed
 from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
+from penstock.flows.reporting.log_format import log_context, round_of_task
 from penstock.flows.runtime.disk_space import retry_while_disk_full
 from penstock.flows.runtime.session import Session
 from penstock.storage.errors import StoreFull
@@ -61,13 +62,15 @@ class Stage:
             # started while the round that it waits for is still being trained.
             details = StateDetails(task_run_id=task_run.id, flow_run_id=task_run.flow_run_id)
             session.started_stages[task_run.name] = Completed(data=True, state_details=details)
-            try:
-                result = retry_while_disk_full(
-                    lambda: body(session, *args), session.local_directories, session.stop, session.display.note
-                )
-            except BaseException as error:
-                session.report_failure(body.__name__, error)
-                raise
+            with log_context(body.__name__, round_of_task(task_run.name)):
+                session.begin_stage(body.__name__)
+                try:
+                    result = retry_while_disk_full(
+                        lambda: body(session, *args), session.local_directories, session.stop, session.display.note
+                    )
+                except BaseException as error:
+                    session.report_failure(body.__name__, error)
+                    raise
             session.stage_results.append(result)
             return Completed(message=session.stage_messages.pop(task_run.id, None), data=result)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.memory import MemorySwitch, StateKind
+from penstock.engines.scratch import print_stacks_on_signal
 from penstock.stages.train.diagnostics.rank import RankDiagnostics
 from penstock.stages.train.spec import (
     NEEDED_ON_DEVICE,
@@ -64,6 +65,7 @@ class TrainActor:
         self._state = PolicyState(run=self.spec.run, incarnation=incarnation, version=0, clean=False)
         self._memory_switches: list[MemorySwitch] = []  # since they were last taken
         self.diagnostics = RankDiagnostics(self.spec.diagnostics, self.spec.run, rank)
+        print_stacks_on_signal()
 
     # ---- ownership ---------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlencode
@@ -52,10 +53,11 @@ def tracking_uri(store: Store, configured: str | None = None) -> str:
     return f"sqlite:///{database}"
 
 
-def tensorboard_uri(store: Store, directory: str | None = None) -> str:
-    """Return the tracking URI of TensorBoard: the given directory, TENSORBOARD_DIR, or `tensorboard` in the store."""
+def tensorboard_uri(store: Store, directory: str | None = None, subdirectories: Sequence[str] = ()) -> str:
+    """Return the tracking URI of TensorBoard: the given directory, TENSORBOARD_DIR, or `tensorboard` in the store, and
+    in it the subdirectories, outermost first."""
     path = directory or os.environ.get("TENSORBOARD_DIR") or trackers_directory(store) / "tensorboard"
-    return f"tensorboard://{Path(path).expanduser().absolute()}"
+    return f"tensorboard://{Path(path, *subdirectories).expanduser().absolute()}"
 
 
 def wandb_uri(store: Store, options: dict[str, str | None]) -> str:
@@ -63,7 +65,7 @@ def wandb_uri(store: Store, options: dict[str, str | None]) -> str:
 
     Args:
         store: contains W&B's files by default.
-        options: project, entity, group, mode, dir, host and key (see wandb.py); None stands for the default.
+        options: project, entity, group, id, mode, dir, host and key (see wandb.py); None stands for the default.
     """
     values = {name: resolve_secrets(value) for name, value in options.items() if value}
     path = values.get("dir") or os.environ.get("WANDB_DIR") or trackers_directory(store)

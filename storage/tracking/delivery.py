@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class RunTracking:
     ) -> None:
         self._outbox = Outbox(Path(directory))
         self._closed = False
+        self.on_metrics: Callable[[dict[str, float]], object] = lambda metrics: None  # called with new metrics
         self.deliveries: list[Delivery] = []
         self._append(
             f"start-{uuid.uuid4().hex}", {"type": "start", "at": time.time(), "config": mask_secrets(config or {})}
@@ -84,6 +85,7 @@ class RunTracking:
     def enqueue_metrics(self, key: str, metrics: dict[str, float], step: int) -> bool:
         """Append metrics that are not part of a commit to the outbox. Return False if the outbox already contains
         `key`, which must be unique in the run."""
+        self.on_metrics(metrics)
         return self._append(key, {"type": "metrics", "at": time.time(), "step": step, "metrics": metrics})
 
     def record_report(self, store_key: str, content: bytes) -> bool:

@@ -1,8 +1,9 @@
-"""The tracker for Weights & Biases, online and offline. A Penstock run is a W&B run whose id is the run's identity.
+"""The tracker for Weights & Biases, online and offline. A Penstock run is one W&B run.
 
-The URI is `wandb://?` and a query: project, entity, group, mode (online or offline), dir, host, key. A record is one
-row of the run's history: its metrics, `penstock/step` (the x-axis of all charts), and `penstock/record`, the record's
-key. W&B's own step only counts rows, since it may never decrease, whereas rollouts may be ahead of training.
+The URI is `wandb://?` and a query: project, entity, group, id (default: the run's identity), mode (online or offline),
+dir, host, key. A record is one row of the run's history: its metrics, `penstock/step` (the x-axis of all charts), and
+`penstock/record`, the record's key. W&B's own step only counts rows, since it may never decrease, whereas rollouts may
+be ahead of training.
 Child runs, models, data sets and sample previews (lineage.py) are not sent.
 
 Delivery is idempotent, since the history itself is the index of what was delivered: the keys of its rows are read, from
@@ -51,6 +52,7 @@ class WandbTracker:
         self.run = run
         self.options = dict(parse_qsl(uri.partition("?")[2]))
         self.directory = Path(self.options["dir"])
+        self.run_id = self.options.get("id", run.identity)
         self._config: dict[str, Any] = {}  # of the last start
         self._page: str | None = None
         self._client: Any = None  # wandb.Run, opened with its first new record
@@ -146,7 +148,7 @@ class WandbTracker:
             project=self.options.get("project"),
             entity=self.options.get("entity"),
             group=self.options.get("group"),
-            id=self.run.identity,
+            id=self.run_id,
             name=self.run.name,
             config=self._config,
             resume="allow",
@@ -164,7 +166,7 @@ class WandbTracker:
 
         W&B would refuse the run, or overwrite the file of the other process.
         """
-        while any(self.directory.glob(f"wandb/*run-{time.strftime('%Y%m%d_%H%M%S')}-{self.run.identity}")):
+        while any(self.directory.glob(f"wandb/*run-{time.strftime('%Y%m%d_%H%M%S')}-{self.run_id}")):
             time.sleep(0.1)
 
     def _read_server_keys(self, api_key: str | None) -> set[str]:
@@ -175,7 +177,7 @@ class WandbTracker:
 
     def _read_local_keys(self) -> set[str]:
         keys = set()
-        for row in read_local_history(self.directory, self.run.identity):
+        for row in read_local_history(self.directory, self.run_id):
             self._num_rows = max(self._num_rows, row["_step"] + 1)
             keys.add(str(row.get(RECORD)))
         return keys

@@ -1,20 +1,22 @@
 """The terminal output: one machine-readable line per round, and the summary."""
 
 import io
+import json
 import re
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from penstock.flows.reporting.log_format import log_context, round_of_task
 from penstock.flows.runtime.display import Display, format_round_line, format_sample_preview, summary_rows
 from penstock.storage.refs import Commit
 from penstock.storage.tracking.lineage import eval_rewards
 
 
-def config(num_rollout: int = 3, *, rollout_only: bool = False) -> SimpleNamespace:
+def config(num_rollout: int = 3, *, rollout_only: bool = False, log_format: str = "text") -> SimpleNamespace:
     return SimpleNamespace(
-        run=SimpleNamespace(num_rollout=num_rollout, debug_rollout_only=rollout_only),
+        run=SimpleNamespace(num_rollout=num_rollout, debug_rollout_only=rollout_only, log_format=log_format),
         convert=SimpleNamespace(hf_checkpoint="/models/tiny"),
         rollout=SimpleNamespace(prompt_data=["/data/[train].jsonl"]),  # brackets are rich's markup
         eval=SimpleNamespace(eval_prompt_data=[("heldout", "/data/heldout.jsonl")]),
@@ -162,3 +164,40 @@ def test_control_characters_of_a_sample_stay_on_its_line() -> None:
         assert line.plain.isprintable()
     assert "the end" in lines[0].plain
     assert lines[1].plain.endswith("word word word")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_json_lines_have_run_round_stage_and_message(terminal: bool) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, soft_wrap=True, highlight=False)
+    display = Display("r1", "post_train", config(log_format="json"), "/store", console=console)
+    with log_context("train", 3):
+        display.note('[bold] a "note" ' + "long " * 50)
+        display.print_commit(step(2))
+    display.warn("two\nlines")
+    display.print_summary()
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert all(list(line) == ["time", "level", "run", "round", "stage", "message"] for line in lines)
+    assert {line["run"] for line in lines} == {"r1"}
+    [note] = [line for line in lines if "note" in line["message"]]
+    assert (note["round"], note["stage"], note["level"]) == (3, "train", "info")
+    assert note["message"].startswith('[bold] a "note" long long')
+    assert any(line["message"].startswith("round 3/3") and line["stage"] == "train" for line in lines)
+    [warning] = [line for line in lines if line["level"] == "warning"]
+    assert (warning["message"], warning["round"], warning["stage"]) == ("two\nlines", None, None)
+
+
+@pytest.mark.parametrize(
+    "name, number",
+    [
+        ("rollout-000000", 1),
+        ("train-000004", 5),
+        ("checkpoint-000005", 5),
+        ("eval-000005-gsm8k", 5),
+        ("publish-for-eval-000002", 2),
+        ("publish-000002", 2),
+        ("convert", None),
+    ],
+)
+def test_round_is_read_from_the_name_of_a_task_run(name: str, number: int | None) -> None:
+    assert round_of_task(name) == number

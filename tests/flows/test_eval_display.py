@@ -18,7 +18,7 @@ SUMMARY = {
 
 def line_of(summary: dict[str, float]) -> str:
     config = SimpleNamespace(
-        run=SimpleNamespace(num_rollout=3, debug_rollout_only=False),
+        run=SimpleNamespace(num_rollout=3, debug_rollout_only=False, log_format="text"),
         convert=SimpleNamespace(hf_checkpoint="m"),
         rollout=SimpleNamespace(prompt_data=["x"]),
         eval=SimpleNamespace(eval_prompt_data=[]),

@@ -60,6 +60,7 @@ def test_zero_gradient_warning_is_shown_in_terminal_and_prefect_log(
     session = sessions.Session.__new__(sessions.Session)
     session.store, session.keys = Store(str(tmp_path)), KEYS
     session.config = parse_config(["--run", "r", "--num-rollout", "4", "--hf-checkpoint", "model", *options])
+    session._prometheus = None
     session.tracker = SimpleNamespace(record_commit=lambda key, commit: True)  # type: ignore[assignment]
     monkeypatch.setattr(session, "set_stage_message", lambda text: None)
     console = Console(file=out, soft_wrap=True, highlight=False)

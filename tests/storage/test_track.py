@@ -277,6 +277,18 @@ def test_a_truncated_event_file_is_completed(store: Store, run: TrackedRun, data
     assert tensorboard_points(tmp_path / "tb") == mlflow_points(database)
 
 
+def test_wandb_run_id_names_the_run_whose_history_is_continued(
+    store: Store, run: TrackedRun, database: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("wandb.sdk")
+    uri = f"wandb://?project=p&mode=offline&dir={tmp_path}/wb&id=run-7"
+    for _ in range(2):
+        deliver(store, run, [f"sqlite:///{database}", uri])
+    rows = [row for row in read_local_history(tmp_path / "wb", "run-7") if row[RECORD].startswith("runs/")]
+    assert len(rows) == len({row[RECORD] for row in rows}) > 1
+    assert not list(read_local_history(tmp_path / "wb", run.identity))
+
+
 class FakeRun:
     """A W&B run on a server that has the rows `history`."""
 
@@ -339,12 +351,35 @@ def test_options_choose_the_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert uris() == [f"sqlite:///{tmp_path}/mlflow/mlflow.db"]
     assert uris("--use-tensorboard")[1:] == [f"tensorboard://{tmp_path}/tensorboard"]
     assert uris("--use-tensorboard", "--tb-dir", "/a b")[1:] == ["tensorboard:///a b"]
+    names = ("--tb-project-name", "p", "--tb-experiment-name", "e/1")
+    assert uris("--use-tensorboard", "--tb-dir", "/a b", *names)[1:] == ["tensorboard:///a b/p/e/1"]
     [uri] = uris("--use-wandb", "--wandb-project", "p&q", "--wandb-group", "g", "--wandb-key", "env:SOME_KEY")[1:]
     options = WandbTracker(uri, TrackedRun("r")).options
     assert options == {"project": "p&q", "group": "g", "mode": "online", "dir": str(tmp_path), "key": "key-of-wandb"}
     assert len(uris("--use-wandb", "--wandb-mode", "disabled")) == 1
+    [uri] = uris("--use-wandb", "--wandb-run-id", "run-7", "--wandb-mode", "offline")[1:]
+    assert WandbTracker(uri, TrackedRun("demo")).run_id == "run-7"
     monkeypatch.setenv("TENSORBOARD_DIR", "/logs")
     assert uris("--use-tensorboard")[1:] == ["tensorboard:///logs"]
+
+
+@pytest.mark.parametrize("name", ["..", "/etc", "a//b", ".hidden", "a/../b", ""])
+def test_tensorboard_names_that_leave_the_directory_are_refused(name: str) -> None:
+    with pytest.raises(OptionError, match="--tb-project-name"):
+        parse_config(["--use-tensorboard", "--tb-project-name", name])
+
+
+def test_companions_without_their_tracker_are_refused() -> None:
+    for flag, value in (("--tb-experiment-name", "e"), ("--wandb-run-id", "r"), ("--disable-wandb-random-suffix", "")):
+        with pytest.raises(OptionError, match=f"{flag} has no effect without --use-"):
+            parse_config([flag, *([value] if value else [])])
+
+
+def test_flags_for_what_is_always_done_are_said_once_each() -> None:
+    flags = ["--disable-wandb-random-suffix", "--wandb-always-use-train-step"]
+    sentences = trackers.tracker_synonyms(parse_config(["--use-wandb", *flags]).run)
+    assert [sentence.split()[0] for sentence in sentences] == flags
+    assert trackers.tracker_synonyms(parse_config(["--use-wandb"]).run) == []
 
 
 def test_a_literal_api_key_is_refused_and_not_shown(tmp_path: Path) -> None:
