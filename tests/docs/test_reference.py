@@ -55,7 +55,9 @@ def test_every_command_has_one_entry() -> None:
 def metrics_in_code() -> set[str]:
     """Return the names of metrics in string literals; replaced parts of f-strings are `<>`."""
     names = set()
-    for path in [path for folder in ("flows", "stages", "engines", "storage") for path in (ROOT / folder).rglob("*.py")]:
+    for path in [
+        path for folder in ("flows", "stages", "engines", "storage") for path in (ROOT / folder).rglob("*.py")
+    ]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 names.add("".join(part.value if isinstance(part, ast.Constant) else "<>" for part in node.values))
