@@ -29,7 +29,7 @@ def page_of(path: str) -> str:
     if path in TOP_PAGES:
         return TOP_PAGES[path]
     if path.startswith("docs/"):
-        return path.removeprefix("docs/")
+        return path.removeprefix("docs/") + ("/index.md" if (ROOT / path).is_dir() else "")
     if (ROOT / path / "README.md").is_file():
         return f"{path}.md"
     if path.endswith("/README.md"):
@@ -46,18 +46,21 @@ def outside_links(path: Path) -> set[str]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add pages that the navigation does not list to a section `More`, so that none is unreachable."""
+    """Add the examples to the navigation, and pages that it does not list as a section `More`."""
     listed = set(re.findall(r"[\w/.-]+\.md", str(config.nav)))
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     more = sorted(page for page in pages - listed if not page.startswith("design/"))
     if more:
         config.nav.append({"More": more})
+    examples = sorted(path.parent.name for path in (ROOT / "examples").glob("*/README.md"))
+    config.nav.insert(3, {"Examples": [f"examples/{name}.md" for name in examples]})
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages and text files that are made from files outside docs/."""
     waiting = {"CONTRIBUTING.md", "CHANGELOG.md"}
+    waiting |= {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*/README.md")}
     for path in (ROOT / "docs").rglob("*.md"):
         waiting |= outside_links(path)
     done: set[str] = set()
