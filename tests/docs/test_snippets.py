@@ -7,15 +7,21 @@ a configuration, other commands run in an empty directory, where the run that th
 from __future__ import annotations
 
 import ast
+import asyncio
 import importlib
 import json
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 
 from penstock.flows import cli
@@ -196,3 +202,66 @@ def test_json_is_valid(snippet: Snippet) -> None:
 def test_sql_is_valid(snippet: Snippet) -> None:
     duckdb = pytest.importorskip("duckdb")
     assert duckdb.extract_statements(snippet.text)
+
+
+# ---- functions of the how-to pages, executed -------------------------------------------------------------------------
+
+
+def module_of(page: str, name: str) -> dict[str, Any]:
+    """Return the names that a page's Python block defines; its first line is the comment `# NAME`."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    code = next(match[3] for match in BLOCK.finditer(text) if match[3].startswith(f"# {name}\n"))
+    names: dict[str, Any] = {}
+    exec(compile(code, name, "exec"), names)
+    return names
+
+
+def test_reward_of_the_how_to_page_grades() -> None:
+    grade = module_of("howto/own-reward.md", "my_reward.py")["grade"]
+    answers = {" 45": 1.0, "46": 0.25, "": 0.0, "7": 0.0}
+    assert {text: grade(None, SimpleNamespace(response=text, label="45")) for text in answers} == answers
+
+
+@pytest.mark.parametrize(
+    "replies, results", [(["<call>12+30.5</call>", "42.5"], ["<result>42.5</result>"]), (["42"], [])]
+)
+def test_generate_function_of_the_how_to_page_calls_its_tool(replies: list[str], results: list[str]) -> None:
+    generate = module_of("howto/tools.md", "calculator.py")["generate"]
+    appended: list[str] = []
+
+    class Engine:
+        async def generate(self, sample: object, stop: list[str]) -> str:
+            assert stop == ["</call>"]
+            return replies.pop(0)
+
+        def append(self, sample: object, text: str) -> bool:
+            appended.append(text)
+            return True
+
+    asyncio.run(generate(SimpleNamespace(max_turns=4), object(), {}, Engine()))
+    assert (appended, replies) == (results, [])
+
+
+def test_adapters_of_the_migration_pages_call_the_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    verl, trl = ModuleType("my_verl_reward"), ModuleType("my_trl_reward")
+    verl.compute_score = lambda source, text, truth, extra: (source, text, truth, extra) == ("s", "r", "l", {"a": 1})
+    trl.reward_func = lambda completions, **columns: [len(text) + columns["n"][0] for text in completions]
+    monkeypatch.setitem(sys.modules, "my_verl_reward", verl)
+    monkeypatch.setitem(sys.modules, "my_trl_reward", trl)
+    metadata = {"data_source": "s", "extra_info": {"a": 1}}
+    sample = SimpleNamespace(response="r", label="l", metadata=metadata)
+    assert module_of("howto/from-verl.md", "adapter.py")["grade"](None, sample) == 1.0
+    samples = [SimpleNamespace(response=text, metadata={"n": 2}) for text in ("a", "abc")]
+    assert module_of("howto/from-trl.md", "adapter.py")["grade"](None, samples) == [3.0, 5.0]
+
+
+def test_conversion_of_verl_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = [{"role": "user", "content": "2+2?"}]
+    row = {"data_source": "sums", "prompt": prompt, "reward_model": {"ground_truth": 4}, "extra_info": {"index": 7}}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
+    monkeypatch.setattr(sys, "argv", ["verl_to_jsonl.py", str(tmp_path / "train.parquet")])
+    module_of("howto/from-verl.md", "verl_to_jsonl.py")
+    written = json.loads(capsys.readouterr().out)
+    assert written == {"prompt": prompt, "label": "4", "metadata": {"data_source": "sums", "extra_info": {"index": 7}}}
