@@ -218,7 +218,7 @@ def module_of(page: str, name: str) -> dict[str, Any]:
 
 def test_reward_of_the_how_to_page_grades() -> None:
     grade = module_of("howto/own-reward.md", "my_reward.py")["grade"]
-    answers = {" 45": 1.0, "46": 0.25, "": 0.0, "7": 0.0}
+    answers = {"45<|end|>": 1.0, "46<|end|>": 0.25, "": 0.0, "no": 0.0}
     assert {text: grade(None, SimpleNamespace(response=text, label="45")) for text in answers} == answers
 
 
