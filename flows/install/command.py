@@ -22,17 +22,16 @@ from penstock.storage.errors import InstallError, OptionError
 USAGE = """penstock setup [--cpu | --cuda] [--with EXTRAS] [--torch-index URL] [--check]
 
   Installs everything a run needs in the active Python environment, in the order that a machine with CUDA or without
-  needs. Run it after `pip install --no-deps penstock-rl`. It continues after an interruption, and repeats a step that
-  the network has failed; finished steps are skipped.
+  needs. Run it after `pip install --no-deps penstock-rl`; in a checkout it installs the checkout in editable mode.
+  It continues after an interruption and repeats a step that the network has failed; finished steps are skipped.
 
   --cpu, --cuda   which engines to install; default: CUDA if nvidia-smi lists a GPU
   --with EXTRAS   optional parts, separated by commas; default s3,query. There are s3, gs, az (stores), query
                   (penstock query), wandb, tensorboard, cluster (ray job submit), test, dev
   --torch-index URL   package index for torch and torchvision only, such as PyTorch's index of CPU builds
-  --check         print what is missing and install nothing; exit code 1 if something is
-  --source DIR    install a checkout in editable mode, as `make setup` does"""
+  --check         print what is missing and install nothing; exit code 1 if something is"""
 
-FLAGS = {"--cpu": False, "--cuda": False, "--with": True, "--torch-index": True, "--check": False, "--source": True}
+FLAGS = {"--cpu": False, "--cuda": False, "--with": True, "--torch-index": True, "--check": False}
 DEFAULT_EXTRAS = "s3,query"
 LOG = "setup.log"  # in sys.prefix
 
@@ -53,7 +52,7 @@ def main(argv: list[str]) -> int:
         raise OptionError("--cpu and --cuda exclude each other: give one of them, or none to detect CUDA")
     if find_spec("pip") is None:
         raise InstallError(f"{sys.executable} has no pip: run {sys.executable} -m ensurepip, then repeat the command")
-    source = find_source(own.get("--source"))
+    source = checkout()
     extras = parse_extras(own.get("--with", DEFAULT_EXTRAS), source)
     kind = "cpu" if "--cpu" in own else "cuda" if "--cuda" in own or has_cuda() else "cpu"
     steps = installation_steps(kind, extras, source, own.get("--torch-index"))
@@ -106,33 +105,18 @@ def print_missing(steps: list[Step]) -> int:
     return 0
 
 
-def find_source(given: str | None) -> Path | None:
-    """Return the checkout to install in editable mode: --source, or the one that Penstock is installed from. None for
-    a wheel.
-
-    Raises:
-        OptionError: --source is not a checkout of Penstock.
-    """
-    if given is None:
-        return checkout()
-    source = Path(given).resolve()
-    if not (source / "pyproject.toml").is_file():
-        raise OptionError(f"--source {given} has no pyproject.toml: give the directory of a checkout of Penstock")
-    return source
-
-
 def parse_extras(text: str, source: Path | None) -> list[str]:
     """Return the extras named in --with.
 
     Raises:
         OptionError: Penstock does not have one of them.
-        InstallError: Penstock is neither installed nor in `source`.
+        InstallError: Penstock is neither installed nor a checkout.
     """
     try:
         known = declared(source)[1]
     except PackageNotFoundError as error:
         raise InstallError(
-            "penstock-rl is not installed here: run pip install --no-deps penstock-rl, or name a checkout with --source"
+            f"penstock-rl is not installed in {sys.prefix}: run {sys.executable} -m pip install --no-deps penstock-rl"
         ) from error
     extras = [name.strip() for name in text.split(",") if name.strip()]
     for name in extras:

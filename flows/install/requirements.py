@@ -7,7 +7,6 @@ there.
 from __future__ import annotations
 
 import functools
-import json
 import re
 import sys
 import sysconfig
@@ -16,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import penstock
 
@@ -37,12 +35,9 @@ def read_lock(path: Path) -> dict[str, str]:
 
 
 def checkout() -> Path | None:
-    """Return the checkout from which Penstock is installed in editable mode; None for an installed wheel."""
-    installed = find_distribution(PROJECT, site_packages())
-    origin = json.loads((installed and installed.read_text("direct_url.json")) or "{}")
-    if not origin.get("dir_info", {}).get("editable"):
-        return None
-    return Path(unquote(urlsplit(origin["url"]).path))
+    """Return the checkout that this module belongs to; None in an installed wheel."""
+    root = Path(penstock.__file__).resolve().parents[1]
+    return root if (root / "pyproject.toml").is_file() else None
 
 
 def declared(source: Path | None) -> tuple[list[str], dict[str, list[str]]]:

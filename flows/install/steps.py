@@ -128,11 +128,15 @@ def sglang_site() -> Path:
 
 
 def missing_torch(kind: str) -> list[str]:
-    """Return what is wrong with the installed torch: missing, another version, or a CUDA build without CUDA."""
+    """Return what is wrong with the installed torch: missing, another version, or a build for the other kind."""
     if problems := _problems({"torch": f"=={TORCH}"}):
         return problems
     found = version("torch")
-    return [f"torch: {found} is a CUDA build"] if kind == "cpu" and "+cu" in found else []
+    if kind == "cuda" and found.endswith("+cpu"):
+        return [f"torch: {found} is a build without CUDA (use a new environment)"]
+    if kind == "cpu" and re.search(r"\+cu\d", found):
+        return [f"torch: {found} is a build for CUDA (use a new environment)"]
+    return []
 
 
 def missing_project(extras: Sequence[str], source: Path | None, pins: dict[str, str]) -> list[str]:

@@ -268,8 +268,9 @@ def rows_of_commands() -> Iterator[Bad]:
         (("runs", "--config", "{root}/loop"), "{root}/loop"),
         (("setup", "now"), "now"), (("setup", "--fix"), "--fix"), (("setup", "--cpu", "--cuda"), "--cuda"),
         (("setup", "--cpu=1"), "--cpu"), (("setup", "--with"), "--with"), (("setup", "--with", "s4"), "s4"),
-        (("setup", "--with", "gpu"), "gpu"), (("setup", "--source", "{root}/nowhere"), "--source"),
-        (("doctor", "now"), "now"), (("doctor", "--fix"), "--fix"), (("doctor", "--store", "x"), "--store"),
+        (("setup", "--with", "gpu"), "gpu"),
+        (("doctor", "now"), "now"), (("doctor", "--fix"), "--fix"), (("doctor", "--store"), "--store"),
+        (("doctor", "--ray-address"), "--ray-address"), (("doctor", "--run", "x"), "--run"),
         (("doctor", "--num-gpus", "8"), "--num-gpus"), (("doctor", "--plan"), "--hf-checkpoint"),
         (("doctor", "--plan=1"), "--plan"), (("doctor", "--plan", "now"), "now"),
         *[
