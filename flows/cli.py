@@ -1,6 +1,6 @@
 """The command line: `penstock demo | train | train-async | sft | import-slime | convert | export | eval | resume |
 replay | fork | promote | rm | verify | gc | deploy | runs | cost | lineage | samples | query | report | track |
-doctor`.
+setup | doctor`.
 
 A command parses its flags into a config, checks it, and calls a flow. Exit codes: 0 done, 1 failed, 2 invalid request
 (a one-line message on stderr), 130 Ctrl-C, 141 standard output was closed by its reader, 143 SIGTERM.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.flows.runtime import environment, signals
-from penstock.storage.errors import OptionError, PenstockError
+from penstock.storage.errors import InstallError, OptionError, PenstockError
 from penstock.storage.secrets import redact
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ USAGE = """usage: penstock COMMAND [options]
   query     run SQL over samples, metrics and evaluations:  penstock query "select ..."
   report    write one HTML page about a run, with curves and samples:  penstock report RUN [--output FILE]
   track     send runs to MLflow, TensorBoard or W&B again, from the store:  penstock track RUN --to mlflow
+  setup     install what the wheel cannot install by itself, for CPU or CUDA; continues after an interruption
   doctor    check the installation and print how to fix each problem; --plan estimates the GPU memory of a run
 
 `penstock train --dry-run` (also train-async, sft) checks a run and prints its plan, without starting anything.
@@ -90,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno in USER_ERRNOS:
             return _report_user_error(error, arguments)
         return _report_bug(error, arguments)
+    except ModuleNotFoundError as error:
+        return _report_missing_module(error, arguments)
     except Exception as error:
         return _report_bug(error, arguments)
     finally:
@@ -221,12 +224,23 @@ COMMANDS: dict[str, Command] = {
     "query": _module_command("inspect.query"),
     "report": _module_command("inspect.report"),
     "track": _module_command("inspect.track"),
+    "setup": _module_command("install.command"),
     "doctor": _module_command("commands.doctor"),
 }
 RESUMABLE = ("demo", "train", "train-async", "sft", "convert", "eval", "resume")
 
 
 # ---- errors and exit codes -------------------------------------------------------------------------------------------
+
+
+def _report_missing_module(error: ModuleNotFoundError, argv: list[str]) -> int:
+    """Report an incomplete installation, or a bug if the missing module is Penstock's own or of Python itself."""
+    from penstock.flows.options.argv import penstock_command
+
+    if (error.name or "").partition(".")[0] in {"", "penstock", *sys.stdlib_module_names}:
+        return _report_bug(error, argv)
+    advice = f"run `{penstock_command()} setup`; with --check it only lists what is missing"
+    return _report_user_error(InstallError(f"the module {error.name} is not installed: {advice}"), argv)
 
 
 def _report_user_error(error: Exception, argv: list[str]) -> int:

@@ -266,7 +266,11 @@ def rows_of_commands() -> Iterator[Bad]:
         "{root}/directory"),
         (("runs", "--config"), "--config"), (("runs", "--config="), "--config"),
         (("runs", "--config", "{root}/loop"), "{root}/loop"),
-        (("doctor", "now"), "now"), (("doctor", "--fix"), "--fix"), (("doctor", "--store", "x"), "--store"),
+        (("setup", "now"), "now"), (("setup", "--fix"), "--fix"), (("setup", "--cpu", "--cuda"), "--cuda"),
+        (("setup", "--cpu=1"), "--cpu"), (("setup", "--with"), "--with"), (("setup", "--with", "s4"), "s4"),
+        (("setup", "--with", "gpu"), "gpu"),
+        (("doctor", "now"), "now"), (("doctor", "--fix"), "--fix"), (("doctor", "--store"), "--store"),
+        (("doctor", "--ray-address"), "--ray-address"), (("doctor", "--run", "x"), "--run"),
         (("doctor", "--num-gpus", "8"), "--num-gpus"), (("doctor", "--plan"), "--hf-checkpoint"),
         (("doctor", "--plan=1"), "--plan"), (("doctor", "--plan", "now"), "now"),
         *[

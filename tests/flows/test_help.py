@@ -20,6 +20,7 @@ def test_help_of_every_command_is_printed(
             "--store",
             "--cron",
             "--directory",
+            "--torch",
             "--output",
         } & set(re.findall(r"--\w+", out))
     assert list(tmp_path.iterdir()) == []
