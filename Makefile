@@ -6,7 +6,7 @@ export VENV PYTHON
 
 BENCH ?= penstock-bench
 
-.PHONY: help setup demo test test-unit test-all test-gpu lint up bench bench-gpu clean
+.PHONY: help setup demo test test-unit test-all test-gpu lint docs up bench bench-gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,11 @@ lint: setup  ## formatter, linter, import boundaries, types
 	$(BIN)/python -m pytest -q tests/test_boundaries.py
 	$(BIN)/mypy
 
+docs: setup  ## build the documentation site in site/; a dead link or anchor is an error
+	@$(BIN)/python -c "import material" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[docs]"
+	$(BIN)/python docs/scripts/reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 up: setup  ## start Prefect server, worker and MLflow UI on loopback; prints the links
 	@$(BIN)/python -m penstock.flows.services.stack up $(if $(STORE),--store $(STORE))
 
@@ -49,4 +54,4 @@ bench-gpu: setup  ## on a GPU machine: rollout stage, parts of a round and cold 
 	@$(BIN)/python benchmarks/gpu/host_syncs.py --output $(BENCH)/host_syncs.json
 
 clean:  ## remove the virtual environment and the demo's store
-	rm -rf $(VENV) penstock-demo
+	rm -rf $(VENV) penstock-demo site

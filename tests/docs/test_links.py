@@ -1,0 +1,52 @@
+"""No dead link and no dead anchor in the documentation, and every page is in the navigation of the site."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+        *ROOT.glob("examples/*/README.md"),
+    ]
+)
+LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)|(?:href|src)=\"([^\"]+)\"")
+FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as MkDocs and GitHub make them."""
+    anchors = set()
+    for title in re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE):
+        if given := re.search(r"\{ #([\w-]+) \}$", title):
+            anchors.add(given[1])
+        plain = re.sub(r"[^\w\s-]", "", title).strip().lower()
+        anchors.add(re.sub(r"[-\s]+", "-", plain))
+    return anchors
+
+
+def links_of(page: Path) -> list[str]:
+    text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text(encoding="utf-8")))
+    return [first or second for first, second in LINK.findall(text)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_and_anchors_exist(page: Path) -> None:
+    for link in links_of(page):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link} does not exist"
+        assert not anchor or anchor in anchors_of(target), f"{link}: no such heading"
+
+
+def test_pages_of_the_navigation_exist() -> None:
+    listed = set(re.findall(r"([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    generated = {"contributing.md", "changelog.md", "design/index.md"}
+    assert {name for name in listed - generated if not (ROOT / "docs" / name).exists()} == set()

@@ -1,0 +1,121 @@
+"""Every option, command, metric and file format has exactly one reference entry, and generated pages are current."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.flows import cli
+from penstock.flows.config import flag_of_field, list_options
+from penstock.storage.refs import Commit, RunKeys, commit_key
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+METRIC = re.compile(r"^(rollout|train|perf|eval|multi_turn|cost|system)/[\w./@<>-]*$")
+# What code adds to names: prefixes of the critic's metrics, and parts that are completed by a variable.
+INCOMPLETE = re.compile(r"[/_-]$|^(eval|rollout|train)/<>(-<>|/<>)?$|^train/value_")
+reference = runpy.run_path(str(DOCS / "scripts" / "reference.py"))
+
+
+def read(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", ["configuration", "commands"])
+def test_generated_page_is_current(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = reference[f"{page}_page"]()
+    assert read(f"reference/{page}.md") == text, "run `python docs/scripts/reference.py` and commit the pages"
+
+
+def test_every_option_has_one_entry() -> None:
+    entries = re.findall(r"^### `(--[a-z0-9-]+)`", read("reference/configuration.md"), re.MULTILINE)
+    assert Counter(entries) == Counter(flag_of_field(name) for _, name, _ in list_options())
+
+
+def test_names_attributed_to_slime_are_options() -> None:
+    flags = {flag_of_field(name) for _, name, _ in list_options()}
+    assert {name for name in reference["SLIME"] if name} <= flags
+
+
+def test_every_command_has_one_entry() -> None:
+    entries = re.findall(r"^## `penstock ([a-z-]+)`", read("reference/commands.md"), re.MULTILINE)
+    assert entries == list(cli.COMMANDS)
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def metrics_in_code() -> set[str]:
+    """Return the names of metrics in string literals; replaced parts of f-strings are `<>`."""
+    names = set()
+    for path in [
+        path for folder in ("flows", "stages", "engines", "storage") for path in (ROOT / folder).rglob("*.py")
+    ]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                names.add("".join(part.value if isinstance(part, ast.Constant) else "<>" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.add(node.value)
+    return {name for name in names if METRIC.match(name) and not INCOMPLETE.search(name)}
+
+
+def documented_metrics(text: str) -> Iterator[str]:
+    """Yield the metrics in the first columns of a page's tables."""
+    for row in re.findall(r"^\| (`[^|]*?) \|", text, re.MULTILINE):
+        yield from (name for name in re.findall(r"`([^`]+)`", row) if METRIC.match(name))
+
+
+def pattern(name: str) -> re.Pattern[str]:
+    """Return a pattern for a name whose parts in angle brackets are any text."""
+    return re.compile("".join(".+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w*>)", name)))
+
+
+def test_every_metric_of_the_code_has_an_entry() -> None:
+    documented = set(documented_metrics(read("metrics.md")))
+    missing = [
+        name
+        for name in metrics_in_code()
+        if not any(pattern(name).fullmatch(entry) or pattern(entry).fullmatch(name) for entry in documented)
+    ]
+    assert sorted(missing) == []
+
+
+def test_no_metric_has_two_entries() -> None:
+    entries = Counter(documented_metrics(read("metrics.md")))
+    assert {name for name, number in entries.items() if number > 1} == set()
+
+
+def test_every_documented_metric_is_in_the_code() -> None:
+    folders = ("flows", "stages", "engines", "storage")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    for name in documented_metrics(read("metrics.md")):
+        # The last literal part of a name; the critic's metrics and some means are made of two literals.
+        part = [part for part in re.split(r"/|<\w*>", name) if part.strip("_-@")][-1]
+        assert re.sub(r"^critic-|(?<=response_length)_\w+$", "", part.strip("_-")) in source, name
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_key_of_a_run_has_one_entry() -> None:
+    keys = RunKeys("<run>")
+    examples = [
+        *(keys.record, keys.report, commit_key(keys.rollout_prefix(12)), commit_key(keys.step_prefix(12))),
+        *(commit_key(keys.checkpoint_prefix(20)), commit_key(keys.eval_prefix(20, "<task>"))),
+        commit_key(keys.export_prefix(60)),
+    ]
+    cells = Counter(re.findall(r"^\| `([^`]+)`", read("reference/formats.md"), re.MULTILINE))
+    assert {key: cells[key] for key in examples} == dict.fromkeys(examples, 1)
+
+
+def test_every_field_of_a_commit_is_described() -> None:
+    section = read("reference/formats.md").partition("### Commit records")[2].partition("\n### ")[0]
+    assert {field for field in Commit.model_fields if f"`{field}`" not in section} == set()

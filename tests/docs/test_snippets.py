@@ -1,0 +1,267 @@
+"""Every code block of the documentation is checked: commands by the real parsers, Python, TOML, JSON and SQL as well.
+
+Blocks without a language, and `text`, are output. Nothing is started: commands that train are parsed and validated as
+a configuration, other commands run in an empty directory, where the run that they name does not exist.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib
+import json
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet as parquet
+import pytest
+
+from penstock.flows import cli
+from penstock.flows.config import SECTIONS, validate_config
+from penstock.flows.options import flags
+from penstock.stages.eval.config import EvalConfig
+from penstock.storage.errors import PenstockError
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("examples/*/README.md")]
+)
+BLOCK = re.compile(r"^( *)```(\S*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+LANGUAGES = ("bash", "python", "toml", "json", "sql")
+OUTPUT = ("", "text", "console")
+FLOWS = ("train", "train-async", "sft", "eval")
+STARTING = ("demo", "doctor", "deploy")  # commands that act without a run: only their flags are checked
+# Programs of others, which are not checked.
+PROGRAMS = {
+    *("ls", "cd", "cat", "jq", "dot", "git", "openssl", "kill", "source", "export", "head", "tail", "ssh", "curl"),
+    *(
+        "pip",
+        "apt",
+        "hf",
+        "ray",
+        "prefect",
+        "tensorboard",
+        "wandb",
+        "docker",
+        "kubectl",
+        "helm",
+        "sbatch",
+        "uv",
+        "pre-commit",
+    ),
+}
+# A command that was parsed completely fails because its run, store or file does not exist.
+NOT_THERE = re.compile(
+    r"no such file|does not exist|no run|has no|not found|cannot be read|is not a run|no policy|is not a directory|"
+    r"no champion|no decision",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """One code block."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def snippets_of(page: Path) -> Iterator[Snippet]:
+    text = page.read_text(encoding="utf-8")
+    for match in BLOCK.finditer(text):
+        lines = [line.removeprefix(match[1]) for line in match[3].splitlines()]
+        yield Snippet(page, text.count("\n", 0, match.start()) + 1, match[2], "\n".join(lines))
+
+
+SNIPPETS = [snippet for page in PAGES for snippet in snippets_of(page)]
+
+
+def of_language(language: str) -> list[Snippet]:
+    return [snippet for snippet in SNIPPETS if snippet.language == language]
+
+
+def commands_of(snippet: Snippet) -> Iterator[list[str]]:
+    """Yield the simple commands of a shell block, without redirections, assignments and comments."""
+    for line in re.sub(r"\\\n\s*", " ", snippet.text).splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="|;&<>")
+        lexer.whitespace_split, lexer.commenters = True, "#"
+        words: list[str] = []
+        for token in [*lexer, ";"]:
+            if set(token) <= set("|;&") and token != "":
+                if words:
+                    yield words
+                words = []
+            elif words and set(words[-1]) <= set("<>"):
+                words.pop()  # the file of a redirection
+            elif token != "..." and (words or not re.match(r"^[A-Z_]+=", token)):
+                words.append(token)
+
+
+def test_every_block_has_a_known_language() -> None:
+    unknown = [f"{snippet}: {snippet.language}" for snippet in SNIPPETS if snippet.language not in LANGUAGES + OUTPUT]
+    assert unknown == []
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the files that commands of the documentation name."""
+    folder = tmp_path_factory.mktemp("workplace")
+    for name in ("configs", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+    for name in ("recipe.toml", "qwen3-4B.toml"):
+        (folder / name).write_text((ROOT / "configs/recipes/1gpu.toml").read_text())
+    (folder / "evals.toml").write_text('[[datasets]]\nname = "aime"\npath = "aime.jsonl"\n')
+    return folder
+
+
+@pytest.mark.parametrize("snippet", of_language("bash"), ids=str)
+def test_commands_are_parsed(
+    snippet: Snippet, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(workplace)
+    for words in commands_of(snippet):
+        program = words[0].removeprefix(".venv/bin/")
+        if program == "make":
+            targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            assert {word for word in words[1:] if "=" not in word} <= set(targets), f"{snippet}: {words}"
+        elif program in ("python", "pytest"):
+            check_script(snippet, words)
+        elif program == "penstock":
+            check_command(snippet, words[1:], capsys)
+        else:
+            assert program in PROGRAMS, f"{snippet}: {words}"
+
+
+def check_script(snippet: Snippet, words: list[str]) -> None:
+    """Check that the file of this repository that `python` or `pytest` names exists."""
+    paths = [word for word in words[1:] if "/" in word and not word.startswith("-")]
+    name = paths[0].removeprefix("/path/to/penstock/") if paths else ""
+    assert words[1] == "-m" or (ROOT / name).exists(), f"{snippet}: {name} does not exist"
+
+
+def check_command(snippet: Snippet, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Check a `penstock` command without starting anything."""
+    command, argv = words[0], [word for word in words[1:] if word not in ("--dry-run", "--help-all")]
+    if command in FLOWS and not {"--rescore", "--compare"} & set(argv):
+        try:
+            validate_config(flags.parse_values(argv))
+        except PenstockError as error:
+            pytest.fail(f"{snippet}: penstock {' '.join(words)}: {error}")
+        return
+    cli.main([command, *(word for word in argv if word in ("--rescore", "--compare")), "--help"])
+    known = {"--config", *flags.penstock_flags(), *re.findall(r"--[a-z-]+", capsys.readouterr().out)}
+    used = {word.partition("=")[0] for word in argv if word.startswith("--")}
+    assert {flag for flag in used - known if not flag.startswith(flags.ENGINE_PREFIXES)} == set(), f"{snippet}: {words}"
+    if command not in STARTING:
+        code = cli.main([command, *(word.replace("s3://", "") for word in argv)])
+        message = capsys.readouterr().err
+        assert code == 0 or NOT_THERE.search(message), f"{snippet}: penstock {' '.join(words)}: {message}"
+
+
+@pytest.mark.parametrize("snippet", of_language("python"), ids=str)
+def test_python_compiles_and_its_imports_exist(snippet: Snippet) -> None:
+    for node in ast.walk(ast.parse(snippet.text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("penstock"):
+            module = importlib.import_module(node.module or "")
+            assert all(hasattr(module, alias.name) for alias in node.names), f"{snippet}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("snippet", of_language("toml"), ids=str)
+def test_toml_is_a_configuration(snippet: Snippet, tmp_path: Path) -> None:
+    values = tomllib.loads(snippet.text)
+    if "datasets" in values:
+        (tmp_path / "evals.toml").write_text(snippet.text)
+        assert EvalConfig(eval_config=str(tmp_path / "evals.toml")).eval_config is not None
+    else:
+        assert set(values) <= set(SECTIONS)
+        validate_config(values)
+
+
+@pytest.mark.parametrize("snippet", of_language("json"), ids=str)
+def test_json_is_valid(snippet: Snippet) -> None:
+    try:
+        json.loads(snippet.text)
+    except json.JSONDecodeError:
+        assert all(isinstance(json.loads(line), dict) for line in snippet.text.splitlines())
+
+
+@pytest.mark.parametrize("snippet", of_language("sql"), ids=str)
+def test_sql_is_valid(snippet: Snippet) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    assert duckdb.extract_statements(snippet.text)
+
+
+# ---- functions of the how-to pages, executed -------------------------------------------------------------------------
+
+
+def module_of(page: str, name: str) -> dict[str, Any]:
+    """Return the names that a page's Python block defines; its first line is the comment `# NAME`."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    code = next(match[3] for match in BLOCK.finditer(text) if match[3].startswith(f"# {name}\n"))
+    names: dict[str, Any] = {}
+    exec(compile(code, name, "exec"), names)
+    return names
+
+
+def test_reward_of_the_how_to_page_grades() -> None:
+    grade = module_of("howto/own-reward.md", "my_reward.py")["grade"]
+    answers = {" 45": 1.0, "46": 0.25, "": 0.0, "7": 0.0}
+    assert {text: grade(None, SimpleNamespace(response=text, label="45")) for text in answers} == answers
+
+
+@pytest.mark.parametrize(
+    "replies, results", [(["<call>12+30.5</call>", "42.5"], ["<result>42.5</result>"]), (["42"], [])]
+)
+def test_generate_function_of_the_how_to_page_calls_its_tool(replies: list[str], results: list[str]) -> None:
+    generate = module_of("howto/tools.md", "calculator.py")["generate"]
+    appended: list[str] = []
+
+    class Engine:
+        async def generate(self, sample: object, stop: list[str]) -> str:
+            assert stop == ["</call>"]
+            return replies.pop(0)
+
+        def append(self, sample: object, text: str) -> bool:
+            appended.append(text)
+            return True
+
+    asyncio.run(generate(SimpleNamespace(max_turns=4), object(), {}, Engine()))
+    assert (appended, replies) == (results, [])
+
+
+def test_adapters_of_the_migration_pages_call_the_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    verl, trl = ModuleType("my_verl_reward"), ModuleType("my_trl_reward")
+    verl.compute_score = lambda source, text, truth, extra: (source, text, truth, extra) == ("s", "r", "l", {"a": 1})
+    trl.reward_func = lambda completions, **columns: [len(text) + columns["n"][0] for text in completions]
+    monkeypatch.setitem(sys.modules, "my_verl_reward", verl)
+    monkeypatch.setitem(sys.modules, "my_trl_reward", trl)
+    metadata = {"data_source": "s", "extra_info": {"a": 1}}
+    sample = SimpleNamespace(response="r", label="l", metadata=metadata)
+    assert module_of("howto/from-verl.md", "adapter.py")["grade"](None, sample) == 1.0
+    samples = [SimpleNamespace(response=text, metadata={"n": 2}) for text in ("a", "abc")]
+    assert module_of("howto/from-trl.md", "adapter.py")["grade"](None, samples) == [3.0, 5.0]
+
+
+def test_conversion_of_verl_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = [{"role": "user", "content": "2+2?"}]
+    row = {"data_source": "sums", "prompt": prompt, "reward_model": {"ground_truth": 4}, "extra_info": {"index": 7}}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
+    monkeypatch.setattr(sys, "argv", ["verl_to_jsonl.py", str(tmp_path / "train.parquet")])
+    module_of("howto/from-verl.md", "verl_to_jsonl.py")
+    written = json.loads(capsys.readouterr().out)
+    assert written == {"prompt": prompt, "label": "4", "metadata": {"data_source": "sums", "extra_info": {"index": 7}}}
