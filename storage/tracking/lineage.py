@@ -68,6 +68,11 @@ class Lineage:
         """Return keys and commits of the evaluations of policy `version`."""
         return [(key, commit) for key, commit in self._evals.items() if commit.policy_version == version]
 
+    def scored_again(self, commit: Commit) -> tuple[str, Commit] | None:
+        """Return key and commit of the evaluation whose samples the evaluation `commit` has scored again, or None."""
+        key = commit.inputs.get("samples", "")
+        return (key, self._evals[key]) if key in self._evals else None
+
     def is_copy(self, key: str, commit: Commit) -> bool:
         """Return whether a commit is that of a fork's parent, copied to the fork."""
         if commit.kind == "step" and commit.index in self._commits["rollout"]:

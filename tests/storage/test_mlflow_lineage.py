@@ -2,34 +2,34 @@
 
 import json
 import re
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from made_run import commit_files, config_of, make_run, write_data
+from made_run import commit_files, commit_samples, config_of, make_run, write_data
 from mlflow import MlflowClient
-from mlflow.entities import Run
+from mlflow_content import Shown, check_content
 
 from penstock.flows.commands import fork, promote
 from penstock.flows.inspect.track import main as track
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import read_flow_and_config
 from penstock.storage.commits import committed_prefixes
-from penstock.storage.history.lineage_graph import LineageGraph, Node, read_lineage
+from penstock.storage.history.lineage_graph import read_lineage
 from penstock.storage.history.starts import Start, record_start
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
+from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store
 
 pytestmark = pytest.mark.integration
 
-RUNS = ("r", "f", "n")  # a run, its fork, and a run that starts from its export
+RUNS = ("r", "f", "n", "m")  # a run, its fork, and runs that start from its export and from its checkpoint
 
 
-def start_from(store: Store, run: str, fingerprint: str, source: str) -> None:
+def start_from(store: Store, run: str, fingerprint: str, source: str, role: str = "hf_checkpoint") -> None:
     """Convert the model `source`, with which the run `run` will start."""
     key = commit_key(f"models/{fingerprint}")
-    inputs = {"hf_checkpoint": source}
+    inputs = {role: source}
     commit_files(store, f"models/{fingerprint}", {"w": b"base"}, kind="model", policy_version=0, inputs=inputs)
     base = CheckpointRef(key=key, uri="", format="torch_dist", policy_version=0)
     store.create(RunKeys(run).origin_key("base"), base.model_dump_json().encode())
@@ -44,10 +44,23 @@ def export(store: Store, keys: RunKeys, version: int) -> str:
     return store.path(commit.attempt or "")
 
 
+def score_again(store: Store, keys: RunKeys, version: int) -> None:
+    """Commit an evaluation that scores the samples of an existing one again, as `penstock eval --rescore`."""
+    source = keys.eval_prefix(version, "sums")
+    old = store.committed(source)
+    assert old is not None
+    fields = {"run": keys.run, "index": version, "policy_version": version, "summary": {"eval/sums@0a": 0.5}}
+    inputs = old.inputs | {"samples": commit_key(source)}
+    commit_samples(
+        store, f"{source}@0a", list(read_samples(store, old)), kind="eval", inputs=inputs, state=old.state, **fields
+    )
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """Four rounds of `r`, the fork `f` at round 3 with one more round, and `n`, which starts from the export of `r`."""
-    store = Store(str(tmp_path / "store"))
+    """Four rounds of `r`, the fork `f` at round 3 with two more rounds, `n`, which starts from the export of `r`, and
+    `m`, which starts from a checkpoint of `r` (--load) and whose evaluation was scored again."""
+    store = Store(str(tmp_path / "runs"))  # the path of the store looks like a part of a key
     data = write_data(tmp_path / "data.jsonl")
     start_from(store, "r", "abc", "/hf/tiny")
     keys = make_run(store, config_of(store, data), 4, save=(2, 4), score=(0, 2, 4))
@@ -57,6 +70,10 @@ def store(tmp_path: Path) -> Store:
     make_run(store, config, 5, save=(5,), score=(5,))
     start_from(store, "n", "def", directory)
     make_run(store, config_of(store, data, "n", "--hf-checkpoint", directory), 2, save=(2,), score=(0, 2))
+    checkpoint = store.committed(keys.checkpoint_prefix(2))
+    assert checkpoint is not None and checkpoint.attempt is not None
+    start_from(store, "m", "megatron-12345678", store.path(checkpoint.attempt), "checkpoint")
+    score_again(store, make_run(store, config_of(store, data, "m"), 1, save=(1,), score=(1,)), 1)
     return store
 
 
@@ -65,88 +82,17 @@ def send(store: Store, database: Path, *words: str) -> MlflowClient:
     return MlflowClient(f"sqlite:///{database}")
 
 
-class Shown:
-    """The content of MLflow by the ids of the store's artifacts: keys of commits, paths of sources."""
-
-    def __init__(self, client: MlflowClient) -> None:
-        [experiment] = client.search_experiments(filter_string="name = 'penstock'")
-        self.runs = [client.get_run(r.info.run_id) for r in client.search_runs([experiment.experiment_id])]
-        self.models = list(client.search_logged_models([experiment.experiment_id]))
-        self.model_ids = {m.model_id: m.tags.get("penstock.commit") or m.params["uri"] for m in self.models}
-
-    def datasets(self, run: Run, context: str = "") -> set[str]:
-        found = set()
-        for entry in run.inputs.dataset_inputs:
-            uri = json.loads(entry.dataset.source)["uri"]
-            match = re.search(r"runs/.*(?=/attempt-)", uri)
-            if context in ("", entry.tags[0].value):
-                found.add(commit_key(match[0]) if match else uri)
-        return found
-
-    def input_models(self, run: Run) -> set[str]:
-        return {self.model_ids[model.model_id] for model in run.inputs.model_inputs}
-
-    def output_models(self, run: Run) -> set[str]:
-        return {self.model_ids[m.model_id] for m in (run.outputs.model_outputs if run.outputs else [])}
-
-    def children(self) -> list[Run]:
-        return [run for run in self.runs if run.data.tags.get("penstock.part") != "run"]
-
-    def pages(self) -> dict[str, str]:
-        """The description of each page, by the id in its URL."""
-        pages = {run.info.run_id: run.data.tags.get("mlflow.note.content", "") for run in self.runs}
-        return pages | {model.model_id: model.tags.get("mlflow.note.content", "") for model in self.models}
-
-
-def inputs_of_checkpoint(graph: LineageGraph, node: Node) -> set[str]:
-    """The rollouts since the previous checkpoint, and that checkpoint or the base model."""
-    checkpoints = {dict(n.inputs)["step"]: n.id for n in graph.nodes.values() if n.kind == "checkpoint"}
-    found, step = set(), graph.nodes[dict(node.inputs)["step"]]
-    while True:
-        inputs = dict(step.inputs)
-        found.add(inputs["rollout"])
-        before = inputs["policy"]
-        if before in checkpoints or graph.nodes[before].kind == "model":
-            return found | {checkpoints.get(before, before)}
-        step = graph.nodes[before]
-
-
-def expected_inputs(graph: LineageGraph) -> dict[str, set[str]]:
-    """What each model was made from, and what each evaluation used, without steps."""
-    expected = {}
-    for node in graph.nodes.values():
-        if node.kind == "checkpoint":
-            expected[node.id] = inputs_of_checkpoint(graph, node)
-        elif node.kind in ("model", "export"):
-            expected[node.id] = {id for _, id in node.inputs}
-        elif node.kind == "eval":
-            steps = {dict(n.inputs)["step"]: n.id for n in graph.nodes.values() if n.kind == "checkpoint"}
-            expected[node.id] = {steps.get(id, id) for _, id in node.inputs}
-    return expected
-
-
-def test_lineage_of_a_run_its_fork_and_a_run_from_its_export(store: Store, database: Path) -> None:
-    shown, graph = Shown(send(store, database, "--all")), read_lineage(store)
-    found: dict[str, set[str]] = defaultdict(set)
-    for run in shown.children():
-        samples = shown.datasets(run, "samples")
-        for output in shown.output_models(run) | samples:
-            found[output] |= shown.input_models(run) | (shown.datasets(run) - samples)
-    assert found == expected_inputs(graph)
-
-
-def test_every_artifact_is_shown_once(store: Store, database: Path) -> None:
-    shown, graph = Shown(send(store, database, "--all")), read_lineage(store)
-    data_sets = {id for run in shown.runs for id in shown.datasets(run)}
-    artifacts = {node.id for node in graph.nodes.values() if node.kind != "step"}
-    assert sorted(shown.model_ids.values()) == sorted(id for id in artifacts if id not in data_sets)
-    assert artifacts == data_sets | set(shown.model_ids.values())
+def test_every_artifact_is_shown_once_with_its_lineage(store: Store, database: Path) -> None:
+    client = send(store, database, "--all")
+    check_content(client, read_lineage(store))
+    shown = Shown(client)
     names = [run.info.run_name for run in shown.runs]
     assert sorted(name for name in names if name.startswith(("convert", "r", "f", "n"))) == [
-        *("convert-abc", "convert-def", "f", "n", "r")
+        *("convert-12345678", "convert-abc", "convert-def", "f", "n", "r")
     ]
     assert sorted(name for name in names if name.startswith("train")) == [
-        *("train-000000-000001", "train-000000-000001", "train-000002-000003", "train-000002-000004")
+        *("train-000000-000000", "train-000000-000001", "train-000000-000001"),
+        *("train-000002-000003", "train-000002-000004"),
     ]
 
 
@@ -164,6 +110,9 @@ def test_links_lead_back(store: Store, database: Path) -> None:
     by_name = {run.info.run_name: run.info.run_id for run in shown.runs}
     exported = next(model.model_id for model in shown.models if model.name == "r-000004-export")
     assert {(by_name["f"], by_name["r"]), (exported, by_name["n"]), (by_name["n"], exported)} <= links
+    loaded = next(model.model_id for model in shown.models if model.name == "r-000002")
+    again, original = by_name["eval-000001-sums@0a"], by_name["eval-000001-sums"]
+    assert {(loaded, by_name["m"]), (by_name["m"], loaded), (again, original), (original, again)} <= links
 
 
 def test_track_in_any_order_gives_the_same_objects(store: Store, database: Path, tmp_path: Path) -> None:
@@ -200,6 +149,7 @@ def test_versions_and_aliases_follow_from_commits_and_decisions(store: Store, da
         ("r", 2): "r/4",
         ("f", 1): "f/5",
         ("n", 1): "n/2",
+        ("m", 1): "m/1",
         ("math", 1): "r/2",
         ("math", 2): "r/4",
     }

@@ -142,6 +142,12 @@ class MlflowCommits:
         if rows := commit.state.get("shown"):
             previews[_samples_path(commit)] = rows
         self._log_tables(child, previews, list(previews))
+        links = []
+        if original := lineage.scored_again(commit):
+            inputs.append(
+                dataset_input(shards_dataset(*original, self.runs.run.store_uri), "scored again", original[1])
+            )
+            links = self._link_original(child, key, commit, original, lineage)
         if commit.files:
             inputs.append(dataset_input(shards_dataset(key, commit, self.runs.run.store_uri), "samples", commit))
         if inputs:
@@ -150,7 +156,7 @@ class MlflowCommits:
         model = self._policy(commit.policy_version, lineage)
         if model is None:
             self.client.log_batch(child, metrics=to_mlflow(points))
-            return []
+            return links
         about = {"run_id": child, "model_id": model.model_id}
         if inputs:
             about |= {"dataset_name": inputs[0].dataset.name, "dataset_digest": inputs[0].dataset.digest}
@@ -158,7 +164,19 @@ class MlflowCommits:
         self.client.log_inputs(child, models=[LoggedModelInput(model.model_id)])
         name = f"{self.runs.run.name}/{lineage.child_run_name(key, commit)}"
         self.models.add_links(model, [Link("evaluated in", name, self.runs.url("runs", child))])
-        return [self.models.link("evaluated model", model)]
+        return [*links, self.models.link("evaluated model", model)]
+
+    def _link_original(
+        self, child: str, key: str, commit: Commit, original: tuple[str, Commit], lineage: Lineage
+    ) -> list[Link]:
+        """Link the child run of an evaluation from the one whose samples it has scored again. Return its own links."""
+        part, part_of_original = lineage.child_run_name(key, commit), lineage.child_run_name(*original)
+        page = self.runs.find_part(part_of_original)
+        if page is None:  # the original is the evaluation of a fork's parent
+            return []
+        run = self.runs.run.name
+        self.runs.add_links(page, [Link("scored again in", f"{run}/{part}", self.runs.url("runs", child))])
+        return [Link("scores the samples of", f"{run}/{part_of_original}", self.runs.url("runs", page))]
 
     def _log_export(self, main_run: str, child: str, key: str, commit: Commit, lineage: Lineage) -> list[Link]:
         """Log an export as a model of its own, linked with its checkpoint. Return the links of the child run."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +9,10 @@ from mlflow.entities import LoggedModelInput, LoggedModelOutput, RunTag
 from mlflow.utils import mlflow_tags
 
 from penstock.storage.history.starts import read_starts
-from penstock.storage.refs import ORIGINS, CheckpointRef, Commit, RunKeys, commit_key, decode_record
+from penstock.storage.refs import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key, decode_record
 from penstock.storage.tracking.lineage import Lineage
 from penstock.storage.tracking.mlflow.links import Link
-from penstock.storage.tracking.mlflow.models import MlflowModels
+from penstock.storage.tracking.mlflow.models import MlflowModels, short_fingerprint
 from penstock.storage.tracking.mlflow.runs import MlflowRuns
 from penstock.storage.tracking.mlflow.values import to_mlflow
 from penstock.storage.tracking.points import metric_points
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
 
 _PARENT = "penstock.parent"  # tag of a fork: the id of its parent
-_EXPORT = re.compile(r"runs/[^/]+/exports/\d+/attempt-[0-9a-f]+")  # in the path of a source model
 
 
 class RunPage:
@@ -114,18 +112,18 @@ class RunPage:
 
     def _log_conversion(self, key: str, commit: Commit) -> tuple[LoggedModel, LoggedModel | None]:
         """Log the conversion of a source model as an MLflow run, which all runs with the same model share. Return the
-        converted model and the source model; the latter may be the export of another run."""
+        converted model and the source model; the latter may be the export or a checkpoint of another run."""
         attempt = commit.attempt or key
-        name = f"convert-{key.removeprefix('models/').removesuffix(commit_key(''))[:8]}"
+        name = f"convert-{short_fingerprint(key)}"
         start_time = int((commit.created_at - sum(commit.seconds.values())) * 1000)
         tags = {"penstock.commit": key, "penstock.store": self.runs.run.store_uri}
         run_id = self.runs.find_or_create({"penstock.attempt": attempt}, name, start_time, tags)
         model = self.models.of_commit(key, commit, run_id)
-        path = commit.inputs.get("hf_checkpoint", "")
-        export = _EXPORT.search(path)
-        source = (self.models.of_attempt(export[0]) if export else None) or (
-            self.models.of_source(path) if path else None
-        )
+        path = commit.inputs.get("hf_checkpoint") or commit.inputs.get("checkpoint", "")
+        attempt_of_source = attempt_in_path(path)
+        source = self.models.of_attempt(attempt_of_source) if attempt_of_source else None
+        if source is None and path:
+            source = self.models.of_source(path)
         outputs = self.client.get_run(run_id).outputs
         if not (outputs and outputs.model_outputs):
             self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 0)])
