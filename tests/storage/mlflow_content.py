@@ -62,7 +62,7 @@ def inputs_of_checkpoint(graph: LineageGraph, node: Node) -> set[str]:
 
 
 def expected_inputs(graph: LineageGraph) -> dict[str, set[str]]:
-    """What each model was made from, and what each evaluation used, without steps."""
+    """What each model was made from, and what each evaluation used. Steps are not shown by themselves."""
     expected = {}
     for node in graph.nodes.values():
         if node.kind == "checkpoint":
@@ -71,7 +71,8 @@ def expected_inputs(graph: LineageGraph) -> dict[str, set[str]]:
             expected[node.id] = {id for _, id in node.inputs}
         elif node.kind == "eval":
             steps = {dict(n.inputs)["step"]: n.id for n in graph.nodes.values() if n.kind == "checkpoint"}
-            expected[node.id] = {steps.get(id, id) for _, id in node.inputs}
+            inputs = {steps.get(id, id) for _, id in node.inputs}
+            expected[node.id] = {id for id in inputs if graph.nodes[id].kind != "step"}  # without a checkpoint
     return expected
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from made_run import commit_files, commit_samples, config_of, make_run, write_data
 from mlflow import MlflowClient
-from mlflow_content import Shown, check_content
+from mlflow_content import Shown, check_content, shown_inputs
 
 from penstock.flows.commands import fork, promote
 from penstock.flows.inspect.track import main as track
@@ -17,9 +17,10 @@ from penstock.flows.runtime.runs import read_flow_and_config
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.history.lineage_graph import read_lineage
 from penstock.storage.history.starts import Start, record_start
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
+from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key, encode_commit
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store
+from penstock.storage.tracking import retell
 
 pytestmark = pytest.mark.integration
 
@@ -69,7 +70,7 @@ def store(tmp_path: Path) -> Store:
     _, config = read_flow_and_config(parse_config(["--store", store.root]).run, "f")
     make_run(store, config, 5, save=(5,), score=(5,))
     start_from(store, "n", "def", directory)
-    make_run(store, config_of(store, data, "n", "--hf-checkpoint", directory), 2, save=(2,), score=(0, 2))
+    make_run(store, config_of(store, data, "n", "--hf-checkpoint", directory), 2, save=(2,), score=(0, 1, 2))
     checkpoint = store.committed(keys.checkpoint_prefix(2))
     assert checkpoint is not None and checkpoint.attempt is not None
     start_from(store, "m", "megatron-12345678", store.path(checkpoint.attempt), "checkpoint")
@@ -107,12 +108,28 @@ def test_links_lead_back(store: Store, database: Path) -> None:
     # Parts link to the run; its page lists them by itself (child runs, logged models, tables of samples).
     one_way = {(a, b) for a, b in links if (b, a) not in links and b not in main_runs}
     assert one_way == set()
-    by_name = {run.info.run_name: run.info.run_id for run in shown.runs}
-    exported = next(model.model_id for model in shown.models if model.name == "r-000004-export")
-    assert {(by_name["f"], by_name["r"]), (exported, by_name["n"]), (by_name["n"], exported)} <= links
-    loaded = next(model.model_id for model in shown.models if model.name == "r-000002")
-    again, original = by_name["eval-000001-sums@0a"], by_name["eval-000001-sums"]
-    assert {(loaded, by_name["m"]), (by_name["m"], loaded), (again, original), (original, again)} <= links
+    runs = {(run.data.tags.get("penstock.run"), run.info.run_name): run.info.run_id for run in shown.runs}
+    fork, parent, new, loading = (runs[name, name] for name in ("f", "r", "n", "m"))
+    models = {model.name: model.model_id for model in shown.models}
+    evaluated, trained = runs["n", "eval-000001-sums"], runs["n", "train-000000-000001"]  # version 1 was not saved
+    again, original = runs["m", "eval-000001-sums@0a"], runs["m", "eval-000001-sums"]
+    pairs = {(models["r-000004-export"], new), (models["r-000002"], loading), (evaluated, trained), (again, original)}
+    assert {(fork, parent)} | pairs | {(b, a) for a, b in pairs} <= links
+
+
+def test_evaluation_that_is_delivered_before_its_checkpoint_is_linked(
+    store: Store, database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retell, "_BATCH", 1)
+    client = send(store, database, "n")
+    prefixes = [prefix for prefix in committed_prefixes(store, RunKeys("n")) if "/checkpoints/" in prefix]
+    for prefix in prefixes:
+        path = Path(store.path(commit_key(prefix)))
+        commit = Commit.model_validate_json(path.read_text())
+        commit.created_at += 1000
+        path.write_bytes(encode_commit(commit))
+    late = Shown(send(store, tmp_path / "late.db", "n"))
+    assert shown_inputs(late) == shown_inputs(Shown(client))
 
 
 def test_track_in_any_order_gives_the_same_objects(store: Store, database: Path, tmp_path: Path) -> None:
