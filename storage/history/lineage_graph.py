@@ -3,7 +3,8 @@
 The graph is read from the commit records alone. A node is a commit, or an artifact outside of the store (a prompt file,
 a Hugging Face model). The inputs of a node, by role:
 
-    model        the model that it was converted from; an export or a checkpoint of the same store if it is one
+    model        the model that it was converted from; an export or a checkpoint of the same store if it is one, and
+                 the files of a run that it is a copy of (`penstock export`)
     rollout      the policy that generated it, and the prompt files
     step         the rollout that it trained on, the policy before it, and the reference and teacher models
     checkpoint   the step that made its weights, or the model for policy version 0

@@ -24,13 +24,12 @@ from penstock.storage.tracking import retell
 
 pytestmark = pytest.mark.integration
 
-RUNS = ("r", "f", "n", "m")  # a run, its fork, and runs that start from its export and from its checkpoint
+RUNS = ("r", "f", "n", "m", "c")  # a run, its fork, and runs that start from its export, checkpoint, and a copy of it
 
 
-def start_from(store: Store, run: str, fingerprint: str, source: str, role: str = "hf_checkpoint") -> None:
-    """Convert the model `source`, with which the run `run` will start."""
+def start_from(store: Store, run: str, fingerprint: str, **inputs: str) -> None:
+    """Convert a model, with which the run `run` will start."""
     key = commit_key(f"models/{fingerprint}")
-    inputs = {role: source}
     commit_files(store, f"models/{fingerprint}", {"w": b"base"}, kind="model", policy_version=0, inputs=inputs)
     base = CheckpointRef(key=key, uri="", format="torch_dist", policy_version=0)
     store.create(RunKeys(run).origin_key("base"), base.model_dump_json().encode())
@@ -60,20 +59,23 @@ def score_again(store: Store, keys: RunKeys, version: int) -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     """Four rounds of `r`, the fork `f` at round 3 with two more rounds, `n`, which starts from the export of `r`, and
-    `m`, which starts from a checkpoint of `r` (--load) and whose evaluation was scored again."""
+    `m`, which starts from a checkpoint of `r` (--load) and whose evaluation was scored again, and `c`, which starts
+    from what `penstock export` has written."""
     store = Store(str(tmp_path / "runs"))  # the path of the store looks like a part of a key
     data = write_data(tmp_path / "data.jsonl")
-    start_from(store, "r", "abc", "/hf/tiny")
+    start_from(store, "r", "abc", hf_checkpoint="/hf/tiny")
     keys = make_run(store, config_of(store, data), 4, save=(2, 4), score=(0, 2, 4))
     directory = export(store, keys, 4)
     fork.main(["r", "--at", "3", "--name", "f", "--store", store.root])
     _, config = read_flow_and_config(parse_config(["--store", store.root]).run, "f")
     make_run(store, config, 5, save=(5,), score=(5,))
-    start_from(store, "n", "def", directory)
+    start_from(store, "n", "def", hf_checkpoint=directory)
     make_run(store, config_of(store, data, "n", "--hf-checkpoint", directory), 2, save=(2,), score=(0, 1, 2))
     checkpoint = store.committed(keys.checkpoint_prefix(2))
     assert checkpoint is not None and checkpoint.attempt is not None
-    start_from(store, "m", "megatron-12345678", store.path(checkpoint.attempt), "checkpoint")
+    start_from(store, "m", "megatron-12345678", checkpoint=store.path(checkpoint.attempt))
+    start_from(store, "c", "fed", hf_checkpoint="/hf/copy", export=checkpoint.attempt)
+    make_run(store, config_of(store, data, "c"), 1)
     score_again(store, make_run(store, config_of(store, data, "m"), 1, save=(1,), score=(1,)), 1)
     return store
 
@@ -89,7 +91,7 @@ def test_every_artifact_is_shown_once_with_its_lineage(store: Store, database: P
     shown = Shown(client)
     names = [run.info.run_name for run in shown.runs]
     assert sorted(name for name in names if name.startswith(("convert", "r", "f", "n"))) == [
-        *("convert-12345678", "convert-abc", "convert-def", "f", "n", "r")
+        *("convert-12345678", "convert-abc", "convert-def", "convert-fed", "f", "n", "r")
     ]
     assert sorted(name for name in names if name.startswith("train")) == [
         *("train-000000-000000", "train-000000-000001", "train-000000-000001"),
