@@ -34,6 +34,7 @@ from penstock.flows.reporting.prefect_page import (
     RunArtifact,
     crash_runs_of_killed_drivers,
     keep_finished_lines_out_of_logs,
+    model_title,
     tag_flow_run,
 )
 from penstock.flows.reporting.progress import (
@@ -155,7 +156,7 @@ class Session:
         """Tag the flow run, publish the run's artifact, and end the flow runs that killed drivers have left as running.
         A failure is printed only."""
         config = self.config
-        tags = [f"run:{self.keys.run}", f"model:{Path(config.convert.hf_checkpoint).name}"]
+        tags = [f"run:{self.keys.run}", f"model:{model_title(config.convert.hf_checkpoint)}"]
         if config.run.generates_ahead:
             tags.append(f"async:{config.run.async_mode}")
         if config.train.loss_type == "policy_loss":
