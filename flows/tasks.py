@@ -446,6 +446,7 @@ def promote(session: Session, version: int) -> None:
     decision = promote_policy(session.store, evals.promote_to or "", f"{session.keys.run}/{version}", gate_of(evals))
     conditions = "; ".join(map(str, decision.conditions))
     text = f"{evals.promote_to}: {session.keys.run}/{version} {decision.action} ({conditions})"
+    session.set_stage_message(text)
     if decision.action != "refused":
         session.display.note(text)
         return

@@ -10,6 +10,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -36,7 +37,7 @@ from penstock.flows.services.child_process import http_answers
 from penstock.storage.commits import read_commits
 from penstock.storage.history.starts import read_starts
 from penstock.storage.maintenance.leases import describe_live_drivers
-from penstock.storage.refs import RunKeys
+from penstock.storage.refs import RunKeys, attempt_in_path
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:
@@ -55,6 +56,12 @@ def keep_finished_lines_out_of_logs() -> None:
 def is_worth_a_line(record: logging.LogRecord) -> bool:
     """Return False for Prefect's line at the end of a successful task."""
     return record.levelno > logging.INFO or record.funcName != "log_finished_message"
+
+
+def model_title(path: str) -> str:
+    """Return a short name of a model: RUN/VERSION for the export or checkpoint of a run, else the directory's name."""
+    parts = (attempt_in_path(path) or "").split("/")
+    return f"{parts[1]}/{int(parts[3])}" if parts[0] == "runs" else PurePath(path).name
 
 
 def tag_flow_run(flow_run_id: UUID, tags: Iterable[str]) -> None:

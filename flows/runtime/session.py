@@ -34,6 +34,7 @@ from penstock.flows.reporting.prefect_page import (
     RunArtifact,
     crash_runs_of_killed_drivers,
     keep_finished_lines_out_of_logs,
+    model_title,
     tag_flow_run,
 )
 from penstock.flows.reporting.progress import (
@@ -57,7 +58,6 @@ from penstock.flows.runtime.signals import stop_on_sigterm
 from penstock.flows.trackers import tracked_run, tracking_uris
 from penstock.storage.commits import committed_prefixes, read_commits
 from penstock.storage.errors import RunError, StoreError
-from penstock.storage.history.costs import compute_costs
 from penstock.storage.history.starts import Start, login_name, record_end, record_start
 from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.preemption import Preempted, StopRequest
@@ -65,7 +65,7 @@ from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.secrets import redact
 from penstock.storage.tracking import tracking_directory
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.retell import read_committed
+from penstock.storage.tracking.retell import read_committed, read_cost_metrics
 from penstock.storage.tracking.tracker import Committed
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Session:
         """Tag the flow run, publish the run's artifact, and end the flow runs that killed drivers have left as running.
         A failure is printed only."""
         config = self.config
-        tags = [f"run:{self.keys.run}", f"model:{Path(config.convert.hf_checkpoint).name}"]
+        tags = [f"run:{self.keys.run}", f"model:{model_title(config.convert.hf_checkpoint)}"]
         if config.run.generates_ahead:
             tags.append(f"async:{config.run.async_mode}")
         if config.train.loss_type == "policy_loss":
@@ -267,8 +267,9 @@ class Session:
     def _track_costs(self) -> None:
         """Log what the run has used so far to the trackers (costs.py). A failure is printed only."""
         try:
-            metrics = compute_costs(self.store, self.keys).metrics(self.config.run.price_per_device_hour)
-            self.tracker.enqueue_metrics(f"cost-{self._start}", metrics, step=self.num_trained_rounds())
+            price = self.config.run.price_per_device_hour
+            for record in read_cost_metrics(self.store, self.keys, price, self._start):
+                self.tracker.enqueue_metrics(record.key, record.metrics, record.step, record.at)
         except (StoreError, OSError) as error:
             self.display.note(
                 f"the costs of the run are not logged ({error}); `penstock cost {self.keys.run}` shows them"

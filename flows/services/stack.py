@@ -83,6 +83,8 @@ def run_services(*, prefect_port: int, mlflow_port: int, database: str) -> int:
             service.wait_ready()
         worker.start()  # last: it connects to the Prefect server at once
         create_automation_and_print_links(prefect_port, mlflow_link(database, mlflow_port), logs)
+        if mlflow:  # a run on this Prefect server then links to its MLflow page
+            print(f"To track runs of any store in this MLflow:\n  export MLFLOW_TRACKING_URI={tracking}", flush=True)
         while True:
             time.sleep(1.0)
             for service in services:

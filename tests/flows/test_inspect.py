@@ -32,8 +32,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     base = CheckpointRef(key="models/def.commit.json", uri="", format="torch_dist", policy_version=0)
     old.create("runs/g/base.json", base.model_dump_json().encode())
     make_run(old, config_of(old, data, "g"), rounds=1)
-    (place / "old").rename(place / "moved")
-    return Store(str(place / "moved"))
+    (place / "old").rename(place / "runs")
+    return Store(str(place / "runs"))
 
 
 @pytest.fixture(scope="module")

@@ -78,6 +78,10 @@ class MlflowRuns:
         key = _part_tags(self.run.name, self.identity, part)
         return self.find_or_create(key, name, start_time, {"penstock.store": self.run.store_uri, **(tags or {})})
 
+    def find_part(self, part: str) -> Run | None:
+        """Return a child run of the run, or None if MLflow does not have it."""
+        return self.find(_part_tags(self.run.name, self.identity, part))
+
     def find_or_create(self, key: dict[str, str], name: str, start_time: int | None, tags: dict[str, str]) -> str:
         """Return the id of the MLflow run with the tags `key`. It is created with these and with `tags` if missing."""
         cached = tuple(key.values())
