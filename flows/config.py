@@ -210,7 +210,8 @@ class PostTrainConfig(StageConfig):
             )
         self.train.check_batch(batch)
         self.train.global_batch_size, self.train.num_steps_per_rollout = batch, steps
-        self.train.derive_lr_schedule(self.run.num_rollout * steps)
+        if self.run.num_rollout or not self.run.num_epoch:  # rounds of epochs are counted later, from the rows
+            self.train.derive_lr_schedule(self.run.num_rollout * steps)
         return self
 
 
