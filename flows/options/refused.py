@@ -148,7 +148,7 @@ ACCEPTED: dict[str, str] = {
     "--model-name": "the model family is read from config.json",
     "--megatron-to-hf-mode": "weights are converted by the model family of config.json (docs/models.md)",
     "--use-hf-config-for-megatron": "the model's shape is always read from config.json",
-    "--log-probs-max-tokens-per-gpu": "log-probs are computed in the micro-batches of the update (--max-tokens-per-gpu)",
+    "--log-probs-max-tokens-per-gpu": "log-probs are computed in the micro-batches of --max-tokens-per-gpu",
     "--data-pad-size-multiplier": "sequences are packed without padding",
     "--rollout-health-check-first-wait": "health checks begin when an engine is ready (--sglang-start-timeout)",
     "--rollout-cleanup-timeout": "processes of a run have --grace-period seconds to end",
