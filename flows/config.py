@@ -150,6 +150,7 @@ class PostTrainConfig(StageConfig):
             "--over-sampling-batch-size": rollout.over_sampling_batch_size,
             "--data-source-path": rollout.data_source_path,
             "--buffer-filter-path": rollout.buffer_filter_path,
+            "--rollout-function-path": rollout.rollout_function_path,
         }
         for flag, value in unused.items():
             if value:
@@ -210,7 +211,8 @@ class PostTrainConfig(StageConfig):
             )
         self.train.check_batch(batch)
         self.train.global_batch_size, self.train.num_steps_per_rollout = batch, steps
-        self.train.derive_lr_schedule(self.run.num_rollout * steps)
+        if self.run.num_rollout or not self.run.num_epoch:  # rounds of epochs are counted later, from the rows
+            self.train.derive_lr_schedule(self.run.num_rollout * steps)
         return self
 
 

@@ -78,15 +78,21 @@ def check_model(flow: str, config: PostTrainConfig) -> ModelShape:
     if flow in GENERATING:
         check_engine_gpus(config, shape)
         engine_backend().check_sharding(engine_options(config), shape)
-        engine_backend().check_options(engine_options(config))
+        if has_weights(config) or not config.drafts_with_mtp_layers:  # draft layers are looked up in the weights
+            engine_backend().check_options(engine_options(config))
     check_lengths(flow, config, shape)
     return shape
+
+
+def has_weights(config: PostTrainConfig) -> bool:
+    """Return whether --hf-checkpoint has files with weights on this machine."""
+    return any(Path(config.convert.hf_checkpoint).expanduser().glob("*.safetensors"))
 
 
 def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
     """Yield (flag, path) of every local input of a run that does not exist on this machine."""
     model = config.convert.hf_checkpoint
-    if model and not list(Path(model).expanduser().glob("*.safetensors")):
+    if model and not has_weights(config):
         yield "--hf-checkpoint", f"{model} (weights)"
     paths = [("--prompt-data", parse_slice(entry)[0]) for entry in config.rollout.prompt_data]
     paths += [("--eval-prompt-data", parse_slice(path)[0]) for _, path in config.eval.eval_prompt_data]
@@ -113,6 +119,8 @@ def plan_rows(flow: str, config: PostTrainConfig, shape: ModelShape | None) -> I
         layers = f"{shape.num_layers} layers of {shape.hidden_size}"
         yield "model", f"{shape.architecture}, {shape.num_parameters / 1e9:.2f} B parameters{active}, {layers}"
     rounds = f"{run.num_rollout_per_start} a start" if run.num_rollout_per_start else f"{run.num_rollout:,}"
+    if run.num_epoch and not run.num_rollout:
+        rounds = f"{run.num_epoch} passes over the rows of --prompt-data"
     saved = f"checkpoint every {run.save_interval} and at the end" if run.save_interval else "checkpoint at the end"
     yield "rounds", f"{rounds}; {saved}"
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt

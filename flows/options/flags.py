@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.flows.config import PostTrainConfig, flag_of_field, list_options, read_toml, validate_config
 from penstock.flows.options.argv import short_repr
-from penstock.flows.options.refused import check_listed_flag, is_listed
+from penstock.flows.options.refused import check_listed_flag, is_listed, is_listed_with_value, log_once, synonym_of
 from penstock.flows.options.yaml_file import read_yaml
 from penstock.flows.run_config import RunConfig
 from penstock.storage.config import field_meta
@@ -184,16 +184,13 @@ def apply_flag(values: Values, name: str, args: list[str], options_set: set[str]
     """
     own = penstock_flags()
     positive = "--" + name.removeprefix("--no-") if name.startswith("--no-") else None
-    if name in own:
-        section, key, field = own[name]
-        target = values.setdefault(section, {})
-        new = parse_value(name, field.annotation, args)
-        if f"{section}.{key}" in options_set and isinstance(new, dict):  # a repeated flag extends the first
-            new = {**target[key], **new}
-        elif f"{section}.{key}" in options_set and isinstance(new, list):
-            new = [*target[key], *new]
-        target[key] = new  # the first flag replaces a file's value
-        options_set.add(f"{section}.{key}")
+    if synonyms := synonym_of(name, args):
+        for flag, words in synonyms:
+            apply_flag(values, flag, words, options_set)
+    elif is_listed_with_value(name, args):
+        check_listed_flag(name, args)
+    elif name in own:
+        apply_own_flag(values, name, args, options_set)
     elif positive in own and _has_type(own[positive][2].annotation, bool):
         if args:
             raise OptionError(f"{name} is a switch and takes no value; found {short_repr(args[0])}")
@@ -207,6 +204,21 @@ def apply_flag(values: Values, name: str, args: list[str], options_set: set[str]
         values.setdefault("train", {}).setdefault("megatron", {})[engine[name]] = parse_literal(args)
     else:
         raise OptionError(describe_unknown_flag(name, [*own, *engine]))
+
+
+def apply_own_flag(values: Values, name: str, args: list[str], options_set: set[str]) -> None:
+    """Set the option of one of Penstock's flags in `values`; the arguments are those of `apply_flag`."""
+    section, key, field = penstock_flags()[name]
+    if name != flag_of_field(key):
+        log_once(name, f"means {flag_of_field(key)}")
+    target = values.setdefault(section, {})
+    new = parse_value(name, field.annotation, args)
+    if f"{section}.{key}" in options_set and isinstance(new, dict):  # a repeated flag extends the first
+        new = {**target[key], **new}
+    elif f"{section}.{key}" in options_set and isinstance(new, list):
+        new = [*target[key], *new]
+    target[key] = new  # the first flag replaces a file's value
+    options_set.add(f"{section}.{key}")
 
 
 @cache

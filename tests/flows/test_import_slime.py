@@ -118,6 +118,73 @@ def test_missing_script_and_existing_output_are_refused(tmp_path: Path, capsys: 
     assert (tmp_path / "out.toml").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        ("--rollout-function-path fully_async_rollout.generate_rollout_fully_async", ['async_mode = "streaming"']),
+        ("--save-debug-rollout-data /d/data.pt", ['save_debug_rollout_data = "/d/data_{rollout_id}.pt"  # one file']),
+        ("--custom-config-path no.yaml", ["# Dropped: --custom-config-path no.yaml: does not exist here; give it to"]),
+        ("--eval-config no.yaml --eval-interval 5", ["# Dropped: --eval-config no.yaml --eval-interval 5: the file"]),
+        ("--use-slime-router", ["use_router = true"]),
+        (
+            "--fp8-format e4m3",
+            ["# Dropped: --fp8-format e4m3: --fp8-format e4m3 is not supported: fp8 and fp4 training"],
+        ),
+        (
+            "--sglang-enable-ep-moe",
+            ["# Dropped: --sglang-enable-ep-moe: --sglang-enable-ep-moe is not allowed: SGLang"],
+        ),
+        (
+            "--sglang-tp-size 2",
+            ["# Dropped: --sglang-tp-size 2: --sglang-tp-size is not allowed: omit it, Penstock sets"],
+        ),
+        ("--sglang-enable-deterministic-inference", ["rollout_sampling_seeds = true  # slime does so"]),
+        ("--prompt-data $NONE/d.jsonl", ['prompt_data = ["<NONE>/d.jsonl"]  # write the path, or set NONE before']),
+        ("--prompt-data $DATA/d.jsonl", ['prompt_data = ["/data/d.jsonl"]', "# Dropped: DATA: set in the environment"]),
+        (
+            "--advantage-estimator on_policy_distillation --rm-url http://h:1/generate --custom-rm-path a.b",
+            ['opd_teacher_url = "http://h:1"  # --rm-url', "use_opd = true", "# Dropped: --custom-rm-path a.b"],
+        ),
+        (
+            "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --debug-train-only",
+            ["# Dropped: --debug-train-only True: SFT has no engines", 'loss_type = "sft_loss"'],
+        ),
+    ],
+    ids=lambda value: value.split()[0] if isinstance(value, str) else "",
+)
+def test_flag_of_a_public_script_is_translated(
+    flags: str, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATA", "/data")
+    monkeypatch.chdir(tmp_path)
+    text = format_recipe(import_script(write_script(tmp_path / "run.sh", f"python train.py {flags}"))).splitlines()
+    for line in lines:
+        assert any(found.startswith(line) for found in text), text
+
+
+def test_line_without_backslash_is_read_as_part_of_the_command(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path / "run.sh", "A=(--lr 3e-6)\npython train.py --num-rollout 3\n   ${A[@]} --seed 4\necho"
+    )
+    recipe = import_script(script)
+    assert recipe.config.train.lr == 3e-6 and recipe.config.train.seed == 4
+
+
+def test_missing_file_of_the_model_is_a_comment(tmp_path: Path) -> None:
+    script = "source /nowhere/models/qwen3-4B.sh\npython train.py ${MODEL_ARGS[@]} --lr 1e-6 ${NONE[@]}"
+    text = format_recipe(import_script(write_script(tmp_path / "run.sh", script)))
+    assert "# Dropped: source /nowhere/models/qwen3-4B.sh: does not exist here" in text and "lr = 1e-06" in text
+
+
+def test_model_file_is_found_in_the_scripts_of_the_tree(tmp_path: Path) -> None:
+    (tmp_path / "scripts" / "models").mkdir(parents=True)
+    (tmp_path / "examples" / "a").mkdir(parents=True)
+    write_script(tmp_path / "scripts" / "models" / "qwen3-4B.sh", "MODEL_ARGS=(--rotary-base 7)")
+    text = "source /root/slime/scripts/models/qwen3-4B.sh\npython train.py ${MODEL_ARGS[@]}"
+    recipe = import_script(write_script(tmp_path / "examples" / "a" / "run.sh", text))
+    assert recipe.config.train.megatron == {"rotary_base": 7}
+
+
 # ---- bash ------------------------------------------------------------------------------------------------------------
 
 
@@ -134,10 +201,17 @@ def test_missing_script_and_existing_output_are_refused(tmp_path: Path, capsys: 
         ("A=a B=b; run $A$B &", ["ab"]),
         ('X="{\n  \\"k\\": \\"v\\"}"\nrun "$X"', ['{\n  "k": "v"}']),
         ("N=4; run $((N * 512)) $((2 ** 3)) $((x))", ["2048", "<((2 ** 3))>", "<((x))>"]),
+        ("run 1 $(seq 16 8 32) $(seq 2) $(seq 1 0 9)", ["1", "16", "24", "32", "1", "2", "<command>"]),
+        ('run a ${NONE[@]} "${NONE[@]}" b $@', ["a", "b"]),
+        ('C="${1:-7}"; run $C $1', ["7", "<1>"]),
+        ("B=/x; run \u201c${B}/y/\u201d", ["/x/y/"]),
+        ("run $HERE ${HERE}/b", ["/here", "/here/b"]),
+        ("until curl -sf x; do\n  A=1\ndone\nfor ((i=0; i<3; i++)); do B=1; done\nrun $A$B", ["<A><B>"]),
+        ("run $(echo $HERE | tr , x) $(basename /a/b) $(head -1 x)", ["<command>", "b", "<command>"]),
     ],
 )  # fmt: skip
 def test_words_are_those_of_bash(text: str, words: list[str], tmp_path: Path) -> None:
-    script = read_script(write_script(tmp_path / "s.sh", text), lambda source: None)
+    script = read_script(write_script(tmp_path / "s.sh", text), lambda source: None, {"HERE": "/here"})
     [command] = [command for command in script.commands if command[0] == "run"]
     assert command[1:] == words
 
@@ -148,6 +222,17 @@ def test_sourced_files_are_read_from_the_directory_of_the_script(tmp_path: Path)
     head = 'DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\nsource "${DIR}/models/m.sh"\n'
     script = read_script(write_script(tmp_path / "s.sh", head + "run ${MODEL_ARGS[@]}"), lambda source: Path(source))
     assert script.commands[-1] == ["run", "--a", "1"] and script.sourced == [f"{tmp_path}/models/m.sh"]
+
+
+def test_paths_are_computed_from_the_directory_of_the_script(tmp_path: Path) -> None:
+    text = """
+    DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+    ROOT="$(cd -- "${DIR}/../.." &>/dev/null && pwd)"
+    run $DIR $ROOT $(realpath $0) $(pwd)"""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    path = write_script(tmp_path / "a" / "b" / "s.sh", text)
+    command = read_script(path, lambda source: None).commands[-1]
+    assert command == ["run", str(path.parent), str(tmp_path), str(path), str(path.parent)]
 
 
 @pytest.mark.parametrize("text", ["", "(", "'", '"', "$(", "${", "A=(", "`", "\\", "if", "fi", "}", "((", "$", "<<E\n"])
