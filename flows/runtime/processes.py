@@ -259,6 +259,12 @@ class Processes:
                     self._engines.listener = self.router.set_backends
             return self._engines
 
+    def count_ready_engines(self) -> tuple[int, int]:
+        """Return (number of engines that have started, number of engines). Does not wait."""
+        pools = [pool for pool in (self._engines, self._eval_engines) if pool is not None]
+        started = [ready for pool in pools for ready in pool.have_started()]
+        return sum(started), len(started)
+
     @contextmanager
     def engines_for_rollout(self, rollout_id: int) -> Iterator[tuple[int, Callable[[], list[str]]]]:
         """Wait until rollout `rollout_id` may start, and load the policy version that generates it into all engines.
