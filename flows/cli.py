@@ -1,5 +1,5 @@
 """The command line: `penstock demo | train | train-async | sft | import-slime | convert | export | eval | resume |
-replay | fork | promote | rm | verify | gc | deploy | runs | cost | lineage | samples | query | report | track |
+replay | fork | promote | rm | verify | gc | deploy | runs | show | cost | lineage | samples | query | report | track |
 doctor`.
 
 A command parses its flags into a config, checks it, and calls a flow. Exit codes: 0 done, 1 failed, 2 invalid request
@@ -45,7 +45,8 @@ USAGE = """usage: penstock COMMAND [options]
   verify    check every hash, reference and sample of a run:  penstock verify RUN
   gc        list files that are no longer needed; --delete removes them
   deploy    register the flows on a Prefect server, optionally with a schedule
-  runs      list the runs in the store
+  runs      list the runs of the stores around the working directory, or of one store
+  show      print a run on one screen, with the curves of its rounds:  penstock show RUN
   cost      print device-seconds by stage, round and checkpoint, and the price:  penstock cost RUN
   lineage   print what an artifact was made from and what was made from it:  penstock lineage RUN/20
   samples   read samples; compare the responses to a prompt over rounds:  penstock samples RUN --round 12 --worst
@@ -215,6 +216,7 @@ COMMANDS: dict[str, Command] = {
     "gc": _module_command("commands.gc"),
     "deploy": _module_command("services.deploy"),
     "runs": _module_command("commands.run_table"),
+    "show": _module_command("inspect.show"),
     "lineage": _module_command("inspect.lineage"),
     "cost": _module_command("inspect.cost"),
     "samples": _module_command("inspect.samples"),

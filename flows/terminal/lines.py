@@ -37,16 +37,16 @@ class Column:
 COLUMNS = (
     Column("reward", ("rollout/raw_reward",), ".3f", 0, hidden_at_zero=False),
     Column("loss", ("train/loss",), "z.4f", 4),  # of one on-policy step it is a rounding error around 0
-    Column("value", ("train/critic-value_loss",), ".4f", 10),
+    Column("value", ("train/critic-value_loss",), ".4f", 11),
     Column("kl", ("train/kl_loss", "train/ppo_kl"), ".1e", 5),
     Column("grad", ("train/grad_norm",), ".2g", 7),
     Column("gap", ("train/train_rollout_logprob_abs_diff",), ".1e", 8),  # mean |log-prob trainer - engine|
     Column("len", ("rollout/response_len/mean",), ",.1f", 3),
     Column("stale", ("rollout/staleness/mean",), ".2f", 6),
-    Column("wasted", ("rollout/wasted_tokens",), ",.0f", 12),
-    Column("queue", ("rollout/queue_depth",), ".0f", 11),
-    Column("idle", ("perf/engine_idle_ratio",), ".0%", 9),
+    Column("idle", ("perf/engine_idle_ratio",), ".0%", 10),
     Column("wait", ("perf/wait_time_ratio",), ".0%", 9),
+    Column("queue", ("rollout/queue_depth",), ".0f", 12),
+    Column("wasted", ("rollout/wasted_tokens",), ",.0f", 13),
     Column("tok/s", ("perf/tokens_per_gpu_per_sec", "perf/actor_train_tok_per_s"), ",.0f", 2),
 )
 _TIME_RANK = 1

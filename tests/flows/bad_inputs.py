@@ -266,6 +266,8 @@ def rows_of_commands() -> Iterator[Bad]:
         "{root}/directory"),
         (("runs", "--config"), "--config"), (("runs", "--config="), "--config"),
         (("runs", "--config", "{root}/loop"), "{root}/loop"),
+        (("show", *run), "name of one run"), (("show", "ghost", *run), "ghost"),
+        (("show", "old", "--lr", "1", *run), "--lr"),
         (("doctor", "now"), "now"), (("doctor", "--fix"), "--fix"), (("doctor", "--store", "x"), "--store"),
         (("doctor", "--num-gpus", "8"), "--num-gpus"), (("doctor", "--plan"), "--hf-checkpoint"),
         (("doctor", "--plan=1"), "--plan"), (("doctor", "--plan", "now"), "now"),

@@ -198,7 +198,7 @@ def test_runs_lists_damaged_runs_beside_valid_ones(tmp_path: Path, capsys: pytes
     store.create("runs/commit/run.json", json.dumps(record).encode())
     store.create("runs/commit/steps/000000.commit.json", b"{}")
     store.create("runs/commit/rollouts/000000.commit.json", b"{")
-    assert print_runs(first.run) == 0
+    print_runs(first.run)
     lines = capsys.readouterr().out.splitlines()[1:]
     damaged = {"lost", "change", "commit", *(f"bad{number}" for number in range(len(bad)))}
     assert {line.split()[0] for line in lines if "post_train" in line} == {"r"}
