@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--num-rollout", type=int, help="GRPO rounds (default 60; the reward rises within 20)")
     parser.add_argument("--fresh", action="store_true", help="remove an earlier demo from the directory and restart")
-    if "--help" in argv or "-h" in argv:
+    if {"--help", "-h", "--help-all"} & {*argv}:
         parser.print_help()
         return 0
     options = parser.parse_args(argv)

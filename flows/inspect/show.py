@@ -105,11 +105,11 @@ def curve_rows(commits: Sequence[Commit]) -> dict[str, Text]:
             values |= {**commit.summary, "time": seconds}
     rows = {}
     for label, metrics, style in [*((c.label, c.metrics, c.style) for c in COLUMNS), ("time", ("time",), ".1f")]:
-        values = [next((n[name] for name in metrics if name in n), None) for _, n in sorted(numbers.items())]
-        curve = [value for value in values if value is not None]
-        first, last = (short_exponent(format(value, style)) for value in (curve[0], curve[-1])) if curve else ("", "")
-        if curve and (len({format(value, style) for value in curve}) > 1 or label == "reward"):
-            rows[label] = Text.assemble((sparkline(curve, MAX_CURVE), "green"), f"  {first} -> {last}")
+        of_rounds = [next((n[name] for name in metrics if name in n), None) for _, n in sorted(numbers.items())]
+        curve = [value for value in of_rounds if value is not None]
+        texts = [short_exponent(format(value, style)) for value in curve]
+        if len({*texts}) > 1 or (texts and label == "reward"):
+            rows[label] = Text.assemble((sparkline(curve, MAX_CURVE), "green"), f"  {texts[0]} -> {texts[-1]}")
     return rows
 
 
@@ -121,10 +121,10 @@ def evaluation_rows(commits: Sequence[Commit]) -> dict[str, Text]:
             scores.setdefault(name, []).append(commit)
     rows = {}
     for name, evaluated in scores.items():
-        values = [commit.summary[f"eval/{name}"] for commit in evaluated]
+        rewards = [commit.summary[f"eval/{name}"] for commit in evaluated]
         texts = [f"{format_with_interval(c.summary, f'eval/{name}')} (version {c.index})" for c in evaluated]
         shown = texts if len(texts) <= 4 else [texts[0], "...", *texts[-2:]]
-        rows[f"eval {name}"] = Text.assemble((sparkline(values, MAX_CURVE), "green"), f"  {', '.join(shown)}")
+        rows[f"eval {name}"] = Text.assemble((sparkline(rewards, MAX_CURVE), "green"), f"  {', '.join(shown)}")
     return rows
 
 
