@@ -223,7 +223,7 @@ COMMANDS: dict[str, Command] = {
     "verify": _module_command("commands.verify"),
     "gc": _module_command("commands.gc"),
     "deploy": _module_command("services.deploy"),
-    "runs": _module_command("commands.run_table"),
+    "runs": _module_command("inspect.run_table"),
     "show": _module_command("inspect.show"),
     "lineage": _module_command("inspect.lineage"),
     "cost": _module_command("inspect.cost"),

@@ -100,7 +100,9 @@ class RoundLines:
         ranks = {column.label: column.rank for column in COLUMNS} | {"time": _TIME_RANK}
         if spent := seconds_by_stage([c for c in (rollout, step) if c], publish_seconds[-1:]):
             texts["time"] = f"{sum(spent.values()):.1f}s"
-        head = f"round {step.index:>{len(str(self.num_rounds - 1))}} ({step.index + 1}/{self.num_rounds})"
+        digits = len(str(self.num_rounds))
+        count = f"({step.index + 1}/{self.num_rounds})"
+        head = f"round {step.index:>{digits}} {count:<{2 * digits + 3}}"  # the same width in every round
         while len(texts) > 2 and len(head) + sum(len(label) + len(t) + 3 for label, t in texts.items()) > width:
             del texts[max(texts, key=ranks.__getitem__)]
         parts = [Text.assemble((f"{label} ", "dim"), text) for label, text in texts.items()]

@@ -55,7 +55,7 @@ def shown(display_of: int = 3, *, terminal: bool = False, commits: list[Commit] 
 def test_round_is_printed_on_one_line() -> None:
     line = RoundLines(20).format(step(2), rollout(2, 0.53125), [9.0, 0.02]).plain
     assert line == (
-        "round  2 (3/20)  reward 0.531  loss -0.0021  kl 1.2e-5  gap 3.0e-6  len 3.2  tok/s 1,234  time 1.0s"
+        "round  2 (3/20)   reward 0.531  loss -0.0021  kl 1.2e-5  gap 3.0e-6  len 3.2  tok/s 1,234  time 1.0s"
     )
 
 

@@ -108,7 +108,7 @@ def test_panel_shows_progress_curve_samples_and_links_and_is_erased_at_the_end(
     assert shown.index("round  3 (4/20)") < shown.index("a line of a library") < shown.index("4/20 rounds")
     display.close()
     lines = [line for line in terminal.screen(100) if line]
-    assert lines[-2:] == ["round  3 (4/20)  reward 0.300  time 1.0s", "a line of a library"]
+    assert lines[-2:] == ["round  3 (4/20)   reward 0.300  time 1.0s", "a line of a library"]
     assert sys.stdout is terminal and sys.stderr is terminal
     assert "\x1b[?25l" not in terminal.getvalue()  # the cursor is never hidden
 
@@ -207,7 +207,7 @@ def test_earlier_rounds_of_a_resumed_run_are_counted() -> None:
     display.add_earlier(commits)
     assert display.panel.num_done == 5 and list(display.panel.curve) == [0, 1, 2, 3, 4]
     line = display.print_commit(Commit(kind="step", index=5, policy_version=6, summary={"train/loss": 0.0}))
-    assert line == "round  5 (6/20)  loss 0.0000  time 0.0s"  # the column was not always 0
+    assert line == "round  5 (6/20)   loss 0.0000  time 0.0s"  # the column was not always 0
 
 
 def test_remaining_time_is_that_of_the_newest_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from penstock.flows.cli import main
 from penstock.flows.commands.resume import read_flow_and_resumed_config
-from penstock.flows.commands.run_table import print_runs
 from penstock.flows.config import PostTrainConfig, config_hash
+from penstock.flows.inspect.run_table import print_runs
 from penstock.flows.options.flags import parse_config
 from penstock.flows.options.paths import FILES, FUNCTIONS, with_absolute_paths
 from penstock.flows.runtime import runs
