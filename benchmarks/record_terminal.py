@@ -119,8 +119,8 @@ class Screen:
 
 
 def read_frames(cast: Path, num_frames: int) -> tuple[int, int, list[list[list[tuple[str, Style]]]]]:
-    """Return (width, height, the screens at `num_frames` times of an asciicast, the last one included). A wait counts as
-    at most one second."""
+    """Return (width, height, the screens at `num_frames` times of an asciicast, the last one included). A wait counts
+    as at most one second."""
     lines = cast.read_text(encoding="utf-8").splitlines()
     header = json.loads(lines[0])
     events, last, now = [], 0.0, 0.0

@@ -83,15 +83,20 @@ def main(argv: list[str]) -> int:
 def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> int:
     """Create the model and the data, run the SFT flow and then the GRPO flow. Return the exit code."""
     from penstock.flows.runtime.runner import run_flow
+    from penstock.flows.terminal.startup import end_wait, show_wait
 
     start_time = time.monotonic()
     create_marked_demo_directory(directory)
-    model, data = make_model_and_data(directory / "inputs", seed)
     print(
         f"Penstock demo: a tiny Qwen3 (402,176 parameters), two-digit +- one-digit arithmetic, seed {seed}\n"
         f"{MEANING}\n",
         flush=True,
     )
+    show_wait("making the model and its data")
+    try:
+        model, data = make_model_and_data(directory / "inputs", seed)
+    finally:
+        end_wait()
     sft = sft_config(directory, model, data, seed)
     if code := run_flow("sft", sft):
         return code

@@ -143,6 +143,12 @@ class Display:
         with self.panel.activity(title, shown):
             yield
 
+    def show_phase(self, text: str) -> None:
+        """Show what happens outside the stages: in the panel, otherwise as a line."""
+        self.panel.phase = text
+        if self._region is None:
+            self.note(text)
+
     @contextmanager
     def progress(self, title: str, stage: str) -> Iterator[ProgressCallback]:
         """Show a progress bar of a stage during the block. Yields its callback (done, total), which without a panel

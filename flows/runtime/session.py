@@ -231,7 +231,7 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is not None and not issubclass(kind, Preempted):
             scratch.keep_temp_directory_at_exit()  # it has the logs of Ray and the engines
-        self.display.panel.phase = "ending: stopping trainer and engines, writing the report"
+        self.display.show_phase("stopping trainer and engines" + ("" if kind else ", writing the report"))
         signal.setitimer(signal.ITIMER_REAL, 0)  # end the grace period: the cleanup has time limits of its own
         was_stopped = kind is not None and issubclass(kind, Preempted)
         self.wait_for_checkpoint_until_deadline()
