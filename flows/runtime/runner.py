@@ -40,7 +40,7 @@ def _run_flow(name: str, config: PostTrainConfig) -> int:
 
     assert name in FLOWS
     wait = functools.partial(show_wait, run=config.run.run, as_json=config.run.log_format == "json")
-    wait("checking options, model and data")
+    wait("checking options, model and data", only_on_terminal=True)
     config = with_rounds_of_epochs(name, with_champion(config))
     preflight(name, config)  # before the import of Prefect, which takes seconds
     wait("loading Prefect")

@@ -14,15 +14,18 @@ from penstock.flows.terminal.region import LiveRegion, can_redraw
 _shown: list[tuple[Panel, LiveRegion]] = []  # at most one, on a terminal
 
 
-def show_wait(text: str, *, run: str = "", as_json: bool = False) -> None:
+def show_wait(text: str, *, run: str = "", as_json: bool = False, only_on_terminal: bool = False) -> None:
     """Show what the command waits for now: on a terminal in one line that `end_wait` erases, otherwise as a line.
 
     Args:
         text: what it waits for.
         run: name of the run, for JSON lines.
         as_json: print a JSON line (--log-format json).
+        only_on_terminal: print nothing otherwise. A refused command prints nothing but its error.
     """
     console = Console(file=sys.stdout, highlight=False)
+    if only_on_terminal and (as_json or not can_redraw(console)):
+        return
     if as_json:
         print(json_line("info", run, text), flush=True)
     elif _shown:

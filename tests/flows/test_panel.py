@@ -186,6 +186,7 @@ def test_what_a_command_waits_for_is_erased_on_a_terminal_and_printed_in_a_pipe(
     monkeypatch.setattr(sys, "stdout", pipe)
     show_wait("loading Prefect")
     show_wait("opening the run", run="r", as_json=True)
+    show_wait("checking", only_on_terminal=True)
     first, second = pipe.getvalue().splitlines()
     assert first == "· loading Prefect" and '"run": "r"' in second and '"message": "opening the run"' in second
 
