@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -192,3 +193,10 @@ def test_json_lines_have_run_round_stage_and_message(terminal: bool) -> None:
 )
 def test_round_is_read_from_the_name_of_a_task_run(name: str, number: int | None) -> None:
     assert round_of_task(name) == number
+
+
+def test_every_number_of_a_round_line_is_in_the_reference() -> None:
+    reference = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for label, metrics in [*((column.label, column.metrics) for column in COLUMNS), ("time", ())]:
+        [row] = re.findall(rf"^\| `{label}` \|(.*)\|$", reference, re.MULTILINE)
+        assert all(f"`{name}`" in row for name in metrics), label
