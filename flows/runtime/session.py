@@ -97,9 +97,9 @@ class Session:
         self.stage_results: list[Any] = []  # kept: Prefect recognizes results and their strings by their addresses
         self.stage_messages: dict[uuid.UUID, str] = {}  # id of an active task run -> message of its final state
         uris = tracking_uris(self.store, config.run)
-        self.display = Display(
-            self.keys.run, flow, config, self.store.uri, uris[0], prefect_page=with_password_hint(flow_run.ui_url or "")
-        )
+        self._flow_run_page = flow_run.ui_url or ""  # read here, because other threads do not know the flow run
+        prefect_page = with_password_hint(self._flow_run_page)
+        self.display = Display(self.keys.run, flow, config, self.store.uri, uris[0], prefect_page=prefect_page)
         record = read_existing_record(self.store, self.keys)
         self._created_at = float(record["created_at"])
         self.tracker = RunTracking(
@@ -188,7 +188,7 @@ class Session:
     def _links(self) -> dict[str, str]:
         """Return title -> URL of the pages of this flow run in Prefect and of this run in the trackers."""
         pages = {delivery.name: delivery.page for delivery in self.tracker.deliveries}
-        return {title: url for title, url in {"Prefect": flow_run.ui_url, **pages}.items() if url}
+        return {title: url for title, url in {"Prefect": self._flow_run_page, **pages}.items() if url}
 
     def __enter__(self) -> Session:
         self._entered.enter_context(stop_on_sigterm(self.stop, self.config.run.grace_period))
