@@ -297,7 +297,7 @@ def print_table(
 
 _ENGINES = "waiting for the engines (they load the model)"
 _WAITS = {  # stage -> what its first start waits for
-    "convert": "converting {model}; the engines start meanwhile",
+    "convert": "converting {model}, unless the store has it",
     "demonstrate": "reading the first demonstrations",
     "restore": "waiting for the trainer (it loads torch, Megatron-core and the policy)",
     "evaluate_one": _ENGINES,

@@ -10,6 +10,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -110,7 +111,7 @@ class LiveRegion:
 
     def _refresh_until_closed(self) -> None:
         while not self._closed.wait(REFRESH_SECONDS):
-            with self._lock:
+            with self._lock, suppress(RuntimeError):  # a dictionary grew while it was drawn: the next frame shows it
                 if not self._closed.is_set():
                     self.refresh()
 
