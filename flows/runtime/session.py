@@ -137,7 +137,7 @@ class Session:
             self._record_publish,
             has_trainer=gpu_flow(flow, config) != "evaluate",
         )
-        self.display.panel.links, self.display.panel.engines = self._links, self.processes.count_ready_engines
+        self.display.panel.links, self.display.panel.engines = self._links, self.processes.describe_engines
         for warning in config_warnings(flow, config):
             self.display.note(warning)
 

@@ -65,7 +65,7 @@ class Panel:
         flow: name of the flow.
         num_rounds: number of rounds of the run; 0 if the flow does not train.
         links: returns title -> URL of the run's pages that are known by now.
-        engines: returns (number of engines that are ready, number of engines); (0, 0) before their start.
+        engines: returns the state of the engines in words, "" before their start.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Panel:
         flow: str,
         num_rounds: int,
         links: Callable[[], Mapping[str, str]] = dict,
-        engines: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        engines: Callable[[], str] = str,
     ) -> None:
         self.run = run
         self.flow = flow
@@ -210,10 +210,8 @@ class Panel:
         return rows
 
     def _machine_rows(self) -> list[Text]:
-        ready, total = self.engines()
-        engines = [f"{ready} of {total} engines started"] if total else []
-        rows = {"machine": [*engines, *describe_machine(self.machine)], "a round": filter(None, [self.last_round])}
-        texts = {title: ", ".join(parts) for title, parts in rows.items()}
+        rows = {"machine": [self.engines(), *describe_machine(self.machine)], "a round": [self.last_round]}
+        texts = {title: ", ".join(filter(None, parts)) for title, parts in rows.items()}
         return [Text.assemble((title.ljust(LABEL), "dim"), text) for title, text in texts.items() if text]
 
     def _link_texts(self) -> list[Text]:

@@ -98,7 +98,7 @@ def test_panel_shows_progress_curve_samples_and_links_and_is_erased_at_the_end(
 ) -> None:
     display = open_display(terminal, monkeypatch)
     display.panel.links = lambda: {"MLflow": "http://127.0.0.1:5000/#/runs/1"}
-    display.panel.engines = lambda: (1, 2)
+    display.panel.engines = lambda: "1 of 2 engines started"
     train(display, 4)
     print("a line of a library")
     shown = "\n".join(terminal.screen(100))
