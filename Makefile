@@ -6,7 +6,7 @@ export VENV PYTHON
 
 BENCH ?= penstock-bench
 
-.PHONY: help setup demo test test-unit test-all test-gpu lint docs up bench bench-gpu clean
+.PHONY: help setup demo demo-kill test test-unit test-all test-gpu lint docs up bench bench-gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -16,6 +16,9 @@ setup:  ## create .venv with all dependencies, for CPU or CUDA
 
 demo: setup  ## train a tiny model: convert, SFT, eval, GRPO, eval, export
 	@$(BIN)/penstock demo
+
+demo-kill: setup  ## the demo, while engine, trainer and driver are killed; ends with a replay of every round
+	@$(BIN)/penstock demo --kill --fresh
 
 test: test-unit  ## the tests for every change: unit tests, then integration tests with real engines, including kills
 	$(BIN)/python -m pytest -m "integration and not gpu and not full" -n 2 --dist loadfile
@@ -53,5 +56,5 @@ bench-gpu: setup  ## on a GPU machine: rollout stage, parts of a round and cold 
 	done
 	@$(BIN)/python benchmarks/gpu/host_syncs.py --output $(BENCH)/host_syncs.json
 
-clean:  ## remove the virtual environment and the demo's store
-	rm -rf $(VENV) penstock-demo site
+clean:  ## remove the virtual environment and the demos' stores
+	rm -rf $(VENV) penstock-demo penstock-demo-kill site

@@ -93,7 +93,7 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
         commit = load_rollout(session, rollout_id)
     if commit is None:
         with (
-            session.display.progress("samples") as report,
+            session.display.progress(f"rollout, round {rollout_id}: samples", "rollout") as report,
             processes.engines_for_rollout(rollout_id) as (version, engines),
         ):
             context = rollout_context(session, engines, report)
@@ -253,7 +253,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
         )
         source = PromptSource.open(config)
         with (
-            session.display.progress(f"eval {name}") as report,
+            session.display.progress(f"eval {name} of version {version}: samples", "eval") as report,
             session.processes.engines_for_evaluation(version) as engines,
         ):
             context = RolloutContext(

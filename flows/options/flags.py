@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import textwrap
 import types
 import typing
 from collections.abc import Sequence
@@ -231,7 +230,8 @@ def megatron_flag_names() -> dict[str, str]:
 
 def describe_unknown_flag(name: str, known: Sequence[str]) -> str:
     """Return the error message for an unknown flag."""
-    return f"unknown flag {short_repr(name)[1:-1]}{did_you_mean(name, known) or ': `penstock train --help` lists them'}"
+    hint = did_you_mean(name, known) or ": `penstock train --help-all` lists them"
+    return f"unknown flag {short_repr(name)[1:-1]}{hint}"
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
@@ -239,29 +239,6 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     plain = {name.lstrip("-"): name for name in known}
     near = difflib.get_close_matches(word[:64].lstrip("-"), plain, n=1, cutoff=0.7)
     return f": did you mean {plain[near[0]]}?" if near else ""
-
-
-def help_text(command: str) -> str:
-    """Return the --help text of the flow `command`: all options by section, with their defaults."""
-    name_on_command_line = {"post_train": "train", "evaluate": "eval"}.get(command, command)
-    lines = [f"penstock {name_on_command_line} [--config FILE.toml] [options]"]
-    section = ""
-    for owner, name, field in list_options():
-        if owner != section:
-            section = owner
-            lines += ["", f"[{section}]"]
-        spellings = " ".join([flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)])
-        default = "" if field.is_required() else f" (default {field.get_default(call_default_factory=True)!r})"
-        lines.append(f"  {spellings}{default}")
-        lines += [f"      {line}" for line in textwrap.wrap(field.description or "", 110)]
-    lines += [
-        "",
-        "Megatron-core's flags are accepted unchanged, SGLang's with the prefix --sglang-, its router's with "
-        "--router-.",
-        "A resumed run keeps its model, data and algorithm options. Number of rounds, intervals, engines, GPUs and "
-        "time limits may change.",
-    ]
-    return "\n".join(lines)
 
 
 def parse_value(name: str, annotation: Any, args: list[str]) -> Any:

@@ -118,7 +118,7 @@ def crash_runs_of_killed_drivers(store: Store, keys: RunKeys, flow_run_id: UUID,
         return 0
     ids = {parse_flow_run_id(start.flow_run) for start, end in read_starts(store, keys) if end is None}
     rounds = len(store.committed_indices(f"{keys.prefix}/steps"))
-    message = f"the driver was killed after round {rounds}; flow run {flow_run_id} resumes from there"
+    message = f"the driver was killed after {rounds} rounds; flow run {flow_run_id} resumes from there"
     return sum(crash_flow_run(id, message, also_flow_run=id != flow_run_id) for id in ids | {flow_run_id} if id)
 
 
@@ -175,7 +175,7 @@ def report_end(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> No
     rounds = sum(commit.kind == "step" for commit in commits)
     reason = (state.message or state.name or "").removeprefix("Flow run encountered an exception: ").rstrip(".")
     progress = describe_progress(commits, since[-1])
-    message = f"{progress}; {reason}; the next start resumes after round {rounds}"
+    message = f"{progress}; {reason}; the next start resumes after {rounds} rounds"
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
         client.set_flow_run_state(flow_run.id, State(type=state.type, name=state.name, message=message), force=True)
         deadline = time.monotonic() + REPORT_TIMEOUT

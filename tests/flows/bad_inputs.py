@@ -271,6 +271,8 @@ def rows_of_commands() -> Iterator[Bad]:
         (("setup", "--with", "gpu"), "gpu"),
         (("doctor", "now"), "now"), (("doctor", "--fix"), "--fix"), (("doctor", "--store"), "--store"),
         (("doctor", "--ray-address"), "--ray-address"), (("doctor", "--run", "x"), "--run"),
+        (("show", *run), "name of one run"), (("show", "ghost", *run), "ghost"),
+        (("show", "old", "--lr", "1", *run), "--lr"),
         (("doctor", "--num-gpus", "8"), "--num-gpus"), (("doctor", "--plan"), "--hf-checkpoint"),
         (("doctor", "--plan=1"), "--plan"), (("doctor", "--plan", "now"), "now"),
         *[

@@ -113,5 +113,5 @@ def test_stages_and_idle_time_of_each_device_add_up_to_the_wall_time(finished: t
 
 def test_terminal_shows_rounds_and_results(finished: tuple[Store, str]) -> None:
     _, shown = finished
-    assert f"round {ROUNDS}/{ROUNDS}  reward " in shown and "evaluated after 0 rounds: heldout" in shown
+    assert f"round {ROUNDS - 1} ({ROUNDS}/{ROUNDS})  reward " in shown and "evaluated after 0 rounds: heldout" in shown
     assert "What the reward curve means" in shown and "make up" in shown and "Traceback" not in shown

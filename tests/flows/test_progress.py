@@ -33,15 +33,15 @@ def made_commits() -> list[Commit]:
 def test_progress_names_the_rounds_of_this_start_and_their_rewards() -> None:
     commits = made_commits()
     assert describe_progress(commits, since=500.0) == (
-        "rounds 6 to 8, reward 0.500 -> 0.700, eval held 0.250 -> 0.750, checkpoint 8"
+        "rounds 5 to 7, reward 0.500 -> 0.700, eval held 0.250 -> 0.750, checkpoint 8"
     )
-    assert describe_progress(commits, since=700.0).startswith("round 8, reward 0.700, ")
+    assert describe_progress(commits, since=700.0).startswith("round 7, reward 0.700, ")
     assert describe_progress(commits, since=900.0) == "no new stage was committed"
 
 
 def test_progress_of_fine_tuning_names_the_loss() -> None:
     steps = [commit for commit in made_commits() if commit.kind == "step"]
-    assert describe_progress(steps) == "rounds 1 to 8, loss 8.000 -> 1.000"
+    assert describe_progress(steps) == "rounds 0 to 7, loss 8.000 -> 1.000"
 
 
 def test_curve_has_a_line_for_each_series_with_a_point_for_each_value() -> None:
