@@ -41,8 +41,6 @@ LATENT = LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, q
         ({"experts": MIXTURE}, {"moe_aux_loss_coeff": 0.01}, "moe_aux_loss_coeff = 0.01.*0.0"),
         ({"experts": MIXTURE}, {"moe_router_bias_update_rate": 1e-3}, "moe_router_bias_update_rate"),
         ({"experts": MIXTURE}, {"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor"),
-        ({"experts": MIXTURE}, {"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type"),
-        ({"experts": MIXTURE}, {"moe_token_dispatcher_type": "allgather"}, "equal length"),
         ({"experts": MIXTURE}, {"moe_layer_freq": 2}, "moe_layer_freq"),
     ],
     ids=lambda value: next(iter(value), "dense") if isinstance(value, dict) else None,

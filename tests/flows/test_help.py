@@ -16,9 +16,12 @@ def test_help_of_every_command_is_printed(
     for words in ([command, "--help"], [command, "ghost", "--store", "/dev/null/x", "-h"]):  # nothing of it is read
         assert cli.main(words) == 0
         out = capsys.readouterr().out
-        assert f"penstock {command}" in out.partition("\n")[0] and {"--store", "--cron", "--directory"} & set(
-            re.findall(r"--\w+", out)
-        )
+        assert f"penstock {command}" in out.partition("\n")[0] and {
+            "--store",
+            "--cron",
+            "--directory",
+            "--output",
+        } & set(re.findall(r"--\w+", out))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -329,7 +329,8 @@ def test_every_option_that_names_a_file_or_a_function_is_known() -> None:
         ("convert", "origin_hf_dir"),
     }  # of `penstock convert`
     elsewhere |= {("eval", "eval_prompt_data"), ("rollout", "streaming_data"), ("train", "balance_data")}
-    assert found - known == elsewhere & found
+    elsewhere |= {("debug", "custom_config_path"), ("debug", "memory_snapshot_path")}  # read at once; end of a name
+    assert found - known == elsewhere
 
 
 @pytest.fixture

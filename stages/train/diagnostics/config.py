@@ -25,15 +25,16 @@ class DiagnosticsConfig(StageConfig):
     profile_step_end: int = option(12, mutability="placement", ge=1)
     """With --use-pytorch-profiler: round before which tracing ends."""
 
-    profile_dir: str = option("profiles", mutability="placement", min_length=1)
-    """With --use-pytorch-profiler: local directory with one directory of traces per run."""
+    profile_dir: str | None = option(None, mutability="placement", min_length=1)
+    """With --use-pytorch-profiler: local directory with one directory of traces per run; default: profiles in the
+    working directory."""
 
     record_memory_history: bool = option(False, mutability="placement")
     """Record the allocations of every trainer rank; a snapshot is written when the GPU's memory is exhausted, and after
     --memory-snapshot-num-steps."""
 
-    memory_snapshot_dir: str = option(".", mutability="placement", min_length=1)
-    """With --record-memory-history: local directory of the snapshots."""
+    memory_snapshot_dir: str | None = option(None, mutability="placement", min_length=1)
+    """With --record-memory-history: local directory of the snapshots; default: the working directory."""
 
     memory_snapshot_path: str = option("snapshot.pickle", mutability="placement", min_length=1)
     """With --record-memory-history: end of the name of a snapshot, after its round and rank."""

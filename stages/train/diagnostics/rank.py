@@ -62,7 +62,7 @@ class RankDiagnostics:
             activities=activities, record_shapes=True, profile_memory=True, with_stack=True, with_flops=True
         ) as profiler:
             yield
-        directory = Path(config.profile_dir).expanduser() / self.run
+        directory = Path(config.profile_dir or "profiles").expanduser() / self.run
         path = directory / f"{target}_round{rollout_id:06d}_rank{self.rank}.pt.trace.json.gz"
         temporary = path.with_name(f".{path.name}")  # the suffix .gz makes torch compress it
         try:
@@ -153,7 +153,7 @@ class RankDiagnostics:
             logger.warning(note)  # in the log of the rank, if it is about to run out of memory
 
     def _snapshot_path(self, name: str) -> Path:
-        path = Path(self.config.memory_snapshot_dir, self.config.memory_snapshot_path).expanduser()
+        path = Path(self.config.memory_snapshot_dir or ".", self.config.memory_snapshot_path).expanduser()
         return path.with_name(f"memory_{self.run}_{name}_rank{self.rank}_{path.name}")
 
     def _report_failure(self, path: Path, error: Exception) -> None:
