@@ -36,7 +36,7 @@ def number_of(messages) -> str:
 
 async def first_or_second_try(completion, answer, state) -> float:
     """Return 1 for a right first answer, 0.5 for a right second one, else 0."""
-    return float(number_of(completion) == answer) / len(state["trajectory"])
+    return float(number_of(completion) == answer) / max(len(state["trajectory"]), 1)
 
 
 def load_environment() -> vf.Environment:
@@ -58,11 +58,13 @@ async def run(environment: vf.Environment, rows: list[dict], request: dict) -> N
         async with AsyncOpenAI(base_url=request["base_url"], api_key=request["api_key"], max_retries=0) as openai:
             client = vf.clients.OpenAIChatCompletionsClient(openai)
             output = await environment.run_rollout(rows[request["example"]], client, "policy", sampling_args={})
-        error = output.get("error") and str(output["error"])
-        result = {"reward": output["reward"], "metrics": output["metrics"], "error": error}
+        error = output.get("error")
+        if error and error["error"] == vf.EmptyModelResponseError.__name__:
+            error = None  # the model has answered nothing: reward 0
+        result = {"reward": output["reward"], "metrics": output["metrics"], "error": error and error["error_chain_str"]}
     except Exception as error:  # of this rollout only; the others continue
         result = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps({"id": request["id"]} | result), flush=True)
+    print(json.dumps({"id": request["id"], **result}), flush=True)
 
 
 async def serve() -> None:

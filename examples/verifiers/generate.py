@@ -37,10 +37,10 @@ class Environment:
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, python: str) -> "Environment":
-        """Start environment.py with the given interpreter."""
+    async def start(cls, python: str, program: Path = PROGRAM) -> "Environment":
+        """Start the program with the given interpreter."""
         pipe = asyncio.subprocess.PIPE
-        return cls(await asyncio.create_subprocess_exec(python, str(PROGRAM), "serve", stdin=pipe, stdout=pipe))
+        return cls(await asyncio.create_subprocess_exec(python, str(program), "serve", stdin=pipe, stdout=pipe))
 
     async def run(self, **request) -> dict:
         """Return the result of one rollout.

@@ -6,6 +6,7 @@ import asyncio
 import math
 import random
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,3 +200,24 @@ def test_geometry_problems_are_either_trained_or_held_out() -> None:
     split = module("geometry/data.py", "make_problems")["split_problems"]
     train, heldout = ([row["prompt"] for row in rows] for rows in split(random.Random(0)))
     assert len(train) == 300 and len(heldout) == 42 and not set(train) & set(heldout)
+
+
+def test_process_of_an_environment_answers_out_of_order_and_may_die(tmp_path: Path) -> None:
+    program = tmp_path / "environment.py"
+    program.write_text(
+        "import json, sys\n"
+        "requests = [json.loads(sys.stdin.readline()) for _ in range(3)]\n"
+        "for request in requests[::-1][:2]:\n"
+        "    error = 'no such example' if request['example'] == 2 else None\n"
+        "    print(json.dumps({'id': request['id'], 'reward': request['example'], 'error': error}), flush=True)\n"
+    )
+    functions = module("verifiers/generate.py", "generate")
+
+    async def run_three() -> list[Any]:
+        environment = await functions["Environment"].start(sys.executable, program)
+        results = await asyncio.gather(*(environment.run(example=n) for n in range(3)), return_exceptions=True)
+        return [*results, *await asyncio.gather(environment.run(example=3), return_exceptions=True)]
+
+    dead, answered, failed, late = asyncio.run(run_three())
+    assert answered["reward"] == 1 and "no such example" in str(failed)
+    assert "has ended" in str(dead) and "has ended" in str(late)
