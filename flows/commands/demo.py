@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import penstock
 from penstock.flows.config import PostTrainConfig, read_toml, validate_config
-from penstock.flows.options.argv import penstock_command
+from penstock.flows.options.argv import activate_command, penstock_command
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.leases import describe_live_drivers
 from penstock.storage.refs import RunKeys
@@ -106,7 +106,7 @@ def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) 
     print(
         f"\nThe demo took {time.monotonic() - start_time:.0f} s. The same command resumes it; "
         f"`{penstock_command()} demo --fresh` restarts it.\n"
-        "In a new terminal: source .venv/bin/activate puts penstock on the PATH."
+        f"In a new terminal: {activate_command()} puts penstock on the PATH."
     )
     return 0
 

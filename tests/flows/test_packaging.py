@@ -110,6 +110,7 @@ def test_lock_files_of_the_wheel_are_found(installed: Path, tmp_path: Path) -> N
 def test_demo_of_the_wheel_passes_in_a_new_environment(wheel: Path, environment: Path, tmp_path: Path) -> None:
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     variables |= {"HOME": str(tmp_path), "PREFECT_HOME": str(tmp_path / "prefect")}
+    variables.setdefault("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip"))  # of the real home
 
     def run(*command: str, code: int = 0) -> str:
         result = subprocess.run(

@@ -18,6 +18,7 @@ from penstock.flows import cli
 from penstock.flows.install import command, steps
 from penstock.flows.install.requirements import declared, missing_requirements, normalize, read_lock
 from penstock.flows.install.steps import Step, installation_steps, run_pip, run_step
+from penstock.flows.options.argv import activate_command
 from penstock.storage.errors import InstallError
 
 ROOT = Path(__file__).parents[2]
@@ -146,6 +147,15 @@ def test_command_in_an_incomplete_environment_names_setup_unless_the_module_is_o
     for own in ("penstock.flows.gone", "tomllib.gone"):
         assert cli.main(["runs", own]) == 1
         assert "report this bug" in capsys.readouterr().err
+
+
+def test_activate_command_is_relative_below_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.prefix", str(tmp_path / "my env"))
+    assert activate_command() == f"source '{tmp_path}/my env/bin/activate'"
+    monkeypatch.chdir(tmp_path)
+    assert activate_command() == "source 'my env/bin/activate'"
 
 
 # ---- running them ----------------------------------------------------------------------------------------------------
