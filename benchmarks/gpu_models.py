@@ -33,7 +33,7 @@ def make_model(name: str, directory: Path) -> Path:
     return path
 
 
-def train_arguments(directory: Path, model: str, run: str) -> list[str]:
+def train_arguments(directory: Path, model: str, run: str, prompt_tokens: int = PROMPT_TOKENS) -> list[str]:
     """Make a model and prompts in `directory`, and return the options of `penstock train` with which the run `run`
     trains it by the recipe for one GPU, in the store `directory`/`run`, on responses of exactly the maximum length;
     without CUDA in fp32."""
@@ -41,7 +41,7 @@ def train_arguments(directory: Path, model: str, run: str) -> list[str]:
 
     directory.mkdir(parents=True, exist_ok=True)
     inputs = ["--hf-checkpoint", str(make_model(model, directory))]
-    inputs += ["--prompt-data", str(write_prompts(directory / "prompts.jsonl"))]
+    inputs += ["--prompt-data", str(write_prompts(directory / "prompts.jsonl", prompt_tokens))]
     where = ["--config", str(RECIPE), "--run", run, "--store", str(directory / run)]
     dtype = [] if torch.cuda.is_available() else ["--params-dtype", "fp32"]
     return [*where, *inputs, "--rollout-sampling", "ignore_eos=true", *dtype]
@@ -75,9 +75,9 @@ def make_mixture_of_experts(path: Path, layers: int = 2) -> None:
     tokenizer.save_pretrained(path)
 
 
-def write_prompts(path: Path) -> Path:
-    """Write 256 random prompts as JSON lines to `path`, and return it."""
+def write_prompts(path: Path, prompt_tokens: int = PROMPT_TOKENS) -> Path:
+    """Write 256 random prompts of `prompt_tokens` tokens as JSON lines to `path`, and return it."""
     rng = random.Random(0)
-    rows = [{"prompt": "".join(rng.choices(CHARACTERS, k=PROMPT_TOKENS)), "label": ""} for _ in range(256)]
+    rows = [{"prompt": "".join(rng.choices(CHARACTERS, k=prompt_tokens)), "label": ""} for _ in range(256)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
