@@ -86,10 +86,11 @@ def describe_state(store: Store, keys: RunKeys, commits: Sequence[Commit], num_r
     starts = read_starts(store, keys)
     if drivers := describe_live_drivers(store, keys):
         state = f"running: {drivers[0]}"
-    elif starts and starts[-1][1] is None:
-        state = "its driver was killed"
+    elif starts:
+        end = starts[-1][1]
+        state = "its driver was killed" if end is None else end.outcome.lower()
     else:
-        state = starts[-1][1].outcome.lower() if starts and starts[-1][1] else "not started"
+        state = "its starts were not recorded" if commits else "not started"
     resume = f"; penstock resume {keys.run}" if num_done < num_rounds and not drivers else ""
     return f"{num_done} of {num_rounds} rounds, {state}{resume}"
 
