@@ -21,11 +21,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.disk import map_in_threads
-from penstock.storage.errors import RunError
+from penstock.storage.errors import RunError, StoreError
 from penstock.storage.refs import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key, decode_record
 from penstock.storage.samples.shards import is_shard
 from penstock.storage.store import Store
@@ -223,12 +224,25 @@ def find_id(graph: LineageGraph, store: Store, run: str, rest: str) -> str:
 
 
 def find_rollout_of(graph: LineageGraph, store: Store, run: str, column: str, value: str) -> str:
-    """Return the id of the rollout or evaluation of a run whose trained samples have `value` in `column`, or ""."""
+    """Return the id of the rollout or evaluation of a run whose trained samples have `value` in `column`, or "".
+
+    Raises:
+        StoreError: it was not found, but a shard is missing or damaged, which may have it.
+    """
+    unreadable = ""
     for prefix in committed_prefixes(store, RunKeys(run)):
         commit = store.committed(prefix)
         if commit is None or commit.kind not in ("rollout", "eval"):
             continue
         shards = [store.path(file.path) for file in commit.files if is_shard(file.path)]
-        if shards and pq.read_table(shards, columns=[column], filesystem=store.fs, filters=[(column, "=", value)]):
-            return graph.resolve(commit_key(prefix))
+        try:
+            if shards and pq.read_table(shards, columns=[column], filesystem=store.fs, filters=[(column, "=", value)]):
+                return graph.resolve(commit_key(prefix))
+        except (OSError, pa.ArrowException):
+            unreadable = unreadable or prefix
+    if unreadable:
+        raise StoreError(
+            f"no shard that can be read has {value}, but one of {unreadable} is missing or damaged: restore it from a "
+            f"backup (`penstock verify {run}` names it)"
+        )
     return ""

@@ -12,6 +12,8 @@ from typing import Any
 import numpy
 import pytest
 from made_run import config_of, make_run, write_data
+from mlflow import MlflowClient
+from penstock_command import penstock
 from tracked_run import CONFIG, commits
 
 from penstock.flows import trackers
@@ -26,6 +28,7 @@ from penstock.storage.store import Store
 from penstock.storage.tracking import tracking_directory
 from penstock.storage.tracking.delivery import RunTracking
 from penstock.storage.tracking.lineage import Lineage
+from penstock.storage.tracking.mlflow.artifact_paths import _COLUMNS
 from penstock.storage.tracking.retell import read_committed, read_cost_metrics
 from penstock.storage.tracking.tensorboard import read_values
 from penstock.storage.tracking.tracker import Committed, MetricsLogged, RunStarted, TrackedRun
@@ -184,6 +187,34 @@ def test_track_finds_the_run_of_a_moved_store(store: Store, run: TrackedRun, dat
     }
 
 
+@pytest.mark.parametrize("location", ["beside", "of the server of an earlier release"])
+def test_artifacts_move_with_the_store(
+    location: str, store: Store, run: TrackedRun, database: Path, tmp_path: Path
+) -> None:
+    own = Path(store.root, "mlflow", "mlflow.db")
+    own.parent.mkdir()
+    shutil.copy(database, own)
+    deliver(store, run, [f"sqlite:///{own}"])
+    if location != "beside":
+        with sqlite3.connect(own) as connection:
+            old = (own.parent / "artifacts").as_uri()
+            for table, column in _COLUMNS:
+                connection.execute(f"update {table} set {column} = replace({column}, ?, 'mlflow-artifacts:')", (old,))
+    moved = shutil.move(store.root, tmp_path / "moved")
+    penstock("track", "r", "--to", "mlflow", "--store", str(moved))  # MLflow has cached the old paths in this process
+    client = MlflowClient(f"sqlite:///{moved}/mlflow/mlflow.db")
+    experiment = client.get_experiment_by_name("penstock")
+    assert experiment is not None
+    models = client.search_logged_models([experiment.experiment_id])
+    locations = [experiment.artifact_location, *(model.artifact_location for model in models)]
+    for shown in client.search_runs([experiment.experiment_id]):
+        locations.append(shown.info.artifact_uri)
+        assert client.list_artifacts(shown.info.run_id)
+    root = f"{Path(moved).as_uri()}/mlflow/artifacts/"
+    assert len(locations) > 5 and [place for place in locations if not place.startswith(root)] == []
+    assert not Path(store.root).exists()
+
+
 @pytest.mark.parametrize("move", [False, True])
 def test_a_run_tracked_by_an_earlier_release_is_continued(
     move: bool, store: Store, database: Path, tmp_path: Path
@@ -257,6 +288,7 @@ import os
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 from penstock.storage.tracking.lineage import Lineage
+from penstock.storage.tracking.mlflow.artifact_paths import _COLUMNS
 from penstock.storage.tracking.retell import read_committed, read_cost_metrics
 from penstock.storage.tracking.tracker import TrackedRun, tracker_class
 tracker = tracker_class({uri!r})({uri!r}, {run!r})
