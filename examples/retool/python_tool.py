@@ -17,6 +17,7 @@ import os
 import re
 import resource
 import signal
+import struct
 import sys
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,14 @@ CALL = re.compile(r"<code>(?:\s*```(?:python)?\n)?(.*?)(?:```\s*)?</code>$", re.
 NEW_USER, NEW_OTHERS = 0x10000000, 0x6C020000  # CLONE_NEW*: user; mount, UTS, IPC, PID and network
 READ_ONLY, NO_SUID, NO_DEV, NO_EXEC, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18  # MS_*
 DETACH, PARENT_DEATH_SIGNAL, NO_NEW_PRIVILEGES, PIVOT_ROOT = 2, 1, 38, {"x86_64": 155, "aarch64": 41}
+SECCOMP, FILTER, ALLOW, REFUSE, KILL = 22, 2, 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE: with EPERM
+# Architecture -> its audit number, and the numbers of system calls that give memory which RLIMIT_AS does not count
+# (shmget, memfd_create, msgget, semget, memfd_secret) or that only widen the attack surface of the kernel (add_key,
+# request_key, keyctl, bpf, perf_event_open, userfaultfd, io_uring_setup).
+SYSTEM_CALLS = {
+    "x86_64": (0xC000003E, (29, 319, 68, 64, 447, 248, 249, 250, 321, 298, 323, 425)),
+    "aarch64": (0xC00000B7, (194, 279, 186, 190, 447, 217, 218, 219, 280, 241, 282, 425)),
+}
 NOBODY = 65534  # user and group of the code if this process runs as root
 OVERTIME, KILLED, FAILED = 124, 137, 125  # exit codes of the supervisor
 
@@ -175,16 +184,30 @@ def become_nobody(is_root: bool, limits: Limits) -> None:
     os.chroot("/jail")  # the kernel refuses further user namespaces to a process in a chroot
     os.chdir("/tmp")
     system_call("prctl", NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    forbid_system_calls()
     for name, value in (
         ("CPU", limits.processor_seconds),
         ("AS", limits.memory),
-        ("FSIZE", limits.disk),
-        ("NOFILE", 32),
+        ("FSIZE", limits.disk // 4),
+        ("NOFILE", 16),
         ("NPROC", 1),
         ("CORE", 0),
     ):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     system_call("prctl", PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def forbid_system_calls() -> None:
+    """Install a seccomp filter that refuses SYSTEM_CALLS, and kills a program that uses other architectures' calls."""
+    architecture, numbers = SYSTEM_CALLS[os.uname().machine]
+    load, equal, at_least, result = 0x20, 0x15, 0x35, 0x06  # instructions of classic BPF
+    program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (result, 0, 0, KILL)]
+    program += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (result, 0, 0, KILL)]  # x32
+    for number in numbers:
+        program += [(equal, 0, 1, number), (result, 0, 0, REFUSE)]
+    program.append((result, 0, 0, ALLOW))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
+    system_call("prctl", SECCOMP, FILTER, struct.pack("HP", len(program), ctypes.addressof(code)), 0, 0)
 
 
 def mount(source: str | None, target: str, flags: int, options: str = "") -> None:

@@ -97,6 +97,7 @@ def test_files_and_environment_are_empty_in_every_call(tool: dict[str, Any]) -> 
 
 
 FULL = pytest.mark.full
+SHARED_MEMORY = "import ctypes; print(ctypes.CDLL(None).shmget(0, 1 << 20, 0o1600))"  # is not in the address space
 
 
 @pytest.mark.parametrize(
@@ -106,8 +107,10 @@ FULL = pytest.mark.full
         ("import os\nwhile True: os.fork()", "BlockingIOError", {}),
         ("while True: pass", "stopped after 1 s of processor time", {"processor_seconds": 1, "seconds": 60}),
         pytest.param("import time; time.sleep(60)", "stopped after 1 s", {"seconds": 1}, marks=FULL),
-        pytest.param("open('x', 'wb').write(bytes(20 << 20))", "File too large", {}, marks=FULL),
+        pytest.param("open('x', 'wb').write(bytes(5 << 20))", "File too large", {}, marks=FULL),
         pytest.param("for i in range(20): open(str(i), 'wb').write(bytes(1 << 20))", "No space left", {}, marks=FULL),
+        pytest.param(SHARED_MEMORY, "-1", {}, marks=FULL),
+        pytest.param("import os; print(os.memfd_create('x'))", "PermissionError", {}, marks=FULL),
         pytest.param("for i in range(2000): open(str(i), 'w').close()", "No space left", {}, marks=FULL),
         pytest.param("while True: print('x' * 1000)", "... (cut)", {"seconds": 60}, marks=FULL),
         pytest.param("import os; os.abort()", "", {}, marks=FULL),
