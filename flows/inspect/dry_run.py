@@ -15,6 +15,7 @@ from penstock.flows.commands.plan import DEFAULT_GPU_BYTES, print_plan
 from penstock.flows.config import PostTrainConfig, check_secrets, list_options
 from penstock.flows.gpu_plan import check_engine_gpus, check_nodes, plan_gpu_memory
 from penstock.flows.options.argv import format_bytes, short_repr
+from penstock.flows.options.partners import options_without_partner
 from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.preflight import (
@@ -61,8 +62,9 @@ def dry_run(flow: str, config: PostTrainConfig) -> int:
         print()
         gpu_bytes = min(visible_gpu_bytes(), default=DEFAULT_GPU_BYTES)
         print_plan(plan_gpu_memory(flow, config, shape, gpu_bytes), config)
-        for warning in config_warnings(flow, config):
-            print(f"warning: {warning}")
+    warnings = config_warnings(flow, config) if shape is not None else options_without_partner(config)
+    for warning in warnings:
+        print(f"warning: {warning}")
     for flag, path in missing:
         print(f"not checked: {flag} {path} does not exist here")
     return 0

@@ -6,12 +6,11 @@ flag is an error that suggests the nearest known one. SGLang's flags are checked
 
 from __future__ import annotations
 
-import difflib
 import json
 import textwrap
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -22,6 +21,7 @@ from penstock.flows.options.yaml_file import read_yaml
 from penstock.flows.run_config import RunConfig
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
+from penstock.storage.near_names import nearest_name
 
 Values = dict[str, dict[str, Any]]
 STORE_FLAGS = ("--store", "--store-options", "--store-single-writer")
@@ -103,8 +103,11 @@ def apply_custom_config(values: Values) -> None:
         OptionError: the file cannot be read.
     """
     debug = values.get("debug")
-    path = debug.pop("custom_config_path", None) if isinstance(debug, dict) else None
-    for key, value in (read_yaml(path) if path is not None else {}).items():
+    path = debug.get("custom_config_path") if isinstance(debug, dict) else None
+    if not isinstance(debug, dict) or not isinstance(path, str):
+        return  # not given, or refused when the config is validated
+    del debug["custom_config_path"]
+    for key, value in read_yaml(path).items():
         flag = f"--{key.replace('_', '-')}"
         section, name, nested = "rollout", "plugin_args", key
         if flag in penstock_flags():
@@ -235,16 +238,26 @@ def describe_unknown_flag(name: str, known: Sequence[str]) -> str:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return `: did you mean X?`, or an empty string if no known word is similar."""
+    """Return `: did you mean X?`, or an empty string if no known word is near."""
     plain = {name.lstrip("-"): name for name in known}
-    near = difflib.get_close_matches(word[:64].lstrip("-"), plain, n=1, cutoff=0.7)
-    return f": did you mean {plain[near[0]]}?" if near else ""
+    near = nearest_name(word.lstrip("-"), plain)
+    return f": did you mean {plain[near]}?" if near else ""
+
+
+TITLES = {
+    "post_train": "train a model by reinforcement learning",
+    "train-async": "train a model by reinforcement learning; rollouts are generated while earlier ones are trained",
+    "sft": "train a model on demonstrations",
+    "evaluate": "score a model on data sets",
+}
 
 
 def help_text(command: str) -> str:
-    """Return the --help text of the flow `command`: all options by section, with their defaults."""
+    """Return the --help text of the flow `command`: its options in three families, by section, with defaults."""
     name_on_command_line = {"post_train": "train", "evaluate": "eval"}.get(command, command)
     lines = [f"penstock {name_on_command_line} [--config FILE.toml] [options]"]
+    lines += [f"  {TITLES[command]}"] if command in TITLES else []
+    lines += ["", "OPTIONS OF PENSTOCK, with the names of slime where slime has them; in a file below [section]"]
     section = ""
     for owner, name, field in list_options():
         if owner != section:
@@ -254,14 +267,31 @@ def help_text(command: str) -> str:
         default = "" if field.is_required() else f" (default {field.get_default(call_default_factory=True)!r})"
         lines.append(f"  {spellings}{default}")
         lines += [f"      {line}" for line in textwrap.wrap(field.description or "", 110)]
+    lines += ["", "OPTIONS OF MEGATRON-CORE, under its own names; in a file below [train.megatron]", ""]
+    lines += describe_megatron_options()
     lines += [
         "",
-        "Megatron-core's flags are accepted unchanged, SGLang's with the prefix --sglang-, its router's with "
-        "--router-.",
+        "OPTIONS OF SGLANG, with the prefix --sglang- (below [rollout.sglang]), and of its router, with --router-",
+        "",
+        "  All flags of the installed SGLang, such as --sglang-mem-fraction-static 0.8 (share of GPU memory) and",
+        "  --sglang-context-length 8192 (tokens). `python -m sglang.launch_server --help` lists them.",
+        "",
+        "docs/options.md has every name, also those that are accepted without effect, and those that are refused.",
         "A resumed run keeps its model, data and algorithm options. Number of rounds, intervals, engines, GPUs and "
         "time limits may change.",
     ]
     return "\n".join(lines)
+
+
+def describe_megatron_options() -> Iterator[str]:
+    """Yield help lines about Megatron's options that have an effect, and about the other classes."""
+    from penstock.engines.megatron.options.table import EFFECTIVE
+
+    for name, text in EFFECTIVE.items():
+        yield f"  {flag_of_field(name)}"
+        yield f"      {text[0].upper()}{text[1:]}."
+    yield ""
+    yield "  Options that describe the model (--num-layers, --rotary-base, ...) are checked against config.json."
 
 
 def parse_value(name: str, annotation: Any, args: list[str]) -> Any:
