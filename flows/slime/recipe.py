@@ -252,6 +252,9 @@ def adapt_rollout(recipe: Recipe) -> None:
         recipe.comments["rollout", "opd_teacher_url"] = "--rm-url in the script"
         if path := rollout.pop("custom_rm_path", None):
             recipe.dropped.append(f"--custom-rm-path {path}: the run itself asks the teacher for its log-probs")
+        if "rm_type" not in rollout:
+            rollout["rm_type"] = "zero"
+            recipe.comments["rollout", "rm_type"] = "the teacher is the only signal"
     if rollout.get("sglang", {}).get("enable_deterministic_inference"):
         rollout.setdefault("rollout_sampling_seeds", True)
         recipe.comments["rollout", "rollout_sampling_seeds"] = (

@@ -143,7 +143,12 @@ def test_missing_script_and_existing_output_are_refused(tmp_path: Path, capsys: 
         ("--prompt-data $DATA/d.jsonl", ['prompt_data = ["/data/d.jsonl"]', "# Dropped: DATA: set in the environment"]),
         (
             "--advantage-estimator on_policy_distillation --rm-url http://h:1/generate --custom-rm-path a.b",
-            ['opd_teacher_url = "http://h:1"  # --rm-url', "use_opd = true", "# Dropped: --custom-rm-path a.b"],
+            [
+                'opd_teacher_url = "http://h:1"  # --rm-url',
+                "use_opd = true",
+                'rm_type = "zero"',
+                "# Dropped: --custom-rm-path a.b",
+            ],
         ),
         (
             "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --debug-train-only",
