@@ -251,7 +251,8 @@ class RolloutConfig(GenerationConfig):
 
     rm_type: str | None = option(None)
     """Built-in reward: dapo, deepscaler, exact_number, f1, gpqa, ifbench, math, random, remote_rm or zero; with the
-    prefix `boxed_` only the content of the last \\boxed{} is graded. The metadata field `rm_type` of a row overrides it."""
+    prefix `boxed_` only the content of the last \\boxed{} is graded. The metadata field `rm_type` of a row overrides
+    it."""
 
     custom_rm_path: str | None = option(None, aliases=("reward-fn-path",))
     """User-defined reward: a function `f(args, sample, **kwargs)`, async or not, or a class with
