@@ -126,7 +126,7 @@ class _Reader:
         """Yield the words of a text, without quotes, with variables replaced; `${ARRAY[@]}` and `$(seq ...)` give
         several, or none."""
         for raw in split_words(text):
-            if match := re.fullmatch(rf"\"?\$\{{({NAME})\[[@*]\]\}}\"?", raw):
+            if match := re.fullmatch(rf"\"?\$\{{({NAME})\[[@*]\](?:[:+-].*)?\}}\"?", raw, re.DOTALL):
                 yield from self.script.arrays.get(match[1], [])
             elif raw.startswith("$(seq "):
                 yield from self.expand(raw).split("\n")

@@ -167,6 +167,20 @@ def test_flag_of_a_public_script_is_translated(
         assert any(found.startswith(line) for found in text), text
 
 
+def test_dry_run_needs_neither_the_key_nor_the_draft_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_KEY", raising=False)
+    model = write_config_json(tmp_path / "model", "llama3.1-8B-Instruct")
+    words = f"""train --run r --hf-checkpoint {model} --prompt-data no.jsonl --num-rollout 1 --n-samples-per-prompt 2
+        --use-wandb --wandb-key env:NO_KEY --sglang-speculative-algorithm EAGLE3 --rm-type math --dry-run
+        --sglang-speculative-draft-model-path /nowhere/draft"""
+    assert main(words.split()) == 0
+    out = capsys.readouterr().out
+    assert "not checked: the trackers: " in out and "NO_KEY is not set" in out
+    assert "not checked: --sglang-speculative-draft-model-path /nowhere/draft does not exist here" in out
+
+
 def test_line_without_backslash_is_read_as_part_of_the_command(tmp_path: Path) -> None:
     script = write_script(
         tmp_path / "run.sh", "A=(--lr 3e-6)\npython train.py --num-rollout 3\n   ${A[@]} --seed 4\necho"
@@ -207,6 +221,8 @@ def test_model_file_is_found_in_the_scripts_of_the_tree(tmp_path: Path) -> None:
         ('X="{\n  \\"k\\": \\"v\\"}"\nrun "$X"', ['{\n  "k": "v"}']),
         ("N=4; run $((N * 512)) $((2 ** 3)) $((x))", ["2048", "<((2 ** 3))>", "<((x))>"]),
         ("run 1 $(seq 16 8 32) $(seq 2) $(seq 1 0 9)", ["1", "16", "24", "32", "1", "2", "<command>"]),
+        ('A=(x y)\nrun ${A[@]+"${A[@]}"} ${NONE[@]+"${NONE[@]}"}', ["x", "y"]),
+        ('J=$(cat <<E_O\n{ "a": "${B}" }\nE_O\n)\nrun 1', ["1"]),
         ('run a ${NONE[@]} "${NONE[@]}" b $@', ["a", "b"]),
         ('C="${1:-7}"; run $C $1', ["7", "<1>"]),
         ("B=/x; run \u201c${B}/y/\u201d", ["/x/y/"]),
