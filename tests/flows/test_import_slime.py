@@ -88,6 +88,11 @@ python3 train_async.py ${MODEL_ARGS[@]} --prompt-key question --wandb-key $WANDB
     ("text", "kind", "message"),
     [
         ("source models/qwen3-next-80B-A3B.sh\npython train.py", ModelError, "qwen3-next-80B-A3B, whose architecture"),
+        (
+            "M=$(sed x)\nsource models/$M.sh\npython train.py --hf-checkpoint /r/Qwen3-VL-8B",
+            ModelError,
+            "Qwen3-VL-8B, whose",
+        ),
         ("source models/gemma4-31B.sh\npython train.py", ModelError, "gemma4-31B, whose architecture is not supported"),
         (
             "python train.py --lr 1 --bla 2 --rollout-batch-sze 3",
@@ -221,6 +226,9 @@ def test_model_file_is_found_in_the_scripts_of_the_tree(tmp_path: Path) -> None:
         ('X="{\n  \\"k\\": \\"v\\"}"\nrun "$X"', ['{\n  "k": "v"}']),
         ("N=4; run $((N * 512)) $((2 ** 3)) $((x))", ["2048", "<((2 ** 3))>", "<((x))>"]),
         ("run 1 $(seq 16 8 32) $(seq 2) $(seq 1 0 9)", ["1", "16", "24", "32", "1", "2", "<command>"]),
+        ("B=b\nif [ $B = a ]; then\nA=1\nelif [[ $B == b ]]; then\nA=2\nelse\nA=3\nfi\nrun $A", ["2"]),
+        ("B=b\nif [ $B != b ]; then\nA=1\nelif [ -z $B ]; then\nA=2\nelse\nA=3\nfi\nrun $A", ["3"]),
+        ("if [ $NO = b ]; then\nA=1\nelse\nA=2\nfi\nif [ -n $HERE ]; then B=4; else B=5; fi\nrun $A $B", ["1", "4"]),
         ('A=(x y)\nrun ${A[@]+"${A[@]}"} ${NONE[@]+"${NONE[@]}"}', ["x", "y"]),
         ('J=$(cat <<E_O\n{ "a": "${B}" }\nE_O\n)\nrun 1', ["1"]),
         ('run a ${NONE[@]} "${NONE[@]}" b $@', ["a", "b"]),
