@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from real_models import REAL_MODELS
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((Path(__file__).parent / "slime_scripts").glob("*.sh"))
-RECIPES = sorted(path for path in (ROOT / "configs/recipes").glob("*.toml") if not path.name.startswith("demo-"))
+RECIPES = sorted((ROOT / "configs/recipes").glob("*.toml"))
+MODELS = sorted((ROOT / "configs/models").glob("*.toml"))
 
 
 def write_config_json(directory: Path, model: str) -> Path:
@@ -54,6 +56,29 @@ def test_script_becomes_a_recipe_that_plans(
     assert code == 0, out.err
     assert "optimizer steps" in out.out and "GiB" in out.out and "not checked: --prompt-data" in out.out
     assert "secret" not in out.out
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
+def test_script_of_every_model_plans(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = tomllib.loads(model.read_text(encoding="utf-8"))["train"]["megatron"]
+    words = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" '{value}'")
+        for name, value in options.items()
+        if value
+    ]
+    (tmp_path / "models").mkdir()
+    write_script(tmp_path / f"models/{model.stem}.sh", f"MODEL_ARGS=({' '.join(words)})")
+    text = f"source models/{model.stem}.sh\npython train.py ${{MODEL_ARGS[@]}} --num-rollout 1 --n-samples-per-prompt 2"
+    script = write_script(tmp_path / "run.sh", f"{text} --rm-type math --prompt-data no.jsonl")
+    assert main(["import-slime", str(script), "--output", str(tmp_path / "recipe.toml")]) == 0
+    directory = write_config_json(tmp_path / "model", model.stem)
+    assert (
+        main(["train", "--config", str(tmp_path / "recipe.toml"), "--hf-checkpoint", str(directory), "--dry-run"]) == 0
+    )
+    assert (
+        f"options that describe the model ({model.stem}): config.json has them"
+        in (tmp_path / "recipe.toml").read_text()
+    )
 
 
 def test_scripts_are_not_executed(tmp_path: Path) -> None:
@@ -283,9 +308,11 @@ def test_recipe_plans(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     model = next(
         (line.split()[2] for line in recipe.read_text().splitlines() if line.startswith("# Model: ")), "qwen3-0.6B"
     )
-    words = ["--config", str(recipe), "--hf-checkpoint", str(write_config_json(tmp_path / "model", model))]
-    code = main(["train", *words, "--run", "r", "--prompt-data", "/nowhere.jsonl", "--dry-run"])
+    is_demo, flow = recipe.stem.startswith("demo-"), "sft" if recipe.stem == "demo-sft" else "train"
+    base = ["--config", str(recipe.with_name("demo-grpo.toml"))] if is_demo and flow == "train" else []
+    words = [*base, "--config", str(recipe), "--hf-checkpoint", str(write_config_json(tmp_path / "model", model))]
+    code = main([flow, *words, "--run", "r", "--prompt-data", "/nowhere.jsonl", "--dry-run"])
     out = capsys.readouterr()
     assert code == 0, out.err
     assert "optimizer steps" in out.out and "a checkpoint" in out.out
-    assert "fits: a GPU" in out.out or recipe.stem == "laptop"  # its memory is that of a CPU
+    assert "fits: a GPU" in out.out or is_demo or recipe.stem == "laptop"  # they need the memory of a CPU
