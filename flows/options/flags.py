@@ -6,7 +6,6 @@ flag is an error that suggests the nearest known one. SGLang's flags are checked
 
 from __future__ import annotations
 
-import difflib
 import json
 import types
 import typing
@@ -21,6 +20,7 @@ from penstock.flows.options.yaml_file import read_yaml
 from penstock.flows.run_config import RunConfig
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
+from penstock.storage.near_names import nearest_name
 
 Values = dict[str, dict[str, Any]]
 STORE_FLAGS = ("--store", "--store-options", "--store-single-writer")
@@ -102,8 +102,11 @@ def apply_custom_config(values: Values) -> None:
         OptionError: the file cannot be read.
     """
     debug = values.get("debug")
-    path = debug.pop("custom_config_path", None) if isinstance(debug, dict) else None
-    for key, value in (read_yaml(path) if path is not None else {}).items():
+    path = debug.get("custom_config_path") if isinstance(debug, dict) else None
+    if not isinstance(debug, dict) or not isinstance(path, str):
+        return  # not given, or refused when the config is validated
+    del debug["custom_config_path"]
+    for key, value in read_yaml(path).items():
         flag = f"--{key.replace('_', '-')}"
         section, name, nested = "rollout", "plugin_args", key
         if flag in penstock_flags():
@@ -235,10 +238,10 @@ def describe_unknown_flag(name: str, known: Sequence[str]) -> str:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return `: did you mean X?`, or an empty string if no known word is similar."""
+    """Return `: did you mean X?`, or an empty string if no known word is near."""
     plain = {name.lstrip("-"): name for name in known}
-    near = difflib.get_close_matches(word[:64].lstrip("-"), plain, n=1, cutoff=0.7)
-    return f": did you mean {plain[near[0]]}?" if near else ""
+    near = nearest_name(word.lstrip("-"), plain)
+    return f": did you mean {plain[near]}?" if near else ""
 
 
 def parse_value(name: str, annotation: Any, args: list[str]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,7 +120,7 @@ def full_help(command: str, usage: str, *, may_change_only: bool = False) -> str
         usage: text above the options.
         may_change_only: list only the options that a resumed run may change.
     """
-    lines = [usage]
+    lines = [usage, "", "OPTIONS OF PENSTOCK, with slime's names where slime has them; in a file below [section]"]
     section = ""
     keep: Callable[[Any], bool] = lambda field: not may_change_only or field_meta(field).mutability != "identity"
     for owner, name, field in list_options():
@@ -131,7 +131,34 @@ def full_help(command: str, usage: str, *, may_change_only: bool = False) -> str
             lines += ["", f"[{section}]"]
         spellings = " ".join([flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)])
         lines += [f"  {spellings}{_default(field)}", *_wrap(field.description or "", " " * 6)]
-    return "\n".join([*lines, "", *_wrap(_PROGRAMS), *_wrap(_RESUME)])
+    return "\n".join([*lines, "", *(_wrap(_PROGRAMS) if may_change_only else _other_families()), *_wrap(_RESUME)])
+
+
+def _other_families() -> Iterator[str]:
+    """Yield help lines about the options of Megatron-core that have an effect, and about those of SGLang."""
+    from penstock.engines.megatron.options.table import EFFECTIVE
+
+    yield from ("OPTIONS OF MEGATRON-CORE, under its own names; in a file below [train.megatron]", "")
+    for name, text in EFFECTIVE.items():
+        yield f"  {flag_of_field(name)}"
+        yield from _wrap(f"{text[0].upper()}{text[1:]}.", " " * 6)
+    yield from (
+        "",
+        "  Options that describe the model (--num-layers, --rotary-base, ...) are checked against config.json.",
+    )
+    yield from (
+        "",
+        "OPTIONS OF SGLANG, with the prefix --sglang- (in a file below [rollout.sglang]), and of its router",
+    )
+    about = (
+        "All flags of the installed SGLang, such as --sglang-mem-fraction-static 0.8 (share of GPU memory) and "
+        "--sglang-context-length 8192 (tokens); `python -m sglang.launch_server --help` lists them. Those of its "
+        "router have the prefix --router-."
+    )
+    yield from ("", *_wrap(about, "  "), "")
+    yield from _wrap(
+        "docs/options.md has every name, also those that are accepted without effect, and those that are refused."
+    )
 
 
 def flow_usage(command: str) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from penstock.engines.megatron.options.args import ALIASES
@@ -126,7 +126,7 @@ def server_flag(name: str) -> str:
     return f"--sglang-{name.strip('_').replace('_', '-')}"
 
 
-def table(head: tuple[str, str], rows: Mapping[str, str] | Iterable[tuple[str, str]]) -> Iterator[str]:
+def table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Iterator[str]:
     """Yield a Markdown table of two columns, the first of which has code."""
     yield f"| {head[0]} | {head[1]} |"
     yield "|---|---|"

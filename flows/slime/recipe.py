@@ -11,6 +11,7 @@ import os
 import re
 import tomllib
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,10 @@ MODELS = Path(penstock.__file__).parent / "models"
 SUPPORTED = re.compile(
     r"(glm-?4|glm-?z1|qwen-?2|qwen-?3|deepseek-?v3|deepseek-?r1|llama-?3|kimi-?k2|moonlight)", re.IGNORECASE
 )
-OTHER_ARCHITECTURE = re.compile(r"next|-vl|omni|qwen-?3\.[56]|qwen36|v3\.2|k2\.5|glm-?4\.?\d?v", re.IGNORECASE)
+OTHER_ARCHITECTURE = re.compile(
+    r"-next|-vl|omni|qwen-?3\.[5-9]|qwen3[5-9]|v3\.?2|k2\.5|glm-?4\.?\d?v|glm-?5|mimo|minimax|gpt-oss|gemma|nemotron",
+    re.IGNORECASE,
+)
 
 
 @dataclass
@@ -77,7 +81,7 @@ def import_script(path: Path) -> Recipe:
         reason = error.strerror if isinstance(error, OSError) else error
         raise OptionError(f"script {path} cannot be read ({reason}): give a slime launch script") from None
     program, argv = find_training_command(script, path)
-    model_file = check_architecture(script, path)
+    model_file = check_architecture(script, path, argv)
     recipe = Recipe(path, program, PostTrainConfig(), {}, environment=sorted(script.exported))
     recipe.dropped += [
         f"source {source}: does not exist here; a file with options of the model is not needed"
@@ -124,19 +128,21 @@ def find_training_command(script: Script, path: Path) -> tuple[str, list[str]]:
     raise OptionError(f"script {path} runs neither {' nor '.join(PROGRAMS)}: give a slime launch script")
 
 
-def check_architecture(script: Script, path: Path) -> str:
-    """Return the name of the model file that a script sources, "" if there is none.
+def check_architecture(script: Script, path: Path, argv: list[str]) -> str:
+    """Return the name of the model file that a script sources, "" if it is not known.
 
     Raises:
-        ModelError: the model's architecture is not supported.
+        ModelError: the model's architecture is not supported, by the name of this file or of the checkpoint.
     """
     names = [Path(source).stem for source in script.sourced if "models/" in source]
-    for name in names:
-        if not SUPPORTED.match(name) or OTHER_ARCHITECTURE.search(name):
-            raise ModelError(
-                f"script {path} trains {name}, whose architecture is not supported: docs/models.md lists the families, "
-                "and --model-family-path adds one"
-            )
+    names = [name for name in names if not UNKNOWN.search(name)]
+    checkpoints = [Path(word).name for flag, word in pairwise(argv) if flag == "--hf-checkpoint"]
+    refused = [name for name in names if not SUPPORTED.match(name) or OTHER_ARCHITECTURE.search(name)]
+    for name in refused or [name for name in checkpoints if OTHER_ARCHITECTURE.search(name)]:
+        raise ModelError(
+            f"script {path} trains {name}, whose architecture is not supported: docs/models.md lists the families, "
+            "and --model-family-path adds one"
+        )
     return names[0] if names else ""
 
 
@@ -252,6 +258,9 @@ def adapt_rollout(recipe: Recipe) -> None:
         recipe.comments["rollout", "opd_teacher_url"] = "--rm-url in the script"
         if path := rollout.pop("custom_rm_path", None):
             recipe.dropped.append(f"--custom-rm-path {path}: the run itself asks the teacher for its log-probs")
+        if "rm_type" not in rollout:
+            rollout["rm_type"] = "zero"
+            recipe.comments["rollout", "rm_type"] = "the teacher is the only signal"
     if rollout.get("sglang", {}).get("enable_deterministic_inference"):
         rollout.setdefault("rollout_sampling_seeds", True)
         recipe.comments["rollout", "rollout_sampling_seeds"] = (

@@ -2,9 +2,10 @@
 
 Supported are assignments, arrays, `+=`, `export`, quotes, comments, continued lines, `${NAME}`, `${NAME:-default}`,
 `${NAME[@]}`, `$((...))` of integers, `source`, and of commands in `$(...)` those that compute a path or numbers: `cd`,
-`dirname`, `basename`, `realpath`, `pwd`, `echo` and `seq`. Only the first branch of an `if` block is read; loops,
-functions and here-documents are skipped. A variable that the script does not set has its value in `environment`. What
-cannot be known without execution becomes `<...>` in a word.
+`dirname`, `basename`, `realpath`, `pwd`, `echo` and `seq`. Of an `if` block the branch is read whose condition holds,
+as far as it compares known texts, else the first one; loops, functions and here-documents are skipped. A variable that
+the script does not set has its value in `environment`. What cannot be known without execution becomes `<...>` in a
+word.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class _Reader:
             raise ValueError(f"{path} has more than {MAX_CHARACTERS} characters")
         outer, self.path = self.path, path
         self.depth += 1
-        blocks: list[str] = []  # open blocks; an `if` whose first branch has ended is "else"
+        blocks: list[str] = []  # open blocks: "if" in the branch that is read, "before" or "else" in other ones, "do"
         for statement in split_statements(text):
             self.read_statement(statement, blocks)
         self.depth -= 1
@@ -83,16 +84,30 @@ class _Reader:
         word, _, rest = statement.partition(" ")
         if word in ("then", "do", "{"):  # `then` and `do` may be followed by a statement
             statement, (word, _, _) = rest.strip(), rest.strip().partition(" ")
-        if word in ("if", "for", "while", "until", "case") or re.match(
-            rf"(function\s+{NAME}|{NAME}\s*\(\s*\))", statement
-        ):
-            blocks.append(word if word in ("if", "case") else "do")
+        if word == "if":
+            blocks.append("before" if self.condition(statement[2:]) is False else "if")
+        elif word in ("for", "while", "until", "case") or re.match(rf"(function\s+{NAME}|{NAME}\s*\(\s*\))", statement):
+            blocks.append(word if word == "case" else "do")
         elif word in ("else", "elif") and blocks:
-            blocks[-1] = "else"
+            reads = blocks[-1] == "before" and (word == "else" or self.condition(statement[4:]) is not False)
+            blocks[-1] = "if" if reads else "before" if blocks[-1] == "before" else "else"
         elif word in _BLOCK_ENDS and blocks:
             blocks.pop()
         elif statement and all(block == "if" for block in blocks):
             self.read_command(statement, conditional=bool(blocks))
+
+    def condition(self, text: str) -> bool | None:
+        """Return whether a condition of an `if` holds that compares two texts or tests for an empty one; None if it is
+        another condition or a text is not known."""
+        match = re.fullmatch(r"\s*\[\[?\s+(.*?)\s+\]\]?\s*", text, re.DOTALL)
+        words = list(self.expand_words(match[1])) if match else []
+        if any("<" in word for word in words):
+            return None
+        if len(words) == 3 and words[1] in ("=", "==", "!="):
+            return (words[0] == words[2]) != (words[1] == "!=")
+        if len(words) == 2 and words[0] in ("-z", "-n"):
+            return (words[1] == "") == (words[0] == "-z")
+        return None
 
     def read_command(self, statement: str, *, conditional: bool) -> None:
         """Read an assignment, a `source` or another command."""
@@ -126,7 +141,7 @@ class _Reader:
         """Yield the words of a text, without quotes, with variables replaced; `${ARRAY[@]}` and `$(seq ...)` give
         several, or none."""
         for raw in split_words(text):
-            if match := re.fullmatch(rf"\"?\$\{{({NAME})\[[@*]\]\}}\"?", raw):
+            if match := re.fullmatch(rf"\"?\$\{{({NAME})\[[@*]\](?:[:+-].*)?\}}\"?", raw, re.DOTALL):
                 yield from self.script.arrays.get(match[1], [])
             elif raw.startswith("$(seq "):
                 yield from self.expand(raw).split("\n")

@@ -250,8 +250,9 @@ class RolloutConfig(GenerationConfig):
     # ---- rewards -----------------------------------------------------------------------------------------------------
 
     rm_type: str | None = option(None)
-    """Built-in reward: dapo, deepscaler, exact_number, f1, gpqa, ifbench, math, random or remote_rm; with the prefix
-    `boxed_` only the content of the last \\boxed{} is graded. The metadata field `rm_type` of a row overrides it."""
+    """Built-in reward: dapo, deepscaler, exact_number, f1, gpqa, ifbench, math, random, remote_rm or zero; with the
+    prefix `boxed_` only the content of the last \\boxed{} is graded. The metadata field `rm_type` of a row overrides
+    it."""
 
     custom_rm_path: str | None = option(None, aliases=("reward-fn-path",))
     """User-defined reward: a function `f(args, sample, **kwargs)`, async or not, or a class with

@@ -191,7 +191,7 @@ def test_package_for_slime_runs_unchanged_and_trackers_agree(
             assert points[point] == pytest.approx(own[point], rel=1e-6), point
         assert {point for point in points if point[0] in names} <= own.keys()
 
-    for name in ("train_loss", "perf_actor_train_tok_per_s", "system_cpu", "system_memory", "round"):
+    for name in ("train_loss", "perf_actor_train_tok_per_s", "system_cpu_utilization", "system_system_memory", "round"):
         assert f"penstock_{name}" in scraper.text, scraper.text
     lines = [json.loads(line) for line in result.stdout.splitlines() if line]
     assert {line["run"] for line in lines} == {"r"} and {"train", "rollout"} <= {line["stage"] for line in lines}

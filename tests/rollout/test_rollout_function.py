@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import httpx
 import pytest
 
 from penstock.stages.plugins import load_function
@@ -214,3 +218,55 @@ def test_sample_takes_slimes_names() -> None:
     sample = cls(prompt="p", tokens=[1, 2, 3], response_length=2, loss_mask=[0, 1], rollout_log_probs=[0.0, -1.0], x=5)
     assert (sample.token_ids, sample.prompt_length, sample.loss_masks, sample.x) == ([1, 2, 3], 1, [0, 1], 5)
     assert sample.effective_response_length == 1 and sample.status is cls.Status.PENDING
+
+
+GENERATE = """
+from slime.rollout.rm_hub import async_rm
+from slime.rollout.sglang_rollout import GenerateState, generate
+
+async def custom_generate(args, sample, sampling_params, evaluation=False):
+    state = GenerateState(args)
+    assert state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"] == sample.tokens
+    assert args.sglang_router_ip == "engine" and state.sampling_params.items() >= {"temperature": 1.0}.items()
+    async with state.semaphore:
+        sample = await generate(args, sample, {})
+    sample.reward = await async_rm(args, sample)
+    sample.metadata["evaluation"] = evaluation
+    return sample
+"""
+
+
+def test_generate_function_uses_slimes_state_and_rewards(bench: Any, tmp_path: Path) -> None:
+    path = f"{tmp_path}/functions.py"
+    made = bench(GENERATE, rollout_function_path=None, custom_generate_function_path=path)
+    samples = samples_of(made, made.round(0))
+    assert len(samples) == 8 and all(sample.reward in (0.0, 1.0) for sample in samples)
+    assert all(sample.metadata["evaluation"] is False and sum(sample.loss_mask) == 2 for sample in samples)
+
+
+def test_requests_are_sent_as_json_and_failed_connections_are_retried() -> None:
+    post, get = load_function("slime.utils.http_utils:post"), load_function("slime.utils.http_utils:get")
+
+    class Echo(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body or b"{}")
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"[1]")
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Echo) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/generate"
+        assert asyncio.run(post(url, {"input_ids": [1, 2]})) == {"input_ids": [1, 2]}
+        assert asyncio.run(get(url)) == [1]
+        server.shutdown()
+    with pytest.raises(httpx.TransportError):
+        asyncio.run(post(url, {}, max_retries=1))
