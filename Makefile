@@ -5,8 +5,10 @@ PYTHON ?= python3
 export VENV PYTHON
 
 BENCH ?= penstock-bench
+VERIFIERS ?= .venv-verifiers
+export VERIFIERS
 
-.PHONY: help setup demo test test-unit test-all test-gpu lint docs up bench bench-gpu clean
+.PHONY: help setup demo demo-kill test test-unit test-all test-gpu verifiers-environment lint docs up bench bench-gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -17,17 +19,24 @@ setup:  ## create .venv with all dependencies, for CPU or CUDA
 demo: setup  ## train a tiny model: convert, SFT, eval, GRPO, eval, export
 	@$(BIN)/penstock demo
 
+demo-kill: setup  ## the demo, while engine, trainer and driver are killed; ends with a replay of every round
+	@$(BIN)/penstock demo --kill --fresh
+
 test: test-unit  ## the tests for every change: unit tests, then integration tests with real engines, including kills
 	$(BIN)/python -m pytest -m "integration and not gpu and not full" -n 2 --dist loadfile
 
 test-unit: setup  ## only the tests without engines
 	$(BIN)/python -m pytest -m "not integration and not gpu and not full" -n 2 --dist loadfile
 
-test-all: test  ## `make test`, then the long tests: all parallel layouts, all kills, pairs of kills, S3, all bad inputs
+test-all: test verifiers-environment  ## `make test`, then the long tests: all parallel layouts, all kills, pairs of kills, S3, all bad inputs
 	$(BIN)/python -m pytest -m "full and not gpu" -n 2 --dist worksteal
 
 test-gpu: setup  ## on a GPU machine: the tests that need CUDA
 	$(BIN)/python -m pytest -m gpu
+
+verifiers-environment:  ## .venv-verifiers for examples/verifiers: the package needs a newer openai than SGLang
+	@$(VERIFIERS)/bin/python -c "import verifiers" 2> /dev/null || \
+		($(PYTHON) -m venv $(VERIFIERS) && $(VERIFIERS)/bin/pip install --quiet -r examples/verifiers/requirements.txt)
 
 lint: setup  ## formatter, linter, import boundaries, types
 	$(BIN)/ruff format --check .
@@ -53,5 +62,5 @@ bench-gpu: setup  ## on a GPU machine: rollout stage, parts of a round and cold 
 	done
 	@$(BIN)/python benchmarks/gpu/host_syncs.py --output $(BENCH)/host_syncs.json
 
-clean:  ## remove the virtual environment and the demo's store
-	rm -rf $(VENV) penstock-demo site
+clean:  ## remove the virtual environment and the demos' stores
+	rm -rf $(VENV) $(VERIFIERS) penstock-demo penstock-demo-kill site

@@ -4,8 +4,9 @@ Chromium. Prints JSON.
     python benchmarks/report_page.py [--samples 100000] [--repeats 5]
 
 The run is synthetic: rounds of 128 groups of 8 samples, prompts of 8 tokens that occur in several rounds, responses of
-3 to 6 tokens with random log-probs. `overview` is the time from navigation until curves and tables are shown,
-`samples` until the sample browser shows the first samples, `search` the time of a text search over all samples.
+3 to 6 tokens with random log-probs of engine and trainer, and advantages. `overview` is the time from navigation until
+curves and tables are shown, `samples` until the sample browser shows the first samples, `search` the time of a text
+search over all samples.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "flows"))
 from chromium import Page, browser, installed_browser
 
@@ -28,6 +32,7 @@ from penstock.flows.runtime.runs import open_run
 from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import write_shards
+from penstock.storage.samples.trained_tokens import write_trained_tokens
 from penstock.storage.store import Store
 
 GROUPS, GROUP_SIZE, PROMPTS = 128, 8, 1700
@@ -88,7 +93,21 @@ def commit_round(store: Store, keys: RunKeys, r: int, samples: list[Sample]) -> 
     store.commit(keys.rollout_prefix(r), rollout)
     step = Commit(kind="step", run=keys.run, index=r, policy_version=r + 1, seconds={"update": 2.0})
     step.inputs, step.summary = {"rollout": commit_key(keys.rollout_prefix(r))}, {"train/grad_norm": 1.0 / (r + 1)}
+    step.attempt = store.new_attempt(keys.step_prefix(r))
+    with store.writing(step.attempt) as out:
+        write_tokens_of_trainer(out.path, samples)
+    step.files = out.files
     store.commit(keys.step_prefix(r), step)
+
+
+def write_tokens_of_trainer(directory: Path, samples: list[Sample]) -> None:
+    """Write the trainer's log-probs, 0.02 from those of the engine on average, and advantages of +0.5 and -0.5."""
+    ids = pa.chunked_array([[sample.sample_id for sample in samples]], pa.string())
+    counts = np.array([sum(sample.loss_mask) for sample in samples])
+    logprobs = np.concatenate([np.array(s.rollout_logprobs)[np.array(s.loss_mask) == 1] for s in samples])
+    gaps = np.random.default_rng(len(samples)).laplace(0.0, 0.02, len(logprobs))
+    advantages = np.repeat([(sample.reward or 0.0) - 0.5 for sample in samples], counts)
+    write_trained_tokens(directory, ids, counts, logprobs + gaps, advantages)
 
 
 def make_sample(rng: random.Random, r: int, k: int) -> Sample:

@@ -4,6 +4,9 @@ A server binds its port seconds after the port was chosen, when the model is loa
 moment could choose the same port. So a chosen port is reserved by binding a Unix socket to a name in the abstract
 socket namespace (`penstock-port-<port>`): only one process can bind a name, and the kernel frees it when that process
 ends, even after a kill. Like ports, these names are local to a network namespace. They leave no files on disk.
+
+Ports are chosen below those that the kernel gives to outgoing connections. Otherwise a client that waits for a server
+on this machine could get the server's port as its own, connect to itself, and keep the server from binding it.
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 from penstock.engines.network import LOOPBACK
 
-HIGHEST = 65_535
+LOWEST, HIGHEST = 20_000, 65_535
 _reserved: dict[int, socket.socket] = {}  # port reserved by this process -> the Unix socket that reserves it
 
 
@@ -22,20 +26,17 @@ def reserve_free_port(highest: int = HIGHEST, extra_offsets: Sequence[int] = (),
     """Reserve a free TCP port up to `highest` that no other run has reserved, and return it.
 
     Args:
-        highest: largest allowed port.
+        highest: largest allowed port, at least LOWEST.
         extra_offsets: offsets (port + offset) of further ports that the server binds; these ports are reserved, too.
         host: address of this machine on which the port must be free.
 
     Raises:
         RuntimeError: no free port was found in 100 tries.
     """
+    below = first_outgoing_port() - 1
+    highest = min(highest, below) if below >= LOWEST + 1_000 else highest
     for _ in range(100):
-        if highest == HIGHEST:
-            with _probe(host) as probe:
-                probe.bind((host, 0))
-                port = int(probe.getsockname()[1])
-        else:
-            port = random.randint(20_000, highest)
+        port = random.randint(LOWEST, highest)
         if reserve_ports([port, *(port + distance for distance in extra_offsets)], host):
             return port
     raise RuntimeError(f"tried 100 ports up to {highest}, and none is free: stop some of the servers on this machine")
@@ -63,6 +64,11 @@ def reserve_ports(ports: Sequence[int], host: str = LOOPBACK) -> bool:
             return False
     _reserved.update(locks)
     return True
+
+
+def first_outgoing_port() -> int:
+    """Return the lowest port that the kernel gives to outgoing connections."""
+    return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 
 
 def is_reserved_here(port: int) -> bool:

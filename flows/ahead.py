@@ -152,7 +152,7 @@ class StreamOfRun:
 
     def run_round(self, rollout_id: int) -> Commit:
         """Commit the next round; see `RolloutStream.run_round`."""
-        with self.session.display.progress("groups") as self._report:
+        with self.session.display.progress(f"rollout, round {rollout_id}: groups", "rollout") as self._report:
             try:
                 if self._stream is None:
                     self._stream = self._open(rollout_id)

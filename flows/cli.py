@@ -1,6 +1,6 @@
 """The command line: `penstock demo | train | train-async | sft | import-slime | convert | export | eval | resume |
-replay | fork | promote | rm | verify | gc | deploy | runs | cost | lineage | samples | query | report | track |
-doctor`.
+replay | fork | promote | rm | verify | gc | deploy | runs | show | cost | lineage | samples | query | report | track |
+setup | doctor`.
 
 A command parses its flags into a config, checks it, and calls a flow. Exit codes: 0 done, 1 failed, 2 invalid request
 (a one-line message on stderr), 130 Ctrl-C, 141 standard output was closed by its reader, 143 SIGTERM.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.flows.runtime import environment, signals
-from penstock.storage.errors import OptionError, PenstockError
+from penstock.storage.errors import InstallError, OptionError, PenstockError
 from penstock.storage.secrets import redact
 
 if TYPE_CHECKING:
@@ -45,18 +45,20 @@ USAGE = """usage: penstock COMMAND [options]
   verify    check every hash, reference and sample of a run:  penstock verify RUN
   gc        list files that are no longer needed; --delete removes them
   deploy    register the flows on a Prefect server, optionally with a schedule
-  runs      list the runs in the store
+  runs      list the runs of the stores around the working directory, or of one store
+  show      print a run on one screen, with the curves of its rounds:  penstock show RUN
   cost      print device-seconds by stage, round and checkpoint, and the price:  penstock cost RUN
   lineage   print what an artifact was made from and what was made from it:  penstock lineage RUN/20
   samples   read samples; compare the responses to a prompt over rounds:  penstock samples RUN --round 12 --worst
   query     run SQL over samples, metrics and evaluations:  penstock query "select ..."
   report    write one HTML page about a run, with curves and samples:  penstock report RUN [--output FILE]
   track     send runs to MLflow, TensorBoard or W&B again, from the store:  penstock track RUN --to mlflow
+  setup     install what the wheel cannot install by itself, for CPU or CUDA; continues after an interruption
   doctor    check the installation and print how to fix each problem; --plan estimates the GPU memory of a run
 
 `penstock train --dry-run` (also train-async, sft) checks a run and prints its plan, without starting anything.
-`penstock COMMAND --help` lists the options. `--config FILE.toml` reads them from a file; --verbose shows Prefect's log
-lines, and the traceback of an error."""
+`penstock COMMAND --help` explains a command, `penstock train --help-all` lists every option. `--config FILE.toml` reads
+them from a file; --verbose shows Prefect's log lines, and the traceback of an error."""
 
 USER_ERRNOS = {  # file errors that count as an invalid request (exit code 2), not as a bug
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EISDIR),
@@ -90,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno in USER_ERRNOS:
             return _report_user_error(error, arguments)
         return _report_bug(error, arguments)
+    except ModuleNotFoundError as error:
+        return _report_missing_module(error, arguments)
     except Exception as error:
         return _report_bug(error, arguments)
     finally:
@@ -114,8 +118,17 @@ def run_command(argv: list[str]) -> int:
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
-    """Return whether --help or -h is among the arguments."""
-    return "--help" in argv or "-h" in argv
+    """Return whether --help, -h or --help-all is among the arguments."""
+    return bool({"--help", "-h", "--help-all"} & {*argv})
+
+
+def print_flow_help(command: str, argv: Sequence[str]) -> int:
+    """Print the help of a command that takes the options of a run: the short one or, with --help-all, every option.
+    Return 0."""
+    from penstock.flows.options.help import flow_usage, full_help, short_help
+
+    print(full_help(command, flow_usage(command)) if "--help-all" in argv else short_help(command))
+    return 0
 
 
 # ---- the commands ----------------------------------------------------------------------------------------------------
@@ -128,8 +141,7 @@ def _flow_command(name: str) -> Command:
         from penstock.flows.options import flags
 
         if asks_for_help(argv):
-            print(flags.help_text(name))
-            return 0
+            return print_flow_help({"post_train": "train", "evaluate": "eval"}.get(name, name), argv)
         return _run_or_plan(name, flags.parse_config(_without(argv, "--dry-run")), dry_run="--dry-run" in argv)
 
     return call
@@ -159,8 +171,7 @@ def run_train_async(argv: list[str]) -> int:
     from penstock.flows.options import flags
 
     if asks_for_help(argv):
-        print(flags.help_text("train-async"))
-        return 0
+        return print_flow_help("train-async", argv)
     values = flags.parse_values(_without(argv, "--dry-run"))
     run = values.setdefault("run", {})
     if run.get("async_mode") != "streaming":
@@ -171,13 +182,17 @@ def run_train_async(argv: list[str]) -> int:
 def _module_command(name: str) -> Command:
     """Return a command that runs `main` of `penstock.flows.<name>`; the module is imported when the command is called.
 
-    --help prints the module's USAGE.
+    --help prints the module's USAGE; --help-all also the options of a run, if the command takes them.
     """
 
     def call(argv: list[str]) -> int:
         module = importlib.import_module(f"penstock.flows.{name}")
         if asks_for_help(argv) and hasattr(module, "USAGE"):
             print(module.USAGE)
+            if "--help-all" in argv and name in _TAKE_OPTIONS:
+                from penstock.flows.options.help import full_help
+
+                print(full_help(name, "\nOptions of a run:", may_change_only=name == "commands.resume"))
             return 0
         code: int = module.main(argv)
         return code
@@ -191,10 +206,7 @@ def run_eval_command(argv: list[str]) -> int:
     for name in ("rescore", "compare"):  # these start neither engines nor a flow
         if f"--{name}" in flags:
             return _module_command(f"commands.{name}")(argv)
-    code = _flow_command("evaluate")(argv)
-    if asks_for_help(argv):
-        print("\nSee also `penstock eval --rescore --help` and `penstock eval --compare --help`.")
-    return code
+    return _flow_command("evaluate")(argv)
 
 
 COMMANDS: dict[str, Command] = {
@@ -214,19 +226,32 @@ COMMANDS: dict[str, Command] = {
     "verify": _module_command("commands.verify"),
     "gc": _module_command("commands.gc"),
     "deploy": _module_command("services.deploy"),
-    "runs": _module_command("commands.run_table"),
+    "runs": _module_command("inspect.run_table"),
+    "show": _module_command("inspect.show"),
     "lineage": _module_command("inspect.lineage"),
     "cost": _module_command("inspect.cost"),
     "samples": _module_command("inspect.samples"),
     "query": _module_command("inspect.query"),
     "report": _module_command("inspect.report"),
     "track": _module_command("inspect.track"),
+    "setup": _module_command("install.command"),
     "doctor": _module_command("commands.doctor"),
 }
+_TAKE_OPTIONS = ("commands.resume", "commands.fork", "commands.doctor")  # modules of commands that also take them
 RESUMABLE = ("demo", "train", "train-async", "sft", "convert", "eval", "resume")
 
 
 # ---- errors and exit codes -------------------------------------------------------------------------------------------
+
+
+def _report_missing_module(error: ModuleNotFoundError, argv: list[str]) -> int:
+    """Report an incomplete installation, or a bug if the missing module is Penstock's own or of Python itself."""
+    from penstock.flows.options.argv import penstock_command
+
+    if (error.name or "").partition(".")[0] in {"", "penstock", *sys.stdlib_module_names}:
+        return _report_bug(error, argv)
+    advice = f"run `{penstock_command()} setup`; with --check it only lists what is missing"
+    return _report_user_error(InstallError(f"the module {error.name} is not installed: {advice}"), argv)
 
 
 def _report_user_error(error: Exception, argv: list[str]) -> int:

@@ -7,7 +7,6 @@ rejects invalid values at submission.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import tomllib
@@ -29,6 +28,7 @@ from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.config import Mutability, StageConfig, field_meta, option
 from penstock.storage.errors import InputError, OptionError
+from penstock.storage.near_names import nearest_name
 from penstock.storage.secret_references import contains_hidden_secret, hide_literal_secrets, resolve_secrets
 from penstock.storage.secrets import has_credentials
 
@@ -150,6 +150,7 @@ class PostTrainConfig(StageConfig):
             "--over-sampling-batch-size": rollout.over_sampling_batch_size,
             "--data-source-path": rollout.data_source_path,
             "--buffer-filter-path": rollout.buffer_filter_path,
+            "--rollout-function-path": rollout.rollout_function_path,
         }
         for flag, value in unused.items():
             if value:
@@ -210,7 +211,8 @@ class PostTrainConfig(StageConfig):
             )
         self.train.check_batch(batch)
         self.train.global_batch_size, self.train.num_steps_per_rollout = batch, steps
-        self.train.derive_lr_schedule(self.run.num_rollout * steps)
+        if self.run.num_rollout or not self.run.num_epoch:  # rounds of epochs are counted later, from the rows
+            self.train.derive_lr_schedule(self.run.num_rollout * steps)
         return self
 
 
@@ -399,7 +401,7 @@ def describe_unknown_option(where: list[str]) -> str:
     if reason := REFUSED.get(flag_of_field(name)):
         return f"[{section}] {name} is not supported: {reason}"
     fields = SECTIONS[where[0]].model_fields if where[0] in SECTIONS else {}
-    near = difflib.get_close_matches(name.replace("-", "_")[:64], fields, n=1, cutoff=0.5)
+    near = nearest_name(name.replace("-", "_"), fields)
     owner = next((other for other, option_name, _ in list_options() if option_name == name), None)
-    hint = f"; it belongs to [{owner}]" if owner else f": did you mean {near[0]}?" if near else ""
+    hint = f"; it belongs to [{owner}]" if owner else f": did you mean {near}?" if near else ""
     return f"[{section}] {short_repr(name)[1:-1]}: no such option{hint}"

@@ -55,7 +55,7 @@ penstock convert --load CHECKPOINT --save B [--origin-hf-dir A] --megatron-names
                     Megatron's options)
 
   --model-family-path  FILE.py or module with a user-defined model family; it is executed (docs/models.md)
-  --store           store of models/ and the runs (default penstock-store); `penstock train --help` lists all options
+  --store           store of models/ and the runs (default penstock-store)
 
   Other spellings: --input-dir is --load, --output-dir is --save."""
 

@@ -31,7 +31,7 @@ def promote_policy(store: Store, model: str, reference: str, gate: Gate, *, forc
     candidate = find_policy(store, title)
     current = decisions[-1].champion if decisions else None
     if current == candidate:
-        return next(decision for decision in reversed(decisions) if decision.champion == candidate)
+        return next(d for d in reversed(decisions) if d.action == "promoted" and d.candidate == candidate)
     of_champion = find_evaluations_of_version(store, current.name)[1] if current else None
     conditions = tuple(check_gate(store, gate, evaluations, of_champion))
     holds = all(condition.holds for condition in conditions)

@@ -59,9 +59,12 @@ def main(argv: list[str]) -> int:
     placement = placement_options(given)
     check_replay(run, given.run, placement, **options)
     from penstock.flows.runtime.prefect_api import ensure_prefect_api, restore_client_settings
+    from penstock.flows.terminal.startup import end_wait, show_wait
     from penstock.stages.train.restore import ReplayError
 
+    show_wait("starting Prefect's server, or connecting to it")
     ensure_prefect_api()
+    end_wait()
     try:
         replay(run, given.run, placement, **options)
     except ReplayError as error:
@@ -108,7 +111,7 @@ def replay(
     begin = newest_checkpoint(store, keys, first)
     _check_versions_are_replayable(store, keys, config, first, last, trained, begin)
     origin = f"checkpoint {begin}" if begin else "the initial weights"
-    print(f"replaying {run}: rounds {begin} to {last - 1}, from {origin}")
+    print(f"replaying {run}: rounds {begin} to {last - 1}, from {origin}; waiting for the trainer", flush=True)
     rounds: list[ReplayResult] = []
     with start_replay_trainer(store, keys, config) as policy:
         for rollout_id in range(begin, last):
@@ -122,7 +125,9 @@ def replay(
     differing = [r.rollout_id for r in rounds if r.verdict == "DIFFERS"]
     equal = sum(r.verdict == "equal bit for bit" for r in rounds)
     within = len(rounds) - equal - len(differing)
-    total = f"{equal} of {len(rounds)} rounds are equal bit for bit, {within} within tolerance, {len(differing)} differ"
+    total = f"{equal} of {len(rounds)} rounds are equal bit for bit"
+    total += f", {within} within tolerance" if within else ""
+    total += f", {len(differing)} differ" if differing else ""
     print(total)
     if differing:
         raise ReplayError(

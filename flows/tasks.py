@@ -93,7 +93,7 @@ def rollout(session: Session, rollout_id: int) -> RolloutRef:
         commit = load_rollout(session, rollout_id)
     if commit is None:
         with (
-            session.display.progress("samples") as report,
+            session.display.progress(f"rollout, round {rollout_id}: samples", "rollout") as report,
             processes.engines_for_rollout(rollout_id) as (version, engines),
         ):
             context = rollout_context(session, engines, report)
@@ -253,7 +253,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
         )
         source = PromptSource.open(config)
         with (
-            session.display.progress(f"eval {name}") as report,
+            session.display.progress(f"eval {name} of version {version}: samples", "eval") as report,
             session.processes.engines_for_evaluation(version) as engines,
         ):
             context = RolloutContext(
@@ -376,12 +376,13 @@ def evaluate_skipped(session: Session) -> None:
     that were added to the run later are not evaluated for earlier policies."""
     session.processes.turns.wait_for_evaluation()
     due, keys = build_stage_schedule(session), session.keys
+    skips_first = session.config.eval.skip_eval_before_train
     for version in range(1, session.num_trained_rounds()):
         if request_evaluation in due(version):
             trained_at = session.read_existing_commit(keys.step_prefix(version - 1)).created_at
             for name in missing_evaluations(session, version):
                 first = session.store.committed(keys.eval_prefix(0, name))
-                if first is not None and first.created_at < trained_at:
+                if skips_first or (first is not None and first.created_at < trained_at):
                     evaluate_one(session, version, name)
 
 
@@ -446,6 +447,7 @@ def promote(session: Session, version: int) -> None:
     decision = promote_policy(session.store, evals.promote_to or "", f"{session.keys.run}/{version}", gate_of(evals))
     conditions = "; ".join(map(str, decision.conditions))
     text = f"{evals.promote_to}: {session.keys.run}/{version} {decision.action} ({conditions})"
+    session.set_stage_message(text)
     if decision.action != "refused":
         session.display.note(text)
         return
@@ -478,7 +480,9 @@ def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Ses
         if version > 0 and saves:
             first = 0 if run.alternates_trainer_and_engines else len(stages)
             stages[first:first] = [checkpoint, export, save_hf] if run.save_hf else [checkpoint]
-        scores = version in (0, last) or (evals.eval_interval and version % evals.eval_interval == 0)
+        scores = is_last or (evals.eval_interval and version % evals.eval_interval == 0) or version == 0
+        if version == 0 and not is_last and evals.skip_eval_before_train:
+            scores = False
         if evals.eval_prompt_data and scores and not run.debug_train_only:
             in_turn = version in (0, last) or not (run.generates_ahead or session.processes.evaluates_apart)
             stages.append(evaluate_in_turn if in_turn else request_evaluation)

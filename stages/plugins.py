@@ -20,18 +20,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from penstock.stages.slime_modules import provide_slime_modules
 from penstock.storage.errors import PluginError
 
-# Old path -> current path. Existing configurations and run.json files name slime's filters (slime need not be
-# installed) and modules of penstock that have moved since; both must still load.
+# Old path -> current path: run.json files name modules of penstock that have moved since.
 ALIASES = {
     f"{old}.{name}": f"penstock.stages.rollout.plugins.{new}:{name}"
     for old, new, names in (
-        (
-            "slime.rollout.filter_hub.dynamic_sampling_filters",
-            "filters",
-            ("check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"),
-        ),
         (
             "stages.rollout.filters",
             "filters",
@@ -148,6 +143,7 @@ def load_function(
     Raises:
         PluginError: the file, module or function does not exist, or importing the module fails.
     """
+    provide_slime_modules()
     path = ALIASES.get(path.replace(":", "."), path)
     location, colon, name = path.rpartition(":")
     if not colon:

@@ -32,6 +32,12 @@ class OptionError(InputError):
     code = "option"
 
 
+class InstallError(InputError):
+    """The Python environment is incomplete or not suitable, or an installation step failed."""
+
+    code = "install"
+
+
 class DataError(InputError):
     """A file of prompt or evaluation data is missing, or has malformed rows, missing columns or missing labels."""
 

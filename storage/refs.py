@@ -7,6 +7,7 @@ inputs and its metrics. Readers open only files that a commit record lists.
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -25,6 +26,9 @@ Kind = Literal["model", "rollout", "step", "checkpoint", "eval", "export"]
 
 Record = TypeVar("Record", bound=BaseModel)
 Key = Annotated[str, AfterValidator(validate_key)]  # path relative to the root of the store, validated
+
+
+_ATTEMPT = re.compile(r"(?:runs/[^/]+/(?:checkpoints|exports)/\d+|models)/attempt-[^/]+")
 
 
 def decode_record(model: type[Record], key: str, data: bytes) -> Record:
@@ -204,3 +208,10 @@ class RunKeys:
 def commit_key(prefix: str) -> str:
     """Return the key of the commit record of the stage that writes under `prefix`."""
     return f"{prefix}.commit.json"
+
+
+def attempt_in_path(path: str) -> str | None:
+    """Return the key of the files of a checkpoint, an export or a model, from their path in a store, wherever that is:
+    "/data/runs/runs/r/exports/000005/attempt-0a" -> "runs/r/exports/000005/attempt-0a". None for other paths."""
+    match = _ATTEMPT.search(path)
+    return match[0] if match else None

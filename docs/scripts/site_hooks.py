@@ -53,7 +53,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     if more:
         config.nav.append({"More": more})
     examples = sorted(path.parent.name for path in (ROOT / "examples").glob("*/README.md"))
-    config.nav.insert(3, {"Examples": [f"examples/{name}.md" for name in examples]})
+    config.nav.insert(4, {"Examples": [f"examples/{name}.md" for name in examples]})
     return config
 
 

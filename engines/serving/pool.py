@@ -163,6 +163,10 @@ class EnginePool:
                 replica.finish_adoption()
             return [replica.wait_for_url() for replica in self._replicas]
 
+    def have_started(self) -> list[bool]:
+        """Return for each engine whether it has started, as far as is known. Does not wait."""
+        return [replica.known_url is not None for replica in self._replicas]
+
     def places(self, urls: Sequence[str]) -> dict[str, ProcessPlace]:
         """Return where the engines at `urls` run: URL -> place."""
         known = {replica.known_url: replica for replica in [*self._replicas, *self._split_off]}

@@ -9,7 +9,6 @@ twelve.
 from __future__ import annotations
 
 import ast
-import difflib
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -22,6 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from penstock.engines.sglang.server_options import DROPPED, reason_for_refusal, to_current_flag
 from penstock.engines.sources import parse_source
 from penstock.storage.errors import EngineError
+from penstock.storage.near_names import nearest_name
 
 UNSUPPORTED = (
     "omit it, because Penstock's engines all have the same role and are registered with the router by Penstock"
@@ -118,10 +118,8 @@ def _check_names(
         if name in reserved:
             raise EngineError(f"{flag} is not allowed: {reserved[name]}")
         if known and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = (
-                f"did you mean --{prefix}-{near[0].replace('_', '-')}?" if near else f"see `python -m {module} --help`"
-            )
+            near = nearest_name(name, known)
+            hint = f"did you mean --{prefix}-{near.replace('_', '-')}?" if near else f"see `python -m {module} --help`"
             raise EngineError(f"{flag} is not a flag of the installed {program}: {hint}")
         checked[name] = value
     return checked

@@ -62,7 +62,7 @@ def check_sampling(params: Mapping[str, Any], *, routed: bool) -> None:
         if name in RESERVED:
             raise EngineError(f"--rollout-sampling {name} is not allowed: {RESERVED[name]}")
         if known and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
             hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(sorted(known))}"
             raise EngineError(f"--rollout-sampling {name} is not a sampling parameter of the installed SGLang: {hint}")
         if routed and name in DROPPED_BY_ROUTER:

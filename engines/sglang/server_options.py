@@ -49,6 +49,9 @@ RENAMED: dict[str, tuple[str, Any]] = {
 }
 # Flags of older releases without a successor -> why they may be omitted.
 DROPPED = {
+    "router_ip": "the run starts its router; use --use-router, or --rollout-external-engine-addrs",
+    "router_port": "the run starts its router; use --use-router",
+    "enable_nan_detection": "the installed SGLang does not have it; omit it",
     "enable_ep_moe": "SGLang divides experts by --sglang-ep-size; omit it",
     "enable_mixed_chunk_prefill": "it is --sglang-enable-mixed-chunk; use that",
     "disable_custom_cuda_graph": "it is --sglang-disable-cuda-graph; use that",

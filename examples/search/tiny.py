@@ -1,7 +1,7 @@
-"""Create a random model of 402,176 parameters and four questions, with which the example runs in a minute on a CPU.
+"""Create a random model of about 400,000 parameters and four questions, to run the example in minutes on a CPU.
 
-A random model almost never writes a tag letter by letter. Therefore the tokenizer has one token for each tag, and one
-for a complete search query of each question.
+A random model almost never writes a tag letter by letter. Therefore the tokenizer has one token for each tag, one for
+a complete query of each question, and one for each answer.
 """
 
 import json
@@ -16,8 +16,10 @@ QUESTIONS = {"france": "paris", "italy": "rome", "japan": "tokyo", "kenya": "nai
 
 def main(directory: str) -> None:
     """Write model/ and prompts.jsonl into `directory`."""
-    words = [*TAGS, *(f"<search>capital of {country}</search>" for country in QUESTIONS)]
-    make_tokenizer(words=words).save_pretrained(make_tiny_model(Path(directory) / "model"))
+    queries = [f"<search>capital of {country}</search>" for country in QUESTIONS]
+    answers = [f"<answer>{city}</answer>" for city in QUESTIONS.values()]
+    tokenizer = make_tokenizer(words=[*TAGS, *queries, *answers])
+    tokenizer.save_pretrained(make_tiny_model(Path(directory) / "model", vocab=72))
     rows = [{"prompt": f"the capital of {country}?", "label": city} for country, city in QUESTIONS.items()]
     (Path(directory) / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

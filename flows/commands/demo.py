@@ -17,12 +17,14 @@ from typing import NoReturn
 
 import penstock
 from penstock.flows.config import PostTrainConfig, read_toml, validate_config
-from penstock.flows.options.argv import penstock_command
+from penstock.flows.options.argv import activate_command, penstock_command
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.leases import describe_live_drivers
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
+DIRECTORY = "penstock-demo"
+NUM_ROUNDS = 60  # GRPO rounds, as in demo-grpo.toml
 MARKER = ".penstock-demo"  # name of a file that marks a directory created by the demo
 MARKER_TEXT = b"made by penstock demo; `penstock demo --fresh` may remove it\n"
 SUBDIRECTORIES = ("inputs", "store")  # subdirectories created by the demo
@@ -50,35 +52,51 @@ def main(argv: list[str]) -> int:
     """
     parser = _Parser(prog="penstock demo", description="Make a tiny model and watch it learn.", allow_abbrev=False)
     parser.add_argument("--seed", type=int, default=0, help="seed of model, data order and prompt sampling (default 0)")
+    parser.add_argument("--directory", type=Path, help=f"output directory (default {DIRECTORY}; with --kill its own)")
     parser.add_argument(
-        "--directory", type=Path, default=Path("penstock-demo"), help="output directory (default penstock-demo)"
+        "--num-rollout", type=int, help=f"GRPO rounds (default {NUM_ROUNDS}; the reward rises within 20)"
     )
-    parser.add_argument("--num-rollout", type=int, help="GRPO rounds (default 60; the reward rises within 20)")
     parser.add_argument("--fresh", action="store_true", help="remove an earlier demo from the directory and restart")
-    if "--help" in argv or "-h" in argv:
+    parser.add_argument(
+        "--kill", action="store_true", help="kill engine, trainer and driver meanwhile, then replay every round"
+    )
+    if {"--help", "-h", "--help-all"} & {*argv}:
         parser.print_help()
         return 0
     options = parser.parse_args(argv)
     for name, value in (("--seed", options.seed), ("--num-rollout", options.num_rollout)):
         if value is not None and not 0 <= value < 2**32:
             raise OptionError(f"{name} takes an integer from 0 to {2**32 - 1}; found {value}")
+    directory = options.directory or Path(f"{DIRECTORY}-kill" if options.kill else DIRECTORY)
+    if options.kill and options.num_rollout is not None and options.num_rollout < 4:
+        raise OptionError(f"--kill needs at least 4 rounds; found --num-rollout {options.num_rollout}")
     if options.fresh:
-        remove_demo(options.directory)
-    return run_demo(options.directory, seed=options.seed, num_rollout=options.num_rollout)
+        remove_demo(directory)
+    if options.kill:
+        from penstock.flows.commands.demo_kill import run_demo_with_kills
+
+        run, rounds = demo_run_name("grpo", options.seed), options.num_rollout or NUM_ROUNDS
+        return run_demo_with_kills(directory, run, seed=options.seed, num_rollout=rounds)
+    return run_demo(directory, seed=options.seed, num_rollout=options.num_rollout)
 
 
 def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> int:
     """Create the model and the data, run the SFT flow and then the GRPO flow. Return the exit code."""
     from penstock.flows.runtime.runner import run_flow
+    from penstock.flows.terminal.startup import end_wait, show_wait
 
     start_time = time.monotonic()
     create_marked_demo_directory(directory)
-    model, data = make_model_and_data(directory / "inputs", seed)
     print(
         f"Penstock demo: a tiny Qwen3 (402,176 parameters), two-digit +- one-digit arithmetic, seed {seed}\n"
         f"{MEANING}\n",
         flush=True,
     )
+    show_wait("making the model and its data")
+    try:
+        model, data = make_model_and_data(directory / "inputs", seed)
+    finally:
+        end_wait()
     sft = sft_config(directory, model, data, seed)
     if code := run_flow("sft", sft):
         return code
@@ -88,7 +106,7 @@ def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) 
     print(
         f"\nThe demo took {time.monotonic() - start_time:.0f} s. The same command resumes it; "
         f"`{penstock_command()} demo --fresh` restarts it.\n"
-        "In a new terminal: source .venv/bin/activate puts penstock on the PATH."
+        f"In a new terminal: {activate_command()} puts penstock on the PATH."
     )
     return 0
 
@@ -187,10 +205,15 @@ def write_curriculum(data: Path, seed: int) -> None:
                 out.writelines(json.dumps(row) + "\n" for row in rng.sample(rows, SFT_BATCH))
 
 
+def demo_run_name(part: str, seed: int) -> str:
+    """Return the name of the demo's run `part`, sft or grpo."""
+    return f"demo-{part}-seed{seed}"
+
+
 def sft_config(directory: Path, model: Path, data: Path, seed: int) -> PostTrainConfig:
     """Return the config of the SFT run."""
     values = read_toml(RECIPES / "demo-sft.toml")
-    values["run"] |= {"run": f"demo-sft-seed{seed}", "store": str(directory / "store")}
+    values["run"] |= {"run": demo_run_name("sft", seed), "store": str(directory / "store")}
     values["convert"] = {"hf_checkpoint": str(model)}
     values["rollout"] |= {"prompt_data": [str(data / "sft.jsonl")], "rollout_seed": seed}
     values["train"] |= {"seed": seed}
@@ -200,7 +223,7 @@ def sft_config(directory: Path, model: Path, data: Path, seed: int) -> PostTrain
 def grpo_config(directory: Path, model: Path, data: Path, seed: int, num_rollout: int | None) -> PostTrainConfig:
     """Return the config of the GRPO run, which starts from the exported SFT model."""
     values = read_toml(RECIPES / "demo-grpo.toml")
-    values["run"] |= {"run": f"demo-grpo-seed{seed}", "store": str(directory / "store")}
+    values["run"] |= {"run": demo_run_name("grpo", seed), "store": str(directory / "store")}
     if num_rollout is not None:
         values["run"]["num_rollout"] = num_rollout
     values["convert"] = {"hf_checkpoint": str(model)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -19,16 +19,21 @@ import psutil
 from rich.console import Console
 
 from penstock.flows.commands import plan
-from penstock.flows.options.argv import short_repr, split_args
+from penstock.flows.install.uses import Targets, Use, planned_uses
+from penstock.flows.options.argv import penstock_command, short_repr, split_args
 from penstock.flows.runtime.display import print_table
 from penstock.storage.errors import OptionError
 
-USAGE = """penstock doctor
+USAGE = """penstock doctor [--store URI ...] [--ray-address HOST:PORT] [--mlflow-tracking-uri URL]
 penstock doctor --plan --hf-checkpoint DIR [--config FILE.toml] [options of `penstock train`] [--gpu-memory-gib N]
                 [--num-gpus N] [--num-gpus-per-node N]
 
   Checks the installation, whether Megatron-core and SGLang start, and the machine, and prints how to fix each problem.
-  Without --plan it takes no options, not even --store.
+  Then it prints what is missing for each planned use (the demo, one GPU, several nodes, S3, an MLflow server) and the
+  command that adds it, or the command that starts the use. Exit code 1: a check failed.
+
+  --store, --ray-address, --mlflow-tracking-uri   the services that you plan to use: they are contacted, and count as
+                       checks. --store-options and --store-single-writer as in `penstock train`
 
   --plan               estimate the memory per GPU of a run with these options, without starting it; no GPU is needed,
                        and of DIR only config.json is read. Exit code 1: the run does not fit
@@ -38,7 +43,8 @@ penstock doctor --plan --hf-checkpoint DIR [--config FILE.toml] [options of `pen
   --num-gpus-per-node  GPUs that the run uses on one machine; default 8 with --num-gpus"""
 
 GIB = 1 << 30
-SETUP = "run `make setup`"
+SETUP = f"run `{penstock_command()} setup`"
+TARGETS = {"--ray-address": True, "--mlflow-tracking-uri": True}
 
 
 @dataclass(frozen=True)
@@ -60,13 +66,10 @@ def main(argv: list[str]) -> int:
     _, own, _ = split_args(argv, plan.FLAGS)
     if "--plan" in own:
         return plan.main(argv)
-    if argv:
-        raise OptionError(
-            f"penstock doctor takes no options without --plan; found {short_repr(' '.join(argv))}: leave it out, or "
-            "add --plan to estimate the GPU memory of a run with these options"
-        )
+    targets = parse_targets(argv)
     console = Console()
     with ThreadPoolExecutor() as pool, console.status("checking (the engines are imported, about 20 s)"):
+        uses = pool.submit(planned_uses, targets)
         findings = [finding for future in [pool.submit(check) for check in CHECKS] for finding in future.result()]
     rows = [
         ("[green]ok[/]", finding.what, finding.found, "")
@@ -75,15 +78,47 @@ def main(argv: list[str]) -> int:
         for finding in findings
     ]
     print_table(("", "what", "found", "what to do"), rows, width=console.width)
-    bad = sum(not finding.ok for finding in findings)
-    console.print(f"{bad} of {len(findings)} checks failed" if bad else "all checks passed")
+    print_uses(uses.result())
+    bad = sum(not finding.ok for finding in findings) + sum(use.required and bool(use.lacks) for use in uses.result())
+    num_checks = len(findings) + sum(use.required for use in uses.result())
+    console.print(f"{bad} of {num_checks} checks failed" if bad else "all checks passed")
     return 1 if bad else 0
+
+
+def parse_targets(argv: list[str]) -> Targets:
+    """Return the services that the options name.
+
+    Raises:
+        InputError: an option is invalid, or is for --plan.
+    """
+    from penstock.flows.options.flags import STORE_FLAGS, parse_store_options, split_flags
+
+    positional, own, rest = split_args(argv, TARGETS)
+    other = [*positional, *(name for name, _ in split_flags(rest) if name not in STORE_FLAGS)]
+    if other:
+        raise OptionError(
+            f"penstock doctor without --plan takes {', '.join((*STORE_FLAGS, *TARGETS))}; found {short_repr(other[0])}"
+            ": leave it out, or add --plan to estimate the GPU memory of a run with these options"
+        )
+    store = parse_store_options(rest, "doctor") if rest else None
+    return Targets(store, own.get("--ray-address"), own.get("--mlflow-tracking-uri"))
+
+
+def print_uses(uses: Sequence[Use]) -> None:
+    """Print for each planned use the command that starts it, or what is missing and the command that adds it. Lines are
+    not wrapped, so that commands can be copied."""
+    print("\nplanned uses")
+    for use in uses:
+        print(f"  {use.name:<14} {'not ready' if use.lacks else f'ready:  {use.command}'}")
+        for lack in use.lacks:
+            print(f"    {lack.found}\n      {lack.remedy}")
+    print()
 
 
 def check_python() -> list[Finding]:
     """Check the version of the interpreter."""
     good = (3, 11) <= sys.version_info[:2] <= (3, 12)
-    return [Finding("Python", good, sys.version.split()[0], "use Python 3.11 or 3.12: make setup PYTHON=python3.11")]
+    return [Finding("Python", good, sys.version.split()[0], "use Python 3.11 or 3.12 (docs/install.md)")]
 
 
 def check_packages() -> list[Finding]:
@@ -95,7 +130,7 @@ def check_packages() -> list[Finding]:
         "mlflow": "3.",
         "sglang-router": "0.3.",
     }
-    prefixes |= dict.fromkeys(("torch", "transformers", "ray", "pyarrow", "fsspec", "s3fs"))
+    prefixes |= dict.fromkeys(("torch", "transformers", "ray", "pyarrow", "fsspec"))
     findings = []
     for name, prefix in prefixes.items():
         try:

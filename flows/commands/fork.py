@@ -42,7 +42,8 @@ USAGE = """penstock fork RUN --at N --name NEW [options to change] [--store URI 
   --at     the first round that is not shared; all rounds before it must be trained
   --name   name of the new run
 
-  If --prompt-data is given, or the order or the columns of the data change, round N starts at the first row."""
+  `penstock fork --help-all` lists the options. If --prompt-data is given, or the order or the columns of the data
+  change, round N starts at the first row."""
 
 _LAST_SHARED = {"rollouts": -1, "steps": -1, "checkpoints": 0, "evals": 0}  # directory -> last shared index - `at`
 _DATA_ORDER = ("input_key", "label_key", "metadata_key", "rollout_shuffle", "rollout_seed")

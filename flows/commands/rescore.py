@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from penstock.flows.config import PostTrainConfig, flag_of_field, validate_config
 from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, parse_integer, short_repr, split_args
-from penstock.flows.runtime.display import format_with_interval, print_table
+from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import code_version, open_store, read_flow_and_config
+from penstock.flows.terminal.lines import format_with_interval
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.store import Store

@@ -13,7 +13,8 @@ from penstock.storage.errors import OptionError
 
 USAGE = """penstock resume RUN [--store URI ...]
 
-  Resumes a run after its last committed stage, with the configuration recorded in the store."""
+  Resumes a run after its last committed stage, with the configuration recorded in the store. Number of rounds,
+  intervals, engines, GPUs and time limits may change: `penstock resume --help-all` lists these options."""
 
 
 def main(argv: list[str]) -> int:

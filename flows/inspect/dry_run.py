@@ -15,6 +15,8 @@ from penstock.flows.commands.plan import DEFAULT_GPU_BYTES, print_plan
 from penstock.flows.config import PostTrainConfig, check_secrets, list_options
 from penstock.flows.gpu_plan import check_engine_gpus, check_nodes, plan_gpu_memory
 from penstock.flows.options.argv import format_bytes, short_repr
+from penstock.flows.options.partners import options_without_partner
+from penstock.flows.options.paths import DRAFT_MODEL
 from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.preflight import (
@@ -27,8 +29,10 @@ from penstock.flows.runtime.preflight import (
     config_warnings,
 )
 from penstock.flows.runtime.schedule import with_rounds_of_epochs
+from penstock.flows.trackers import check_trackers
 from penstock.stages.rollout.prompts.files import parse_slice
 from penstock.storage.config import field_meta
+from penstock.storage.errors import OptionError
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
@@ -45,7 +49,14 @@ def dry_run(flow: str, config: PostTrainConfig) -> int:
     Raises:
         InputError: the run would be refused.
     """
-    missing = list(missing_files(config))
+    missing, given = list(missing_files(config)), config
+    try:
+        check_trackers(config.run)
+        check_secrets(config)
+    except OptionError as error:  # an API key or a package that only the machine of the run needs
+        missing.append(("the trackers:", str(error)))
+        trackers = {"use_wandb": False, "use_tensorboard": False, "wandb_key": None, "wandb_host": None}
+        config = config.model_copy(update={"run": config.run.model_copy(update=trackers)})
     if not any(flag == "--prompt-data" for flag, _ in missing):
         config = with_rounds_of_epochs(flow, config)
     check_options(flow, config)
@@ -56,15 +67,16 @@ def dry_run(flow: str, config: PostTrainConfig) -> int:
     if not missing and shape is not None:
         check_algorithm(config, shape)
         check_data(flow, config, shape)
-    print_table(("plan", ""), [*plan_rows(flow, config, shape), *option_rows(config)])
+    print_table(("plan", ""), [*plan_rows(flow, config, shape), *option_rows(given)])
     if shape is not None:
         print()
         gpu_bytes = min(visible_gpu_bytes(), default=DEFAULT_GPU_BYTES)
         print_plan(plan_gpu_memory(flow, config, shape, gpu_bytes), config)
-        for warning in config_warnings(flow, config):
-            print(f"warning: {warning}")
+    warnings = config_warnings(flow, config) if shape is not None else options_without_partner(config)
+    for warning in warnings:
+        print(f"warning: {warning}")
     for flag, path in missing:
-        print(f"not checked: {flag} {path} does not exist here")
+        print(f"not checked: {flag} {path}" + (" does not exist here" if flag.startswith("--") else ""))
     return 0
 
 
@@ -78,19 +90,28 @@ def check_model(flow: str, config: PostTrainConfig) -> ModelShape:
     if flow in GENERATING:
         check_engine_gpus(config, shape)
         engine_backend().check_sharding(engine_options(config), shape)
-        engine_backend().check_options(engine_options(config))
+        draft_is_missing = any(flag.startswith("--sglang-") for flag, _ in missing_files(config))
+        if not draft_is_missing and (has_weights(config) or not config.drafts_with_mtp_layers):  # they are looked up
+            engine_backend().check_options(engine_options(config))
     check_lengths(flow, config, shape)
     return shape
+
+
+def has_weights(config: PostTrainConfig) -> bool:
+    """Return whether --hf-checkpoint has files with weights on this machine."""
+    return any(Path(config.convert.hf_checkpoint).expanduser().glob("*.safetensors"))
 
 
 def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
     """Yield (flag, path) of every local input of a run that does not exist on this machine."""
     model = config.convert.hf_checkpoint
-    if model and not list(Path(model).expanduser().glob("*.safetensors")):
+    if model and not has_weights(config):
         yield "--hf-checkpoint", f"{model} (weights)"
     paths = [("--prompt-data", parse_slice(entry)[0]) for entry in config.rollout.prompt_data]
     paths += [("--eval-prompt-data", parse_slice(path)[0]) for _, path in config.eval.eval_prompt_data]
     paths += [("--ref-load", config.train.ref_load or ""), ("--opd-teacher-load", config.train.opd_teacher_load or "")]
+    sglang = {name: str(value) for name, value in config.rollout.sglang.items()}
+    paths += [(f"--sglang-{name.replace('_', '-')}", sglang[name]) for name in DRAFT_MODEL if name in sglang]
     for section, name, _ in list_options():
         value = getattr(getattr(config, section), name)
         if name.endswith("_path") and isinstance(value, str) and ".py" in value:
@@ -113,6 +134,8 @@ def plan_rows(flow: str, config: PostTrainConfig, shape: ModelShape | None) -> I
         layers = f"{shape.num_layers} layers of {shape.hidden_size}"
         yield "model", f"{shape.architecture}, {shape.num_parameters / 1e9:.2f} B parameters{active}, {layers}"
     rounds = f"{run.num_rollout_per_start} a start" if run.num_rollout_per_start else f"{run.num_rollout:,}"
+    if run.num_epoch and not run.num_rollout:
+        rounds = f"{run.num_epoch} passes over the rows of --prompt-data"
     saved = f"checkpoint every {run.save_interval} and at the end" if run.save_interval else "checkpoint at the end"
     yield "rounds", f"{rounds}; {saved}"
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt

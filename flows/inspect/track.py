@@ -22,7 +22,7 @@ from penstock.storage.secrets import mask_secrets, redact
 from penstock.storage.store import Store
 from penstock.storage.tracking import tracking_uri
 from penstock.storage.tracking.points import metric_points
-from penstock.storage.tracking.retell import deliver_all, read_committed
+from penstock.storage.tracking.retell import deliver_all, read_committed, read_cost_metrics
 from penstock.storage.tracking.tracker import (
     Committed,
     Record,
@@ -158,7 +158,8 @@ def _tracking_uri(store: Store, record: dict[str, Any], to: str, given: dict[str
 
 
 def _records_of_run(store: Store, keys: RunKeys, record: dict[str, Any]) -> list[Record]:
-    """Return the records of a run: its configs, its commits, its report and, unless a process drives it, its end."""
+    """Return the records of a run: its configs, its commits, its costs at the end of each start, its report and, unless
+    a process drives it, its end."""
     commits = read_committed(store, keys)
     starts: list[Record] = []
     rounds = 0
@@ -167,7 +168,8 @@ def _records_of_run(store: Store, keys: RunKeys, record: dict[str, Any]) -> list
         values["run"]["store"] = store.uri
         starts.append(RunStarted(f"start-{at}", at, values))
         rounds = config.run.num_rollout
-    records = sorted([*starts, *commits], key=lambda record: record.at)
+    costs = read_cost_metrics(store, keys, record["config"].get("run", {}).get("price_per_device_hour"))
+    records = sorted([*starts, *commits, *costs], key=lambda record: record.at)
     records.sort(key=lambda record: record is not starts[0])  # a fork has commits that are older than its record
     if report := store.read(keys.report):
         written = store.modified(keys.report) or records[-1].at

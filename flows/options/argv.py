@@ -131,6 +131,12 @@ def penstock_command() -> str:
     return shlex.quote(os.path.relpath(program) if program.is_relative_to(Path.cwd()) else str(program))
 
 
+def activate_command() -> str:
+    """Return the shell command that puts the commands of this Python environment on the PATH."""
+    script = Path(sys.prefix) / "bin" / "activate"
+    return f"source {shlex.quote(os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script))}"
+
+
 def format_bytes(num_bytes: int) -> str:
     """Format a number of bytes with a decimal unit: `1.5 GB`."""
     amount, unit = float(num_bytes), "B"

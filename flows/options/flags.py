@@ -6,9 +6,7 @@ flag is an error that suggests the nearest known one. SGLang's flags are checked
 
 from __future__ import annotations
 
-import difflib
 import json
-import textwrap
 import types
 import typing
 from collections.abc import Sequence
@@ -17,11 +15,12 @@ from typing import Any
 
 from penstock.flows.config import PostTrainConfig, flag_of_field, list_options, read_toml, validate_config
 from penstock.flows.options.argv import short_repr
-from penstock.flows.options.refused import check_listed_flag, is_listed
+from penstock.flows.options.refused import check_listed_flag, is_listed, is_listed_with_value, log_once, synonym_of
 from penstock.flows.options.yaml_file import read_yaml
 from penstock.flows.run_config import RunConfig
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
+from penstock.storage.near_names import nearest_name
 
 Values = dict[str, dict[str, Any]]
 STORE_FLAGS = ("--store", "--store-options", "--store-single-writer")
@@ -103,8 +102,11 @@ def apply_custom_config(values: Values) -> None:
         OptionError: the file cannot be read.
     """
     debug = values.get("debug")
-    path = debug.pop("custom_config_path", None) if isinstance(debug, dict) else None
-    for key, value in (read_yaml(path) if path is not None else {}).items():
+    path = debug.get("custom_config_path") if isinstance(debug, dict) else None
+    if not isinstance(debug, dict) or not isinstance(path, str):
+        return  # not given, or refused when the config is validated
+    del debug["custom_config_path"]
+    for key, value in read_yaml(path).items():
         flag = f"--{key.replace('_', '-')}"
         section, name, nested = "rollout", "plugin_args", key
         if flag in penstock_flags():
@@ -184,16 +186,13 @@ def apply_flag(values: Values, name: str, args: list[str], options_set: set[str]
     """
     own = penstock_flags()
     positive = "--" + name.removeprefix("--no-") if name.startswith("--no-") else None
-    if name in own:
-        section, key, field = own[name]
-        target = values.setdefault(section, {})
-        new = parse_value(name, field.annotation, args)
-        if f"{section}.{key}" in options_set and isinstance(new, dict):  # a repeated flag extends the first
-            new = {**target[key], **new}
-        elif f"{section}.{key}" in options_set and isinstance(new, list):
-            new = [*target[key], *new]
-        target[key] = new  # the first flag replaces a file's value
-        options_set.add(f"{section}.{key}")
+    if synonyms := synonym_of(name, args):
+        for flag, words in synonyms:
+            apply_flag(values, flag, words, options_set)
+    elif is_listed_with_value(name, args):
+        check_listed_flag(name, args)
+    elif name in own:
+        apply_own_flag(values, name, args, options_set)
     elif positive in own and _has_type(own[positive][2].annotation, bool):
         if args:
             raise OptionError(f"{name} is a switch and takes no value; found {short_repr(args[0])}")
@@ -209,6 +208,21 @@ def apply_flag(values: Values, name: str, args: list[str], options_set: set[str]
         raise OptionError(describe_unknown_flag(name, [*own, *engine]))
 
 
+def apply_own_flag(values: Values, name: str, args: list[str], options_set: set[str]) -> None:
+    """Set the option of one of Penstock's flags in `values`; the arguments are those of `apply_flag`."""
+    section, key, field = penstock_flags()[name]
+    if name != flag_of_field(key):
+        log_once(name, f"means {flag_of_field(key)}")
+    target = values.setdefault(section, {})
+    new = parse_value(name, field.annotation, args)
+    if f"{section}.{key}" in options_set and isinstance(new, dict):  # a repeated flag extends the first
+        new = {**target[key], **new}
+    elif f"{section}.{key}" in options_set and isinstance(new, list):
+        new = [*target[key], *new]
+    target[key] = new  # the first flag replaces a file's value
+    options_set.add(f"{section}.{key}")
+
+
 @cache
 def megatron_flag_names() -> dict[str, str]:
     """Return flag -> argument name of Megatron's flags, read from the source of the installed package."""
@@ -219,37 +233,15 @@ def megatron_flag_names() -> dict[str, str]:
 
 def describe_unknown_flag(name: str, known: Sequence[str]) -> str:
     """Return the error message for an unknown flag."""
-    return f"unknown flag {short_repr(name)[1:-1]}{did_you_mean(name, known) or ': `penstock train --help` lists them'}"
+    hint = did_you_mean(name, known) or ": `penstock train --help-all` lists them"
+    return f"unknown flag {short_repr(name)[1:-1]}{hint}"
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return `: did you mean X?`, or an empty string if no known word is similar."""
+    """Return `: did you mean X?`, or an empty string if no known word is near."""
     plain = {name.lstrip("-"): name for name in known}
-    near = difflib.get_close_matches(word[:64].lstrip("-"), plain, n=1, cutoff=0.7)
-    return f": did you mean {plain[near[0]]}?" if near else ""
-
-
-def help_text(command: str) -> str:
-    """Return the --help text of the flow `command`: all options by section, with their defaults."""
-    name_on_command_line = {"post_train": "train", "evaluate": "eval"}.get(command, command)
-    lines = [f"penstock {name_on_command_line} [--config FILE.toml] [options]"]
-    section = ""
-    for owner, name, field in list_options():
-        if owner != section:
-            section = owner
-            lines += ["", f"[{section}]"]
-        spellings = " ".join([flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)])
-        default = "" if field.is_required() else f" (default {field.get_default(call_default_factory=True)!r})"
-        lines.append(f"  {spellings}{default}")
-        lines += [f"      {line}" for line in textwrap.wrap(field.description or "", 110)]
-    lines += [
-        "",
-        "Megatron-core's flags are accepted unchanged, SGLang's with the prefix --sglang-, its router's with "
-        "--router-.",
-        "A resumed run keeps its model, data and algorithm options. Number of rounds, intervals, engines, GPUs and "
-        "time limits may change.",
-    ]
-    return "\n".join(lines)
+    near = nearest_name(word.lstrip("-"), plain)
+    return f": did you mean {plain[near]}?" if near else ""
 
 
 def parse_value(name: str, annotation: Any, args: list[str]) -> Any:

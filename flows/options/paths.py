@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.flows.config import PostTrainConfig
+from penstock.flows.debugging.config import COMPANIONS
 
 FILES = {  # section -> options that name a file or a directory, or a list of them
     "run": ("store", "save_hf", "update_weight_disk_dir", "tb_dir", "wandb_dir"),
@@ -32,6 +33,9 @@ FUNCTIONS = {  # section -> options that name a function: file.py, file.py:name,
         "rollout_sample_hook_path",
         "rollout_sample_filter_path",
         "rollout_all_samples_process_path",
+        "rollout_function_path",
+        "custom_rollout_log_function_path",
+        "custom_eval_rollout_log_function_path",
         "custom_rm_path",
     ),
     "train": (
@@ -74,7 +78,8 @@ def _map_paths(config: PostTrainConfig, change: Callable[[str], str]) -> PostTra
     sections: dict[str, Any] = {}
     for section in ("run", "convert", "rollout", "train", "debug"):
         old = getattr(config, section)
-        new = {name: change_file_path(getattr(old, name)) for name in FILES.get(section, ())}
+        names = [name for name in FILES.get(section, ()) if section != "debug" or not _lacks_switch(config, name)]
+        new = {name: change_file_path(getattr(old, name)) for name in names}
         new |= {name: change_function_path(getattr(old, name)) for name in FUNCTIONS.get(section, ())}
         if section == "rollout":
             new["sglang"] = {
@@ -90,3 +95,9 @@ def _map_paths(config: PostTrainConfig, change: Callable[[str], str]) -> PostTra
         ]
         new["eval_config"] = evals.eval_config.model_copy(update={"datasets": data_sets})
     return config.model_copy(update=sections | {"eval": evals.model_copy(update=new)})
+
+
+def _lacks_switch(config: PostTrainConfig, name: str) -> bool:
+    """Return whether a debugging option has no effect, since its switch is off. Its value must remain the default: the
+    config would otherwise be refused when it is read back."""
+    return any(name in names and not getattr(config.debug, switch) for switch, names in COMPANIONS.items())

@@ -15,7 +15,7 @@ _round: ContextVar[int | None] = ContextVar("round", default=None)
 
 @contextmanager
 def log_context(stage: str, round_number: int | None) -> Iterator[None]:
-    """Give the lines that this thread prints during the block a stage and, unless None, a round, counted from 1."""
+    """Give the lines that this thread prints during the block a stage and, unless None, a round."""
     tokens = _stage.set(stage), _round.set(round_number)
     try:
         yield
@@ -38,11 +38,12 @@ def json_line(level: str, run: str, message: str) -> str:
 
 
 def round_of_task(name: str) -> int | None:
-    """Return the round, counted from 1, of a task run's name: `train-000004` is in round 5. The names of publications,
-    checkpoints and evaluations have the number of trained rounds, so `checkpoint-000005` is in round 5, too. Return
-    None for stages without a number."""
+    """Return the round of a task run's name: `train-000004` is in round 4. The names of publications, checkpoints and
+    evaluations have the policy version, which is the number of trained rounds, so `checkpoint-000005` is in round 4,
+    too. Return None for stages without a number, and for version 0, which no round has trained."""
     match = re.match(r"([a-z-]+)-(\d+)", name)
     if match is None:
         return None
     stage, number = match.groups()
-    return int(number) + (stage in ("rollout", "train", "demonstrations"))
+    rollout_id = int(number) - (stage not in ("rollout", "train", "demonstrations"))
+    return rollout_id if rollout_id >= 0 else None

@@ -10,6 +10,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -36,7 +37,7 @@ from penstock.flows.services.child_process import http_answers
 from penstock.storage.commits import read_commits
 from penstock.storage.history.starts import read_starts
 from penstock.storage.maintenance.leases import describe_live_drivers
-from penstock.storage.refs import RunKeys
+from penstock.storage.refs import RunKeys, attempt_in_path
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:
@@ -55,6 +56,12 @@ def keep_finished_lines_out_of_logs() -> None:
 def is_worth_a_line(record: logging.LogRecord) -> bool:
     """Return False for Prefect's line at the end of a successful task."""
     return record.levelno > logging.INFO or record.funcName != "log_finished_message"
+
+
+def model_title(path: str) -> str:
+    """Return a short name of a model: RUN/VERSION for the export or checkpoint of a run, else the directory's name."""
+    parts = (attempt_in_path(path) or "").split("/")
+    return f"{parts[1]}/{int(parts[3])}" if parts[0] == "runs" else PurePath(path).name
 
 
 def tag_flow_run(flow_run_id: UUID, tags: Iterable[str]) -> None:
@@ -111,7 +118,7 @@ def crash_runs_of_killed_drivers(store: Store, keys: RunKeys, flow_run_id: UUID,
         return 0
     ids = {parse_flow_run_id(start.flow_run) for start, end in read_starts(store, keys) if end is None}
     rounds = len(store.committed_indices(f"{keys.prefix}/steps"))
-    message = f"the driver was killed after round {rounds}; flow run {flow_run_id} resumes from there"
+    message = f"the driver was killed after {rounds} rounds; flow run {flow_run_id} resumes from there"
     return sum(crash_flow_run(id, message, also_flow_run=id != flow_run_id) for id in ids | {flow_run_id} if id)
 
 
@@ -168,7 +175,7 @@ def report_end(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> No
     rounds = sum(commit.kind == "step" for commit in commits)
     reason = (state.message or state.name or "").removeprefix("Flow run encountered an exception: ").rstrip(".")
     progress = describe_progress(commits, since[-1])
-    message = f"{progress}; {reason}; the next start resumes after round {rounds}"
+    message = f"{progress}; {reason}; the next start resumes after {rounds} rounds"
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
         client.set_flow_run_state(flow_run.id, State(type=state.type, name=state.name, message=message), force=True)
         deadline = time.monotonic() + REPORT_TIMEOUT

@@ -25,11 +25,11 @@ def describe_progress(commits: Sequence[Commit], since: float = 0.0) -> str:
     steps = [commit for commit in new if commit.kind == "step"]
     parts = []
     if steps:
-        first, last = steps[0].index + 1, steps[-1].index + 1
+        first, last = steps[0].index, steps[-1].index
         parts.append(f"round {first}" if first == last else f"rounds {first} to {last}")
         name, values = "reward", training_rewards(commits)
         if not values:  # supervised fine-tuning
-            name, values = "loss", {c.index + 1: c.summary["train/loss"] for c in steps if "train/loss" in c.summary}
+            name, values = "loss", {c.index: c.summary["train/loss"] for c in steps if "train/loss" in c.summary}
         if first in values and last in values:
             parts.append(f"{name} {_change(values[first], values[last])}")
     for task, scores in evaluation_rewards(new).items():
@@ -40,9 +40,9 @@ def describe_progress(commits: Sequence[Commit], since: float = 0.0) -> str:
 
 
 def training_rewards(commits: Sequence[Commit]) -> dict[int, float]:
-    """Return number of a round, from 1 -> mean reward of its samples."""
+    """Return round -> mean reward of its samples."""
     rollouts = sorted((c for c in commits if c.kind == "rollout"), key=lambda c: c.index)
-    return {c.index + 1: c.summary["rollout/raw_reward"] for c in rollouts if "rollout/raw_reward" in c.summary}
+    return {c.index: c.summary["rollout/raw_reward"] for c in rollouts if "rollout/raw_reward" in c.summary}
 
 
 def evaluation_rewards(commits: Sequence[Commit]) -> dict[str, dict[int, float]]:

@@ -28,6 +28,7 @@ from penstock.flows.gpu_plan import (
     memory_warnings,
     plan_gpu_memory,
 )
+from penstock.flows.options.partners import options_without_partner
 from penstock.flows.options.start_weights import check_start_weights, describe_start_weights, loaded_checkpoint
 from penstock.flows.reporting.prometheus import check_prometheus_port
 from penstock.flows.runtime.engine_options import engine_options
@@ -454,6 +455,8 @@ def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
     from penstock.engines.megatron.options.values import ignored_options
 
     warnings = tracker_synonyms(config.run)
+    if flow == "post_train":
+        warnings += options_without_partner(config)
     if ignored := ignored_options(config.train.megatron):
         warnings.append(f"these options of Megatron have no effect: {', '.join(ignored)}")
     if flow != "convert" and (gpus := visible_gpu_bytes()):

@@ -259,6 +259,16 @@ class Processes:
                     self._engines.listener = self.router.set_backends
             return self._engines
 
+    def describe_engines(self) -> str:
+        """Return how many engines have started, and their policy version; "" before their start. Does not wait."""
+        pools = [pool for pool in (self._engines, self._eval_engines) if pool is not None]
+        started = [ready for pool in pools for ready in pool.have_started()]
+        if not all(started):
+            return f"{sum(started)} of {len(started)} engines started"
+        version = self.turns.engine_version
+        policy = "" if version is None else f" at version {version}"
+        return f"{len(started)} engine{'s'[: len(started) - 1]}{policy}" if started else ""
+
     @contextmanager
     def engines_for_rollout(self, rollout_id: int) -> Iterator[tuple[int, Callable[[], list[str]]]]:
         """Wait until rollout `rollout_id` may start, and load the policy version that generates it into all engines.

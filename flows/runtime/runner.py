@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.argv import to_one_line
+from penstock.flows.terminal.startup import end_wait, show_wait
 from penstock.storage.errors import InputError
 from penstock.storage.secrets import redact
 
@@ -26,19 +27,31 @@ def run_flow(name: str, config: PostTrainConfig) -> int:
         StoreError: the store cannot be read or written; nothing was started.
         BrokenPipeError: the reader of standard output closed it.
     """
+    try:
+        return _run_flow(name, config)
+    finally:
+        end_wait()
+
+
+def _run_flow(name: str, config: PostTrainConfig) -> int:
     from penstock.flows.promotion import with_champion
     from penstock.flows.runtime.preflight import preflight
     from penstock.flows.runtime.schedule import with_rounds_of_epochs
 
     assert name in FLOWS
+    wait = functools.partial(show_wait, run=config.run.run, as_json=config.run.log_format == "json")
+    wait("checking options, model and data", only_on_terminal=True)
     config = with_rounds_of_epochs(name, with_champion(config))
     preflight(name, config)  # before the import of Prefect, which takes seconds
+    wait("loading Prefect")
     from prefect.exceptions import TerminationSignal
 
     from penstock.flows.runtime.prefect_api import ensure_prefect_api, restore_client_settings
 
     signal.signal(signal.SIGTERM, exit_on_sigterm)
+    wait("starting Prefect's server, or connecting to it")
     ensure_prefect_api()
+    wait("opening the run")
     observed = ObservedFlow(getattr(importlib.import_module(f"penstock.flows.{name}"), name))
     try:
         observed.flow(config)

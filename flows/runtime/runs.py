@@ -22,6 +22,7 @@ from penstock.flows.config import (
     validate_config,
 )
 from penstock.flows.options.argv import check_run_name
+from penstock.flows.options.nearby_stores import stores_with_run
 from penstock.flows.options.paths import with_absolute_paths, with_relative_paths
 from penstock.flows.options.start_weights import load_of_older_record
 from penstock.flows.run_config import RunConfig
@@ -83,7 +84,10 @@ def unknown_run_error(store: Store, run: str) -> RunError:
     """Return the error for a run that does not exist."""
     names = store.list("runs")
     existing = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "") or "none"
-    return RunError(f"store {store.uri} has no run {run!r} (it has: {existing}): correct the name, or give --store")
+    nearby = f" (run {run!r} is in {', '.join(stores)})" if (stores := stores_with_run(run)) else ""
+    return RunError(
+        f"store {store.uri} has no run {run!r} (it has: {existing}): correct the name, or give --store{nearby}"
+    )
 
 
 # ---- starting --------------------------------------------------------------------------------------------------------

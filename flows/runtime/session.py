@@ -8,7 +8,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from penstock.flows.reporting.prefect_page import (
     RunArtifact,
     crash_runs_of_killed_drivers,
     keep_finished_lines_out_of_logs,
+    model_title,
     tag_flow_run,
 )
 from penstock.flows.reporting.progress import (
@@ -44,8 +45,8 @@ from penstock.flows.reporting.progress import (
     training_rewards,
 )
 from penstock.flows.reporting.prometheus import PrometheusEndpoint
-from penstock.flows.reporting.system_metrics import SystemMetrics
-from penstock.flows.runtime.display import Display, describe_commit
+from penstock.flows.reporting.system_metrics import SystemMetrics, sample_system
+from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.engine_options import device_counts
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE, logprob_gap_warning, zero_gradient_warning
 from penstock.flows.runtime.prefect_api import wait_for_api, with_password_hint
@@ -54,10 +55,10 @@ from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.runs import code_version, keys_of_run, open_run, open_store, read_existing_record
 from penstock.flows.runtime.schedule import with_rounds_of_epochs, with_target_rounds
 from penstock.flows.runtime.signals import stop_on_sigterm
+from penstock.flows.terminal.lines import describe_commit
 from penstock.flows.trackers import tracked_run, tracking_uris
 from penstock.storage.commits import committed_prefixes, read_commits
 from penstock.storage.errors import RunError, StoreError
-from penstock.storage.history.costs import compute_costs
 from penstock.storage.history.starts import Start, login_name, record_end, record_start
 from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.preemption import Preempted, StopRequest
@@ -65,7 +66,7 @@ from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.secrets import redact
 from penstock.storage.tracking import tracking_directory
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.retell import read_committed
+from penstock.storage.tracking.retell import read_committed, read_cost_metrics
 from penstock.storage.tracking.tracker import Committed
 
 if TYPE_CHECKING:
@@ -96,9 +97,9 @@ class Session:
         self.stage_results: list[Any] = []  # kept: Prefect recognizes results and their strings by their addresses
         self.stage_messages: dict[uuid.UUID, str] = {}  # id of an active task run -> message of its final state
         uris = tracking_uris(self.store, config.run)
-        self.display = Display(
-            self.keys.run, flow, config, self.store.uri, uris[0], prefect_page=with_password_hint(flow_run.ui_url or "")
-        )
+        self._flow_run_page = flow_run.ui_url or ""  # read here, because other threads do not know the flow run
+        prefect_page = with_password_hint(self._flow_run_page)
+        self.display = Display(self.keys.run, flow, config, self.store.uri, uris[0], prefect_page=prefect_page)
         record = read_existing_record(self.store, self.keys)
         self._created_at = float(record["created_at"])
         self.tracker = RunTracking(
@@ -136,6 +137,7 @@ class Session:
             self._record_publish,
             has_trainer=gpu_flow(flow, config) != "evaluate",
         )
+        self.display.panel.links, self.display.panel.engines = self._links, self.processes.describe_engines
         for warning in config_warnings(flow, config):
             self.display.note(warning)
 
@@ -156,13 +158,15 @@ class Session:
         """Tag the flow run, publish the run's artifact, and end the flow runs that killed drivers have left as running.
         A failure is printed only."""
         config = self.config
-        tags = [f"run:{self.keys.run}", f"model:{Path(config.convert.hf_checkpoint).name}"]
+        tags = [f"run:{self.keys.run}", f"model:{model_title(config.convert.hf_checkpoint)}"]
         if config.run.generates_ahead:
             tags.append(f"async:{config.run.async_mode}")
         if config.train.loss_type == "policy_loss":
             tags.append(f"algorithm:{config.train.advantage_estimator}")
         keep_finished_lines_out_of_logs()
-        self._artifact.publish(self._describe_for_prefect("running", read_commits(self.store, self.keys)))
+        earlier = read_commits(self.store, self.keys)
+        self.display.add_earlier(earlier)
+        self._artifact.publish(self._describe_for_prefect("running", earlier))
         try:
             tag_flow_run(uuid.UUID(flow_run.id), tags)
             crash_runs_of_killed_drivers(self.store, self.keys, uuid.UUID(flow_run.id), own_lease=self._lease_key)
@@ -181,6 +185,11 @@ class Session:
         svg = reward_curve_svg(training_rewards(commits), evaluation_rewards(commits))
         return run_page(self.keys.run, progress, rows, links, svg)
 
+    def _links(self) -> dict[str, str]:
+        """Return title -> URL of the pages of this flow run in Prefect and of this run in the trackers."""
+        pages = {delivery.name: delivery.page for delivery in self.tracker.deliveries}
+        return {title: url for title, url in {"Prefect": self._flow_run_page, **pages}.items() if url}
+
     def __enter__(self) -> Session:
         self._entered.enter_context(stop_on_sigterm(self.stop, self.config.run.grace_period))
         self._entered.enter_context(
@@ -189,7 +198,7 @@ class Session:
         self.display.on_progress = self._entered.enter_context(self._hang_detector()).moved
         if self.config.run.prometheus_port is not None:
             self._serve_metrics(self.config.run.prometheus_port)
-        self._stack.enter_context(SystemMetrics(self._log_system_metrics, self.display.note))
+        self._stack.enter_context(SystemMetrics(self._log_system_metrics, self.display.note, self._sample_system))
         return self
 
     def _serve_metrics(self, port: int) -> None:
@@ -207,6 +216,12 @@ class Session:
         logs = Path(self.store.path(f"{self.keys.prefix}/logs")) if self.store.is_local else Path(tempfile.gettempdir())
         return HangDetector(self.config.run.hang_timeout, self.display.warn, logs)
 
+    def _sample_system(self) -> dict[str, float]:
+        """Return metrics of the driver's node, after showing them in the panel."""
+        metrics = sample_system()
+        self.display.panel.machine = metrics
+        return metrics
+
     def _log_system_metrics(self, metrics: dict[str, float]) -> None:
         """Log metrics of the driver's node. Their step is the time since the run was created, in seconds, so that it
         increases over all starts."""
@@ -216,6 +231,7 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is not None and not issubclass(kind, Preempted):
             scratch.keep_temp_directory_at_exit()  # it has the logs of Ray and the engines
+        self.display.show_phase("stopping trainer and engines" + ("" if kind else ", writing the report"))
         signal.setitimer(signal.ITIMER_REAL, 0)  # end the grace period: the cleanup has time limits of its own
         was_stopped = kind is not None and issubclass(kind, Preempted)
         self.wait_for_checkpoint_until_deadline()
@@ -267,8 +283,9 @@ class Session:
     def _track_costs(self) -> None:
         """Log what the run has used so far to the trackers (costs.py). A failure is printed only."""
         try:
-            metrics = compute_costs(self.store, self.keys).metrics(self.config.run.price_per_device_hour)
-            self.tracker.enqueue_metrics(f"cost-{self._start}", metrics, step=self.num_trained_rounds())
+            price = self.config.run.price_per_device_hour
+            for record in read_cost_metrics(self.store, self.keys, price, self._start):
+                self.tracker.enqueue_metrics(record.key, record.metrics, record.step, record.at)
         except (StoreError, OSError) as error:
             self.display.note(
                 f"the costs of the run are not logged ({error}); `penstock cost {self.keys.run}` shows them"
@@ -326,11 +343,14 @@ class Session:
         self.set_stage_message(text)
         return commit
 
-    def begin_stage(self, name: str) -> None:
-        """Record that a stage begins, for the hang detector and for Prometheus."""
+    @contextmanager
+    def running_stage(self, name: str, rollout_id: int | None) -> Iterator[None]:
+        """Show a stage during the block, and record that it begins for the hang detector and for Prometheus."""
         self.display.on_progress()
         if self._prometheus is not None:
             self._prometheus.set_stage(name)
+        with self.display.stage(name, rollout_id):
+            yield
 
     def set_stage_message(self, text: str) -> None:
         """Set the message of the current stage's final state, which says what the stage has done."""

@@ -62,8 +62,8 @@ class Stage:
             # started while the round that it waits for is still being trained.
             details = StateDetails(task_run_id=task_run.id, flow_run_id=task_run.flow_run_id)
             session.started_stages[task_run.name] = Completed(data=True, state_details=details)
-            with log_context(body.__name__, round_of_task(task_run.name)):
-                session.begin_stage(body.__name__)
+            number = round_of_task(task_run.name)
+            with log_context(body.__name__, number), session.running_stage(body.__name__, number):
                 try:
                     result = retry_while_disk_full(
                         lambda: body(session, *args), session.local_directories, session.stop, session.display.note

@@ -11,6 +11,7 @@ import argparse
 import json
 import shlex
 import signal
+import sqlite3
 import sys
 import time
 import urllib.request
@@ -33,6 +34,8 @@ from penstock.flows.services.work_pool import POOL, ensure_zombie_automation
 from penstock.storage.errors import StoreError
 from penstock.storage.store import Store
 from penstock.storage.tracking import tracking_uri
+from penstock.storage.tracking.mlflow.artifact_paths import ARTIFACTS, update_artifact_paths
+from penstock.storage.tracking.tracker import TrackedRun
 
 MLFLOW_PORT = 5000
 _MLFLOW_APP = "penstock"  # entry point of storage/tracking/mlflow/server.py
@@ -57,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prefect_port = choose_port("prefect", options.prefect_port, PREFECT_PORT)
         mlflow_port = choose_port("mlflow", options.mlflow_port, MLFLOW_PORT)
         database = tracking_uri(Store(options.store or most_recently_used_store(), probe=False))
-    except (ValueError, StoreError) as error:
+        if not database.startswith("http"):
+            update_artifact_paths(Path(database.removeprefix("sqlite:///")), TrackedRun.experiment)
+    except (ValueError, StoreError, sqlite3.OperationalError) as error:
         print(f"penstock: {error}", file=sys.stderr)
         return 2
     return run_services(prefect_port=prefect_port, mlflow_port=mlflow_port, database=database)
@@ -83,6 +88,8 @@ def run_services(*, prefect_port: int, mlflow_port: int, database: str) -> int:
             service.wait_ready()
         worker.start()  # last: it connects to the Prefect server at once
         create_automation_and_print_links(prefect_port, mlflow_link(database, mlflow_port), logs)
+        if mlflow:  # a run on this Prefect server then links to its MLflow page
+            print(f"To track runs of any store in this MLflow:\n  export MLFLOW_TRACKING_URI={tracking}", flush=True)
         while True:
             time.sleep(1.0)
             for service in services:
@@ -119,11 +126,12 @@ def mlflow_server(port: int, database: str, logs: Path) -> Service:
 
     MLflow itself rejects requests with a foreign Host, and changes requested by web pages of other origins.
     """
-    artifacts = Path(database.removeprefix("sqlite:///")).parent / "artifacts"
+    artifacts = Path(database.removeprefix("sqlite:///")).absolute().parent / ARTIFACTS
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
     hosts = [f"{host}:{port}" for host in LOOPBACK]
     command += ["--allowed-hosts", ",".join(hosts), "--cors-allowed-origins", ",".join(loopback_origins(port))]
     command += ["--backend-store-uri", database, "--artifacts-destination", str(artifacts)]
+    command += ["--default-artifact-root", artifacts.as_uri()]  # also of use to runs that write to the database itself
     if opens_model_training():
         command += ["--app-name", _MLFLOW_APP]
     environment = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}

@@ -7,9 +7,11 @@ Nothing of the script is executed.
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,12 @@ import penstock
 from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.engines.megatron.options.table import TABLE
 from penstock.engines.megatron.options.values import check_option_values
+from penstock.engines.sglang.args import check_router_args, check_sglang_args
 from penstock.flows.config import SECTIONS, PostTrainConfig, flag_of_field, validate_config
 from penstock.flows.options.flags import (
     ENGINE_PREFIXES,
     Values,
+    apply_custom_config,
     apply_flag,
     did_you_mean,
     megatron_flag_names,
@@ -30,14 +34,20 @@ from penstock.flows.options.flags import (
 from penstock.flows.options.refused import is_listed
 from penstock.flows.slime.shell import Script, read_script
 from penstock.storage.config import field_meta
-from penstock.storage.errors import ModelError, OptionError
+from penstock.storage.errors import EngineError, ModelError, OptionError
+from penstock.storage.secrets import is_secret_name
 
 PROGRAMS = ("train.py", "train_async.py")
+UNKNOWN = re.compile(r"<[^>]+>")  # what the reader of the script could not compute
+INPUTS = ("hf_checkpoint", "ref_load", "prompt_data", "eval_prompt_data")  # kept with an unknown variable in the path
 MODELS = Path(penstock.__file__).parent / "models"
 SUPPORTED = re.compile(
     r"(glm-?4|glm-?z1|qwen-?2|qwen-?3|deepseek-?v3|deepseek-?r1|llama-?3|kimi-?k2|moonlight)", re.IGNORECASE
 )
-OTHER_ARCHITECTURE = re.compile(r"next|-vl|omni|qwen-?3\.[56]|qwen36|v3\.2|k2\.5|glm-?4\.?\d?v", re.IGNORECASE)
+OTHER_ARCHITECTURE = re.compile(
+    r"-next|-vl|omni|qwen-?3\.[5-9]|qwen3[5-9]|v3\.?2|k2\.5|glm-?4\.?\d?v|glm-?5|mimo|minimax|gpt-oss|gemma|nemotron",
+    re.IGNORECASE,
+)
 
 
 @dataclass
@@ -66,54 +76,73 @@ def import_script(path: Path) -> Recipe:
         ModelError: it trains a model of an architecture that is not supported.
     """
     try:
-        script = read_script(path, lambda source: find_source(path, source))
+        script = read_script(path, lambda source: find_source(path, source), public_environment())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise OptionError(f"script {path} cannot be read ({reason}): give a slime launch script") from None
     program, argv = find_training_command(script, path)
-    model_file = check_architecture(script, path)
+    model_file = check_architecture(script, path, argv)
     recipe = Recipe(path, program, PostTrainConfig(), {}, environment=sorted(script.exported))
+    recipe.dropped += [
+        f"source {source}: does not exist here; a file with options of the model is not needed"
+        for source in script.not_found
+    ]
     translate_flags(recipe, argv)
     drop_options_of_model(recipe, model_file)
-    run = recipe.values.setdefault("run", {})
-    if program == "train_async.py" and "async_buffer_size" not in run:
-        run["async_buffer_size"] = 1
-        recipe.comments["run", "async_buffer_size"] = "train_async.py generates one rollout ahead"
-    if not run.get("run") and not run.get("save"):
-        run["run"] = re.sub(r"[^A-Za-z0-9._-]", "-", path.stem)
-        recipe.comments["run", "run"] = "the script has no --save, which names the run"
+    adapt(recipe)
     recipe.config = validate_config(recipe.values)
+    recipe.dropped += [
+        f"{name}: set in the environment of this command, not in the script" for name in sorted(script.from_environment)
+    ]
     return recipe
+
+
+def public_environment() -> dict[str, str]:
+    """Return the environment without variables that may have a secret."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not is_secret_name(name) and not re.search("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", name.upper())
+    }
 
 
 def find_source(script: Path, source: str) -> Path | None:
     """Return the file that a script sources: at its path, or beside the script in `models/`."""
-    candidates = (Path(source), script.parent / source, script.parent / "models" / Path(source).name)
+    name = Path(source).name
+    candidates = [Path(source), script.parent / source, script.parent / "models" / name]
+    candidates += [parent / "scripts" / "models" / name for parent in script.resolve().parents]
     return next((path for path in candidates if "<" not in str(path) and path.is_file()), None)
 
 
 def find_training_command(script: Script, path: Path) -> tuple[str, list[str]]:
     """Return the program (train.py or train_async.py) that a script runs, and its arguments. Raises OptionError."""
-    for words in script.commands:
+    for number, words in enumerate(script.commands):
         for position, word in enumerate(words):
             if (name := word.rpartition("/")[2]) in PROGRAMS:
-                return name, words[position + 1 :]
+                argv = words[position + 1 :]
+                for rest in script.commands[number + 1 :]:  # a line lacks its backslash: bash would run `--flag`
+                    if not rest[0].startswith("--"):
+                        break
+                    argv += rest
+                return name, argv
     raise OptionError(f"script {path} runs neither {' nor '.join(PROGRAMS)}: give a slime launch script")
 
 
-def check_architecture(script: Script, path: Path) -> str:
-    """Return the name of the model file that a script sources, "" if there is none.
+def check_architecture(script: Script, path: Path, argv: list[str]) -> str:
+    """Return the name of the model file that a script sources, "" if it is not known.
 
     Raises:
-        ModelError: the model's architecture is not supported.
+        ModelError: the model's architecture is not supported, by the name of this file or of the checkpoint.
     """
     names = [Path(source).stem for source in script.sourced if "models/" in source]
-    for name in names:
-        if not SUPPORTED.match(name) or OTHER_ARCHITECTURE.search(name):
-            raise ModelError(
-                f"script {path} trains {name}, whose architecture is not supported: docs/models.md lists the families, "
-                "and --model-family-path adds one"
-            )
+    names = [name for name in names if not UNKNOWN.search(name)]
+    checkpoints = [Path(word).name for flag, word in pairwise(argv) if flag == "--hf-checkpoint"]
+    refused = [name for name in names if not SUPPORTED.match(name) or OTHER_ARCHITECTURE.search(name)]
+    for name in refused or [name for name in checkpoints if OTHER_ARCHITECTURE.search(name)]:
+        raise ModelError(
+            f"script {path} trains {name}, whose architecture is not supported: docs/models.md lists the families, "
+            "and --model-family-path adds one"
+        )
     return names[0] if names else ""
 
 
@@ -135,24 +164,44 @@ def translate_flags(recipe: Recipe, argv: list[str]) -> None:
             if positive not in penstock_flags():
                 unknown.append(name + did_you_mean(name, [*penstock_flags(), *megatron_flag_names()]).rstrip("?"))
                 continue
-        if unresolved := [arg for arg in args if "<" in arg]:
-            if own is None or not field_meta(own[2]).secret:
-                rule = TABLE.get(megatron_flag_names().get(name, ""))
-                is_known = rule is not None and rule.kind == "checked"
-                reason = "config.json has it" if is_known else f"{unresolved[0]} is known only when the script runs"
-                recipe.dropped.append(f"{text}: {reason}")
-                continue
-            args = [f"env:{arg[1:-1]}" if re.fullmatch(r"<\w+>", arg) else arg for arg in args]
+        if any(UNKNOWN.search(arg) for arg in args) and not (args := resolve_unknown(recipe, name, args)):
+            continue
         try:
+            check_engine_flag(name, args)
             if not is_ineffective(recipe, name, args):
                 apply_flag(recipe.values, name, args, options_set)
-        except OptionError as error:
+        except (OptionError, EngineError) as error:
             recipe.dropped.append(f"{text}: {error}")
             continue
         if own is not None and flag_of_field(own[1]) != name:
-            recipe.comments[own[0], own[1]] = f"{name} in the script"
+            recipe.comments.setdefault((own[0], own[1]), f"{name} in the script")
     if unknown:
         raise OptionError(f"script {recipe.script} has unknown flags: {'; '.join(unknown)}")
+
+
+def resolve_unknown(recipe: Recipe, name: str, args: list[str]) -> list[str]:
+    """Return the arguments of a flag, some of which are known only when the script runs, as the recipe can have them;
+    [] if the flag is dropped."""
+    own = penstock_flags().get(name)
+    if own is not None and own[1] in INPUTS:
+        names = ", ".join(sorted(set(re.findall(r"<(\w+)>", " ".join(args)))))
+        recipe.comments[own[0], own[1]] = f"write the path, or set {names} before `penstock import-slime`"
+        return args
+    if own is not None and field_meta(own[2]).secret:
+        return [f"env:{arg[1:-1]}" if re.fullmatch(r"<\w+>", arg) else arg for arg in args]
+    rule = TABLE.get(megatron_flag_names().get(name, ""))
+    first = next(arg for arg in args if UNKNOWN.search(arg))
+    is_known = rule is not None and rule.kind == "checked"
+    reason = "config.json has it" if is_known else f"{first} is known only when the script runs"
+    recipe.dropped.append(f"{' '.join([name, *args])}: {reason}")
+    return []
+
+
+def check_engine_flag(name: str, args: list[str]) -> None:
+    """Check a flag of SGLang or its router, unless the table of slime's flags has it. Raises EngineError."""
+    if name.startswith(ENGINE_PREFIXES) and name not in penstock_flags() and not is_listed(name):
+        program, _, key = name.removeprefix("--").partition("-")
+        {"sglang": check_sglang_args, "router": check_router_args}[program]({key: args})
 
 
 def is_ineffective(recipe: Recipe, name: str, args: list[str]) -> bool:
@@ -171,6 +220,74 @@ def is_ineffective(recipe: Recipe, name: str, args: list[str]) -> bool:
             )
             return True
     return False
+
+
+def adapt(recipe: Recipe) -> None:
+    """Change what slime's scripts may ask for, and Penstock's checks would refuse, each with a comment."""
+    for name in ("run", "train", "rollout", "debug", "eval"):
+        recipe.values.setdefault(name, {})
+    adapt_run(recipe)
+    adapt_rollout(recipe)
+    debug = recipe.values["debug"]
+    for name in ("save_debug_rollout_data", "save_debug_train_data"):
+        if (path := debug.get(name)) and "{rollout_id}" not in path:
+            debug[name] = str(Path(path).with_stem(Path(path).stem + "_{rollout_id}"))
+            recipe.comments["debug", name] = "one file for each round"
+    read_files(recipe)
+
+
+def adapt_run(recipe: Recipe) -> None:
+    """Give the run a name, and the mode that the script's program has in slime."""
+    run = recipe.values["run"]
+    if recipe.values["train"].get("loss_type") == "sft_loss":
+        for name in {"debug_train_only", "async_buffer_size", "async_mode"} & run.keys():
+            recipe.dropped.append(f"--{name.replace('_', '-')} {run.pop(name)}: SFT has no engines")
+    elif recipe.program == "train_async.py" and not {"async_buffer_size", "async_mode"} & run.keys():
+        run["async_buffer_size"] = 1
+        recipe.comments["run", "async_buffer_size"] = "train_async.py generates one rollout ahead"
+    if not run.get("run") and not run.get("save"):
+        run["run"] = re.sub(r"[^A-Za-z0-9._-]", "-", recipe.script.stem)
+        recipe.comments["run", "run"] = "the script has no --save, which names the run"
+
+
+def adapt_rollout(recipe: Recipe) -> None:
+    """Name the teacher's server by its option, and seed the samples of deterministic inference, as slime does."""
+    rollout = recipe.values["rollout"]
+    if recipe.values["train"].get("opd_type") == "sglang" and "rm_url" in rollout:
+        rollout["opd_teacher_url"] = rollout.pop("rm_url").removesuffix("/generate")
+        recipe.comments["rollout", "opd_teacher_url"] = "--rm-url in the script"
+        if path := rollout.pop("custom_rm_path", None):
+            recipe.dropped.append(f"--custom-rm-path {path}: the run itself asks the teacher for its log-probs")
+        if "rm_type" not in rollout:
+            rollout["rm_type"] = "zero"
+            recipe.comments["rollout", "rm_type"] = "the teacher is the only signal"
+    if rollout.get("sglang", {}).get("enable_deterministic_inference"):
+        rollout.setdefault("rollout_sampling_seeds", True)
+        recipe.comments["rollout", "rollout_sampling_seeds"] = (
+            "slime does so with --sglang-enable-deterministic-inference"
+        )
+
+
+def read_files(recipe: Recipe) -> None:
+    """Read the file of --custom-config-path, and leave out paths of option files that do not exist here."""
+    debug, evals = recipe.values["debug"], recipe.values["eval"]
+    if path := debug.get("custom_config_path"):
+        if Path(path).is_file():
+            recipe.dropped.append(f"--custom-config-path {path}: its options are in this file")
+            apply_custom_config(recipe.values)
+        else:
+            del debug["custom_config_path"]
+            recipe.dropped.append(
+                f"--custom-config-path {path}: does not exist here; give it to `penstock train` as a flag, or write "
+                "its keys below [rollout.plugin_args]"
+            )
+    if (path := evals.get("eval_config")) and not Path(path).is_file():
+        del evals["eval_config"]
+        interval = evals.pop("eval_interval", None)
+        recipe.dropped.append(
+            f"--eval-config {path}{f' --eval-interval {interval}' if interval else ''}: the file does not exist here; "
+            "give both to `penstock train` as flags"
+        )
 
 
 def drop_options_of_model(recipe: Recipe, model_file: str) -> None:

@@ -1,24 +1,29 @@
 """Read the variables, arrays and commands of a bash script without executing anything.
 
 Supported are assignments, arrays, `+=`, `export`, quotes, comments, continued lines, `${NAME}`, `${NAME:-default}`,
-`${NAME[@]}`, `$((...))` of integers, `source`, and the directory of the script in its usual spellings. Only the first
-branch of an `if` block is read; loops, functions and here-documents are skipped. What cannot be known without execution
-becomes `<...>` in a word.
+`${NAME[@]}`, `$((...))` of integers, `source`, and of commands in `$(...)` those that compute a path or numbers: `cd`,
+`dirname`, `basename`, `realpath`, `pwd`, `echo` and `seq`. Of an `if` block the branch is read whose condition holds,
+as far as it compares known texts, else the first one; loops, functions and here-documents are skipped. A variable that
+the script does not set has its value in `environment`. What cannot be known without execution becomes `<...>` in a
+word.
 """
 
 from __future__ import annotations
 
 import ast
 import operator
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 MAX_CHARACTERS = 1 << 20
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _BLOCK_ENDS = {"fi": "if", "done": "do", "esac": "case", "}": "{"}
-_SCRIPT_DIRECTORY = re.compile(r"\b(dirname|BASH_SOURCE|realpath|pwd)\b")
+MAX_NUMBERS = 10_000  # that `seq` may give
+_SCRIPT_PATH = re.compile(r"\$0|\$\{0\}|\$\{?BASH_SOURCE(\[0\])?\}?")
+_QUOTES = "\u201c\u201d\u2018\u2019"  # of a word processor, which bash takes literally
 
 
 @dataclass
@@ -30,58 +35,79 @@ class Script:
     exported: set[str] = field(default_factory=set)
     commands: list[list[str]] = field(default_factory=list)  # words, expanded
     sourced: list[str] = field(default_factory=list)  # paths, expanded, in order
+    not_found: list[str] = field(default_factory=list)  # sourced paths that do not exist here
+    from_environment: set[str] = field(default_factory=set)  # variables with the value of `environment`
     conditional: list[str] = field(default_factory=list)  # variables that are set in an `if` block
 
 
-def read_script(path: Path, find_source: Callable[[str], Path | None]) -> Script:
+def read_script(
+    path: Path, find_source: Callable[[str], Path | None], environment: Mapping[str, str] | None = None
+) -> Script:
     """Read a script and the files that it sources.
 
     Args:
         path: of the script.
         find_source: maps the path of a sourced file, as the script has it, to a file that exists, or None.
+        environment: variables that the script may read without setting them.
 
     Raises:
         OSError: the script cannot be read.
         ValueError: it is not a text, or longer than MAX_CHARACTERS.
     """
     script = Script()
-    _Reader(script, find_source).read(path)
+    _Reader(script, find_source, environment or {}).read(path)
     return script
 
 
 class _Reader:
-    def __init__(self, script: Script, find_source: Callable[[str], Path | None]) -> None:
-        self.script, self.find_source = script, find_source
-        self.directory = ""
+    def __init__(
+        self, script: Script, find_source: Callable[[str], Path | None], environment: Mapping[str, str]
+    ) -> None:
+        self.script, self.find_source, self.environment = script, find_source, environment
+        self.path = Path()  # of the file that is read
         self.depth = 0  # of sourced files
 
     def read(self, path: Path) -> None:
         text = path.read_text(encoding="utf-8")
         if len(text) > MAX_CHARACTERS:
             raise ValueError(f"{path} has more than {MAX_CHARACTERS} characters")
-        outer, self.directory = self.directory, str(path.parent)
+        outer, self.path = self.path, path
         self.depth += 1
-        blocks: list[str] = []  # open blocks; an `if` whose first branch has ended is "else"
+        blocks: list[str] = []  # open blocks: "if" in the branch that is read, "before" or "else" in other ones, "do"
         for statement in split_statements(text):
             self.read_statement(statement, blocks)
         self.depth -= 1
-        self.directory = outer
+        self.path = outer
 
     def read_statement(self, statement: str, blocks: list[str]) -> None:
         """Read one statement, if it is not in a loop, a function or a later branch of an `if` block."""
         word, _, rest = statement.partition(" ")
         if word in ("then", "do", "{"):  # `then` and `do` may be followed by a statement
             statement, (word, _, _) = rest.strip(), rest.strip().partition(" ")
-        if word in ("if", "for", "while", "until", "case") or re.match(
-            rf"(function\s+{NAME}|{NAME}\s*\(\s*\))", statement
-        ):
-            blocks.append(word if word in ("if", "case") else "do")
+        if word == "if":
+            blocks.append("before" if self.condition(statement[2:]) is False else "if")
+        elif word in ("for", "while", "until", "case") or re.match(rf"(function\s+{NAME}|{NAME}\s*\(\s*\))", statement):
+            blocks.append(word if word == "case" else "do")
         elif word in ("else", "elif") and blocks:
-            blocks[-1] = "else"
+            reads = blocks[-1] == "before" and (word == "else" or self.condition(statement[4:]) is not False)
+            blocks[-1] = "if" if reads else "before" if blocks[-1] == "before" else "else"
         elif word in _BLOCK_ENDS and blocks:
             blocks.pop()
         elif statement and all(block == "if" for block in blocks):
             self.read_command(statement, conditional=bool(blocks))
+
+    def condition(self, text: str) -> bool | None:
+        """Return whether a condition of an `if` holds that compares two texts or tests for an empty one; None if it is
+        another condition or a text is not known."""
+        match = re.fullmatch(r"\s*\[\[?\s+(.*?)\s+\]\]?\s*", text, re.DOTALL)
+        words = list(self.expand_words(match[1])) if match else []
+        if any("<" in word for word in words):
+            return None
+        if len(words) == 3 and words[1] in ("=", "==", "!="):
+            return (words[0] == words[2]) != (words[1] == "!=")
+        if len(words) == 2 and words[0] in ("-z", "-n"):
+            return (words[1] == "") == (words[0] == "-z")
+        return None
 
     def read_command(self, statement: str, *, conditional: bool) -> None:
         """Read an assignment, a `source` or another command."""
@@ -106,16 +132,23 @@ class _Reader:
             script.sourced.append(expanded[1])
             if path := self.find_source(expanded[1]):
                 self.read(path)
+            else:
+                script.not_found.append(expanded[1])
         elif expanded:
             script.commands.append(expanded)
 
     def expand_words(self, text: str) -> Iterator[str]:
-        """Yield the words of a text, without quotes, with variables replaced; `${ARRAY[@]}` gives several."""
+        """Yield the words of a text, without quotes, with variables replaced; `${ARRAY[@]}` and `$(seq ...)` give
+        several, or none."""
         for raw in split_words(text):
-            if match := re.fullmatch(rf"\"?\$\{{({NAME})\[[@*]\]\}}\"?", raw):
-                yield from self.script.arrays.get(match[1], [f"<{match[1]}>"])
+            if match := re.fullmatch(rf"\"?\$\{{({NAME})\[[@*]\](?:[:+-].*)?\}}\"?", raw, re.DOTALL):
+                yield from self.script.arrays.get(match[1], [])
+            elif raw.startswith("$(seq "):
+                yield from self.expand(raw).split("\n")
+            elif re.fullmatch(r"\$[@*]", raw.strip('"')):
+                continue  # the arguments of the script, which is read without any
             else:
-                yield self.expand(raw)
+                yield self.expand(raw).strip(_QUOTES)
 
     def expand(self, raw: str) -> str:
         """Return a word without quotes, with variables replaced."""
@@ -143,18 +176,49 @@ class _Reader:
     def value_of(self, expansion: str) -> str:
         """Return the value of `$NAME`, `${NAME}`, `${NAME:-default}`, `$((...))` or the script's directory; `<...>` if
         it is not known."""
-        variables, unknown = self.script.variables, f"<{expansion.lstrip('$').strip('{}')}>"
+        unknown = f"<{expansion.lstrip('$').strip('{}')}>"
         if expansion.startswith("$((") and expansion.endswith("))"):
-            formula = re.sub(rf"\$?\{{?({NAME})\}}?", lambda m: variables.get(m[1], "x"), expansion[3:-2])
+            formula = re.sub(
+                rf"\$?\{{?({NAME})\}}?", lambda match: self.script.variables.get(match[1], "x"), expansion[3:-2]
+            )
             return compute(formula) or unknown
         if expansion.startswith(("$(", "`")):
-            return self.directory if _SCRIPT_DIRECTORY.search(expansion) else "<command>"
-        match = re.fullmatch(rf"\$\{{?({NAME})(?::?[-=](.*))?\}}?", expansion, re.DOTALL)
+            words = list(split_words(expansion.removeprefix("$").strip("`").removeprefix("(").removesuffix(")")))
+            result = self.substitute(words)
+            return "<command>" if result is None else result
+        if _SCRIPT_PATH.fullmatch(expansion):
+            return str(self.path)
+        match = re.fullmatch(rf"\$\{{?({NAME}|[0-9])(?::?[-=](.*))?\}}?", expansion, re.DOTALL)
         if match is None:
             return unknown
-        default = match[2].removesuffix("}") if match[2] is not None else None
-        value = variables.get(match[1], None if default is None else self.expand(default))
-        return unknown if value is None else value
+        name, default = match[1], match[2].removesuffix("}") if match[2] is not None else None
+        if name in self.script.variables:
+            return self.script.variables[name]
+        if name in self.environment:
+            self.script.from_environment.add(name)
+            return self.environment[name]
+        return unknown if default is None else self.expand(default)
+
+    def substitute(self, words: list[str]) -> str | None:
+        """Return what a command in `$(...)` would print, if it only computes a path or numbers, else None."""
+        if "|" in words or not words:
+            return None
+        name = words[0]
+        arguments = [self.expand(word) for word in words[1:] if word not in ("--", "-P", "-f", "-m", "-e")]
+        if name == "cd" and words[-2:] == ["&&", "pwd"] and len(arguments) == 3:
+            return os.path.normpath(arguments[0])
+        if name == "pwd" and not arguments:
+            return str(self.path.parent)
+        if name == "seq":
+            return number_sequence(arguments)
+        functions: dict[str, Callable[[str], str]] = {
+            "dirname": lambda path: os.path.dirname(path) or ".",
+            "basename": os.path.basename,
+            "realpath": os.path.normpath,
+            "readlink": os.path.normpath,
+            "echo": str,
+        }
+        return functions[name](arguments[0]) if name in functions and len(arguments) == 1 else None
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
@@ -247,6 +311,17 @@ def split_words(text: str) -> Iterator[str]:
         else:
             start = position if start is None else start
             position = skip(text, position)
+
+
+def number_sequence(arguments: list[str]) -> str | None:
+    """Return what `seq LAST`, `seq FIRST LAST` or `seq FIRST STEP LAST` prints, or None if these are not integers."""
+    if not 1 <= len(arguments) <= 3 or not all(re.fullmatch(r"-?\d{1,9}", text) for text in arguments):
+        return None
+    numbers = [int(text) for text in arguments]
+    first, step, last = {1: [1, 1, *numbers], 2: [numbers[0], 1, numbers[-1]], 3: numbers}[len(numbers)]
+    if step == 0 or (last - first) // step > MAX_NUMBERS:
+        return None
+    return "\n".join(map(str, range(first, last + (1 if step > 0 else -1), step)))
 
 
 def compute(formula: str) -> str | None:

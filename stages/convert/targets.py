@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 from penstock.storage import disk
 from penstock.storage.errors import ModelError, OptionError, StoreError
-from penstock.storage.refs import CheckpointRef, Commit, commit_key
+from penstock.storage.refs import CheckpointRef, Commit, attempt_in_path, commit_key
 from penstock.storage.store import Store
 
 RECORD = ".penstock.json"  # the commit record in a directory written by `penstock convert --save`
@@ -181,6 +181,16 @@ def read_record(store: Store, name: str) -> Commit | None:
     except NotADirectoryError:  # `name` is a file
         data = None
     return None if data is None else Commit.model_validate_json(data)
+
+
+def origin_of_copy(directory: Path) -> dict[str, str]:
+    """Return the input `export` of a conversion if its source was written by `penstock export` or --save-hf: the key of
+    the files in a store that were exported. Return {} for other directories."""
+    record = read_record(*open_parent_store(str(directory)))
+    if record is None or record.kind != "export":
+        return {}
+    attempt = attempt_in_path(record.state.get("identity", "")) or attempt_in_path(record.inputs.get("checkpoint", ""))
+    return {"export": attempt} if attempt else {}
 
 
 def check_free_space(store: Store, needed: int) -> None:

@@ -28,7 +28,13 @@ from penstock.engines.megatron.checkpoints.layout import (
 from penstock.stages.convert.config import Mtp
 from penstock.stages.convert.hf.assets import CARRIED, copy_assets, header_hash, model_fingerprint, stat_hash
 from penstock.stages.convert.hf.weights import HFWeights, Shard, write_shard
-from penstock.stages.convert.targets import ASSETS_DIRECTORY, DirectoryTarget, StoreTarget, check_free_space
+from penstock.stages.convert.targets import (
+    ASSETS_DIRECTORY,
+    DirectoryTarget,
+    StoreTarget,
+    check_free_space,
+    origin_of_copy,
+)
 from penstock.stages.convert.torch_dist_writer import (
     UNIT_BYTES,
     Slice,
@@ -265,7 +271,7 @@ def finish_conversion(
         policy_version=0,
         attempt=work.target.attempt,
         files=collect_file_records(records) + write_files(work.target, write_index_and_assets),
-        inputs={"hf_checkpoint": str(work.hf_dir)},
+        inputs={"hf_checkpoint": str(work.hf_dir), **origin_of_copy(work.hf_dir)},
         seconds={"write": written_at - work.started_at},
         summary={"convert/num_bytes": work.work_items.num_bytes},
         state={

@@ -23,6 +23,9 @@ class EvalConfig(StageConfig):
     eval_interval: int | None = option(None, mutability="schedule", ge=1)
     """Evaluate every N rounds, and also before the first and after the last round."""
 
+    skip_eval_before_train: bool = option(False, mutability="schedule")
+    """Do not evaluate before the first round."""
+
     eval_mode: Literal["between", "apart"] = option("between", mutability="schedule")
     """between: evaluate on the engines of the rollouts, between two weight updates; apart: on engines of their own,
     while training continues."""
@@ -50,6 +53,12 @@ class EvalConfig(StageConfig):
 
     eval_label_key: str | None = option(None, mutability="schedule")
     """Column with the label; default: --label-key."""
+
+    eval_tool_key: str | None = option(None, mutability="schedule")
+    """Column with tool definitions; default: --tool-key."""
+
+    eval_max_context_len: int | None = option(None, mutability="schedule", ge=2)
+    """Maximum tokens of prompt and response together; default: --rollout-max-context-len."""
 
     eval_rm_type: str | None = option(None, mutability="schedule")
     """Built-in reward; default: the reward of the rollout."""
@@ -140,6 +149,8 @@ class EvalConfig(StageConfig):
             "max_response_len": self.eval_max_response_len,
             "input_key": self.eval_input_key,
             "label_key": self.eval_label_key,
+            "tool_key": self.eval_tool_key,
+            "max_context_len": self.eval_max_context_len,
             "rm_type": self.eval_rm_type,
             "reward_key": self.eval_reward_key,
             "pass_threshold": self.pass_threshold,
@@ -170,6 +181,7 @@ ROLLOUT_FIELDS = {
     "top_p": "rollout_top_p",
     "top_k": "rollout_top_k",
     "max_response_len": "rollout_max_response_len",
+    "max_context_len": "rollout_max_context_len",
     "input_key": "input_key",
     "label_key": "label_key",
     "metadata_key": "metadata_key",

@@ -23,6 +23,7 @@ from penstock.stages.rewards.builtin.ifbench import ifbench
 from penstock.stages.rewards.builtin.math_answer import math_answer
 from penstock.stages.rewards.builtin.remote import remote_rm
 from penstock.stages.rewards.builtin.token_f1 import token_f1
+from penstock.stages.rewards.builtin.zero import zero_reward
 from penstock.storage.errors import RewardError
 
 BOXED_PREFIX = "boxed_"
@@ -49,6 +50,7 @@ REWARDS: dict[str, BuiltinReward] = {
     "math": BuiltinReward(math_answer, options=("evaluated_integers",)),
     "random": BuiltinReward(random_reward, in_process=True),
     "remote_rm": BuiltinReward(remote_rm, remote=True),
+    "zero": BuiltinReward(zero_reward, in_process=True),
 }
 
 

@@ -189,6 +189,10 @@ class GenerationConfig(PromptConfig):
 class RolloutConfig(GenerationConfig):
     """All options of a rollout: prompts, sampling, selection of groups, rewards and placement of the engines."""
 
+    rollout_function_path: str | None = option(None)
+    """User-defined function that generates a whole round, `f(args, rollout_id, data_source, evaluation) -> groups`; it
+    may call the built-in rollout. Evaluations use the built-in rollout."""
+
     # ---- filtering and buffering of groups ---------------------------------------------------------------------------
 
     dynamic_sampling_filter_path: str | None = option(None)
@@ -228,6 +232,14 @@ class RolloutConfig(GenerationConfig):
     """User-defined function called with all groups of a round, including dropped ones, `f(args, groups,
     data_source)`."""
 
+    custom_rollout_log_function_path: str | None = option(None, mutability="placement")
+    """User-defined function called with the samples of a round before its commit, `f(rollout_id, args, samples,
+    rollout_extra_metrics, rollout_time)`; numbers that it adds to rollout_extra_metrics become metrics of the
+    round."""
+
+    custom_eval_rollout_log_function_path: str | None = option(None, mutability="placement")
+    """The same for every data set of an evaluation, `f(rollout_id, args, data, extra_metrics)`."""
+
     plugin_args: dict[str, Any] = option(default_factory=dict)
     """Further attributes of the `args` of user-defined functions, as JSON or key=value pairs; also the keys of
     --custom-config-path that are not options."""
@@ -238,8 +250,9 @@ class RolloutConfig(GenerationConfig):
     # ---- rewards -----------------------------------------------------------------------------------------------------
 
     rm_type: str | None = option(None)
-    """Built-in reward: dapo, deepscaler, exact_number, f1, gpqa, ifbench, math, random or remote_rm; with the prefix
-    `boxed_` only the content of the last \\boxed{} is graded. The metadata field `rm_type` of a row overrides it."""
+    """Built-in reward: dapo, deepscaler, exact_number, f1, gpqa, ifbench, math, random, remote_rm or zero; with the
+    prefix `boxed_` only the content of the last \\boxed{} is graded. The metadata field `rm_type` of a row overrides
+    it."""
 
     custom_rm_path: str | None = option(None, aliases=("reward-fn-path",))
     """User-defined reward: a function `f(args, sample, **kwargs)`, async or not, or a class with
@@ -372,12 +385,13 @@ class RolloutConfig(GenerationConfig):
         return args
 
     @model_serializer(mode="wrap")
-    def _leave_out_unset_plugin_args(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit `plugin_args` from the dumped config if it is empty, so that recorded configs and their hashes equal
-        those of releases without this option."""
+    def _leave_out_unset_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit `plugin_args` and `rollout_function_path` from the dumped config if they are not set, so that recorded
+        configs and their hashes equal those of releases without these options."""
         dumped: dict[str, Any] = handler(self)
-        if dumped.get("plugin_args", ...) == {}:
-            del dumped["plugin_args"]
+        for name, unset in (("plugin_args", {}), ("rollout_function_path", None)):
+            if dumped.get(name, ...) == unset:
+                del dumped[name]
         return dumped
 
     def plugin_arguments(self) -> dict[str, Any]:

@@ -100,8 +100,26 @@ class GroupRunner:
                             "status `aborted`, which is reserved for requests that the engine aborted"
                         )
                     return group if self.partial_rollout else before
-        await self._grade(group)
+        await self.grade(group)
         return group
+
+    async def run_samples(self, samples: Group, *, grade: bool) -> Group:
+        """Return the samples of a group, or some of them, with responses and, if `grade`, with rewards. Finished
+        groups are neither read from the journal nor added to it."""
+        async with self.slots:
+            samples = await self.generator(samples)
+        if grade:
+            await self.grade(samples)
+        return samples
+
+    def count_generated(self, samples: Group) -> None:
+        """Count samples that a user-defined rollout function has generated, unless `run` has counted them."""
+        known = {sample.sample_id for sample in self.generated}
+        new = [sample for sample in samples if sample.sample_id not in known]
+        if new:
+            self.last_token_time = time.perf_counter()
+            self.generated += new
+            self.num_response_tokens += num_trained_tokens(new)
 
     async def stop(self) -> None:
         """Abort the groups in flight; their `run` calls return them unfinished."""
@@ -126,7 +144,7 @@ class GroupRunner:
             self.journal.add_finished_group(group)
         return group
 
-    async def _grade(self, group: Group) -> None:
+    async def grade(self, group: Group) -> None:
         """Grade the samples of a group that have no reward yet, and set their rewards. Raises ValueError if the reward
         is misconfigured."""
         samples = [sample for sample in group if sample.reward is None and sample.status is not Status.FAILED]

@@ -20,9 +20,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from penstock.engines.backends import connect as connect_engines
@@ -51,8 +52,10 @@ from penstock.stages.rollout.metrics import (
 )
 from penstock.stages.rollout.plugins.custom_generation import CustomGeneration
 from penstock.stages.rollout.plugins.custom_source import load_buffer_filter, open_data_source
+from penstock.stages.rollout.plugins.engine_handle import EngineHandle
 from penstock.stages.rollout.plugins.filters import GroupFilter, load_group_filter
-from penstock.stages.rollout.plugins.hooks import Hooks
+from penstock.stages.rollout.plugins.hooks import Hooks, run_log_function
+from penstock.stages.rollout.plugins.rollout_function import RolloutFunctionCall
 from penstock.stages.rollout.prompts.data_source import Dataset, Group, PromptIntake, RolloutRound
 from penstock.stages.rollout.prompts.lengths import LengthFilter
 from penstock.stages.rollout.prompts.source import PromptSource
@@ -76,6 +79,7 @@ EVAL_OVERRIDES: dict[str, Any] = {
     "rollout_sample_hook_path": None,
     "rollout_sample_filter_path": None,
     "rollout_all_samples_process_path": None,
+    "rollout_function_path": None,
 }
 
 
@@ -104,6 +108,7 @@ class CollectedGroups:
     buffered: list[Group] = field(default_factory=list)  # for later rounds: finished but not needed, or aborted
     dropped: list[tuple[Group, str]] = field(default_factory=list)  # (group, reason)
     num_batches: int = 0  # number of sampling batches requested from the data source
+    metrics: dict[str, float] = field(default_factory=dict)  # returned by a user-defined rollout function
 
     @property
     def dropped_groups(self) -> list[Group]:
@@ -173,7 +178,11 @@ def rollout_stage(
         prefix,
         samples,
         seconds,
-        lambda: summarize(samples) | round_metrics(result, intake, round, samples, seconds, num_masked),
+        lambda: (
+            summarize(samples)
+            | round_metrics(result, intake, round, samples, seconds, num_masked)
+            | run_log_function(config, round.rollout_id, samples, sum(seconds.values()), data_set_of(prefix, round))
+        ),
         buffer=[sample for group in intake.buffered_groups for sample in group],
         kind=round.kind,
         index=round.rollout_id,
@@ -226,16 +235,20 @@ async def generate_round(
             slots=asyncio.Semaphore(max(1, config.sglang_server_concurrency * num_engines // num_samples)),
             partial_rollout=config.partial_rollout,
         )
+        collect = partial(
+            collect_groups,
+            runner=runner,
+            group_filter=group_filter,
+            num_groups=num_groups,
+            batch_size=max(num_groups, config.over_sampling_batch_size or 0),
+            max_batches=config.max_waves,
+            on_kept=lambda group: progress.add(num_samples),
+        )
+        by_function = config.rollout_function_path is not None
         groups = await run_with_deadline(
-            collect_groups(
-                intake.next_groups,
-                runner,
-                group_filter,
-                num_groups=num_groups,
-                batch_size=max(num_groups, config.over_sampling_batch_size or 0),
-                max_batches=config.max_waves,
-                on_kept=lambda group: progress.add(num_samples),
-            ),
+            call_rollout_function(context, client, runner, intake, collect, num_groups)
+            if by_function
+            else collect(intake.next_groups),
             [journal.flush_periodically()],
             progress,
             time_limit=config.rollout_timeout,
@@ -246,6 +259,25 @@ async def generate_round(
     seconds = {"generate": runner.last_token_time - start, "reward": time.perf_counter() - runner.last_token_time}
     energy = energy_metric("perf/rollout_energy_joules", counters, context.read_counters())
     return RoundResult(groups, runner, num_engines * config.rollout_num_gpus_per_engine, seconds, energy)
+
+
+async def call_rollout_function(
+    context: RolloutContext,
+    client: EngineClient,
+    runner: GroupRunner,
+    intake: PromptIntake,
+    collect: Callable[[Callable[[int], Sequence[Group]]], Awaitable[CollectedGroups]],
+    num_groups: int,
+) -> CollectedGroups:
+    """Return the groups of a round that a user-defined rollout function generates (--rollout-function-path)."""
+    handle = EngineHandle(client, context.tokenizer, context.config, runner.round)
+    handle.loop = asyncio.get_running_loop()
+    call = RolloutFunctionCall(context.config, runner, intake, collect, handle)
+    try:
+        kept, buffered, dropped = await call.run(num_groups)
+    finally:
+        await asyncio.to_thread(handle.close)
+    return CollectedGroups(_sorted_by_id(kept), buffered, dropped, num_batches=1, metrics=call.metrics)
 
 
 async def collect_groups(
@@ -378,6 +410,7 @@ def round_metrics(
     metrics |= drop_metrics(groups.drop_reasons)
     if isinstance(dataset.prompt_filter, LengthFilter) and dataset.prompt_filter.limit is not None:
         metrics["rollout/num_skipped_prompts"] = float(intake.num_skipped)
+    metrics |= groups.metrics
     if round.kind == "rollout":
         metrics |= staleness_metrics(samples, round.rollout_id)
     if round.max_staleness:
@@ -421,6 +454,11 @@ def commit_samples(
     )
     rollout_failpoint("rollout-after-commit")
     return commit
+
+
+def data_set_of(prefix: str, round: RolloutRound) -> str | None:
+    """Return the name of the data set of an evaluation, whose commit has this prefix; None for a rollout."""
+    return prefix.rstrip("/").rpartition("/")[2] if round.kind == "eval" else None
 
 
 def prompt_files_by_name(config: RolloutConfig) -> dict[str, str]:

@@ -28,7 +28,7 @@ from penstock.stages.rollout.group import GroupRunner, make_teacher, num_trained
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.metrics import rollout_metrics
 from penstock.stages.rollout.plugins.filters import load_group_filter
-from penstock.stages.rollout.plugins.hooks import Hooks
+from penstock.stages.rollout.plugins.hooks import Hooks, run_log_function
 from penstock.stages.rollout.prompts.data_source import (
     Group,
     RolloutRound,
@@ -167,7 +167,11 @@ class RolloutStream:
                 self.prefix_of(rollout_id),
                 taken.samples,
                 taken.seconds,
-                lambda: rollout_metrics(taken.samples) | taken.metrics,
+                lambda: (
+                    rollout_metrics(taken.samples)
+                    | taken.metrics
+                    | run_log_function(self.context.config, rollout_id, taken.samples, sum(taken.seconds.values()))
+                ),
                 buffer=taken.buffer,
                 kind="rollout",
                 index=rollout_id,

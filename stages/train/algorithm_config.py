@@ -178,10 +178,10 @@ class AlgorithmConfig(StageConfig):
 
     # ---- trained parameters ------------------------------------------------------------------------------------------
 
-    freeze_params_name_list: list[str] | None = option(None)
+    freeze_params_name_list: list[str] | None = option(None, min_length=1)
     """Regular expressions: parameters of the policy whose Megatron name contains a match are not trained."""
 
-    only_train_params_name_list: list[str] | None = option(None)
+    only_train_params_name_list: list[str] | None = option(None, min_length=1)
     """Regular expressions: only parameters of the policy whose Megatron name contains a match are trained."""
 
     reset_optimizer_states: bool = option(False)

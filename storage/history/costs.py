@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -110,11 +110,33 @@ def compute_costs(store: Store, keys: RunKeys) -> RunCosts:
     Raises:
         StoreError: a record is damaged.
     """
+    return sum_costs(read_own_commits(store, keys), read_starts(store, keys))
+
+
+def costs_at_end(store: Store, keys: RunKeys, number: int | None = None) -> Iterator[tuple[int, StartEnd, RunCosts]]:
+    """Yield (number of a start, its end, what the run had used until then) for each start that was not killed, or only
+    for start `number`.
+
+    Raises:
+        StoreError: a record is damaged.
+    """
+    commits, starts = read_own_commits(store, keys), read_starts(store, keys)
+    for n, (_, end) in enumerate(starts):
+        if end is not None and number in (None, n):
+            yield n, end, sum_costs([commit for commit in commits if commit.created_at <= end.at], starts[: n + 1])
+
+
+def read_own_commits(store: Store, keys: RunKeys) -> list[Commit]:
+    """Return the commits of a run without those that a fork shares with its parent."""
     parent = (store.read_json(keys.record) or {}).get("parent") or {}
     here = f"{keys.prefix}/"
     own = (commit for commit in read_commits(store, keys) if (commit.attempt or here).startswith(here))
-    commits = [commit for commit in own if commit.kind != "step" or commit.index >= parent.get("at", 0)]
-    starts = close_starts(read_starts(store, keys), commits)
+    return [commit for commit in own if commit.kind != "step" or commit.index >= parent.get("at", 0)]
+
+
+def sum_costs(commits: list[Commit], recorded_starts: list[tuple[Start, StartEnd | None]]) -> RunCosts:
+    """Return what a run used, from its own commits and its starts."""
+    starts = close_starts(recorded_starts, commits)
     costs = RunCosts(sum(end - start.at for start, end in starts), len(starts))
     on_gpus = any(_fingerprint(commit).get("cuda") for commit in commits if commit.kind == "step")
     for start, end in starts:
@@ -127,7 +149,7 @@ def compute_costs(store: Store, keys: RunKeys) -> RunCosts:
     last = starts[-1][0] if starts else Start()
     costs.rounds = costs_of_rounds(commits, last)
     costs.checkpoints = costs_of_checkpoints(costs.rounds, commits, last)
-    costs.joules = energy_by_stage(commits, read_starts(store, keys))
+    costs.joules = energy_by_stage(commits, recorded_starts)
     costs.checkpoint_joules = energy_of_checkpoints(costs.rounds, commits)
     return costs
 

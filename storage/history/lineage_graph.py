@@ -3,7 +3,8 @@
 The graph is read from the commit records alone. A node is a commit, or an artifact outside of the store (a prompt file,
 a Hugging Face model). The inputs of a node, by role:
 
-    model        the Hugging Face checkpoint that it was converted from; an export of the same store if it is one
+    model        the model that it was converted from; an export or a checkpoint of the same store if it is one, and
+                 the files of a run that it is a copy of (`penstock export`)
     rollout      the policy that generated it, and the prompt files
     step         the rollout that it trained on, the policy before it, and the reference and teacher models
     checkpoint   the step that made its weights, or the model for policy version 0
@@ -16,22 +17,21 @@ expire while the step remains. A fork contains copies of its parent's commits; t
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.disk import map_in_threads
-from penstock.storage.errors import RunError
-from penstock.storage.refs import ORIGINS, CheckpointRef, Commit, RunKeys, commit_key, decode_record
+from penstock.storage.errors import RunError, StoreError
+from penstock.storage.refs import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key, decode_record
 from penstock.storage.samples.shards import is_shard
 from penstock.storage.store import Store
 
 _NUM_THREADS = 16  # commit records read at the same time
-_ATTEMPT = re.compile(r"(?:runs|models)/.*?attempt-[0-9a-f]+")
 _DIRECTORY = {"rollout": "rollouts", "step": "steps", "checkpoint": "checkpoints", "eval": "evals", "export": "exports"}
 
 
@@ -167,11 +167,10 @@ def inputs_of(graph: LineageGraph, key: str, commit: Commit, attempts: dict[str,
     if commit.kind == "step":
         yield from ((role, model) for role, model in graph.models[run].items() if role != "base")
     for role, value in commit.inputs.items():
-        attempt = _ATTEMPT.search(value)
         if value.endswith(commit_key("")):
             yield role, graph.resolve(value)
-        else:  # a path; of an export if its attempt is one of this store, wherever the store was then
-            yield role, attempts.get(attempt[0], value) if attempt else value
+        else:  # a path; of an export or a checkpoint if this store has its attempt, wherever the store was then
+            yield role, attempts.get(attempt_in_path(value) or "", value)
 
 
 # ---- references ------------------------------------------------------------------------------------------------------
@@ -225,12 +224,25 @@ def find_id(graph: LineageGraph, store: Store, run: str, rest: str) -> str:
 
 
 def find_rollout_of(graph: LineageGraph, store: Store, run: str, column: str, value: str) -> str:
-    """Return the id of the rollout or evaluation of a run whose trained samples have `value` in `column`, or ""."""
+    """Return the id of the rollout or evaluation of a run whose trained samples have `value` in `column`, or "".
+
+    Raises:
+        StoreError: it was not found, but a shard is missing or damaged, which may have it.
+    """
+    unreadable = ""
     for prefix in committed_prefixes(store, RunKeys(run)):
         commit = store.committed(prefix)
         if commit is None or commit.kind not in ("rollout", "eval"):
             continue
         shards = [store.path(file.path) for file in commit.files if is_shard(file.path)]
-        if shards and pq.read_table(shards, columns=[column], filesystem=store.fs, filters=[(column, "=", value)]):
-            return graph.resolve(commit_key(prefix))
+        try:
+            if shards and pq.read_table(shards, columns=[column], filesystem=store.fs, filters=[(column, "=", value)]):
+                return graph.resolve(commit_key(prefix))
+        except (OSError, pa.ArrowException):
+            unreadable = unreadable or prefix
+    if unreadable:
+        raise StoreError(
+            f"no shard that can be read has {value}, but one of {unreadable} is missing or damaged: restore it from a "
+            f"backup (`penstock verify {run}` names it)"
+        )
     return ""

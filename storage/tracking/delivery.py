@@ -82,11 +82,12 @@ class RunTracking:
         missing.sort(key=lambda pair: pair[1].created_at)
         return sum(self.record_commit(key, commit) for key, commit in missing)
 
-    def enqueue_metrics(self, key: str, metrics: dict[str, float], step: int) -> bool:
+    def enqueue_metrics(self, key: str, metrics: dict[str, float], step: int, at: float | None = None) -> bool:
         """Append metrics that are not part of a commit to the outbox. Return False if the outbox already contains
-        `key`, which must be unique in the run."""
+        `key`, which must be unique in the run. `at`, in seconds since the epoch, is their time; default: now."""
         self.on_metrics(metrics)
-        return self._append(key, {"type": "metrics", "at": time.time(), "step": step, "metrics": metrics})
+        at = time.time() if at is None else at
+        return self._append(key, {"type": "metrics", "at": at, "step": step, "metrics": metrics})
 
     def record_report(self, store_key: str, content: bytes) -> bool:
         """Append the report of the run to the outbox, which is at `store_key`. Return False if it was appended before

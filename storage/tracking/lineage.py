@@ -50,6 +50,11 @@ class Lineage:
         """Return the policy version of the last checkpoint before `version`, or 0, the base model."""
         return max((index for index in self._commits["checkpoint"] if index < version), default=0)
 
+    def next_checkpoint(self, version: int) -> tuple[str, Commit] | None:
+        """Return key and commit of the first checkpoint after policy `version`, or None if there is none yet."""
+        later = [index for index in self._commits["checkpoint"] if index > version]
+        return self._commits["checkpoint"][min(later)] if later else None
+
     def model(self) -> tuple[str, Commit] | None:
         """Return key and commit of the base model, or None if the records do not contain it."""
         return self._commits["model"].get(0)
@@ -67,6 +72,17 @@ class Lineage:
     def evaluations(self, version: int) -> list[tuple[str, Commit]]:
         """Return keys and commits of the evaluations of policy `version`."""
         return [(key, commit) for key, commit in self._evals.items() if commit.policy_version == version]
+
+    def evaluations_without_checkpoint(self, checkpoint: int) -> list[tuple[str, Commit]]:
+        """Return keys and commits of the evaluations of policies between the previous checkpoint and `checkpoint`,
+        which have no checkpoint."""
+        versions = range(self.previous_checkpoint(checkpoint) + 1, checkpoint)
+        return [(key, commit) for key, commit in self._evals.items() if commit.policy_version in versions]
+
+    def scored_again(self, commit: Commit) -> tuple[str, Commit] | None:
+        """Return key and commit of the evaluation whose samples the evaluation `commit` has scored again, or None."""
+        key = commit.inputs.get("samples", "")
+        return (key, self._evals[key]) if key in self._evals else None
 
     def is_copy(self, key: str, commit: Commit) -> bool:
         """Return whether a commit is that of a fork's parent, copied to the fork."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.storage.commits import committed_prefixes
+from penstock.storage.commits import committed_prefixes, read_commits
+from penstock.storage.history.costs import costs_at_end
 from penstock.storage.maintenance.retention import expired_versions, read_tombstone
 from penstock.storage.refs import RunKeys, commit_key
 from penstock.storage.store import Store
 from penstock.storage.tracking.lineage import Lineage
-from penstock.storage.tracking.tracker import Committed, Record, Tracker
+from penstock.storage.tracking.tracker import Committed, MetricsLogged, Record, Tracker
 
 _BATCH = 64  # records per delivery
 
@@ -28,6 +29,21 @@ def read_committed(store: Store, keys: RunKeys) -> list[Committed]:
             found.setdefault(commit_key(prefix), tombstone.commit)
     commits = [Committed(key, commit.created_at, commit) for key, commit in found.items()]
     return sorted(commits, key=lambda record: record.at)
+
+
+def read_cost_metrics(
+    store: Store, keys: RunKeys, price_per_hour: float | None, start: int | None = None
+) -> list[MetricsLogged]:
+    """Return the costs of a run at the end of each start that was not killed, or only of start `start`, as metrics.
+
+    Raises:
+        StoreError: a record is damaged.
+    """
+    steps = [step.created_at for step in read_commits(store, keys) if step.kind == "step"]
+    return [
+        MetricsLogged(f"cost-{number}", end.at, sum(at <= end.at for at in steps), costs.metrics(price_per_hour))
+        for number, end, costs in costs_at_end(store, keys, start)
+    ]
 
 
 def deliver_all(tracker: Tracker, records: Sequence[Record]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from penstock.flows.runtime.preflight import check_save_hf
 from penstock.stages.convert.export_plan import Origin
 from penstock.stages.convert.hf.weights import HFWeights
 from penstock.stages.convert.targets import copy_export, is_published, megatron_directory
-from penstock.stages.convert.to_hf import export_hf
+from penstock.stages.convert.to_hf import export_hf, export_to
 from penstock.stages.convert.to_megatron import export_megatron, import_megatron_checkpoint
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.storage.errors import OptionError, RunError
@@ -52,6 +53,19 @@ def test_megatron_export_has_the_iteration_and_equal_weights(
     with HFWeights(other.path(back.attempt or "")) as after, HFWeights(tiny_model) as before:
         assert after.info.keys() == before.info.keys()
         assert all(torch.equal(after.fetch(name), before.fetch(name)) for name in before.info)
+
+
+def test_conversion_of_an_export_records_the_files_of_the_run(
+    store: Store, checkpoint: Commit, tiny_model: Path, tmp_path: Path
+) -> None:
+    attempt = store.new_attempt(RunKeys("r").checkpoint_prefix(20))
+    shutil.copytree(store.path(checkpoint.attempt or ""), store.path(attempt))
+    saved = Commit.model_validate_json(checkpoint.model_dump_json().replace(checkpoint.attempt or "", attempt))
+    export_to(store, saved, Origin(tiny_model), str(tmp_path / "out"))
+    for directory, inputs in ((tmp_path / "out", {"export": attempt}), (tiny_model, {})):
+        other = Store(str(tmp_path / f"other-{directory.name}"))
+        commit = Commit.model_validate_json(other.read(convert_hf(other, directory).key) or b"")
+        assert commit.inputs == {"hf_checkpoint": str(directory.resolve()), **inputs}
 
 
 def test_export_is_a_conversion_of_the_run() -> None:

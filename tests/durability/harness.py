@@ -181,8 +181,9 @@ class World:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{self._faulty}/-/faults") as answer:
             return json.load(answer)
 
-    def start_ray(self, **environment: str) -> str:
-        """Start a Ray cluster and return its address. Runs get its token through the environment."""
+    def start_ray(self, dashboard_port: int | None = None, **environment: str) -> str:
+        """Start a Ray cluster, with a dashboard if its port is given, and return the address of the cluster. Runs get
+        its token through the environment."""
         self.environment |= {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": os.urandom(32).hex(),
@@ -197,7 +198,10 @@ class World:
             "--node-ip-address",
             "127.0.0.1",
         ]
-        command += ["--port", str(port), "--include-dashboard", "false", "--object-store-memory", str(200 << 20)]
+        dashboard = ["--include-dashboard", "false"]
+        if dashboard_port is not None:
+            dashboard = ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard_port)]
+        command += ["--port", str(port), *dashboard, "--object-store-memory", str(200 << 20)]
         command += ["--temp-dir", str(Path("/tmp") / f"penstock-ray-{os.getpid()}"), "--num-cpus", "4"]
         self._start("ray", command, None, **environment)
         deadline = time.monotonic() + START_TIMEOUT

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.engines.families.shape import Experts
 from penstock.engines.megatron.options.args import ALIASES, megatron_flags
@@ -14,7 +15,7 @@ from penstock.engines.megatron.options.values import check_option_values, effect
 from penstock.engines.megatron.parallel_layout import ParallelLayout
 from penstock.flows.options.flags import parse_config, penstock_flags
 from penstock.storage.errors import OptionError
-from tests.engines.megatron_reference import OPTIMIZER, SHAPE
+from tests.engines.megatron_reference import OPTIMIZER, SHAPE, make_pack
 
 MIXTURE = SHAPE.model_copy(
     update={
@@ -101,8 +102,85 @@ def config_field(name: str) -> Any:
     return lambda engine: getattr(engine.config, name)
 
 
-def ddp_field(name: str) -> Any:
-    return lambda engine: getattr(engine.wrapped[0].ddp_config, name)
+def summed_loss(factor: float = 1.0) -> Any:
+    return lambda hidden, head, packed: (head(hidden).float().sum() * factor, {})
+
+
+def one_step(engine: Any, factor: float = 1.0) -> None:
+    engine.zero_grad()
+    engine.forward_backward([make_pack([5, 9])], summed_loss(factor))
+
+
+def calls(*names: str) -> Any:
+    """Observe how often modules run in a forward and backward pass: twice if their activations are recomputed."""
+
+    def observe(engine: Any) -> tuple[int, ...]:
+        counts = dict.fromkeys(names, 0)
+        modules = dict(engine.wrapped[0].module.named_modules())
+
+        def count(name: str) -> Any:
+            def hook(*_: Any) -> None:
+                counts[name] += 1
+
+            return hook
+
+        for name in names:
+            modules[name].register_forward_pre_hook(count(name))
+        one_step(engine)
+        return tuple(counts.values())
+
+    return observe
+
+
+def grad_dtype(engine: Any) -> Any:
+    return engine.wrapped[0].buffers[0].grad_dtype
+
+
+def has_buckets(engine: Any) -> bool:
+    return len(engine.wrapped[0].buffers[0].buckets) > 1
+
+
+def reduces_in_backward(engine: Any) -> bool:
+    """Observe whether gradients are reduced by hooks of the backward pass."""
+    started = []
+    for group in engine.wrapped[0].bucket_groups:
+        start = group.start_grad_sync
+
+        def note(start: Any = start, **named: Any) -> None:
+            started.append(torch._C._current_graph_task_id() >= 0)
+            start(**named)
+
+        group.start_grad_sync = note
+    for _ in range(2):  # the first pass counts the gradients of each bucket
+        one_step(engine)
+    return any(started)
+
+
+def gathers_in_forward(engine: Any) -> bool:
+    """Observe whether the optimizer leaves the all-gather of parameters to the forward pass."""
+    return bool(engine.wrapped[0].ddp_config.overlap_param_gather and engine.wrapped[0].remove_forward_pre_hook_handles)
+
+
+def fails_on_nan(engine: Any) -> bool:
+    try:
+        one_step(engine, float("nan"))
+    except RuntimeError as error:
+        return "NaN" in str(error)
+    return False
+
+
+def router_dtype(engine: Any) -> Any:
+    """Observe the data type in which the router computes its scores."""
+    seen = []
+    [router] = [m for name, m in engine.wrapped[0].module.named_modules() if name == "decoder.layers.1.mlp.router"]
+    gating = router.gating
+    router.gating = lambda *words, **named: (seen.append(output := gating(*words, **named)), output)[1]
+    one_step(engine)
+    return seen[0].dtype
+
+
+def kind_of_experts(engine: Any) -> str:
+    return type(dict(engine.wrapped[0].module.named_modules())["decoder.layers.1.mlp.experts"]).__name__
 
 
 def offloaded_share(engine: Any) -> float:
@@ -115,29 +193,19 @@ def offloaded_share(engine: Any) -> float:
     return round(sum(param.numel() for param in freed) / sum(param.numel() for param in params), 1)
 
 
-# option -> (options, layout, observation of the built engine, the observed value); what the values change is tested
-# where the engine's parts are tested
+LAYERS = ("decoder.layers.0", "decoder.layers.3")
+FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
+CORE, MLP = "decoder.layers.0.self_attention.core_attention", "decoder.layers.0.mlp"
+# option -> (options, observation of the built engine, the observed value); with other values than the defaults
 EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "attention_backend": ({"attention_backend": "local"}, lambda engine: engine.attention_kernel, "padded"),
-    "recompute_granularity": (
-        {"recompute_granularity": "selective"},
-        config_field("recompute_granularity"),
-        "selective",
-    ),
-    "recompute_method": (
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-        config_field("recompute_method"),
-        "block",
-    ),
-    "recompute_num_layers": (
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
-        config_field("recompute_num_layers"),
-        2,
-    ),
+    "recompute_granularity": (FULL | {"recompute_method": "uniform"}, calls(*LAYERS), (2, 2)),
+    "recompute_method": (FULL | {"recompute_method": "block"}, calls(*LAYERS), (2, 1)),
+    "recompute_num_layers": (FULL | {"recompute_method": "block", "recompute_num_layers": 4}, calls(*LAYERS), (2, 2)),
     "recompute_modules": (
         {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-        config_field("recompute_modules"),
-        ["mlp"],
+        calls(CORE, MLP),
+        (1, 2),
     ),
     "bias_activation_fusion": ({"bias_activation_fusion": True}, config_field("bias_activation_fusion"), True),
     "bias_dropout_fusion": ({"bias_dropout_fusion": True}, config_field("bias_dropout_fusion"), True),
@@ -146,18 +214,18 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         config_field("gradient_accumulation_fusion"),
         False,
     ),
-    "moe_grouped_gemm": ({"moe_grouped_gemm": True}, config_field("moe_grouped_gemm"), True),
-    "moe_permute_fusion": ({"moe_permute_fusion": True}, config_field("moe_grouped_gemm"), True),
-    "moe_router_dtype": ({"moe_router_dtype": "fp64"}, config_field("moe_router_dtype"), "fp64"),
+    "moe_grouped_gemm": ({"moe_grouped_gemm": True}, kind_of_experts, "GroupedExperts"),
+    "moe_permute_fusion": ({"moe_permute_fusion": True}, kind_of_experts, "GroupedExperts"),
+    "moe_router_dtype": ({"moe_router_dtype": "fp64"}, router_dtype, torch.float64),
     "overlap_param_gather": (
         {"overlap_param_gather": True, "overlap_grad_reduce": True},
-        ddp_field("overlap_param_gather"),
+        gathers_in_forward,
         True,
     ),
-    "overlap_grad_reduce": ({"overlap_grad_reduce": True}, ddp_field("overlap_grad_reduce"), True),
-    "grad_reduce_in_fp32": ({"grad_reduce_in_bf16": True}, ddp_field("grad_reduce_in_fp32"), False),
-    "bucket_size": ({"ddp_bucket_size": 1000, "overlap_grad_reduce": True}, ddp_field("bucket_size"), 1000),
-    "check_for_nan_in_grad": ({"no_check_for_nan_in_loss_and_grad": True}, ddp_field("check_for_nan_in_grad"), False),
+    "overlap_grad_reduce": ({"overlap_grad_reduce": True}, reduces_in_backward, True),
+    "grad_reduce_in_fp32": ({"grad_reduce_in_bf16": True}, grad_dtype, torch.bfloat16),
+    "bucket_size": ({"ddp_bucket_size": 20000, "overlap_grad_reduce": True}, has_buckets, True),
+    "check_for_nan_in_grad": ({"no_check_for_nan_in_loss_and_grad": True}, fails_on_nan, False),
     "optimizer_cpu_offload": ({"optimizer_cpu_offload": True}, offloaded_share, 1.0),
     "optimizer_offload_fraction": (
         {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.0},
@@ -165,6 +233,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         0.0,
     ),
 }
+ON_GPUS = {"attention_backend", "gradient_accumulation_fusion"}  # on a CPU they have one value only
 SPLITS: dict[str, tuple[dict[str, Any], int]] = {  # option -> (options, layers of the model), over two pipeline stages
     "num_layers_in_first_pipeline_stage": ({"num_layers_in_first_pipeline_stage": 1}, 3),
     "num_layers_in_last_pipeline_stage": ({"num_layers_in_last_pipeline_stage": 1}, 3),
@@ -181,9 +250,13 @@ def test_effective_option_reaches_the_engine(name: str, world: None) -> None:
     options, observe, value = EFFECTS[name]
     check_option_values(options)
     shape = MIXTURE if name.startswith("moe_") else SHAPE
-    dtype = "bf16" if "offload" in name else "fp32"  # main parameters of an fp32 model are views of its weights
+    # main parameters of an fp32 model are views of its weights, and its gradients are fp32
+    dtype = "bf16" if "offload" in name or name == "grad_reduce_in_fp32" else "fp32"
     engine = MegatronEngine(shape, dtype=dtype, optimizer=OPTIMIZER, overrides=effective_options(options))
     assert observe(engine) == value
+    if name not in ON_GPUS:
+        without = {"optimizer_cpu_offload": True} if name == "optimizer_offload_fraction" else {}
+        assert observe(MegatronEngine(shape, dtype=dtype, optimizer=OPTIMIZER, overrides=without)) != value
 
 
 @pytest.mark.parametrize("name", SPLITS)

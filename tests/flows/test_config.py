@@ -151,3 +151,30 @@ def test_exports_of_a_run_with_speculative_decoding_keep_the_mtp_layers() -> Non
     speculative = parse_config([*MODEL, "--sglang-speculative-algorithm", "NEXTN"])
     for config, mtp in ((speculative, "keep"), (parse_config(MODEL), "skip")):
         assert export_origin(config.convert, keep_mtp=config.speculates).mtp == mtp
+
+
+@pytest.mark.parametrize(
+    ("flags", "warning"),
+    [
+        (
+            "--eval-interval 5 --eval-top-p 0.7",
+            "--eval-interval, --eval-top-p have no effect without a data set: --eval-prompt-data or --eval-config",
+        ),
+        ("--gamma 0.9", "--gamma has no effect without --advantage-estimator ppo or reinforce_plus_plus"),
+        ("--critic-lr 1e-5", "--critic-lr has no effect without a critic: --advantage-estimator ppo"),
+        ("--max-turns 3", "--max-turns has no effect without --custom-generate-function-path"),
+        ("--tis-clip 3", "--tis-clip has no effect without --use-tis or --get-mismatch-metrics"),
+    ],
+)
+def test_option_without_its_partner_is_named_once(flags: str, warning: str) -> None:
+    from penstock.flows.options.partners import options_without_partner
+
+    assert list(options_without_partner(parse_config(flags.split()))) == [warning]
+
+
+def test_options_with_their_partners_give_no_warning() -> None:
+    from penstock.flows.options.partners import options_without_partner
+
+    flags = "--advantage-estimator ppo --gamma 0.9 --critic-lr 1e-5 --eval-prompt-data a b --eval-interval 5"
+    assert list(options_without_partner(parse_config(flags.split()))) == []
+    assert list(options_without_partner(parse_config([]))) == []

@@ -77,7 +77,7 @@ def test_each_half_runs_alone_and_an_ordinary_start_continues(
     store = Store(str(tmp_path / "store"))
     logs = tmp_path / "store" / KEYS.prefix / "logs"
     output = train("--num-rollout", "2", "--debug-rollout-only")
-    assert "round 2/2  reward" in output and "loading the starting weights" not in output  # no trainer
+    assert "round 1 (2/2)  reward" in output and "loading the starting weights" not in output  # no trainer
     versions = [(store.committed(KEYS.rollout_prefix(r)) or Commit(kind="rollout")).policy_version for r in range(2)]
     assert versions == [0, 0] and store.committed(KEYS.step_prefix(0)) is None
     assert "1 rollouts of the start weights" in penstock("verify", "r", *place, env=prefect_api).stdout
@@ -85,7 +85,7 @@ def test_each_half_runs_alone_and_an_ordinary_start_continues(
 
     servers = len(list(logs.glob("sglang-*")))
     output = train("--num-rollout", "3", "--debug-train-only")
-    assert "round 2/3" in output and len(list(logs.glob("sglang-*"))) == servers > 0  # no engine
+    assert "round 1 (2/3)" in output and len(list(logs.glob("sglang-*"))) == servers > 0  # no engine
     assert store.committed(KEYS.step_prefix(1)) is not None and store.committed(KEYS.rollout_prefix(2)) is None
 
     output = train("--num-rollout", "3", "--check-weight-update-equal")

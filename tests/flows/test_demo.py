@@ -1,15 +1,20 @@
 """A shortened demo with the real engines and flows: the model learns."""
 
+import json
 import sqlite3
+from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 from penstock_command import penstock
 
+from penstock.flows.cli import main
 from penstock.storage.history.costs import compute_costs
+from penstock.storage.history.lineage_graph import read_lineage
 from penstock.storage.history.starts import read_starts
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
+from tests.storage.mlflow_content import check_content
 
 pytestmark = pytest.mark.integration
 
@@ -54,6 +59,34 @@ def test_mlflow_has_every_point_and_the_lineage(finished: tuple[Store, str]) -> 
     assert trained.inputs.dataset_inputs and trained.outputs.model_outputs, "shards in, checkpoint out"
 
 
+def test_mlflow_has_every_artifact_once_with_the_lineage_of_the_commits(
+    finished: tuple[Store, str], tmp_path: Path
+) -> None:
+    store, _ = finished
+    live, fresh = store.path("mlflow/mlflow.db"), str(tmp_path / "fresh.db")
+    check_content(MlflowClient(f"sqlite:///{live}"), read_lineage(store))
+    where = ["--store", store.root]
+    assert main(["track", "--all", "--to", "mlflow", "--tracking-uri", f"sqlite:///{fresh}", *where]) == 0
+    check_content(MlflowClient(f"sqlite:///{fresh}"), read_lineage(store))
+    before, after = points(live), points(fresh)
+    missing = {name for _, name, *_ in before - after}
+    outbox = Path(store.path("runs/demo-grpo-seed0/tracking/outbox.jsonl")).read_text().splitlines()
+    lines = [line for line in map(json.loads, outbox) if line["type"] == "metrics"]
+    not_in_commits = {name for line in lines if not line["key"].startswith("cost-") for name in line["metrics"]}
+    assert after < before and missing <= not_in_commits
+
+    assert main(["fork", "demo-grpo-seed0", "--at", str(ROUNDS), "--name", "fork", *where]) == 0
+    assert main(["track", "fork", "--to", "mlflow", "--tracking-uri", f"sqlite:///{fresh}", *where]) == 0
+    check_content(MlflowClient(f"sqlite:///{fresh}"), read_lineage(store))
+
+
+def points(database: str) -> set[tuple]:
+    """Return all points of metrics, except NaN: run, name, step, value, time."""
+    query = "select name, key, step, value, timestamp from metrics join runs using (run_uuid) where not is_nan"
+    with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
+        return set(connection.execute(query).fetchall())
+
+
 def test_each_metric_has_one_point_a_step(finished: tuple[Store, str]) -> None:
     store, _ = finished
     with sqlite3.connect(f"file:{store.path('mlflow/mlflow.db')}?mode=ro", uri=True) as database:
@@ -80,5 +113,5 @@ def test_stages_and_idle_time_of_each_device_add_up_to_the_wall_time(finished: t
 
 def test_terminal_shows_rounds_and_results(finished: tuple[Store, str]) -> None:
     _, shown = finished
-    assert f"round {ROUNDS}/{ROUNDS}  reward " in shown and "evaluated after 0 rounds: heldout" in shown
+    assert f"round {ROUNDS - 1} ({ROUNDS}/{ROUNDS})  reward " in shown and "evaluated after 0 rounds: heldout" in shown
     assert "What the reward curve means" in shown and "make up" in shown and "Traceback" not in shown

@@ -275,6 +275,7 @@ def test_events_are_refused_without_login(up: tuple[str, psutil.Process, Path], 
 @pytest.mark.integration
 def test_mlflow_refuses_foreign_hosts_and_changes_from_foreign_pages(up: tuple[str, psutil.Process, Path]) -> None:
     root = re.findall(r"MLflow +(http://[^/]+)", up[2].read_text())[0]
+    assert f"  export MLFLOW_TRACKING_URI={root}\n" in up[2].read_text()
     create, name = f"{root}/api/2.0/mlflow/experiments/create", {"name": "made by a test"}
     assert status(create, name, Origin="http://example.com") == 403
     assert status(create, name, Host="example.com") == 403

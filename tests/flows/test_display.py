@@ -3,13 +3,15 @@
 import io
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from penstock.flows.reporting.log_format import log_context, round_of_task
-from penstock.flows.runtime.display import Display, format_round_line, format_sample_preview, summary_rows
+from penstock.flows.runtime.display import Display
+from penstock.flows.terminal.lines import COLUMNS, RoundLines, format_sample_preview, summary_rows
 from penstock.storage.refs import Commit
 from penstock.storage.tracking.lineage import eval_rewards
 
@@ -52,24 +54,41 @@ def shown(display_of: int = 3, *, terminal: bool = False, commits: list[Commit] 
 
 
 def test_round_is_printed_on_one_line() -> None:
-    line = format_round_line(step(2), rollout(2, 0.53125), 20, [9.0, 0.02]).plain
+    line = RoundLines(20).format(step(2), rollout(2, 0.53125), [9.0, 0.02]).plain
     assert line == (
-        "round  3/20  reward 0.531  loss -0.0021  kl 1.2e-05  gap 3.0e-06  length 3.2  tokens/s 1,234  "
-        "rollout 0.62s  train 0.40s  publish 0.02s"
+        "round  2 (3/20)   reward 0.531  loss -0.0021  kl 1.2e-5  gap 3.0e-6  len 3.2  tok/s 1,234  time 1.0s"
     )
+
+
+def test_line_of_a_round_fits_its_width_and_keeps_reward_and_time() -> None:
+    numbers = {name: 123456.789 for column in COLUMNS for name in column.metrics}
+    commit = step(1233).model_copy(update={"summary": numbers})
+    for width in (40, 60, 80, 100):
+        line = RoundLines(3000).format(commit, rollout(1233, 0.5), width=width).plain
+        assert len(line) <= max(width, 56)
+        assert line.startswith("round 1233 (1234/3000)  reward 123456.789") and line.endswith("  time 1.0s")
+
+
+def test_column_appears_when_its_number_is_not_zero_and_stays() -> None:
+    lines, values = RoundLines(9), (-1e-9, 0.5, 0.0, float("nan"))
+    steps = [step(r).model_copy(update={"summary": {"train/loss": loss}}) for r, loss in enumerate(values)]
+    shown = [re.findall(r"loss (\S+)", lines.format(commit).plain) for commit in steps]
+    assert shown == [[], ["0.5000"], ["0.0000"], ["nan"]]
+    assert "loss nan" in RoundLines(9).format(steps[3]).plain
+    assert "reward 0.000" in RoundLines(9).format(step(0), rollout(0, 0.0)).plain
 
 
 def test_sft_round_shows_only_its_own_columns() -> None:
     commit = Commit(
         kind="step", index=0, summary={"train/loss": 1.5, "perf/actor_train_tok_per_s": 10_000}, seconds={"train": 2.0}
     )
-    assert format_round_line(commit, None, 4).plain == "round 1/4  loss 1.5000  tokens/s 10,000  train 2.00s"
+    assert RoundLines(4).format(commit).plain == "round 0 (1/4)  loss 1.5000  tok/s 10,000  time 2.0s"
 
 
 def test_a_round_without_training_is_printed_when_it_is_generated() -> None:
     console = Console(file=io.StringIO(), soft_wrap=True, highlight=False)
     display = Display("r1", "post_train", config(2, rollout_only=True), "/store", console=console)
-    assert display.print_commit(rollout(1, 0.5)) == "round 2/2  reward 0.500  length 3.2  rollout 0.62s"
+    assert display.print_commit(rollout(1, 0.5)) == "round 1 (2/2)  reward 0.500  len 3.2  tok/s 1,234  time 0.6s"
 
 
 def test_without_a_tty_every_round_is_a_plain_line() -> None:
@@ -79,24 +98,6 @@ def test_without_a_tty_every_round_is_a_plain_line() -> None:
     assert [re.search(r"reward (\S+)", line).group(1) for line in lines] == ["0.000", "0.100", "0.200"]  # type: ignore[union-attr]
     assert "/data/[train].jsonl" in text
     assert "penstock runs --store /store" in text
-
-
-def test_on_a_tty_the_progress_bar_is_removed_at_the_end() -> None:
-    text = shown(terminal=True, commits=[rollout(0, 0.5), step(0)])
-    assert "training on round 1" in text or "0/3" in text or "1/3" in text
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor was hidden, and is back
-
-
-def test_progress_is_shown_only_on_a_tty() -> None:
-    for terminal in (True, False):
-        out = io.StringIO()
-        display = Display("r1", "sft", config(), "/store", console=Console(file=out, force_terminal=terminal))
-        with display.progress("rollout 1") as report:
-            report(1, 8)
-        with pytest.raises(RuntimeError, match="engine"), display.progress("rollout 2") as report:
-            raise RuntimeError("engine")
-        display.close()
-        assert ("rollout 1" in out.getvalue()) is terminal
 
 
 def test_summary_sums_the_seconds_of_all_commits() -> None:
@@ -116,7 +117,7 @@ def test_summary_sums_the_seconds_of_all_commits() -> None:
     ]
     rows = summary_rows(commits, [0.5, 0.25], "s3://bucket")
     assert rows["rounds"] == "3"
-    assert rows["reward"] == "0.250 in round 1, 0.750 in round 3"
+    assert rows["reward"] == "0.250 in round 0, 0.750 in round 2"
     assert rows["eval heldout"] == "0.000 after 0 rounds, 0.900 after 3 rounds"
     assert rows["checkpoint"] == "s3://bucket/runs/r1/checkpoints/000003/attempt-x"
     assert rows["seconds"] == "rollout 1.9, train 1.2, publish 0.8, save 4.0, eval 2.0"
@@ -139,31 +140,22 @@ def with_samples(commit: Commit, *rows: tuple[float | None, str, str]) -> Commit
     return commit.model_copy(update={"state": {"shown": shown}})
 
 
-def test_best_and_worst_sample_are_shown_below_the_round() -> None:
+def test_best_and_worst_sample_take_one_line_each() -> None:
     rows = [(1.0, "[bold]2+3[/bold]=", "5\n\n[red]!"), (0.5, "between", "x"), (0.0, "4+4=", "9"), (None, "failed", "")]
-    text = shown(commits=[with_samples(rollout(0, 0.5), *rows), step(0)])
-    lines = [line.strip() for line in text.splitlines()]
-    at = lines.index("best 1.000  [bold]2+3[/bold]= -> 5 [red]!")
-    assert lines[at - 1].startswith("round 1/3")
-    assert lines[at + 1] == "worst 0.000  4+4= -> 9"
-    long = with_samples(rollout(0, 0.5), (1.0, "a question " * 4, "an answer " * 4))
-    assert [line.plain.strip() for line in format_sample_preview(long, 80)] == [
-        "best 1.000  " + "a question " * 3 + "a question",
-        "->  " + "an answer " * 3 + "an answer",
-    ]
-    assert "[bold]2+3[/bold]=" in shown(terminal=True, commits=[with_samples(rollout(0, 0.5), *rows), step(0)])
-    assert "best" not in shown(commits=[rollout(0, 0.5), step(0)])  # --num-shown-samples 0
+    lines = [line.plain for line in format_sample_preview(with_samples(rollout(0, 0.5), *rows), 80)]
+    assert lines == ["best      1.000  [bold]2+3[/bold]= -> 5 [red]!", "worst     0.000  4+4= -> 9"]
+    long = with_samples(rollout(0, 0.5), (1.0, "a question " * 4, "an answer " * 20))
+    [line] = [line.plain for line in format_sample_preview(long, 80)]
+    assert len(line) <= 80 and " -> an answer" in line and "a question" in line and line.endswith("an answer")
+    assert format_sample_preview(rollout(0, 0.5), 80) == []  # --num-shown-samples 0
 
 
 def test_control_characters_of_a_sample_stay_on_its_line() -> None:
     nasty = "\x1b[2J\x1b]0;title\x07\r\n\u202e" + "算" * 3000 + "the end\x00\ud800"
     lines = format_sample_preview(with_samples(rollout(0, 0.5), (1.0, nasty, "word " * 9000)), 80)
-    assert len(lines) == 2  # no other sample
-    for line in lines:
-        assert line.cell_len <= 80
-        assert line.plain.isprintable()
-    assert "the end" in lines[0].plain
-    assert lines[1].plain.endswith("word word word")
+    [line] = lines  # no other sample
+    assert line.cell_len <= 80 and line.plain.isprintable()
+    assert "the end" in line.plain and line.plain.endswith("word word")
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -182,7 +174,7 @@ def test_json_lines_have_run_round_stage_and_message(terminal: bool) -> None:
     [note] = [line for line in lines if "note" in line["message"]]
     assert (note["round"], note["stage"], note["level"]) == (3, "train", "info")
     assert note["message"].startswith('[bold] a "note" long long')
-    assert any(line["message"].startswith("round 3/3") and line["stage"] == "train" for line in lines)
+    assert any(line["message"].startswith("round 2 (3/3)") and line["stage"] == "train" for line in lines)
     [warning] = [line for line in lines if line["level"] == "warning"]
     assert (warning["message"], warning["round"], warning["stage"]) == ("two\nlines", None, None)
 
@@ -190,14 +182,21 @@ def test_json_lines_have_run_round_stage_and_message(terminal: bool) -> None:
 @pytest.mark.parametrize(
     "name, number",
     [
-        ("rollout-000000", 1),
-        ("train-000004", 5),
-        ("checkpoint-000005", 5),
-        ("eval-000005-gsm8k", 5),
-        ("publish-for-eval-000002", 2),
-        ("publish-000002", 2),
+        ("rollout-000000", 0),
+        ("train-000004", 4),
+        ("checkpoint-000005", 4),
+        ("eval-000005-gsm8k", 4),
+        ("publish-for-eval-000002", 1),
+        ("publish-000000", None),
         ("convert", None),
     ],
 )
 def test_round_is_read_from_the_name_of_a_task_run(name: str, number: int | None) -> None:
     assert round_of_task(name) == number
+
+
+def test_every_number_of_a_round_line_is_in_the_reference() -> None:
+    reference = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for label, metrics in [*((column.label, column.metrics) for column in COLUMNS), ("time", ())]:
+        [row] = re.findall(rf"^\| `{label}` \|(.*)\|$", reference, re.MULTILINE)
+        assert all(f"`{name}`" in row for name in metrics), label

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from penstock.flows.runtime.display import Display, format_with_interval
+from penstock.flows.runtime.display import Display
+from penstock.flows.terminal.lines import format_with_interval
 from penstock.storage.refs import Commit
 from penstock.storage.tracking.lineage import eval_rewards
 

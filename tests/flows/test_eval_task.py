@@ -60,7 +60,7 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
         yield ["http://engine"]
 
     @contextmanager
-    def progress(title: str) -> Iterator[None]:
+    def progress(title: str, stage: str) -> Iterator[None]:
         yield
 
     session = SimpleNamespace(

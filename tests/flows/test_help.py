@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from penstock.flows import cli
+from penstock.flows.config import flag_of_field, list_options
+from penstock.flows.options.help import SHORT, first_sentence
 
 
 @pytest.mark.parametrize("command", sorted(cli.COMMANDS))
@@ -13,13 +15,15 @@ def test_help_of_every_command_is_printed(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for words in ([command, "--help"], [command, "ghost", "--store", "/dev/null/x", "-h"]):  # nothing of it is read
+    given = (["--help"], ["--help-all"], ["ghost", "--store", "/dev/null/x", "-h"])  # nothing of it is read
+    for words in ([command, *words] for words in given):
         assert cli.main(words) == 0
         out = capsys.readouterr().out
         assert f"penstock {command}" in out.partition("\n")[0] and {
             "--store",
             "--cron",
             "--directory",
+            "--torch",
             "--output",
         } & set(re.findall(r"--\w+", out))
     assert list(tmp_path.iterdir()) == []
@@ -29,3 +33,38 @@ def test_usage_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     said = capsys.readouterr().out
     assert all(f"\n  {command} " in said for command in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", sorted(SHORT))
+def test_short_help_is_one_screen_and_help_all_has_every_option(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, "--help"]) == 0
+    short = capsys.readouterr().out.splitlines()
+    assert len(short) <= 50 and max(map(len, short)) <= 120
+    assert any(f"penstock {command} --help-all lists all" in line for line in short)
+    assert all(flag in "\n".join(short) for flags in SHORT[command].options.values() for flag in flags.split())
+    assert cli.main([command, "--help-all"]) == 0
+    every = capsys.readouterr().out
+    assert all(f"\n  {flag_of_field(name)}" in every for _, name, _ in list_options())
+
+
+@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
+def test_help_of_other_commands_is_short(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--help"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) <= 50
+
+
+def test_help_all_of_resume_has_only_options_that_may_change(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["resume", "--help-all"]) == 0
+    out = capsys.readouterr().out
+    assert "\n  --num-rollout" in out and "\n  --lr" not in out
+
+
+def test_first_sentence_of_an_option_is_cut_outside_parentheses() -> None:
+    assert first_sentence("Files with prompts. Parquet or JSONL.") == "Files with prompts"
+    assert first_sentence("ahead: one after another; streaming: without a pause") == (
+        "ahead: one after another; streaming: without a pause"
+    )
+    long = "Prompts per rollout (in SFT; rows) and so on: " + "details " * 20
+    assert first_sentence(long) == "Prompts per rollout (in SFT; rows) and so on"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from real_models import REAL_MODELS
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((Path(__file__).parent / "slime_scripts").glob("*.sh"))
-RECIPES = sorted(path for path in (ROOT / "configs/recipes").glob("*.toml") if not path.name.startswith("demo-"))
+RECIPES = sorted((ROOT / "configs/recipes").glob("*.toml"))
+MODELS = sorted((ROOT / "configs/models").glob("*.toml"))
 
 
 def write_config_json(directory: Path, model: str) -> Path:
@@ -56,6 +58,29 @@ def test_script_becomes_a_recipe_that_plans(
     assert "secret" not in out.out
 
 
+@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
+def test_script_of_every_model_plans(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = tomllib.loads(model.read_text(encoding="utf-8"))["train"]["megatron"]
+    words = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" '{value}'")
+        for name, value in options.items()
+        if value
+    ]
+    (tmp_path / "models").mkdir()
+    write_script(tmp_path / f"models/{model.stem}.sh", f"MODEL_ARGS=({' '.join(words)})")
+    text = f"source models/{model.stem}.sh\npython train.py ${{MODEL_ARGS[@]}} --num-rollout 1 --n-samples-per-prompt 2"
+    script = write_script(tmp_path / "run.sh", f"{text} --rm-type math --prompt-data no.jsonl")
+    assert main(["import-slime", str(script), "--output", str(tmp_path / "recipe.toml")]) == 0
+    directory = write_config_json(tmp_path / "model", model.stem)
+    assert (
+        main(["train", "--config", str(tmp_path / "recipe.toml"), "--hf-checkpoint", str(directory), "--dry-run"]) == 0
+    )
+    assert (
+        f"options that describe the model ({model.stem}): config.json has them"
+        in (tmp_path / "recipe.toml").read_text()
+    )
+
+
 def test_scripts_are_not_executed(tmp_path: Path) -> None:
     text = f"touch {tmp_path}/executed\nX=$(touch {tmp_path}/executed)\npython train.py --lr $X --num-rollout `id`\n"
     recipe = import_script(write_script(tmp_path / "run.sh", text))
@@ -88,6 +113,11 @@ python3 train_async.py ${MODEL_ARGS[@]} --prompt-key question --wandb-key $WANDB
     ("text", "kind", "message"),
     [
         ("source models/qwen3-next-80B-A3B.sh\npython train.py", ModelError, "qwen3-next-80B-A3B, whose architecture"),
+        (
+            "M=$(sed x)\nsource models/$M.sh\npython train.py --hf-checkpoint /r/Qwen3-VL-8B",
+            ModelError,
+            "Qwen3-VL-8B, whose",
+        ),
         ("source models/gemma4-31B.sh\npython train.py", ModelError, "gemma4-31B, whose architecture is not supported"),
         (
             "python train.py --lr 1 --bla 2 --rollout-batch-sze 3",
@@ -118,6 +148,92 @@ def test_missing_script_and_existing_output_are_refused(tmp_path: Path, capsys: 
     assert (tmp_path / "out.toml").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        ("--rollout-function-path fully_async_rollout.generate_rollout_fully_async", ['async_mode = "streaming"']),
+        ("--save-debug-rollout-data /d/data.pt", ['save_debug_rollout_data = "/d/data_{rollout_id}.pt"  # one file']),
+        ("--custom-config-path no.yaml", ["# Dropped: --custom-config-path no.yaml: does not exist here; give it to"]),
+        ("--eval-config no.yaml --eval-interval 5", ["# Dropped: --eval-config no.yaml --eval-interval 5: the file"]),
+        ("--use-slime-router", ["use_router = true"]),
+        (
+            "--fp8-format e4m3",
+            ["# Dropped: --fp8-format e4m3: --fp8-format e4m3 is not supported: fp8 and fp4 training"],
+        ),
+        (
+            "--sglang-enable-ep-moe",
+            ["# Dropped: --sglang-enable-ep-moe: --sglang-enable-ep-moe is not allowed: SGLang"],
+        ),
+        (
+            "--sglang-tp-size 2",
+            ["# Dropped: --sglang-tp-size 2: --sglang-tp-size is not allowed: omit it, Penstock sets"],
+        ),
+        ("--sglang-enable-deterministic-inference", ["rollout_sampling_seeds = true  # slime does so"]),
+        ("--prompt-data $NONE/d.jsonl", ['prompt_data = ["<NONE>/d.jsonl"]  # write the path, or set NONE before']),
+        ("--prompt-data $DATA/d.jsonl", ['prompt_data = ["/data/d.jsonl"]', "# Dropped: DATA: set in the environment"]),
+        (
+            "--advantage-estimator on_policy_distillation --rm-url http://h:1/generate --custom-rm-path a.b",
+            [
+                'opd_teacher_url = "http://h:1"  # --rm-url',
+                "use_opd = true",
+                'rm_type = "zero"',
+                "# Dropped: --custom-rm-path a.b",
+            ],
+        ),
+        (
+            "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --debug-train-only",
+            ["# Dropped: --debug-train-only True: SFT has no engines", 'loss_type = "sft_loss"'],
+        ),
+    ],
+    ids=lambda value: value.split()[0] if isinstance(value, str) else "",
+)
+def test_flag_of_a_public_script_is_translated(
+    flags: str, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATA", "/data")
+    monkeypatch.chdir(tmp_path)
+    text = format_recipe(import_script(write_script(tmp_path / "run.sh", f"python train.py {flags}"))).splitlines()
+    for line in lines:
+        assert any(found.startswith(line) for found in text), text
+
+
+def test_dry_run_needs_neither_the_key_nor_the_draft_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_KEY", raising=False)
+    model = write_config_json(tmp_path / "model", "llama3.1-8B-Instruct")
+    words = f"""train --run r --hf-checkpoint {model} --prompt-data no.jsonl --num-rollout 1 --n-samples-per-prompt 2
+        --use-wandb --wandb-key env:NO_KEY --sglang-speculative-algorithm EAGLE3 --rm-type math --dry-run
+        --sglang-speculative-draft-model-path /nowhere/draft"""
+    assert main(words.split()) == 0
+    out = capsys.readouterr().out
+    assert "not checked: the trackers: " in out and "NO_KEY is not set" in out
+    assert "not checked: --sglang-speculative-draft-model-path /nowhere/draft does not exist here" in out
+
+
+def test_line_without_backslash_is_read_as_part_of_the_command(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path / "run.sh", "A=(--lr 3e-6)\npython train.py --num-rollout 3\n   ${A[@]} --seed 4\necho"
+    )
+    recipe = import_script(script)
+    assert recipe.config.train.lr == 3e-6 and recipe.config.train.seed == 4
+
+
+def test_missing_file_of_the_model_is_a_comment(tmp_path: Path) -> None:
+    script = "source /nowhere/models/qwen3-4B.sh\npython train.py ${MODEL_ARGS[@]} --lr 1e-6 ${NONE[@]}"
+    text = format_recipe(import_script(write_script(tmp_path / "run.sh", script)))
+    assert "# Dropped: source /nowhere/models/qwen3-4B.sh: does not exist here" in text and "lr = 1e-06" in text
+
+
+def test_model_file_is_found_in_the_scripts_of_the_tree(tmp_path: Path) -> None:
+    (tmp_path / "scripts" / "models").mkdir(parents=True)
+    (tmp_path / "examples" / "a").mkdir(parents=True)
+    write_script(tmp_path / "scripts" / "models" / "qwen3-4B.sh", "MODEL_ARGS=(--rotary-base 7)")
+    text = "source /root/slime/scripts/models/qwen3-4B.sh\npython train.py ${MODEL_ARGS[@]}"
+    recipe = import_script(write_script(tmp_path / "examples" / "a" / "run.sh", text))
+    assert recipe.config.train.megatron == {"rotary_base": 7}
+
+
 # ---- bash ------------------------------------------------------------------------------------------------------------
 
 
@@ -134,10 +250,22 @@ def test_missing_script_and_existing_output_are_refused(tmp_path: Path, capsys: 
         ("A=a B=b; run $A$B &", ["ab"]),
         ('X="{\n  \\"k\\": \\"v\\"}"\nrun "$X"', ['{\n  "k": "v"}']),
         ("N=4; run $((N * 512)) $((2 ** 3)) $((x))", ["2048", "<((2 ** 3))>", "<((x))>"]),
+        ("run 1 $(seq 16 8 32) $(seq 2) $(seq 1 0 9)", ["1", "16", "24", "32", "1", "2", "<command>"]),
+        ("B=b\nif [ $B = a ]; then\nA=1\nelif [[ $B == b ]]; then\nA=2\nelse\nA=3\nfi\nrun $A", ["2"]),
+        ("B=b\nif [ $B != b ]; then\nA=1\nelif [ -z $B ]; then\nA=2\nelse\nA=3\nfi\nrun $A", ["3"]),
+        ("if [ $NO = b ]; then\nA=1\nelse\nA=2\nfi\nif [ -n $HERE ]; then B=4; else B=5; fi\nrun $A $B", ["1", "4"]),
+        ('A=(x y)\nrun ${A[@]+"${A[@]}"} ${NONE[@]+"${NONE[@]}"}', ["x", "y"]),
+        ('J=$(cat <<E_O\n{ "a": "${B}" }\nE_O\n)\nrun 1', ["1"]),
+        ('run a ${NONE[@]} "${NONE[@]}" b $@', ["a", "b"]),
+        ('C="${1:-7}"; run $C $1', ["7", "<1>"]),
+        ("B=/x; run \u201c${B}/y/\u201d", ["/x/y/"]),
+        ("run $HERE ${HERE}/b", ["/here", "/here/b"]),
+        ("until curl -sf x; do\n  A=1\ndone\nfor ((i=0; i<3; i++)); do B=1; done\nrun $A$B", ["<A><B>"]),
+        ("run $(echo $HERE | tr , x) $(basename /a/b) $(head -1 x)", ["<command>", "b", "<command>"]),
     ],
 )  # fmt: skip
 def test_words_are_those_of_bash(text: str, words: list[str], tmp_path: Path) -> None:
-    script = read_script(write_script(tmp_path / "s.sh", text), lambda source: None)
+    script = read_script(write_script(tmp_path / "s.sh", text), lambda source: None, {"HERE": "/here"})
     [command] = [command for command in script.commands if command[0] == "run"]
     assert command[1:] == words
 
@@ -148,6 +276,17 @@ def test_sourced_files_are_read_from_the_directory_of_the_script(tmp_path: Path)
     head = 'DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\nsource "${DIR}/models/m.sh"\n'
     script = read_script(write_script(tmp_path / "s.sh", head + "run ${MODEL_ARGS[@]}"), lambda source: Path(source))
     assert script.commands[-1] == ["run", "--a", "1"] and script.sourced == [f"{tmp_path}/models/m.sh"]
+
+
+def test_paths_are_computed_from_the_directory_of_the_script(tmp_path: Path) -> None:
+    text = """
+    DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+    ROOT="$(cd -- "${DIR}/../.." &>/dev/null && pwd)"
+    run $DIR $ROOT $(realpath $0) $(pwd)"""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    path = write_script(tmp_path / "a" / "b" / "s.sh", text)
+    command = read_script(path, lambda source: None).commands[-1]
+    assert command == ["run", str(path.parent), str(tmp_path), str(path), str(path.parent)]
 
 
 @pytest.mark.parametrize("text", ["", "(", "'", '"', "$(", "${", "A=(", "`", "\\", "if", "fi", "}", "((", "$", "<<E\n"])
@@ -169,9 +308,11 @@ def test_recipe_plans(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     model = next(
         (line.split()[2] for line in recipe.read_text().splitlines() if line.startswith("# Model: ")), "qwen3-0.6B"
     )
-    words = ["--config", str(recipe), "--hf-checkpoint", str(write_config_json(tmp_path / "model", model))]
-    code = main(["train", *words, "--run", "r", "--prompt-data", "/nowhere.jsonl", "--dry-run"])
+    is_demo, flow = recipe.stem.startswith("demo-"), "sft" if recipe.stem == "demo-sft" else "train"
+    base = ["--config", str(recipe.with_name("demo-grpo.toml"))] if is_demo and flow == "train" else []
+    words = [*base, "--config", str(recipe), "--hf-checkpoint", str(write_config_json(tmp_path / "model", model))]
+    code = main([flow, *words, "--run", "r", "--prompt-data", "/nowhere.jsonl", "--dry-run"])
     out = capsys.readouterr()
     assert code == 0, out.err
     assert "optimizer steps" in out.out and "a checkpoint" in out.out
-    assert "fits: a GPU" in out.out or recipe.stem == "laptop"  # its memory is that of a CPU
+    assert "fits: a GPU" in out.out or is_demo or recipe.stem == "laptop"  # they need the memory of a CPU

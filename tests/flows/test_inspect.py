@@ -1,6 +1,8 @@
 """`penstock lineage` and `penstock samples` on a run, a fork of it, and a run that starts from its export."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -32,8 +34,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     base = CheckpointRef(key="models/def.commit.json", uri="", format="torch_dist", policy_version=0)
     old.create("runs/g/base.json", base.model_dump_json().encode())
     make_run(old, config_of(old, data, "g"), rounds=1)
-    (place / "old").rename(place / "moved")
-    return Store(str(place / "moved"))
+    (place / "old").rename(place / "runs")
+    return Store(str(place / "runs"))
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +116,20 @@ def test_invalid_request_is_one_clear_line(
     assert main([*arguments, "--store", store.root]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_samples_of_other_rounds_are_found_if_a_shard_is_lost(
+    damage: str, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = str(shutil.copytree(store.root, tmp_path / "copy"))
+    [shard] = Path(place).glob("runs/r/rollouts/000000/attempt-*/part-*.parquet")
+    shard.unlink() if damage == "missing" else shard.write_bytes(b"not Parquet")
+    assert main(["lineage", "r/sample/000000004-01", "--store", place]) == 0
+    assert "r/rollout/1  6 samples" in capsys.readouterr().out
+    assert main(["lineage", "r/sample/000000001-01", "--store", place]) == 2
+    error = capsys.readouterr().err
+    assert "runs/r/rollouts/000000 is missing or damaged" in error and error.count("\n") == 1
 
 
 def test_printed_trees_name_rounds_forks_and_runs(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,9 @@ PACKAGES = ("flows", "stages", "engines", "storage")
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the unpacked wheel."""
-    source, folder = tmp_path_factory.mktemp("wheel") / "source", tmp_path_factory.mktemp("installed")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout."""
+    source, folder = tmp_path_factory.mktemp("wheel") / "source", tmp_path_factory.mktemp("built")
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("penstock", *PACKAGES, "configs"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
@@ -37,11 +38,26 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(source),
     ]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
-    [wheel] = folder.glob("penstock_rl-*.whl")
+    [path] = folder.glob("penstock_rl-*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the unpacked wheel."""
+    folder = tmp_path_factory.mktemp("installed")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
-    wheel.unlink()
     return folder
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A new virtual environment; removed after the tests, because it has several gigabytes."""
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=300)
+    yield folder
+    shutil.rmtree(folder)
 
 
 def run_script(installed: Path, folder: Path, text: str) -> str:
@@ -77,6 +93,42 @@ def test_recipes_and_launchers_of_the_wheel_exist(installed: Path, tmp_path: Pat
         "print(sglang.exists(), prefect.exists(), rounds > 0, RECIPES)\n",
     )
     assert out.split() == ["True", "True", "True", str(installed / "penstock" / "recipes")]
+
+
+def test_lock_files_of_the_wheel_are_found(installed: Path, tmp_path: Path) -> None:
+    out = run_script(
+        installed,
+        tmp_path,
+        "from penstock.flows.install.requirements import lock_file\n"
+        "print(*(path for path in map(lock_file, ('cpu', 'cuda')) if path.exists()))\n",
+    )
+    assert [Path(path).parent for path in out.split()] == 2 * [installed / "penstock" / "environment" / "lock"]
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(3600)
+def test_demo_of_the_wheel_passes_in_a_new_environment(wheel: Path, environment: Path, tmp_path: Path) -> None:
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    variables |= {"HOME": str(tmp_path), "PREFECT_HOME": str(tmp_path / "prefect")}
+    variables.setdefault("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip"))  # of the real home
+
+    def run(*command: str, code: int = 0) -> str:
+        result = subprocess.run(
+            [str(environment / "bin" / command[0]), *command[1:]],
+            cwd=tmp_path, env=variables, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert result.returncode == code, result.stdout + result.stderr
+        return result.stdout + result.stderr
+
+    run("pip", "install", "--no-deps", str(wheel))
+    assert "penstock setup" in run("penstock", "doctor", code=2).replace(f"{environment}/bin/", "")
+    assert "torch: not installed" in run("penstock", "setup", "--cpu", "--check", code=1)
+    run("penstock", "setup", "--cpu")
+    assert run("penstock", "setup", "--cpu", "--check").count("  done  ") == 5
+    assert "all checks passed" in run("penstock", "doctor")
+    assert "The demo took" in run("penstock", "demo", "--num-rollout", "2")
+    assert "demo-grpo-seed0" in run("penstock", "runs", "--store", "penstock-demo/store")
+    run("penstock", "verify", "demo-grpo-seed0", "--store", "penstock-demo/store")
 
 
 @pytest.mark.integration

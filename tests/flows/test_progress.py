@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 
-from penstock.flows.reporting.prefect_page import parse_flow_run_id
+import pytest
+
+from penstock.flows.reporting.prefect_page import model_title, parse_flow_run_id
 from penstock.flows.reporting.progress import (
     describe_progress,
     evaluation_rewards,
@@ -31,15 +33,15 @@ def made_commits() -> list[Commit]:
 def test_progress_names_the_rounds_of_this_start_and_their_rewards() -> None:
     commits = made_commits()
     assert describe_progress(commits, since=500.0) == (
-        "rounds 6 to 8, reward 0.500 -> 0.700, eval held 0.250 -> 0.750, checkpoint 8"
+        "rounds 5 to 7, reward 0.500 -> 0.700, eval held 0.250 -> 0.750, checkpoint 8"
     )
-    assert describe_progress(commits, since=700.0).startswith("round 8, reward 0.700, ")
+    assert describe_progress(commits, since=700.0).startswith("round 7, reward 0.700, ")
     assert describe_progress(commits, since=900.0) == "no new stage was committed"
 
 
 def test_progress_of_fine_tuning_names_the_loss() -> None:
     steps = [commit for commit in made_commits() if commit.kind == "step"]
-    assert describe_progress(steps) == "rounds 1 to 8, loss 8.000 -> 1.000"
+    assert describe_progress(steps) == "rounds 0 to 7, loss 8.000 -> 1.000"
 
 
 def test_curve_has_a_line_for_each_series_with_a_point_for_each_value() -> None:
@@ -63,3 +65,15 @@ def test_flow_run_id_is_read_from_its_url_and_from_itself() -> None:
     text = "57ea80b3-7ab4-4172-a0d4-73b72f8ad573"
     assert str(parse_flow_run_id(f"http://127.0.0.1:4200/flow-runs/flow-run/{text}")) == text
     assert str(parse_flow_run_id(text)) == text and parse_flow_run_id("") is None
+
+
+@pytest.mark.parametrize(
+    ("path", "title"),
+    [
+        ("/models/Qwen3-0.6B", "Qwen3-0.6B"),
+        ("/data/runs/runs/my-run/exports/000020/attempt-0a1b", "my-run/20"),
+        ("/data/store/models/attempt-0a1b", "attempt-0a1b"),
+    ],
+)
+def test_model_of_a_run_is_named_by_run_and_version(path: str, title: str) -> None:
+    assert model_title(path) == title

@@ -1,16 +1,19 @@
 """The registry: a policy becomes champion only if it is better; refusals have the numbers; rollback; start from it."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from penstock.flows import tasks
 from penstock.flows.cli import main
 from penstock.flows.options.flags import parse_config
 from penstock.flows.promotion import promote_policy, with_champion
 from penstock.flows.runtime.preflight import check_promotion_options
 from penstock.stages.eval.promotion import Gate
-from penstock.storage.errors import DataError, OptionError, RunError
+from penstock.storage.errors import DataError, OptionError, PromotionRefused, RunError
 from penstock.storage.refs import RunKeys, commit_key
 from penstock.storage.registry import Decision, champion, read_decisions, record_decision
 from penstock.storage.samples.sample import Sample, Status
@@ -143,6 +146,26 @@ def test_command_prints_numbers_and_exits_with_1_if_refused(store: Store, capsys
     assert "promoted (forced)" in capsys.readouterr().out
     assert main(["promote", "r/3", *where, "--guard", "code"]) == 2
     assert main(["promote", "r/3", "--to", "a/b", "--data-set", "sums", "--store", store.root]) == 2
+
+
+@pytest.mark.parametrize("refused", ["warn", "fail"])
+def test_refused_promotion_at_the_end_of_a_run_says_the_numbers(refused: str, store: Store) -> None:
+    promote(store, 2)
+    flags = ["--promote-to", "math", "--promote-refused", refused, "--eval-prompt-data", "sums", "p"]
+    said: dict[str, list[str]] = {"note": [], "warn": [], "message": []}
+    session = SimpleNamespace(
+        config=parse_config(["--hf-checkpoint", "m", "--run", "r", *flags]),
+        store=store,
+        keys=KEYS,
+        display=SimpleNamespace(note=said["note"].append, warn=said["warn"].append),
+        set_stage_message=said["message"].append,
+    )
+    with pytest.raises(PromotionRefused, match=r"0\.8750 against 0\.8750") if refused == "fail" else nullcontext():
+        tasks.promote.body(session, 3)
+    assert said["warn"] == said["message"] and "r/3 refused" in said["warn"][0] and said["note"] == []
+    assert champion(store, "math").version == 2
+    tasks.promote.body(session, 2)  # the champion already
+    assert said["note"] == said["message"][1:] and "r/2 promoted (sums: mean 0.8750, no champion yet" in said["note"][0]
 
 
 def test_run_starts_from_the_export_of_the_champion_and_keeps_it(store: Store, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from penstock.engines.weights.routes import ProcessPlace
 from penstock.flows.config import validate_config
 from penstock.flows.options import refused
 from penstock.flows.options.argv import MAX_LINE
-from penstock.flows.options.flags import parse_config, penstock_flags
+from penstock.flows.options.flags import parse_config, parse_values, penstock_flags
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.preflight import check_layout
 from penstock.storage.errors import OptionError
@@ -70,6 +70,26 @@ def test_refused_name_in_toml_raises_the_same_reason() -> None:
 
 
 def test_tables_name_no_option_and_do_not_overlap() -> None:
-    listed = {key.partition(" ")[0] for key in (*refused.REFUSED, *refused.ACCEPTED)}
-    assert not listed & penstock_flags().keys()
-    assert not refused.REFUSED.keys() & refused.ACCEPTED.keys()
+    keys = [*refused.REFUSED, *refused.ACCEPTED, *refused.SYNONYMS]
+    assert not set(keys) & penstock_flags().keys() and len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize("key", refused.SYNONYMS)
+def test_synonym_is_the_same_as_its_flags_and_is_logged_once(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    refused.log_once.cache_clear()
+    words = [*key.split(" "), *(["random"] if ("..." in sum(refused.SYNONYMS[key], ())) else [])]
+    meant = [word if word != "..." else "random" for flag in refused.SYNONYMS[key] for word in flag]
+    with caplog.at_level(logging.WARNING):
+        assert parse_values(words) == parse_values(words) == parse_values(meant)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [key]
+
+
+def test_other_spelling_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    refused.log_once.cache_clear()
+    assert parse_config([*MODEL, "--prompt-key", "q"]) == parse_config([*MODEL, "--prompt-key", "q"])
+    assert [record.getMessage() for record in caplog.records] == ["--prompt-key: means --input-key"]
+
+
+def test_switch_that_is_a_synonym_takes_no_value() -> None:
+    with pytest.raises(OptionError, match="--offload is a switch and takes no value"):
+        parse_config([*MODEL, "--offload", "1"])

@@ -10,8 +10,8 @@ import pytest
 
 from penstock.flows.cli import main
 from penstock.flows.commands.resume import read_flow_and_resumed_config
-from penstock.flows.commands.run_table import print_runs
 from penstock.flows.config import PostTrainConfig, config_hash
+from penstock.flows.inspect.run_table import print_runs
 from penstock.flows.options.flags import parse_config
 from penstock.flows.options.paths import FILES, FUNCTIONS, with_absolute_paths
 from penstock.flows.runtime import runs
@@ -198,7 +198,7 @@ def test_runs_lists_damaged_runs_beside_valid_ones(tmp_path: Path, capsys: pytes
     store.create("runs/commit/run.json", json.dumps(record).encode())
     store.create("runs/commit/steps/000000.commit.json", b"{}")
     store.create("runs/commit/rollouts/000000.commit.json", b"{")
-    assert print_runs(first.run) == 0
+    print_runs(first.run)
     lines = capsys.readouterr().out.splitlines()[1:]
     damaged = {"lost", "change", "commit", *(f"bad{number}" for number in range(len(bad)))}
     assert {line.split()[0] for line in lines if "post_train" in line} == {"r"}

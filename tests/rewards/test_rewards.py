@@ -115,6 +115,10 @@ def test_boxed_prefix_grades_only_the_box() -> None:
     assert get_builtin_reward("boxed_exact_number").function(sample("7", "7")) == 0
 
 
+def test_zero_reward_is_zero() -> None:
+    assert REWARDS["zero"].function(sample("42")) == 0.0
+
+
 def test_random_reward_is_fair_and_repeatable() -> None:
     tosses = [REWARDS["random"].function(sample("", sample_id=f"{i}")) for i in range(1000)]
     assert set(tosses) == {0.0, 1.0} and 430 < sum(tosses) < 570

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import runpy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,13 +53,20 @@ def engine_for(cluster: Cluster, directory: Path) -> Iterator[EnginePool]:
         pool.stop()
 
 
-def one_round(name: str, pool: EnginePool, directory: Path) -> tuple[list[Sample], PromptTokenizer, dict[str, float]]:
-    """The first round of an example's recipe on its tiny model."""
+def one_round(
+    name: str, pool: EnginePool, directory: Path, samples_each: int = 1, **options: Any
+) -> tuple[list[Sample], PromptTokenizer, dict[str, float]]:
+    """The first round of an example's recipe on its tiny model, with other options if given."""
     from test_real_engine import hugging_face_logprobs, publish
 
     example = REPOSITORY / "examples" / name
-    config = RolloutConfig(**read_toml(example / "run.toml")["rollout"], prompt_data=[str(directory / "prompts.jsonl")])
-    tokenizer = PromptTokenizer(directory / "model", apply_chat_template=True)
+    values = {
+        **read_toml(example / "run.toml")["rollout"],
+        "prompt_data": [str(directory / "prompts.jsonl")],
+        **options,
+    }
+    config = RolloutConfig(**values)
+    tokenizer = PromptTokenizer(directory / "model", apply_chat_template=config.apply_chat_template)
     publish(pool.urls, directory / "model", f"{name}/0")
     store = Store(str(directory / "store"))
     commit = rollout_stage(
@@ -66,7 +75,7 @@ def one_round(name: str, pool: EnginePool, directory: Path) -> tuple[list[Sample
         RolloutRound(name, rollout_id=0, policy_version=0),
     )
     samples = read_samples(store, commit)
-    assert len(samples) == config.rollout_batch_size * config.n_samples_per_prompt
+    assert len(samples) == config.rollout_batch_size * config.n_samples_per_prompt * samples_each
     assert 0 <= commit.summary["rollout/prefix_cache_hit_rate"] < 1
     for sample in samples:
         assert sample.status in (Status.COMPLETED, Status.TRUNCATED), sample.metadata
@@ -99,9 +108,9 @@ def expected_mask(
             tokens
         ):  # the answer has ended, or there was no room for what the tool says
             break
-        num_said = len(tokenizer.encode([said])[0])
-        assert "".join(tokens[len(mask) : len(mask) + num_said]) == said
-        mask += [0] * num_said
+        said_ids = tokenizer.encode([said])[0]
+        assert sample.token_ids[len(mask) : len(mask) + len(said_ids)] == said_ids
+        mask += [0] * len(said_ids)
     return mask
 
 
@@ -109,33 +118,39 @@ def functions_of(file: str) -> dict[str, Any]:
     return load_function(f"{file}:generate").__globals__
 
 
+def call_of(pattern: str, result: Callable[[str], str], text: str) -> str | None:
+    """What the tool says to a turn of the model."""
+    match = re.search(pattern, text)
+    return None if match is None else result(match[1])
+
+
+REPLIES: dict[str, Callable[[dict[str, Any]], Callable[[str], str | None]]] = {
+    "multi_turn_tool": lambda functions: partial(
+        call_of, r"<calculator>([^<]*)</calculator>$", lambda call: f"<result>{functions['calculate'](call)}</result>"
+    ),
+    "retool": lambda functions: partial(
+        call_of, r"<code>(.*?)</code>$", lambda code: f"<interpreter>{functions['run_python'](code)}</interpreter>"
+    ),
+    "search": lambda functions: lambda text: asyncio.run(functions["observe"](text)),
+}
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("name", "stops", "call", "answer"),
+    ("name", "file", "stops"),
     [
-        ("multi_turn_tool", ("</calculator>",), r"<calculator>([^<]*)</calculator>$", "<result>{}</result>"),
-        pytest.param("search", ("</search>", "</answer>"), r"<search>([^<]*)</search>$", "{}", marks=pytest.mark.full),
+        ("multi_turn_tool", "generate.py", ("</calculator>",)),
+        pytest.param("search", "generate.py", ("</search>", "</answer>"), marks=pytest.mark.full),
+        pytest.param("retool", "python_tool.py", ("</code>",), marks=pytest.mark.full),
     ],
 )
 def test_tools(
-    name: str,
-    stops: tuple[str, ...],
-    call: str,
-    answer: str,
-    cluster: Cluster,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, file: str, stops: tuple[str, ...], cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)  # where the recipe's paths begin
     with engine_for(cluster, tiny(name, tmp_path)) as pool:
         samples, tokenizer, summary = one_round(name, pool, tmp_path)
-    functions = functions_of(f"examples/{name}/generate.py")
-    say = functions.get("calculate") or functions["search"]
-
-    def reply(text: str) -> str | None:
-        match = re.search(call, text)
-        return None if match is None else answer.format(say(match[1]))
-
+    reply = REPLIES[name](functions_of(f"examples/{name}/{file}"))
     for sample in samples:
         assert sample.loss_mask == expected_mask(sample, tokenizer, stops, reply), sample.response
     with_tool = [sample for sample in samples if 0 in sample.loss_mask[sample.loss_mask.index(1) :]]
@@ -143,6 +158,28 @@ def test_tools(
     assert len(with_tool) >= len(samples) // 8
     assert max(sample.metadata["num_turns"] for sample in samples) >= 2
     assert summary["rollout/prefix_cache_hit_rate"] > 0.1, "turns of a conversation are computed again"
+
+
+@pytest.mark.integration
+def test_agents_of_an_execution_share_trajectory_and_reward(
+    engine_pool: EnginePool, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.flows.commands.demo_model import make_tiny_data
+
+    monkeypatch.chdir(REPOSITORY)
+    (tmp_path / "model").symlink_to(tiny_model)
+    make_tiny_data(tmp_path / "data")["train"].rename(tmp_path / "prompts.jsonl")
+    samples, _, _ = one_round("multi_agent", engine_pool, tmp_path, samples_each=3, rollout_batch_size=4)
+    executions = [samples[start : start + 3] for start in range(0, len(samples), 3)]
+    for solver, critic, rewriter in executions:
+        assert len({sample.trajectory_id for sample in (solver, critic, rewriter)}) == 1
+        assert [sample.metadata["role"] for sample in (solver, critic, rewriter)] == ["solver", "critic", "rewriter"]
+        draft, opinion = (sample.response.removesuffix("<|end|>") for sample in (solver, critic))
+        question = solver.prompt.removeprefix("<|user|>").removesuffix("<|end|><|assistant|>")
+        assert critic.prompt == f"<|user|>{draft}?{question}<|end|><|assistant|>"
+        assert rewriter.prompt == f"<|user|>{draft}?{opinion},{question}<|end|><|assistant|>"
+        assert {sample.reward for sample in (solver, critic, rewriter)} == {rewriter.rewards["answer"]}
+    assert len({execution[0].trajectory_id for execution in executions}) == 4 * 8
 
 
 @pytest.mark.integration
@@ -181,10 +218,3 @@ def test_bm25_against_its_formula() -> None:
     for query in ("b", "a d", "c d e", "b b a", "z"):
         ranked = sorted(range(4), key=lambda number: -score(query, words[number]))
         assert index.search(query, 4) == [documents[number] for number in ranked if score(query, words[number])]
-    assert (
-        functions["search"]("Capital of Kenya")
-        == "<information>kenya: its capital is nairobi. france: its capital is paris.</information>"
-    )
-    assert functions["search"]("zzz") == "<information>nothing</information>"
-    sample = Sample("s", "g", "s", 0, label="Rome", response="<answer>paris</answer> <answer> rome. </answer>")
-    assert functions["reward_func"](None, sample) == 1.0

@@ -9,7 +9,7 @@ import pytest
 from penstock.flows.cli import main
 from penstock.flows.config import validate_config
 from penstock.flows.runtime.engine_options import device_counts
-from penstock.storage.history.costs import IDLE, Interval, compute_costs, seconds_by_stage
+from penstock.storage.history.costs import IDLE, Interval, compute_costs, costs_at_end, seconds_by_stage
 from penstock.storage.history.starts import Start, StartEnd, read_starts, record_end, record_start
 from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.store import Store
@@ -75,6 +75,15 @@ def test_costs_of_two_starts(store: Store) -> None:
     assert costs.checkpoints == {2: 2 * 20 + 4 * 30 + 2 * 5}
     assert costs.metrics(3.6)["cost/money"] == pytest.approx(0.001 * costs.total_device_seconds)
     assert costs.rounds[0].dropped_groups == 3
+
+
+def test_costs_at_the_end_of_a_start_do_not_change_later(store: Store) -> None:
+    record_start(store, KEYS, Start(at=300, trainer_devices=2, engine_devices=4))
+    commit(store, "rollout", 2, at=320, seconds=20)
+    [(number, end, costs)] = costs_at_end(store, KEYS)  # the first and the third start were killed
+    assert (number, end.at, costs.wall_seconds, len(costs.rounds)) == (1, 250, 30 + 50, 2)
+    assert compute_costs(store, KEYS).wall_seconds == 30 + 50 + 20
+    assert list(costs_at_end(store, KEYS, 0)) == []
 
 
 def test_colocated_gpus_are_counted_once(store: Store) -> None:

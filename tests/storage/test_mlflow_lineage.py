@@ -2,34 +2,34 @@
 
 import json
 import re
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from made_run import commit_files, config_of, make_run, write_data
+from made_run import commit_files, commit_samples, config_of, make_run, write_data
 from mlflow import MlflowClient
-from mlflow.entities import Run
+from mlflow_content import Shown, check_content, shown_inputs
 
 from penstock.flows.commands import fork, promote
 from penstock.flows.inspect.track import main as track
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import read_flow_and_config
 from penstock.storage.commits import committed_prefixes
-from penstock.storage.history.lineage_graph import LineageGraph, Node, read_lineage
+from penstock.storage.history.lineage_graph import read_lineage
 from penstock.storage.history.starts import Start, record_start
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
+from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key, encode_commit
+from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store
+from penstock.storage.tracking import retell
 
 pytestmark = pytest.mark.integration
 
-RUNS = ("r", "f", "n")  # a run, its fork, and a run that starts from its export
+RUNS = ("r", "f", "n", "m", "c")  # a run, its fork, and runs that start from its export, checkpoint, and a copy of it
 
 
-def start_from(store: Store, run: str, fingerprint: str, source: str) -> None:
-    """Convert the model `source`, with which the run `run` will start."""
+def start_from(store: Store, run: str, fingerprint: str, **inputs: str) -> None:
+    """Convert a model, with which the run `run` will start."""
     key = commit_key(f"models/{fingerprint}")
-    inputs = {"hf_checkpoint": source}
     commit_files(store, f"models/{fingerprint}", {"w": b"base"}, kind="model", policy_version=0, inputs=inputs)
     base = CheckpointRef(key=key, uri="", format="torch_dist", policy_version=0)
     store.create(RunKeys(run).origin_key("base"), base.model_dump_json().encode())
@@ -44,19 +44,39 @@ def export(store: Store, keys: RunKeys, version: int) -> str:
     return store.path(commit.attempt or "")
 
 
+def score_again(store: Store, keys: RunKeys, version: int) -> None:
+    """Commit an evaluation that scores the samples of an existing one again, as `penstock eval --rescore`."""
+    source = keys.eval_prefix(version, "sums")
+    old = store.committed(source)
+    assert old is not None
+    fields = {"run": keys.run, "index": version, "policy_version": version, "summary": {"eval/sums@0a": 0.5}}
+    inputs = old.inputs | {"samples": commit_key(source)}
+    commit_samples(
+        store, f"{source}@0a", list(read_samples(store, old)), kind="eval", inputs=inputs, state=old.state, **fields
+    )
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """Four rounds of `r`, the fork `f` at round 3 with one more round, and `n`, which starts from the export of `r`."""
-    store = Store(str(tmp_path / "store"))
+    """Four rounds of `r`, the fork `f` at round 3 with two more rounds, `n`, which starts from the export of `r`, and
+    `m`, which starts from a checkpoint of `r` (--load) and whose evaluation was scored again, and `c`, which starts
+    from what `penstock export` has written."""
+    store = Store(str(tmp_path / "runs"))  # the path of the store looks like a part of a key
     data = write_data(tmp_path / "data.jsonl")
-    start_from(store, "r", "abc", "/hf/tiny")
+    start_from(store, "r", "abc", hf_checkpoint="/hf/tiny")
     keys = make_run(store, config_of(store, data), 4, save=(2, 4), score=(0, 2, 4))
     directory = export(store, keys, 4)
     fork.main(["r", "--at", "3", "--name", "f", "--store", store.root])
     _, config = read_flow_and_config(parse_config(["--store", store.root]).run, "f")
     make_run(store, config, 5, save=(5,), score=(5,))
-    start_from(store, "n", "def", directory)
-    make_run(store, config_of(store, data, "n", "--hf-checkpoint", directory), 2, save=(2,), score=(0, 2))
+    start_from(store, "n", "def", hf_checkpoint=directory)
+    make_run(store, config_of(store, data, "n", "--hf-checkpoint", directory), 2, save=(2,), score=(0, 1, 2))
+    checkpoint = store.committed(keys.checkpoint_prefix(2))
+    assert checkpoint is not None and checkpoint.attempt is not None
+    start_from(store, "m", "megatron-12345678", checkpoint=store.path(checkpoint.attempt))
+    start_from(store, "c", "fed", hf_checkpoint="/hf/copy", export=checkpoint.attempt)
+    make_run(store, config_of(store, data, "c"), 1)
+    score_again(store, make_run(store, config_of(store, data, "m"), 1, save=(1,), score=(1,)), 1)
     return store
 
 
@@ -65,88 +85,17 @@ def send(store: Store, database: Path, *words: str) -> MlflowClient:
     return MlflowClient(f"sqlite:///{database}")
 
 
-class Shown:
-    """The content of MLflow by the ids of the store's artifacts: keys of commits, paths of sources."""
-
-    def __init__(self, client: MlflowClient) -> None:
-        [experiment] = client.search_experiments(filter_string="name = 'penstock'")
-        self.runs = [client.get_run(r.info.run_id) for r in client.search_runs([experiment.experiment_id])]
-        self.models = list(client.search_logged_models([experiment.experiment_id]))
-        self.model_ids = {m.model_id: m.tags.get("penstock.commit") or m.params["uri"] for m in self.models}
-
-    def datasets(self, run: Run, context: str = "") -> set[str]:
-        found = set()
-        for entry in run.inputs.dataset_inputs:
-            uri = json.loads(entry.dataset.source)["uri"]
-            match = re.search(r"runs/.*(?=/attempt-)", uri)
-            if context in ("", entry.tags[0].value):
-                found.add(commit_key(match[0]) if match else uri)
-        return found
-
-    def input_models(self, run: Run) -> set[str]:
-        return {self.model_ids[model.model_id] for model in run.inputs.model_inputs}
-
-    def output_models(self, run: Run) -> set[str]:
-        return {self.model_ids[m.model_id] for m in (run.outputs.model_outputs if run.outputs else [])}
-
-    def children(self) -> list[Run]:
-        return [run for run in self.runs if run.data.tags.get("penstock.part") != "run"]
-
-    def pages(self) -> dict[str, str]:
-        """The description of each page, by the id in its URL."""
-        pages = {run.info.run_id: run.data.tags.get("mlflow.note.content", "") for run in self.runs}
-        return pages | {model.model_id: model.tags.get("mlflow.note.content", "") for model in self.models}
-
-
-def inputs_of_checkpoint(graph: LineageGraph, node: Node) -> set[str]:
-    """The rollouts since the previous checkpoint, and that checkpoint or the base model."""
-    checkpoints = {dict(n.inputs)["step"]: n.id for n in graph.nodes.values() if n.kind == "checkpoint"}
-    found, step = set(), graph.nodes[dict(node.inputs)["step"]]
-    while True:
-        inputs = dict(step.inputs)
-        found.add(inputs["rollout"])
-        before = inputs["policy"]
-        if before in checkpoints or graph.nodes[before].kind == "model":
-            return found | {checkpoints.get(before, before)}
-        step = graph.nodes[before]
-
-
-def expected_inputs(graph: LineageGraph) -> dict[str, set[str]]:
-    """What each model was made from, and what each evaluation used, without steps."""
-    expected = {}
-    for node in graph.nodes.values():
-        if node.kind == "checkpoint":
-            expected[node.id] = inputs_of_checkpoint(graph, node)
-        elif node.kind in ("model", "export"):
-            expected[node.id] = {id for _, id in node.inputs}
-        elif node.kind == "eval":
-            steps = {dict(n.inputs)["step"]: n.id for n in graph.nodes.values() if n.kind == "checkpoint"}
-            expected[node.id] = {steps.get(id, id) for _, id in node.inputs}
-    return expected
-
-
-def test_lineage_of_a_run_its_fork_and_a_run_from_its_export(store: Store, database: Path) -> None:
-    shown, graph = Shown(send(store, database, "--all")), read_lineage(store)
-    found: dict[str, set[str]] = defaultdict(set)
-    for run in shown.children():
-        samples = shown.datasets(run, "samples")
-        for output in shown.output_models(run) | samples:
-            found[output] |= shown.input_models(run) | (shown.datasets(run) - samples)
-    assert found == expected_inputs(graph)
-
-
-def test_every_artifact_is_shown_once(store: Store, database: Path) -> None:
-    shown, graph = Shown(send(store, database, "--all")), read_lineage(store)
-    data_sets = {id for run in shown.runs for id in shown.datasets(run)}
-    artifacts = {node.id for node in graph.nodes.values() if node.kind != "step"}
-    assert sorted(shown.model_ids.values()) == sorted(id for id in artifacts if id not in data_sets)
-    assert artifacts == data_sets | set(shown.model_ids.values())
+def test_every_artifact_is_shown_once_with_its_lineage(store: Store, database: Path) -> None:
+    client = send(store, database, "--all")
+    check_content(client, read_lineage(store))
+    shown = Shown(client)
     names = [run.info.run_name for run in shown.runs]
     assert sorted(name for name in names if name.startswith(("convert", "r", "f", "n"))) == [
-        *("convert-abc", "convert-def", "f", "n", "r")
+        *("convert-12345678", "convert-abc", "convert-def", "convert-fed", "f", "n", "r")
     ]
     assert sorted(name for name in names if name.startswith("train")) == [
-        *("train-000000-000001", "train-000000-000001", "train-000002-000003", "train-000002-000004")
+        *("train-000000-000000", "train-000000-000001", "train-000000-000001"),
+        *("train-000002-000003", "train-000002-000004"),
     ]
 
 
@@ -161,9 +110,28 @@ def test_links_lead_back(store: Store, database: Path) -> None:
     # Parts link to the run; its page lists them by itself (child runs, logged models, tables of samples).
     one_way = {(a, b) for a, b in links if (b, a) not in links and b not in main_runs}
     assert one_way == set()
-    by_name = {run.info.run_name: run.info.run_id for run in shown.runs}
-    exported = next(model.model_id for model in shown.models if model.name == "r-000004-export")
-    assert {(by_name["f"], by_name["r"]), (exported, by_name["n"]), (by_name["n"], exported)} <= links
+    runs = {(run.data.tags.get("penstock.run"), run.info.run_name): run.info.run_id for run in shown.runs}
+    fork, parent, new, loading = (runs[name, name] for name in ("f", "r", "n", "m"))
+    models = {model.name: model.model_id for model in shown.models}
+    evaluated, trained = runs["n", "eval-000001-sums"], runs["n", "train-000000-000001"]  # version 1 was not saved
+    again, original = runs["m", "eval-000001-sums@0a"], runs["m", "eval-000001-sums"]
+    pairs = {(models["r-000004-export"], new), (models["r-000002"], loading), (evaluated, trained), (again, original)}
+    assert {(fork, parent)} | pairs | {(b, a) for a, b in pairs} <= links
+
+
+def test_evaluation_that_is_delivered_before_its_checkpoint_is_linked(
+    store: Store, database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retell, "_BATCH", 1)
+    client = send(store, database, "n")
+    prefixes = [prefix for prefix in committed_prefixes(store, RunKeys("n")) if "/checkpoints/" in prefix]
+    for prefix in prefixes:
+        path = Path(store.path(commit_key(prefix)))
+        commit = Commit.model_validate_json(path.read_text())
+        commit.created_at += 1000
+        path.write_bytes(encode_commit(commit))
+    late = Shown(send(store, tmp_path / "late.db", "n"))
+    assert shown_inputs(late) == shown_inputs(Shown(client))
 
 
 def test_track_in_any_order_gives_the_same_objects(store: Store, database: Path, tmp_path: Path) -> None:
@@ -200,6 +168,7 @@ def test_versions_and_aliases_follow_from_commits_and_decisions(store: Store, da
         ("r", 2): "r/4",
         ("f", 1): "f/5",
         ("n", 1): "n/2",
+        ("m", 1): "m/1",
         ("math", 1): "r/2",
         ("math", 2): "r/4",
     }

@@ -12,6 +12,8 @@ from typing import Any
 import numpy
 import pytest
 from made_run import config_of, make_run, write_data
+from mlflow import MlflowClient
+from penstock_command import penstock
 from tracked_run import CONFIG, commits
 
 from penstock.flows import trackers
@@ -20,12 +22,14 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import create_run_record, read_existing_record
 from penstock.storage import tracking
 from penstock.storage.errors import OptionError, RunError, TrackerError
+from penstock.storage.history.starts import Start, record_end, record_start
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
 from penstock.storage.tracking import tracking_directory
 from penstock.storage.tracking.delivery import RunTracking
 from penstock.storage.tracking.lineage import Lineage
-from penstock.storage.tracking.retell import read_committed
+from penstock.storage.tracking.mlflow.artifact_paths import _COLUMNS
+from penstock.storage.tracking.retell import read_committed, read_cost_metrics
 from penstock.storage.tracking.tensorboard import read_values
 from penstock.storage.tracking.tracker import Committed, MetricsLogged, RunStarted, TrackedRun
 from penstock.storage.tracking.wandb import RECORD, STEP, WandbTracker, read_local_history
@@ -87,10 +91,13 @@ def files_of(directory: Path) -> dict[str, int]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """A store with the run `r`: four rounds, two checkpoints, one evaluation."""
+    """A store with the run `r`: four rounds in two starts, two checkpoints, one evaluation."""
     store = Store(str(tmp_path / "store"))
     config = config_of(store, write_data(tmp_path / "data.jsonl"))
-    keys = make_run(store, config, 4, save=(2, 4), score=(0, 4))
+    for rounds in (2, 4):
+        number = record_start(store, RunKeys("r"), Start(trainer_devices=2, engine_devices=1))
+        keys = make_run(store, config, rounds, save=(2, 4), score=(0, 4))
+        record_end(store, keys, number, "FINISHED")
     extra = Commit(kind="eval", run="r", index=2, policy_version=2, summary={"eval/x": 0.1, "eval/x-pass@4": 1 / 3})
     store.commit(keys.eval_prefix(2, "x"), extra.model_copy(update={"seconds": {"generate": 1.25}}))
     return store
@@ -107,6 +114,8 @@ def deliver(store: Store, run: TrackedRun, uris: list[str]) -> None:
     config = parse_config(["--run", "r", "--store", store.root]).model_dump(mode="json")
     tracker = RunTracking(run, tracking_directory(store, "r"), uris, config)
     tracker.record_missing_commits(store, RunKeys("r"))
+    for costs in read_cost_metrics(store, RunKeys("r"), None):
+        tracker.enqueue_metrics(costs.key, costs.metrics, costs.step, costs.at)
     assert (tracker.close("FAILED", timeout=60), tracker.problem) == (0, None)
 
 
@@ -124,6 +133,7 @@ def test_all_trackers_hold_the_same_points(store: Store, run: TrackedRun, databa
     deliver(store, run, uris_of(database, tmp_path))
     points = mlflow_points(database)
     assert ("rollout/raw_reward", 3, 0.25) in [point[:3] for point in points]
+    assert [point[1] for point in points if point[0] == "cost/device_hours"] == [2, 4]  # rounds after each start
     assert ("eval/x-pass@4", 2, float(numpy.float32(1 / 3))) in [point[:3] for point in points]
     assert tensorboard_points(tmp_path / "tb") == points
     assert wandb_points(tmp_path / "wb", run) == points
@@ -175,6 +185,34 @@ def test_track_finds_the_run_of_a_moved_store(store: Store, run: TrackedRun, dat
     assert {name: rows for name, rows in after.items() if name != "params"} == {
         name: rows for name, rows in before.items() if name != "params"
     }
+
+
+@pytest.mark.parametrize("location", ["beside", "of the server of an earlier release"])
+def test_artifacts_move_with_the_store(
+    location: str, store: Store, run: TrackedRun, database: Path, tmp_path: Path
+) -> None:
+    own = Path(store.root, "mlflow", "mlflow.db")
+    own.parent.mkdir()
+    shutil.copy(database, own)
+    deliver(store, run, [f"sqlite:///{own}"])
+    if location != "beside":
+        with sqlite3.connect(own) as connection:
+            old = (own.parent / "artifacts").as_uri()
+            for table, column in _COLUMNS:
+                connection.execute(f"update {table} set {column} = replace({column}, ?, 'mlflow-artifacts:')", (old,))
+    moved = shutil.move(store.root, tmp_path / "moved")
+    penstock("track", "r", "--to", "mlflow", "--store", str(moved))  # MLflow has cached the old paths in this process
+    client = MlflowClient(f"sqlite:///{moved}/mlflow/mlflow.db")
+    experiment = client.get_experiment_by_name("penstock")
+    assert experiment is not None
+    models = client.search_logged_models([experiment.experiment_id])
+    locations = [experiment.artifact_location, *(model.artifact_location for model in models)]
+    for shown in client.search_runs([experiment.experiment_id]):
+        locations.append(shown.info.artifact_uri)
+        assert client.list_artifacts(shown.info.run_id)
+    root = f"{Path(moved).as_uri()}/mlflow/artifacts/"
+    assert len(locations) > 5 and [place for place in locations if not place.startswith(root)] == []
+    assert not Path(store.root).exists()
 
 
 @pytest.mark.parametrize("move", [False, True])
@@ -250,7 +288,8 @@ import os
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 from penstock.storage.tracking.lineage import Lineage
-from penstock.storage.tracking.retell import read_committed
+from penstock.storage.tracking.mlflow.artifact_paths import _COLUMNS
+from penstock.storage.tracking.retell import read_committed, read_cost_metrics
 from penstock.storage.tracking.tracker import TrackedRun, tracker_class
 tracker = tracker_class({uri!r})({uri!r}, {run!r})
 tracker.deliver(read_committed(Store({store.root!r}), RunKeys("r"))[:5], Lineage())

@@ -9,7 +9,6 @@ a dataclass (`--vocab-size`, listed in `COMMAND_LINE`). Values are checked by `v
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 from penstock.engines.megatron.options.table import TABLE
 from penstock.engines.sources import parse_source
 from penstock.storage.errors import InputError, OptionError
+from penstock.storage.near_names import nearest_name
 
 SOURCES = {  # name of the dataclass -> file in megatron/core
     "TransformerConfig": "transformer/transformer_config.py",
@@ -124,8 +124,8 @@ def normalize_megatron_args(args: dict[str, Any]) -> dict[str, Any]:
     for spelling, value in args.items():
         name = spelling.lstrip("-").replace("-", "_")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            raise OptionError(f"unknown megatron option {spelling!r}{f': did you mean {near[0]!r}?' if near else ''}")
+            near = nearest_name(name, known)
+            raise OptionError(f"unknown megatron option {spelling!r}{f': did you mean {near!r}?' if near else ''}")
         if known[name].owner != "alias":
             out[name] = value
         elif value is not False:  # False: the switch is not set

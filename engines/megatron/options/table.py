@@ -69,7 +69,9 @@ _IGNORED = {  # reason -> names
     "seconds and processes of Megatron's own launcher": """
         distributed_timeout_minutes distributed_backend local_rank lazy_mpu_init manual_gc manual_gc_interval
         exit_signal_handler use_ring_exchange_p2p enable_gloo_process_groups disable_gloo_process_groups
-        high_priority_stream_groups""",
+        high_priority_stream_groups rerun_mode error_injection_rate error_injection_type
+        result_rejected_tracker_filename straggler_minmax_count straggler_ctrlr_port calc_ft_timeouts
+        enable_ft_package use_tp_pp_dp_mapping""",
     "the weights come from the checkpoint": """
         init_method_std init_method_xavier_uniform embedding_init_method_std no_initialization perform_initialization
         use_cpu_initialization init_model_with_meta_device""",
@@ -78,7 +80,9 @@ _IGNORED = {  # reason -> names
         reset_position_ids reset_attention_mask no_create_attention_mask_in_dataloader
         create_attention_mask_in_dataloader num_dataset_builder_threads seq_length encoder_seq_length
         decoder_seq_length""",
-    "the tokenizer is that of --hf-checkpoint": "tokenizer_type tokenizer_model padded_vocab_size",
+    "the tokenizer is that of --hf-checkpoint": """
+        tokenizer_type tokenizer_model padded_vocab_size tiktoken_pattern tiktoken_num_special_tokens
+        tiktoken_special_tokens""",
     "the vocabulary is padded as its sharding needs": "make_vocab_size_divisible_by",
     "the number of steps follows from --num-rollout": "train_iters train_samples eval_iters eval_global_batch_size",
     "the model is built by Penstock from config.json": """
@@ -182,6 +186,15 @@ _REFUSED = {  # reason and what to do -> names
     "a run ends after --num-rollout rounds, or after --num-rollout-per-start rounds of a start": """
         exit_interval exit_duration_in_mins""",
     "it names Megatron's legacy models; omit it": "use_legacy_models",
+    "models are built from config.json; omit it": """
+        hybrid_override_pattern hybrid_attention_ratio hybrid_mlp_ratio moe_use_upcycling moe_upcycling_granularity
+        te_precision_config_file""",
+    "use --save-interval, --keep-checkpoints and --load": """
+        save_retain_interval pretrained_checkpoint non_persistent_save_interval non_persistent_ckpt_type
+        non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir no_save_rng adlr_autoresume
+        adlr_autoresume_interval""",
+    "use `penstock convert` and `penstock export`": """
+        ckpt_convert_format ckpt_convert_save ckpt_convert_update_legacy_dist_opt_format""",
 }
 # Values of refused options that Penstock uses, if that is not Megatron's default.
 ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {

@@ -178,7 +178,7 @@ def _option_rules(options: dict[str, Any]) -> Iterator[tuple[object, str]]:
 def _unknown_choice(name: str, value: Any, choices: Any) -> OptionError:
     """Return the error for a value that is not one of an option's choices."""
     known = [str(choice) for choice in choices]
-    near = difflib.get_close_matches(str(value)[:64], known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(value)[:64], known, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]}?" if near else "choose one of these"
     return OptionError(f"{_to_flag(name)} takes {', '.join(known)}; found {_shorten(value)}: {hint}")
 

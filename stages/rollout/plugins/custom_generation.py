@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace, TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
 from penstock.engines.generation import EngineClient, TokenCounts
 from penstock.stages.plugins import check_signature, describe_function, load_function
@@ -122,16 +121,8 @@ class CustomGeneration:
         self.function = load_generate_function(config.custom_generate_function_path)
         self.name = self.function.name
         self._runner = PluginRunner(self.name, is_async=self.function.is_async)
-        # As in slime, the function may send requests to args.sglang_router_ip and _port: the router, or an engine.
-        address = urlsplit((client.router and client.router()) or next(iter(client.urls), ""))
-        self._args = SimpleNamespace(
-            **config.plugin_arguments()
-            | {
-                "engine": self.handle,
-                "sglang_router_ip": address.hostname,
-                "sglang_router_port": address.port,
-            }
-        )
+        self._args = SimpleNamespace(**config.plugin_arguments(), engine=self.handle)
+        self._args.sglang_router_ip, self._args.sglang_router_port = self.handle.address
 
     async def __aenter__(self) -> CustomGeneration:
         self.handle.loop = asyncio.get_running_loop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from penstock.engines.generation import EngineClient, Generation, TokenCounts
 from penstock.stages.rollout.config import GenerationConfig
@@ -40,6 +41,13 @@ class EngineCalls:
         self.loop: asyncio.AbstractEventLoop | None = None  # event loop of the client; None: the caller's loop
         self.fault: Exception | None = None  # engine failure; it fails the round, even if the function catches it
         self.counts = TokenCounts()  # of all requests
+
+    @property
+    def address(self) -> tuple[str | None, int | None]:
+        """Return host and port of the router, or of an engine if there is no router. As in slime, user-defined
+        functions may send requests there (args.sglang_router_ip and _port)."""
+        url = urlsplit((self.client.router and self.client.router()) or next(iter(self.client.urls), ""))
+        return url.hostname, url.port
 
     async def generate(self, sample: Sample, **sampling: Any) -> str:
         """Generate a continuation of `sample`, append the generated tokens to `sample`, and return the generated text.

@@ -4,6 +4,10 @@
     def sample_filter(args, groups)               gets the kept groups of a round; sets `remove_sample` on samples that
                                                   are not trained on
     def process_all(args, groups, data_source)    gets all groups of a round, also dropped ones; changes are ignored
+    def log_rollout_data(rollout_id, args, samples, rollout_extra_metrics, rollout_time)
+    def log_eval_rollout_data(rollout_id, args, data, extra_metrics)
+                                                  get the samples of the round's commit; numbers that they add to the
+                                                  metrics are recorded with it
 
 Hooks may be `async`. They get copies of the samples (user_sample.py), with slime's field names as aliases; changes are
 checked and then applied. A sample with `remove_sample` keeps its reward, which still counts in its group's mean. A hook
@@ -13,6 +17,7 @@ blocks the calling thread for up to `--reward-timeout` seconds; from an event lo
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +95,63 @@ class Hooks:
         """
         if self._all_samples is not None:
             self._all_samples(self._args, _copy_groups(groups), source)
+
+
+def run_log_function(
+    config: RolloutConfig, rollout_id: int, samples: Sequence[Sample], seconds: float, data_set: str | None = None
+) -> dict[str, float]:
+    """Call the log function of rollouts or, for a `data_set`, of evaluations, and return the metrics that it adds; {}
+    if `config` names none.
+
+    Args:
+        config: names the functions.
+        rollout_id: number of the round; in an evaluation, the policy version.
+        samples: samples of the commit.
+        seconds: of the rollout.
+        data_set: name of the evaluation's data set; None: a rollout.
+
+    Raises:
+        PluginError: the function raises, exceeds the timeout, or adds a metric that is not a finite number.
+    """
+    path = config.custom_rollout_log_function_path if data_set is None else config.custom_eval_rollout_log_function_path
+    if path is None:
+        return {}
+    plugin = load_log_function(config, is_eval=data_set is not None)
+    metrics: dict[str, Any] = {}
+    args = SimpleNamespace(**config.plugin_arguments(), logged_metrics=metrics)
+    views = [UserSample.of(sample) for sample in samples]
+    if data_set is None:
+        plugin(rollout_id, args, views, metrics, seconds)
+    else:
+        truncated = [sample.status is Status.TRUNCATED for sample in samples]
+        rewards = [sample.reward for sample in samples]
+        data = {data_set: {"rewards": rewards, "truncated": truncated, "samples": views}}
+        plugin(rollout_id, args, data, metrics)
+    return numbers_of(metrics, plugin.name)
+
+
+def load_log_function(config: RolloutConfig, *, is_eval: bool) -> Plugin:
+    """Load the log function of rollouts or evaluations, which `config` names. Raises PluginError."""
+    parameters: tuple[str, ...] = ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")
+    path, name = config.custom_rollout_log_function_path, "log_rollout_data"
+    if is_eval:
+        parameters = ("rollout_id", "args", "data", "extra_metrics")
+        path, name = config.custom_eval_rollout_log_function_path, "log_eval_rollout_data"
+    assert path is not None
+    return Plugin(path, parameters, default_name=name, timeout=config.reward_timeout)
+
+
+def numbers_of(metrics: Mapping[str, Any], name: str) -> dict[str, float]:
+    """Return the metrics of a user-defined function as floats. Raises PluginError, which begins with `name`."""
+    out = {}
+    for key, value in metrics.items():
+        try:
+            out[str(key)] = float(value)
+        except (TypeError, ValueError):
+            raise PluginError(f"{name} adds the metric {key!r:.80} = {value!r:.80}: give a number") from None
+        if not math.isfinite(out[str(key)]):
+            raise PluginError(f"{name} adds the metric {key!r:.80} = {value!r:.80}: give a finite number")
+    return out
 
 
 def _copy_groups(groups: list[Group]) -> list[list[UserSample]]:

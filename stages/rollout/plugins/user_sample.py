@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -25,13 +26,22 @@ LARGEST_LOGPROB = 1e-3  # log-probs may exceed 0 by a rounding error; larger val
 LARGEST_TOKEN = 2**31 - 1  # token ids are stored as int32
 
 
+SLIME_NAMES = {"tokens": "token_ids", "loss_masks": "loss_mask", "rollout_log_probs": "rollout_logprobs"}
+
+
+def _number_at_end(text: str) -> int | None:
+    match = re.search(r"[0-9]+$", text)
+    return int(match[0]) if match else None
+
+
 def _alias_property(name: str) -> Any:
     """Return a property that is an alias of the attribute `name`."""
     return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value), doc=f"`{name}`")
 
 
 class UserSample(Sample):
-    """A `Sample` for a user-defined function, created with `UserSample.of`. Further attributes may be set.
+    """A `Sample` for a user-defined function, created with `UserSample.of`. Further attributes may be set. User-defined
+    code may also create one, as `Sample(prompt=..., tokens=..., ...)` with slime's names; all are optional.
 
     `loss_mask` and `rollout_log_probs` may cover only the response tokens, or all tokens. To return several samples for
     one prompt, copy the given sample with `copy.deepcopy`.
@@ -41,12 +51,26 @@ class UserSample(Sample):
     remove_sample: bool = False  # the sample's reward counts in its group, but none of the sample's tokens is trained
     aborted: bool = False  # the round aborted an engine request for this sample
 
+    group_index: int | None = None  # number of the prompt in the run
+    index: int | None = None  # number of the sample in its group
+
     _response_length: int | None = None
+    _untouched: tuple[list[Any], list[Any]]
 
     def __init__(self, *values: Any, **named: Any) -> None:
-        super().__init__(*values, **named)
+        named = {SLIME_NAMES.get(name, name): value for name, value in named.items()}
+        fields_given = {name: value for name, value in named.items() if name in NAMES}
+        missing = {name: -1 if name == "rollout_id" else "" for name in NAMES[len(values) : 4]}
+        super().__init__(*values, **{**missing, **fields_given})
         self.weight_versions: list[str] = []  # weight versions in the `meta_info` given to `append_response_tokens`
-        self._start_response(Sample.prompt_length.fget(self))  # type: ignore[attr-defined]
+        length = named.get("response_length")
+        if length is None:
+            self._start_response(Sample.prompt_length.fget(self))  # type: ignore[attr-defined]
+        else:
+            self._start_response(len(self.token_ids) - length)
+            self._untouched = ([], [])
+        for name in named.keys() - fields_given.keys() - {"response_length"}:
+            setattr(self, name, named[name])
 
     def _start_response(self, prompt_length: int) -> None:
         self._prompt_ids = tuple(self.token_ids[:prompt_length])
@@ -65,6 +89,7 @@ class UserSample(Sample):
         copied = copy_sample(sample)
         view = cls(**{name: getattr(copied, name) for name in NAMES})
         view._start_response(sample.prompt_length if prompt_length is None else prompt_length)
+        view.group_index, view.index = _number_at_end(sample.group_id), _number_at_end(sample.trajectory_id)
         return view
 
     def restart(self, prompt: str, token_ids: Sequence[int]) -> None:
@@ -130,6 +155,15 @@ class UserSample(Sample):
     @response_length.setter
     def response_length(self, length: int) -> None:
         self._response_length = length
+
+    @property
+    def effective_response_length(self) -> int:
+        """Number of trained tokens."""
+        return sum(_mask_and_logprobs(self)[0])
+
+    def get_reward_value(self, args: Any) -> Any:
+        """Return the reward, or its entry `args.reward_key` if it is a dictionary."""
+        return self.reward if not isinstance(self.reward, dict) else self.reward[args.reward_key]
 
     # slime's names; `checked_sample` converts their values to lists.
     tokens = _alias_property("token_ids")

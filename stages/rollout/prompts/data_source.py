@@ -300,7 +300,7 @@ def take_checked_groups(source: RolloutDataSource, num_groups: int) -> list[Grou
         isinstance(sample, Sample) for entry in samples for sample in (entry if isinstance(entry, list) else [entry])
     ):
         raise PluginError(f"{name} returned {_type_name(samples)}: return a list of groups, each a list of Sample")
-    groups = group_by_group_id(samples)
+    groups = group_by_group_id(entry for new in samples for entry in issue_new_samples(source, new))
     if len(groups) != num_groups:
         raise PluginError(f"{name} returned {len(groups)} groups: return exactly num_samples ({num_groups}) groups")
     num_samples = source.args.n_samples_per_prompt
@@ -321,6 +321,19 @@ def take_checked_groups(source: RolloutDataSource, num_groups: int) -> list[Grou
         for sample in group:
             sample.check()
     return groups
+
+
+def issue_new_samples(source: RolloutDataSource, entry: Any) -> list[Any]:
+    """Return an entry of `get_samples`, a sample or a group, in a list. Samples without ids, which the data source has
+    made by `Sample(prompt=..., label=..., metadata=...)` as in slime, become a group of the prompt of the first one."""
+    group = entry if isinstance(entry, list) else [entry]
+    if not group or group[0].group_id:
+        return [entry]
+    label = "" if group[0].label is None else str(group[0].label)
+    issued = source.dataset.issue(group[0].prompt, label, dict(group[0].metadata))
+    for sample, new in zip(issued, group):
+        sample.metadata |= new.metadata
+    return [issued]
 
 
 def accepts_arguments(function: Any, *arguments: Any) -> bool:

@@ -4,6 +4,7 @@
     commits.py    logs commits, each kind as its MLflow objects
     run_page.py   description, user, source and origins of a run, its parent and forks
     runs.py       MLflow runs: a run is an MLflow run with child runs (lineage.py)
+    artifact_paths.py  paths of artifacts in a database that was moved with its store
     models.py     logged models: source models, converted models, checkpoints, exports
     datasets.py   data sets: prompt files, rollout shards, samples of evaluations
     links.py      links between MLflow pages, in descriptions

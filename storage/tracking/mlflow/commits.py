@@ -30,7 +30,7 @@ from penstock.storage.tracking.points import metric_points
 from penstock.storage.tracking.tracker import Committed
 
 if TYPE_CHECKING:
-    from mlflow.entities import DatasetInput, LoggedModel
+    from mlflow.entities import DatasetInput, LoggedModel, Run
 
 _MAX_TABLES = 50  # tables listed on a run's page; the list is stored in a tag of at most 8,000 characters
 _MAX_SHARD_LINKS = 20  # previews of shards that a train run links to, the newest
@@ -133,6 +133,12 @@ class MlflowCommits:
             self.client.log_inputs(child, models=[LoggedModelInput(before.model_id)])
             self.models.add_links(before, [Link("trained in", name, here)])
             links.append(self.models.link("input", before))
+        for evaluation in lineage.evaluations(commit.index):
+            if early := self._find_part(evaluation, lineage):  # it was logged before the checkpoint
+                self.runs.add_links(early.info.run_id, self._log_eval(early.info.run_id, *evaluation, lineage))
+        for evaluation in lineage.evaluations_without_checkpoint(commit.index):
+            other = self._find_part(evaluation, lineage)
+            links += self._link_parts(child, name, "evaluated during training in", other, "policy trained in")
         return links
 
     def _log_eval(self, child: str, key: str, commit: Commit, lineage: Lineage) -> list[Link]:
@@ -142,6 +148,14 @@ class MlflowCommits:
         if rows := commit.state.get("shown"):
             previews[_samples_path(commit)] = rows
         self._log_tables(child, previews, list(previews))
+        name = f"{self.runs.run.name}/{lineage.child_run_name(key, commit)}"
+        links = []
+        if original := lineage.scored_again(commit):
+            inputs.append(
+                dataset_input(shards_dataset(*original, self.runs.run.store_uri), "scored again", original[1])
+            )
+            other = self._find_part(original, lineage)
+            links = self._link_parts(child, name, "scores the samples of", other, "scored again in")
         if commit.files:
             inputs.append(dataset_input(shards_dataset(key, commit, self.runs.run.store_uri), "samples", commit))
         if inputs:
@@ -150,15 +164,17 @@ class MlflowCommits:
         model = self._policy(commit.policy_version, lineage)
         if model is None:
             self.client.log_batch(child, metrics=to_mlflow(points))
-            return []
+            if later := lineage.next_checkpoint(commit.policy_version):
+                other = self._find_part(later, lineage)
+                links += self._link_parts(child, name, "policy trained in", other, "evaluated during training in")
+            return links
         about = {"run_id": child, "model_id": model.model_id}
         if inputs:
             about |= {"dataset_name": inputs[0].dataset.name, "dataset_digest": inputs[0].dataset.digest}
         self.client.log_batch(child, metrics=to_mlflow(points, about))
         self.client.log_inputs(child, models=[LoggedModelInput(model.model_id)])
-        name = f"{self.runs.run.name}/{lineage.child_run_name(key, commit)}"
         self.models.add_links(model, [Link("evaluated in", name, self.runs.url("runs", child))])
-        return [self.models.link("evaluated model", model)]
+        return [*links, self.models.link("evaluated model", model)]
 
     def _log_export(self, main_run: str, child: str, key: str, commit: Commit, lineage: Lineage) -> list[Link]:
         """Log an export as a model of its own, linked with its checkpoint. Return the links of the child run."""
@@ -214,6 +230,27 @@ class MlflowCommits:
         outputs = self.client.get_run(run_id).outputs
         if model.model_id not in [output.model_id for output in (outputs.model_outputs if outputs else [])]:
             self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
+
+    def _find_part(self, of: tuple[str, Commit], lineage: Lineage) -> Run | None:
+        """Return the child run of a commit (key, commit), or None if MLflow does not have it yet, or if it belongs to a
+        fork's parent."""
+        return self.runs.find_part(lineage.child_run_name(*of))
+
+    def _link_parts(self, child: str, name: str, role: str, other: Run | None, role_here: str) -> list[Link]:
+        """Link another child run to a child run. Return the links in the other direction.
+
+        Args:
+            child: id of the child run.
+            name: its title, with the name of the run.
+            role: what the other child run is to this one.
+            other: the other child run; None: MLflow does not have it.
+            role_here: what this child run is to the other one.
+        """
+        if other is None:
+            return []
+        self.runs.add_links(other.info.run_id, [Link(role_here, name, self.runs.url("runs", child))])
+        title = f"{self.runs.run.name}/{other.info.run_name}"
+        return [Link(role, title, self.runs.url("runs", other.info.run_id))]
 
     def _main_link(self, main_run: str) -> Link:
         return Link("run", self.runs.run.name, self.runs.url("runs", main_run))

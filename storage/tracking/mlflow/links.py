@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
+from penstock.storage.tracking.mlflow.values import replace_forbidden_characters
+
 _TAG = "mlflow.penstock.link."  # MLflow does not list tags that begin with "mlflow."
 _HEADING = "#### Links"
 _MAX_LINKS = 25  # of one role in the description, the newest by title; MLflow's limit is 8,000 characters
@@ -32,7 +34,7 @@ def link_tags(tags: Mapping[str, str], links: list[Link], text: str | None = Non
         links: to add.
         text: description above the links, if the object does not have one.
     """
-    new = {f"{_TAG}{link.role}/{link.title}"[:250]: link.url for link in links}
+    new = {replace_forbidden_characters(f"{_TAG}{link.role}/{link.title}")[:250]: link.url for link in links}
     kept = tags.get(MLFLOW_RUN_NOTE, "").partition(_HEADING)[0].strip()
     all_links = {name: url for name, url in {**tags, **new}.items() if name.startswith(_TAG)}
     description = describe_links(kept or text or "", all_links)

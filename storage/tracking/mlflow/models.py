@@ -120,7 +120,7 @@ class MlflowModels:
         version = f"{commit.policy_version:06d}"
         attempt = commit.attempt or key
         if commit.kind == "model":
-            name = f"base-{PurePosixPath(key.removesuffix(commit_key(''))).name[:8]}"
+            name = f"base-{short_fingerprint(key)}"
         else:
             name = f"{run or self.runs.run.name}/{version}" + ("/export" if commit.kind == "export" else "")
         params: dict[str, Any] = {
@@ -140,6 +140,11 @@ class MlflowModels:
             {name: str(value) for name, value in params.items() if value != ""},
             {"files.csv": file_table(commit), "commit.json": commit.model_dump_json(indent=1)},
         )
+
+
+def short_fingerprint(key: str) -> str:
+    """Return the first 8 characters of the fingerprint in the key of a converted model."""
+    return PurePosixPath(key.removesuffix(commit_key(""))).name.removeprefix("megatron-")[:8]
 
 
 def original_key(key: str, commit: Commit) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +9,10 @@ from mlflow.entities import LoggedModelInput, LoggedModelOutput, RunTag
 from mlflow.utils import mlflow_tags
 
 from penstock.storage.history.starts import read_starts
-from penstock.storage.refs import ORIGINS, CheckpointRef, Commit, RunKeys, commit_key, decode_record
+from penstock.storage.refs import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key, decode_record
 from penstock.storage.tracking.lineage import Lineage
 from penstock.storage.tracking.mlflow.links import Link
-from penstock.storage.tracking.mlflow.models import MlflowModels
+from penstock.storage.tracking.mlflow.models import MlflowModels, short_fingerprint
 from penstock.storage.tracking.mlflow.runs import MlflowRuns
 from penstock.storage.tracking.mlflow.values import to_mlflow
 from penstock.storage.tracking.points import metric_points
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
 
 _PARENT = "penstock.parent"  # tag of a fork: the id of its parent
-_EXPORT = re.compile(r"runs/[^/]+/exports/\d+/attempt-[0-9a-f]+")  # in the path of a source model
+_SOURCES = ("hf_checkpoint", "checkpoint", "export")  # inputs of conversions: a directory, or files of a run
 
 
 class RunPage:
@@ -100,47 +99,47 @@ class RunPage:
 
     def _log_origin(self, main_run: str, role: str, key: str, commit: Commit) -> None:
         """Log a converted model as an input of the run, with its conversion."""
-        model, source = self._log_conversion(key, commit)
+        model, sources = self._log_conversion(key, commit)
         if role == "base":
             self.base_model = model
         self.client.log_inputs(main_run, models=[LoggedModelInput(model.model_id)])
         here = Link(f"{role} model of run", self.runs.run.name, self.runs.url("runs", main_run))
-        self.models.add_links(model, [here])
-        links = [self.models.link(f"{role} model", model)]
-        if source is not None:
+        for source in (model, *sources):
             self.models.add_links(source, [here])
-            links.append(self.models.link(f"source of the {role} model", source))
-        self.runs.add_links(main_run, links)
+        links = [self.models.link(f"source of the {role} model", source) for source in sources]
+        self.runs.add_links(main_run, [self.models.link(f"{role} model", model), *links])
 
-    def _log_conversion(self, key: str, commit: Commit) -> tuple[LoggedModel, LoggedModel | None]:
+    def _log_conversion(self, key: str, commit: Commit) -> tuple[LoggedModel, list[LoggedModel]]:
         """Log the conversion of a source model as an MLflow run, which all runs with the same model share. Return the
-        converted model and the source model; the latter may be the export of another run."""
+        converted model and its sources: a directory, or the export or a checkpoint of another run, or both if the
+        directory is a copy."""
         attempt = commit.attempt or key
-        name = f"convert-{key.removeprefix('models/').removesuffix(commit_key(''))[:8]}"
+        name = f"convert-{short_fingerprint(key)}"
         start_time = int((commit.created_at - sum(commit.seconds.values())) * 1000)
         tags = {"penstock.commit": key, "penstock.store": self.runs.run.store_uri}
         run_id = self.runs.find_or_create({"penstock.attempt": attempt}, name, start_time, tags)
         model = self.models.of_commit(key, commit, run_id)
-        path = commit.inputs.get("hf_checkpoint", "")
-        export = _EXPORT.search(path)
-        source = (self.models.of_attempt(export[0]) if export else None) or (
-            self.models.of_source(path) if path else None
-        )
         outputs = self.client.get_run(run_id).outputs
         if not (outputs and outputs.model_outputs):
             self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 0)])
         links = [self.models.link("output", model)]
         here = Link("converted by", name, self.runs.url("runs", run_id))
-        if source is not None:
+        sources = [self._source(commit.inputs[role]) for role in _SOURCES if role in commit.inputs]
+        for source in sources:
             self.client.log_inputs(run_id, models=[LoggedModelInput(source.model_id)])
             self.models.add_links(source, [here, self.models.link("converted to", model)])
             links.append(self.models.link("input", source))
-        self.models.add_links(model, [here, *([self.models.link("converted from", source)] if source else [])])
+        self.models.add_links(model, [here, *(self.models.link("converted from", source) for source in sources)])
         self.client.log_batch(run_id, metrics=to_mlflow(metric_points(Committed(key, commit.created_at, commit))))
         self.client.log_text(run_id, commit.model_dump_json(indent=1), "commit.json")
         self.runs.add_links(run_id, links)
         self.client.set_terminated(run_id, "FINISHED", int(commit.created_at * 1000))
-        return model, source
+        return model, sources
+
+    def _source(self, path: str) -> LoggedModel:
+        """Return the source model of a conversion: that of a run if the path leads to its export or checkpoint."""
+        attempt = attempt_in_path(path)
+        return (self.models.of_attempt(attempt) if attempt else None) or self.models.of_source(path)
 
 
 def describe_run(run: TrackedRun, record: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.storage.tracking.mlflow.artifact_paths import ARTIFACTS, update_artifact_paths
 from penstock.storage.tracking.tracker import TrackedRun
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ class MlflowRuns:
         if self._experiment_id is None:
             name, location = self.run.experiment, None
             if self.uri.startswith("sqlite:///"):  # without a server, MLflow would write to the current directory
-                location = (Path(self.uri.removeprefix("sqlite:///")).parent / "artifacts" / name).as_uri()
+                database = Path(self.uri.removeprefix("sqlite:///"))
+                location = (database.parent / ARTIFACTS / name).as_uri()
+                update_artifact_paths(database, name)
             existing = self.client.get_experiment_by_name(name)
             self._experiment_id = existing.experiment_id if existing else self._create_experiment(name, location)
         return self._experiment_id
@@ -77,6 +80,10 @@ class MlflowRuns:
         """
         key = _part_tags(self.run.name, self.identity, part)
         return self.find_or_create(key, name, start_time, {"penstock.store": self.run.store_uri, **(tags or {})})
+
+    def find_part(self, part: str) -> Run | None:
+        """Return a child run of the run, or None if MLflow does not have it."""
+        return self.find(_part_tags(self.run.name, self.identity, part))
 
     def find_or_create(self, key: dict[str, str], name: str, start_time: int | None, tags: dict[str, str]) -> str:
         """Return the id of the MLflow run with the tags `key`. It is created with these and with `tags` if missing."""

@@ -6,6 +6,7 @@ import time
 
 from penstock.flows.config import RunConfig
 from penstock.flows.options.flags import parse_store_options
+from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store
 from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import latest_schedule_options, open_store, read_record
 from penstock.storage.commits import committed_prefixes
@@ -16,7 +17,8 @@ from penstock.storage.store import Store
 
 USAGE = """penstock runs [--store URI ...]
 
-  Lists the runs in a store: rounds, rewards, checkpoints, evaluations. Changes nothing."""
+  Lists runs: rounds, rewards, checkpoints, evaluations. Without --store, those of all stores below the working
+  directory (three levels), and of the store that contains it. Changes nothing."""
 
 
 def main(argv: list[str]) -> int:
@@ -25,11 +27,19 @@ def main(argv: list[str]) -> int:
     Raises:
         OptionError: an option other than the store options is given.
     """
-    return print_runs(parse_store_options(argv, "runs"))
+    run_config = parse_store_options(argv, "runs")
+    stores = find_nearby_stores() if names_no_store(argv) else []
+    for path in stores:
+        print(f"store {path}")
+        print_runs(run_config.model_copy(update={"store": path}))
+        print()
+    if not stores:
+        print_runs(run_config)
+    return 0
 
 
-def print_runs(run_config: RunConfig) -> int:
-    """Print a table of the runs in a store. A damaged run is marked in the table and described below it. Return 0."""
+def print_runs(run_config: RunConfig) -> None:
+    """Print a table of the runs in a store. A damaged run is marked in the table and described below it."""
     store = open_store(run_config, probe=False)
     rows, reasons = [], []
     for run in store.list("runs"):
@@ -46,7 +56,6 @@ def print_runs(run_config: RunConfig) -> int:
         print(f"no runs in {store.uri}; `penstock demo` makes one")
     for reason in reasons:
         print(reason)
-    return 0
 
 
 def row_of_run(store: Store, keys: RunKeys) -> list[str]:

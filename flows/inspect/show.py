@@ -1,0 +1,153 @@
+"""`penstock show RUN`: a run on one screen, with its curves. Writes nothing."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from penstock.flows.options.argv import parse_run_argument, penstock_command, split_args
+from penstock.flows.options.flags import parse_store_options
+from penstock.flows.options.nearby_stores import names_no_store, stores_with_run
+from penstock.flows.runtime.runs import latest_schedule_options, open_store, read_existing_record
+from penstock.flows.terminal.lines import COLUMNS, format_with_interval, short_exponent
+from penstock.flows.terminal.panel import format_duration
+from penstock.flows.terminal.sparkline import sparkline
+from penstock.storage.commits import read_commits
+from penstock.storage.errors import OptionError
+from penstock.storage.history.starts import read_starts
+from penstock.storage.maintenance.leases import describe_live_drivers
+from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.store import Store
+from penstock.storage.tracking.lineage import eval_rewards
+
+USAGE = """penstock show RUN [--store URI ...]
+
+  Prints a run on one screen: state, curves of its rounds, evaluations, checkpoints, starts. Without --store, the run is
+  looked for in the stores around the working directory. Changes nothing."""
+
+MAX_CURVE = 60  # characters
+_MAX_STARTS = 5  # newest starts that are printed
+
+
+def main(argv: list[str]) -> int:
+    """Run the command. Return 0.
+
+    Raises:
+        RunError: the run does not exist.
+        OptionError: an argument is invalid, or several stores have the run.
+    """
+    positional, _, rest = split_args(argv, {})
+    run = parse_run_argument("show", positional)
+    if names_no_store(rest):
+        stores = stores_with_run(run)
+        if len(stores) > 1:
+            raise OptionError(f"{len(stores)} stores have a run {run!r} ({', '.join(stores)}): choose one with --store")
+        rest = [*rest, *(argument for store in stores for argument in ("--store", store))]
+    store = open_store(parse_store_options(rest, "show"), probe=False)
+    print_run(store, RunKeys(run))
+    return 0
+
+
+def print_run(store: Store, keys: RunKeys) -> None:
+    """Print a run. Raises RunError if it does not exist."""
+    record = read_existing_record(store, keys)
+    commits = read_commits(store, keys)
+    num_rounds = int(latest_schedule_options(store, keys)["run.num_rollout"])
+    parent = record.get("parent")
+    rows = {
+        "run": f"{keys.run}  ({record['flow']})" + (f", a fork of {parent['run']} at {parent['at']}" if parent else ""),
+        "store": store.uri,
+        "model": str(record["config"]["convert"]["hf_checkpoint"]),
+        "state": describe_state(store, keys, commits, num_rounds),
+        **curve_rows(commits),
+        **evaluation_rows(commits),
+        **artifact_rows(commits),
+    }
+    titles = [*rows, "starts"]
+    width = max(map(len, titles)) + 2
+    console = Console(soft_wrap=True, highlight=False)
+    for title, text in rows.items():
+        console.print(Text.assemble((f"{title:<{width}}", "dim"), text))
+    for number, text in enumerate(start_lines(store, keys)):
+        console.print(Text.assemble((f"{'' if number else 'starts':<{width}}", "dim"), text))
+    location = f"--store {shlex.quote(store.uri)}"
+    console.print(
+        Text(f"\n{penstock_command()} samples {keys.run} {location}   (also report, cost, lineage)", style="dim")
+    )
+
+
+def describe_state(store: Store, keys: RunKeys, commits: Sequence[Commit], num_rounds: int) -> str:
+    """Return how far a run is, and whether it is running."""
+    num_done = sum(commit.kind == "step" for commit in commits)
+    starts = read_starts(store, keys)
+    if drivers := describe_live_drivers(store, keys):
+        state = f"running: {drivers[0]}"
+    elif starts:
+        end = starts[-1][1]
+        state = "its driver was killed" if end is None else end.outcome.lower()
+    else:
+        state = "its starts were not recorded" if commits else "not started"
+    resume = f"; penstock resume {keys.run}" if num_done < num_rounds and not drivers else ""
+    return f"{num_done} of {num_rounds} rounds, {state}{resume}"
+
+
+def curve_rows(commits: Sequence[Commit]) -> dict[str, Text]:
+    """Return a curve for each number of a round's line (docs/metrics.md) that has not always been the same, and one for
+    the seconds of a round: label -> curve, first and last number."""
+    numbers: dict[int, dict[str, float]] = {}
+    for commit in sorted(commits, key=lambda commit: commit.index):
+        if commit.kind in ("rollout", "step"):
+            values = numbers.setdefault(commit.index, {})
+            seconds = values.get("time", 0.0) + commit.seconds.get("train", sum(commit.seconds.values()))
+            values |= {**commit.summary, "time": seconds}
+    rows = {}
+    for label, metrics, style in [*((c.label, c.metrics, c.style) for c in COLUMNS), ("time", ("time",), ".1f")]:
+        of_rounds = [next((n[name] for name in metrics if name in n), None) for _, n in sorted(numbers.items())]
+        curve = [value for value in of_rounds if value is not None]
+        texts = [short_exponent(format(value, style)) for value in curve]
+        if len({*texts}) > 1 or (texts and label == "reward"):
+            rows[label] = Text.assemble((sparkline(curve, MAX_CURVE), "green"), f"  {texts[0]} -> {texts[-1]}")
+    return rows
+
+
+def evaluation_rows(commits: Sequence[Commit]) -> dict[str, Text]:
+    """Return the rewards of the evaluations: data set -> curve, and number by policy version."""
+    scores: dict[str, list[Commit]] = {}
+    for commit in sorted((c for c in commits if c.kind == "eval"), key=lambda c: c.index):
+        for name in eval_rewards(commit):
+            scores.setdefault(name, []).append(commit)
+    rows = {}
+    for name, evaluated in scores.items():
+        rewards = [commit.summary[f"eval/{name}"] for commit in evaluated]
+        texts = [f"{format_with_interval(c.summary, f'eval/{name}')} (version {c.index})" for c in evaluated]
+        shown = texts if len(texts) <= 4 else [texts[0], "...", *texts[-2:]]
+        rows[f"eval {name}"] = Text.assemble((sparkline(rewards, MAX_CURVE), "green"), f"  {', '.join(shown)}")
+    return rows
+
+
+def artifact_rows(commits: Sequence[Commit]) -> dict[str, str]:
+    """Return the policy versions of checkpoints and exports: title -> versions."""
+    rows = {}
+    for kind in ("checkpoint", "export"):
+        if versions := sorted(commit.index for commit in commits if commit.kind == kind):
+            rows[f"{kind}s"] = " ".join(map(str, versions))
+    return rows
+
+
+def start_lines(store: Store, keys: RunKeys) -> list[str]:
+    """Return a line for each of the newest starts: time, host, duration, how it ended, Prefect page."""
+    starts = read_starts(store, keys)
+    lines = [f"{len(starts) - _MAX_STARTS} earlier starts"] if len(starts) > _MAX_STARTS else []
+    running = bool(describe_live_drivers(store, keys))
+    for number, (start, end) in enumerate(starts[-_MAX_STARTS:], max(len(starts) - _MAX_STARTS, 0)):
+        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(start.at))
+        if end is not None:
+            outcome = f"{end.outcome.lower()} after {format_duration(end.at - start.at)}"
+        else:
+            outcome = "running" if running and number == len(starts) - 1 else "killed"
+        lines.append(f"{at} on {start.host}, {outcome}{f', {start.flow_run}' if start.flow_run else ''}")
+    return lines

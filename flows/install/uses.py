@@ -1,0 +1,243 @@
+"""What each planned use of Penstock still needs on this machine: the demo, a run on one GPU, on several nodes, with a
+store in S3, with an MLflow server."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from penstock.flows.config import RunConfig
+from penstock.flows.install.command import has_cuda
+from penstock.flows.install.requirements import checkout, lock_file, missing_requirements, read_lock
+from penstock.flows.install.steps import installation_steps
+from penstock.flows.options.argv import penstock_command
+from penstock.storage.errors import PenstockError
+from penstock.storage.secret_references import resolve_secrets
+from penstock.storage.secrets import redact
+
+GIB = 1 << 30
+SGLANG_GLIBC = (2, 34)  # sglang 0.5.21 has no wheels for older systems
+TOKEN_COMMAND = "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(openssl rand -hex 32)  # the same token on every node"
+CREDENTIALS = (  # environment variables with which botocore finds credentials
+    "AWS_ACCESS_KEY_ID",
+    "AWS_PROFILE",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The services that the user plans to use; None for those that are not given."""
+
+    store: RunConfig | None = None  # only the store options are used
+    ray_address: str | None = None
+    mlflow_tracking_uri: str | None = None
+
+
+@dataclass(frozen=True)
+class Lack:
+    """One thing that a use still needs."""
+
+    found: str
+    remedy: str  # a command, or what to do
+
+
+@dataclass
+class Use:
+    """A planned use of Penstock."""
+
+    name: str
+    command: str  # starts it once nothing is missing
+    required: bool = False  # whether the user has asked for it by an option
+    lacks: list[Lack] = field(default_factory=list)
+
+
+def planned_uses(targets: Targets) -> list[Use]:
+    """Return all uses with what each of them lacks. Targets that are given are contacted."""
+    return [check(targets) for check in USES]
+
+
+def check_demo(targets: Targets) -> Use:
+    """Check the packages and the memory, disk and shared memory for the demo."""
+    use = Use("demo", f"{penstock_command()} demo", lacks=missing_packages("cuda" if has_cuda() else "cpu"))
+    memory, disk, shared = psutil.virtual_memory().available, shutil.disk_usage(".").free, shared_memory()
+    if memory < 6 * GIB:
+        use.lacks.append(Lack(f"{memory / GIB:.1f} GiB of memory free", "close programs: the demo needs up to 8 GiB"))
+    if disk < 2 * GIB:
+        use.lacks.append(Lack(f"{disk / GIB:.1f} GiB of disk free here", "free 2 GiB, or change the directory"))
+    if shared < GIB // 2:
+        use.lacks.append(Lack(f"{shared / GIB:.1f} GiB in /dev/shm", "in a container: docker run --shm-size=8g"))
+    return use
+
+
+def check_one_gpu(targets: Targets) -> Use:
+    """Check the driver, the packages for CUDA and the shared memory for a run on a GPU of this machine."""
+    recipe = "configs/recipes/1gpu.toml"
+    data = "--hf-checkpoint MODEL_DIR --prompt-data FILE.jsonl --rm-type math"
+    use = Use("one GPU", f"{penstock_command()} train --config {recipe} --run first {data}")
+    if has_cuda():
+        use.lacks += missing_packages("cuda")
+    else:
+        remedy = "install NVIDIA's driver; in a container: docker run --gpus all"
+        use.lacks.append(Lack("nvidia-smi lists no GPU", remedy))
+    library, found = platform.libc_ver()
+    if library == "glibc" and tuple(map(int, found.split(".")[:2])) < SGLANG_GLIBC:
+        remedy = "use a container image (docs/containers.md) or a newer system: SGLang's wheels need glibc 2.34"
+        use.lacks.append(Lack(f"glibc {found}", remedy))
+    if (shared := shared_memory()) < 8 * GIB:
+        use.lacks.append(Lack(f"{shared / GIB:.1f} GiB in /dev/shm", "in a container: docker run --shm-size=16g"))
+    return use
+
+
+def check_several_nodes(targets: Targets) -> Use:
+    """Check Ray's token, a network interface, and, if --ray-address is given, the Ray cluster at that address."""
+    address, store = targets.ray_address or "HOST:6379", targets.store.store if targets.store else "s3://BUCKET/runs"
+    options = f"--ray-address {address} --actor-num-nodes 2 --actor-num-gpus-per-node 8 --store {store}"
+    use = Use("several nodes", f"{penstock_command()} train {options} ...", targets.ray_address is not None)
+    if os.environ.get("RAY_AUTH_MODE") != "token" or not ray_token_is_set():
+        use.lacks.append(Lack("no token for Ray in the environment", TOKEN_COMMAND))
+    if not reachable_interfaces():
+        use.lacks.append(Lack("no network interface besides loopback", "connect the machine to the nodes' network"))
+    if targets.ray_address is None:
+        remedy = f"ray start --head --port 6379; {penstock_command()} doctor --ray-address HOST:6379"
+        use.lacks.append(Lack("no Ray cluster named", remedy))
+    elif problem := ray_problem(targets.ray_address):
+        use.lacks.append(
+            Lack(problem, f"ray start --head --port 6379  # there; ray start --address {address} on the others")
+        )
+    if targets.store is not None and "://" not in targets.store.store:
+        remedy = "use an object store, or mount the directory on every node under the same path"
+        use.lacks.append(Lack(f"--store {targets.store.store} is a local directory", remedy))
+    return use
+
+
+def check_s3(targets: Targets) -> Use:
+    """Check the driver and the credentials for a store in S3, and, if --store names one, that it can be written."""
+    named = targets.store is not None and targets.store.store.startswith("s3://")
+    uri = targets.store.store if targets.store is not None and named else "s3://BUCKET/runs"
+    use = Use("S3", f"{penstock_command()} train --store {uri} ...", required=named)
+    use.lacks += missing_packages_of_extra("s3")
+    if targets.store is not None and named and not use.lacks:
+        from penstock.flows.runtime.runs import open_store
+
+        try:
+            open_store(targets.store)
+        except PenstockError as error:
+            remedy = "check the bucket and the credentials; for other servers: --store-options endpoint_url=URL"
+            use.lacks.append(Lack(str(error)[:200], remedy))
+    elif not has_credentials():
+        remedy = "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...  # unless the machine has a role"
+        use.lacks.append(Lack("no credentials in the environment or ~/.aws", remedy))
+    return use
+
+
+def check_mlflow_server(targets: Targets) -> Use:
+    """Check that an MLflow server is named, by --mlflow-tracking-uri or MLFLOW_TRACKING_URI, and that it answers."""
+    uri = resolve_secrets(targets.mlflow_tracking_uri) or os.environ.get("MLFLOW_TRACKING_URI", "")
+    command = f"{penstock_command()} train --mlflow-tracking-uri {redact(uri) or 'http://HOST:5000'} ..."
+    use = Use("MLflow server", command, required=targets.mlflow_tracking_uri is not None)
+    server = "mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///mlflow.db"
+    if not uri.startswith(("http://", "https://")):
+        remedy = f"{server} & export MLFLOW_TRACKING_URI=http://127.0.0.1:5000  # without it, a file in the store"
+        use.lacks.append(Lack("MLFLOW_TRACKING_URI names no server", remedy))
+    elif problem := mlflow_problem(uri):
+        use.lacks.append(Lack(problem, f"{server}  # there"))
+    return use
+
+
+USES: tuple[Callable[[Targets], Use], ...] = (
+    check_demo, check_one_gpu, check_several_nodes, check_s3, check_mlflow_server,
+)  # fmt: skip
+
+
+# ---- parts of the checks ---------------------------------------------------------------------------------------------
+
+
+def missing_packages(kind: str) -> list[Lack]:
+    """Return what `penstock setup` would install here for `kind`, "cpu" or "cuda", in one line."""
+    steps = installation_steps(kind, [], checkout(), None)[1:]  # without the update of pip
+    lines = [line for step in steps for line in step.missing()]
+    if kind == "cuda" and not lines and not torch_has_cuda():
+        lines = ["torch: a build without CUDA"]
+    if not lines:
+        return []
+    more = f", and {len(lines) - 2} more" if len(lines) > 2 else ""
+    return [Lack("; ".join(lines[:2]) + more, f"{penstock_command()} setup --{kind}")]
+
+
+def missing_packages_of_extra(extra: str) -> list[Lack]:
+    """Return which packages of an extra are missing."""
+    lines = missing_requirements([extra], checkout(), read_lock(lock_file("cuda" if has_cuda() else "cpu")))
+    return [Lack("; ".join(lines[:2]), f"{penstock_command()} setup --with {extra}")] if lines else []
+
+
+def torch_has_cuda() -> bool:
+    """Return whether torch was built for CUDA. It is imported in another process, because that takes seconds."""
+    code = "import torch; print(torch.version.cuda or '')"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return bool(result.stdout.strip())
+
+
+def shared_memory() -> int:
+    """Return the free bytes of /dev/shm."""
+    return shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+
+
+def reachable_interfaces() -> list[str]:
+    """Return the names of this machine's network interfaces that are up, besides loopback."""
+    return [name for name, stats in psutil.net_if_stats().items() if stats.isup and name != "lo"]
+
+
+def ray_token_is_set(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether Ray finds a token: in RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token."""
+    if environment.get("RAY_AUTH_TOKEN"):
+        return True
+    return Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").is_file()
+
+
+def has_credentials() -> bool:
+    """Return whether AWS credentials are in the environment or in ~/.aws. The role of a machine is not asked for."""
+    named = any(os.environ.get(name) for name in CREDENTIALS)
+    return named or any((Path.home() / ".aws" / name).is_file() for name in ("credentials", "config"))
+
+
+def ray_problem(address: str) -> str:
+    """Return why a driver cannot use the Ray cluster at `address`; "" if it can and the cluster has several nodes."""
+    code = (
+        f"import ray; ray.init({address!r}, log_to_driver=False, logging_level='ERROR'); "
+        "print(len([n for n in ray.nodes() if n['Alive']]), int(ray.cluster_resources().get('GPU', 0)))"
+    )
+    try:
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False)
+    except subprocess.TimeoutExpired:
+        return f"the Ray cluster at {address} does not answer"
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return f"the Ray cluster at {address} cannot be used: {reason[:160]}"
+    nodes, gpus = result.stdout.split()[-2:]
+    return "" if int(nodes) > 1 else f"the Ray cluster at {address} has one node and {gpus} GPUs"
+
+
+def mlflow_problem(uri: str) -> str:
+    """Return why the MLflow server at `uri` cannot be used; "" if it answers. The URI may contain a password, so only
+    its host is displayed."""
+    parts = urlsplit(uri)
+    host = parts.netloc.rpartition("@")[2]
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"{parts.scheme}://{host}{parts.path.rstrip('/')}/health", timeout=10):
+            return ""
+    except (OSError, ValueError) as error:
+        return f"the MLflow server at {host} does not answer ({error})"

@@ -1,0 +1,185 @@
+"""The --help texts of the commands that take the options of a run: a short one, and --help-all with every option."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.flows.config import flag_of_field, list_options
+from penstock.storage.config import field_meta
+
+WIDTH = 118  # columns
+MAX_ABOUT = 90  # characters about an option in the short help, unless its first sentence cannot be cut
+
+
+@dataclass(frozen=True)
+class ShortHelp:
+    """The short help of a command: what it does, an example, and its most used options (title -> flags)."""
+
+    what: str
+    example: str
+    options: dict[str, str]
+    see_also: str = ""
+
+
+_RUN = "--run --store --num-rollout"
+_DATA = "--prompt-data --input-key --label-key --apply-chat-template"
+_GPUS = "--actor-num-gpus-per-node --tensor-model-parallel-size --max-tokens-per-gpu"
+_ENGINES = "--rollout-num-gpus-per-engine --colocate"
+
+SHORT: dict[str, ShortHelp] = {
+    "train": ShortHelp(
+        "Trains a policy by reinforcement learning: converts the model, then generates, grades, trains and publishes "
+        "in rounds, with checkpoints and evaluations. The same command resumes the run.",
+        "penstock train --hf-checkpoint DIR --prompt-data train.jsonl --label-key answer --rm-type math "
+        "--num-rollout 100 --run my-run",
+        {
+            "run": _RUN,
+            "model and data": f"--hf-checkpoint {_DATA}",
+            "rollout": "--rollout-batch-size --n-samples-per-prompt --rollout-max-response-len --rm-type "
+            "--custom-rm-path",
+            "training": "--advantage-estimator --lr --num-steps-per-rollout",
+            "GPUs": f"{_GPUS} {_ENGINES}",
+            "evaluation": "--eval-prompt-data --eval-interval",
+        },
+        "penstock train --dry-run checks the options and prints the plan; penstock doctor --plan estimates GPU memory.",
+    ),
+    "train-async": ShortHelp(
+        "Trains like `penstock train`, while the next rollouts are generated. Without --async-mode streaming, one "
+        "rollout is ahead of the trainer (--async-buffer-size 1).",
+        "penstock train-async --config my-run.toml --async-mode streaming --max-staleness 2",
+        {
+            "asynchronous": "--async-mode --async-buffer-size --max-staleness --update-weights-interval "
+            "--pause-generation-mode --eval-mode",
+            "corrections": "--use-tis --tis-clip --use-rollout-logprobs --mask-offpolicy-in-partial-rollout",
+            "run": _RUN,
+        },
+        "All options of penstock train are options of train-async as well.",
+    ),
+    "sft": ShortHelp(
+        "Trains a model on demonstrations: rows with messages, of which the assistant's are trained. No engine starts. "
+        "The same command resumes the run.",
+        "penstock sft --hf-checkpoint DIR --prompt-data chats.jsonl --input-key messages --num-epoch 1 --run my-sft",
+        {
+            "run": f"{_RUN} --num-epoch",
+            "model and data": "--hf-checkpoint --prompt-data --input-key --rollout-batch-size --rollout-shuffle",
+            "training": "--global-batch-size --lr --lr-warmup-iters --calculate-per-token-loss",
+            "GPUs": _GPUS,
+        },
+    ),
+    "eval": ShortHelp(
+        "Scores a Hugging Face checkpoint on data sets: generates responses, grades them, commits the metrics.",
+        "penstock eval --hf-checkpoint DIR --eval-prompt-data gsm8k test.jsonl --eval-rm-type math --run my-eval",
+        {
+            "run": "--run --store",
+            "model and data": "--hf-checkpoint --eval-prompt-data --eval-input-key --eval-label-key "
+            "--apply-chat-template",
+            "sampling": "--n-samples-per-eval-prompt --eval-temperature --eval-max-response-len",
+            "score": "--eval-rm-type --pass-threshold",
+            "GPUs": "--num-engines --rollout-num-gpus-per-engine",
+        },
+        "See also `penstock eval --rescore --help` and `penstock eval --compare --help`.",
+    ),
+}
+
+_PROGRAMS = (
+    "Megatron-core's flags are accepted unchanged, SGLang's with the prefix --sglang-, its router's with --router-."
+)
+_RESUME = (
+    "A resumed run keeps its model, data and algorithm options. Number of rounds, intervals, engines, GPUs and time "
+    "limits may change."
+)
+
+
+def short_help(command: str) -> str:
+    """Return the --help text of a command of `SHORT`: its most used options, each with the first sentence about it."""
+    text = SHORT[command]
+    fields = {flag_of_field(name): field for _, name, field in list_options()}
+    lines = [f"penstock {command} [--config FILE.toml] [options]", "", *_wrap(text.what, "  "), ""]
+    lines += textwrap.wrap(text.example, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+    width = max(len(flag) for flags in text.options.values() for flag in flags.split())
+    for title, flags in text.options.items():
+        lines += ["", f"{title}:"]
+        for flag in flags.split():
+            about = f"{first_sentence(fields[flag].description or '')}{_default(fields[flag])}"
+            wrapped = _wrap(about, " " * (width + 4))
+            lines += [f"  {flag:<{width}}  {wrapped[0].lstrip()}", *wrapped[1:]]
+    lines += ["", *_wrap(text.see_also)] if text.see_also else []
+    num_options = sum(1 for _ in list_options())
+    return "\n".join([*lines, *_wrap(f"penstock {command} --help-all lists all {num_options} options. {_PROGRAMS}")])
+
+
+def full_help(command: str, usage: str, *, may_change_only: bool = False) -> str:
+    """Return the --help-all text of a command: its usage, and all options by section with their defaults.
+
+    Args:
+        command: name on the command line.
+        usage: text above the options.
+        may_change_only: list only the options that a resumed run may change.
+    """
+    lines = [usage, "", "OPTIONS OF PENSTOCK, with slime's names where slime has them; in a file below [section]"]
+    section = ""
+    keep: Callable[[Any], bool] = lambda field: not may_change_only or field_meta(field).mutability != "identity"
+    for owner, name, field in list_options():
+        if not keep(field):
+            continue
+        if owner != section:
+            section = owner
+            lines += ["", f"[{section}]"]
+        spellings = " ".join([flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)])
+        lines += [f"  {spellings}{_default(field)}", *_wrap(field.description or "", " " * 6)]
+    return "\n".join([*lines, "", *(_wrap(_PROGRAMS) if may_change_only else _other_families()), *_wrap(_RESUME)])
+
+
+def _other_families() -> Iterator[str]:
+    """Yield help lines about the options of Megatron-core that have an effect, and about those of SGLang."""
+    from penstock.engines.megatron.options.table import EFFECTIVE
+
+    yield from ("OPTIONS OF MEGATRON-CORE, under its own names; in a file below [train.megatron]", "")
+    for name, text in EFFECTIVE.items():
+        yield f"  {flag_of_field(name)}"
+        yield from _wrap(f"{text[0].upper()}{text[1:]}.", " " * 6)
+    yield from (
+        "",
+        "  Options that describe the model (--num-layers, --rotary-base, ...) are checked against config.json.",
+    )
+    yield from (
+        "",
+        "OPTIONS OF SGLANG, with the prefix --sglang- (in a file below [rollout.sglang]), and of its router",
+    )
+    about = (
+        "All flags of the installed SGLang, such as --sglang-mem-fraction-static 0.8 (share of GPU memory) and "
+        "--sglang-context-length 8192 (tokens); `python -m sglang.launch_server --help` lists them. Those of its "
+        "router have the prefix --router-."
+    )
+    yield from ("", *_wrap(about, "  "), "")
+    yield from _wrap(
+        "docs/options.md has every name, also those that are accepted without effect, and those that are refused."
+    )
+
+
+def flow_usage(command: str) -> str:
+    """Return the usage of a command of `SHORT`, to be put above all its options."""
+    usage = [f"penstock {command} [--config FILE.toml] [options]", "", *_wrap(SHORT[command].what, "  ")]
+    return "\n".join(usage + (["", *_wrap(SHORT[command].see_also, "  ")] if SHORT[command].see_also else []))
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a description, a long one up to a semicolon or colon outside parentheses."""
+    line = " ".join(text.split()).partition(". ")[0].rstrip(".")
+    ends = [match.start() for match in re.finditer("[;:] ", line)]
+    ends = [end for end in ends if end > 20 and line[:end].count("(") == line[:end].count(")")]
+    return line[: ends[0]] if len(line) > MAX_ABOUT and ends else line
+
+
+def _default(field: Any) -> str:
+    """Return ` (default X)`; nothing for a switch that is off and for an empty default."""
+    value = None if field.is_required() else field.get_default(call_default_factory=True)
+    return "" if value is False or value in (None, "", [], {}) else f" (default {value})"
+
+
+def _wrap(text: str, indent: str = "") -> Sequence[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False) or [""]

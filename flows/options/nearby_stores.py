@@ -1,0 +1,60 @@
+"""Find the stores around the working directory, for commands that are called without --store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+from penstock.storage.refs import RunKeys
+
+MAX_DEPTH = 3  # levels of directories below the working directory
+MAX_DIRECTORIES = 5000  # that are looked at
+STORE_FLAGS = ("--store", "--config", "--save")  # flags that say where the store is
+_SKIPPED = {"node_modules", "site-packages", "__pycache__"}
+
+
+def find_nearby_stores(directory: Path | None = None) -> list[str]:
+    """Return the paths of the stores below a directory (default: the working directory), and of the one that contains
+    it, relative to the directory if possible. Hidden directories and links are skipped."""
+    start = (directory or Path.cwd()).absolute()
+    found = [path for path in start.parents if _is_store(path)][:1]
+    found += sorted(path for path in islice(_directories(start), MAX_DIRECTORIES) if _is_store(path))
+    return [os.path.relpath(path, start) if path.is_relative_to(start) else str(path) for path in found]
+
+
+def names_no_store(argv: Sequence[str]) -> bool:
+    """Return whether a command line has no flag that says where the store is."""
+    return not {argument.partition("=")[0].replace("_", "-") for argument in argv} & {*STORE_FLAGS}
+
+
+def stores_with_run(run: str) -> list[str]:
+    """Return the paths of the stores around the working directory that have a run."""
+    return [store for store in find_nearby_stores() if (Path(store) / RunKeys(run).record).is_file()]
+
+
+def _directories(start: Path) -> Iterator[Path]:
+    """Yield a directory and those below it, the upper levels first, but none below a store."""
+    level = [start]
+    for depth in range(MAX_DEPTH + 1):
+        yield from level
+        if depth < MAX_DEPTH:
+            level = [child for path in level if path == start or not _is_store(path) for child in _subdirectories(path)]
+
+
+def _subdirectories(path: Path) -> list[Path]:
+    try:
+        with os.scandir(path) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:  # not readable
+        return []
+    return [path / name for name in sorted(names) if name[0] != "." and name not in _SKIPPED]
+
+
+def _is_store(path: Path) -> bool:
+    """Return whether a directory has the record of a run."""
+    try:
+        return any((run / "run.json").is_file() for run in _subdirectories(path / "runs"))
+    except OSError:
+        return False

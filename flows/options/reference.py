@@ -1,0 +1,142 @@
+"""Write the page docs/options.md: every name that a command line may have, with its class. It is made from the tables
+that the commands use: `python -m penstock.flows.options.reference > docs/options.md`.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from penstock.engines.megatron.options.args import ALIASES
+from penstock.engines.megatron.options.table import TABLE
+from penstock.engines.sglang.args import ROUTER_RESERVED
+from penstock.engines.sglang.server_options import DROPPED, REFUSED, RENAMED, RESERVED
+from penstock.flows.config import flag_of_field, list_options
+from penstock.flows.options import refused
+from penstock.storage.config import field_meta
+
+HEAD = """# Options
+
+Every name that `penstock train` and the other flows accept, with its class; `penstock train --help` prints the first
+table. The page is made from the code, and a test compares both.
+
+| class | meaning |
+|---|---|
+| option | has an effect; all spellings in a row mean the same; the log names one that is not the first |
+| synonym | stands for other options, named once in the log |
+| accepted | asks for what Penstock does anyway; the reason is logged once |
+| refused | an error before anything starts, with what to use instead |
+
+Any other name is an error that suggests the nearest one, if one is near.
+"""
+
+
+def options_page() -> str:
+    """Return the page docs/options.md."""
+    lines = [HEAD, "## Options of Penstock and slime", ""]
+    section = ""
+    for owner, name, field in list_options():
+        if owner != section:
+            lines += [*([""] if section else []), f"### [{owner}]", "", "| flag | default | |", "|---|---|---|"]
+            section = owner
+        spellings = " ".join(f"`{flag}`" for flag in spellings_of(name, field))
+        lines.append(f"| {spellings} | {default_text(field)} | {cell(field.description or '')} |")
+    lines += ["", "## Synonyms", "", *table(("name", "means"), sorted(synonym_rows()))]
+    lines += ["", "## Accepted names of slime and Megatron-LM", "", *table(("name", "why"), refused.ACCEPTED.items())]
+    lines += ["", "## Refused names of slime", "", *table(("name", "what to use"), refused.REFUSED.items())]
+    lines += ["", "## Options of Megatron", "", *megatron_lines()]
+    lines += ["", "## Options of SGLang and its router", "", *sglang_lines()]
+    return "\n".join(lines) + "\n"
+
+
+def spellings_of(name: str, field: Any) -> list[str]:
+    """Return the spellings of an option: its flag, then the other ones."""
+    return [flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)]
+
+
+def default_text(field: Any) -> str:
+    """Return the default of an option for a table; "" if there is none."""
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    return "" if default in (None, "", [], {}) else f"`{str(default).lower() if default in (True, False) else default}`"
+
+
+def synonym_rows() -> Iterator[tuple[str, str]]:
+    """Yield (name, the flags that it stands for)."""
+    for key, flags in refused.SYNONYMS.items():
+        yield key, " ".join("VALUE" if word == "..." else word for flag in flags for word in flag)
+    for alias, fields in ALIASES.items():
+        words = [f"{flag_of_field(name)} {'VALUE' if value is ... else value}" for name, value in fields.items()]
+        yield flag_of_field(alias), " ".join(words)
+
+
+def megatron_lines() -> Iterator[str]:
+    """Yield the lines about Megatron's options, by class."""
+    yield "Accepted unchanged; options of Penstock above have Megatron's names too. Effective:"
+    yield ""
+    yield from table(
+        ("name", "effect"),
+        [(flag_of_field(name), rule.text) for name, rule in TABLE.items() if rule.kind == "effective"],
+    )
+    checked = [f"`{flag_of_field(name)}`" for name, rule in TABLE.items() if rule.kind == "checked"]
+    yield ""
+    yield "Checked against the config.json of `--hf-checkpoint`, and not needed:"
+    yield ""
+    yield from textwrap.wrap(", ".join(checked), 180, break_on_hyphens=False)
+    for kind, title in (
+        ("ignored", "Accepted without effect"),
+        ("refused", "Refused, unless the value is the one that Penstock uses anyway"),
+    ):
+        by_reason: dict[str, list[str]] = defaultdict(list)
+        for name, rule in TABLE.items():
+            if rule.kind == kind:
+                by_reason[rule.text].append(f"`{flag_of_field(name)}`")
+        yield ""
+        yield f"{title}:"
+        yield ""
+        yield "| names | reason |"
+        yield "|---|---|"
+        yield from (f"| {', '.join(names)} | {cell(reason)} |" for reason, names in by_reason.items())
+
+
+def sglang_lines() -> Iterator[str]:
+    """Yield the lines about SGLang's options."""
+    yield "All flags of the installed SGLang are passed on with the prefix `--sglang-`, and those of its router with"
+    yield "`--router-`, except:"
+    yield ""
+    rows: list[tuple[str, str]] = [(server_flag(name), f"set from {source}") for name, source in RESERVED.items()]
+    rows += [(server_flag(name) + ("..." if name.endswith("_") else ""), text) for name, text in REFUSED.items()]
+    rows += [(f"--router-{name.replace('_', '-')}", text) for name, text in ROUTER_RESERVED.items()]
+    yield from table(("name", "refused, because"), rows)
+    yield ""
+    yield "Names of older releases, if the installed one does not have them:"
+    yield ""
+    renamed = [
+        (server_flag(name), f"means {server_flag(new)}{'' if value is ... else f' {value}'}")
+        for name, (new, value) in RENAMED.items()
+    ]
+    yield from table(
+        ("name", ""), [*renamed, *((server_flag(name), f"refused: {text}") for name, text in DROPPED.items())]
+    )
+
+
+def server_flag(name: str) -> str:
+    """Return the flag of an option of SGLang's server."""
+    return f"--sglang-{name.strip('_').replace('_', '-')}"
+
+
+def table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield a Markdown table of two columns, the first of which has code."""
+    yield f"| {head[0]} | {head[1]} |"
+    yield "|---|---|"
+    yield from (f"| `{name}` | {cell(text)} |" for name, text in rows)
+
+
+def cell(text: str) -> str:
+    """Return a text for a cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    print(options_page(), end="")

@@ -1,0 +1,231 @@
+"""The lines that describe a run in a terminal or a log: of a round, an evaluation, samples; the summary at the end."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from penstock.storage.refs import Commit
+from penstock.storage.tracking.lineage import eval_rewards
+
+MAX_COLUMNS = 100  # of the line of a round
+
+
+@dataclass(frozen=True)
+class Column:
+    """A number in the line of a round.
+
+    Attributes:
+        label: name in the line; docs/metrics.md describes it.
+        metrics: metrics of which the first one present is shown.
+        style: format of the number.
+        rank: columns with a higher rank are left out first if the line is too long.
+        hidden_at_zero: whether the column appears only in a run in which the number has not always been 0.
+    """
+
+    label: str
+    metrics: tuple[str, ...]
+    style: str
+    rank: int
+    hidden_at_zero: bool = True
+
+
+COLUMNS = (
+    Column("reward", ("rollout/raw_reward",), ".3f", 0, hidden_at_zero=False),
+    Column("loss", ("train/loss",), "z.4f", 4),  # of one on-policy step it is a rounding error around 0
+    Column("value", ("train/critic-value_loss",), ".4f", 11),
+    Column("kl", ("train/kl_loss", "train/ppo_kl"), ".1e", 5),
+    Column("grad", ("train/grad_norm",), ".2g", 7),
+    Column("gap", ("train/train_rollout_logprob_abs_diff",), ".1e", 8),  # mean |log-prob trainer - engine|
+    Column("len", ("rollout/response_len/mean",), ",.1f", 3),
+    Column("stale", ("rollout/staleness/mean",), ".2f", 6),
+    Column("idle", ("perf/engine_idle_ratio",), ".0%", 10),
+    Column("wait", ("perf/wait_time_ratio",), ".0%", 9),
+    Column("queue", ("rollout/queue_depth",), ".0f", 12),
+    Column("wasted", ("rollout/wasted_tokens",), ",.0f", 13),
+    Column("tok/s", ("perf/tokens_per_gpu_per_sec", "perf/actor_train_tok_per_s"), ",.0f", 2),
+)
+_TIME_RANK = 1
+
+
+class RoundLines:
+    """Formats the lines of a run's rounds: `round 11 (12/60)  reward 0.531  kl 1.2e-3  ...  time 1.0s`.
+
+    Rounds are counted from 0, as in the store and in every command; the number in parentheses counts trained rounds.
+
+    Args:
+        num_rounds: number of rounds of the run.
+    """
+
+    def __init__(self, num_rounds: int) -> None:
+        self.num_rounds = num_rounds
+        self._nonzero: set[str] = set()  # labels of the columns that have not always been 0
+
+    def add(self, numbers: Mapping[str, float]) -> dict[str, str]:
+        """Return label -> number of the columns that a round with these metrics shows."""
+        texts = {}
+        for column in COLUMNS:
+            value = next((numbers[name] for name in column.metrics if name in numbers), None)
+            if value is None:
+                continue
+            text = short_exponent(format(value, column.style))
+            if not column.hidden_at_zero or text.strip("-0.,%e"):  # a digit, or nan
+                self._nonzero.add(column.label)
+            if column.label in self._nonzero:
+                texts[column.label] = text
+        return texts
+
+    def format(
+        self,
+        step: Commit,
+        rollout: Commit | None = None,
+        publish_seconds: Sequence[float] = (),
+        overlap: Mapping[str, float] | None = None,
+        width: int = MAX_COLUMNS,
+    ) -> Text:
+        """Return the line of a round, of at most `width` columns, unless reward and time alone are longer.
+
+        Args:
+            step: commit of the step or, in a run without training, of the rollout.
+            rollout: commit of the step's rollout.
+            publish_seconds: durations of the weight updates of the engines; the last one counts.
+            overlap: metrics of an asynchronous run that are not in commits.
+            width: in terminal columns.
+        """
+        texts = self.add({**(rollout.summary if rollout else {}), **step.summary, **(overlap or {})})
+        ranks = {column.label: column.rank for column in COLUMNS} | {"time": _TIME_RANK}
+        if spent := seconds_by_stage([c for c in (rollout, step) if c], publish_seconds[-1:]):
+            texts["time"] = f"{sum(spent.values()):.1f}s"
+        digits = len(str(self.num_rounds))
+        count = f"({step.index + 1}/{self.num_rounds})"
+        head = f"round {step.index:>{digits}} {count:<{2 * digits + 3}}"  # the same width in every round
+        while len(texts) > 2 and len(head) + sum(len(label) + len(t) + 3 for label, t in texts.items()) > width:
+            del texts[max(texts, key=ranks.__getitem__)]
+        parts = [Text.assemble((f"{label} ", "dim"), text) for label, text in texts.items()]
+        return Text("  ").join([Text(head), *parts])
+
+
+def short_exponent(number: str) -> str:
+    """Return a formatted number with the shortest exponent: `1.2e-05` as `1.2e-5`."""
+    mantissa, e, exponent = number.partition("e")
+    return f"{mantissa}e{int(exponent)}" if e else number
+
+
+def describe_commit(commit: Commit, num_rounds: int) -> str:
+    """Return the line of a commit by itself: that of a step without the columns of its rollout."""
+    if commit.kind in ("rollout", "step"):
+        return RoundLines(num_rounds).format(commit).plain
+    return EVENT_LINES[commit.kind](commit).strip()
+
+
+def format_sample_preview(rollout: Commit, width: int) -> list[Text]:
+    """Return the samples with the highest and the lowest reward of a rollout's preview: `prompt -> response`, each cut
+    to one line of `width` terminal cells."""
+    rows = [row for row in rollout.state.get("shown") or [] if row["reward"] is not None]
+    lines = []
+    for title, row in [("best", rows[0]), ("worst", rows[-1])][: len(rows)] if rows else []:
+        label = f"{title:<9} {row['reward']:.3f}  "
+        room = max(width - len(label) - 4, 2)
+        response = clip_line(row["response"], room // 2)
+        prompt = clip_line(row["prompt"], room - cell_len(response))
+        response = clip_line(row["response"], room - cell_len(prompt))
+        lines.append(Text.assemble((label, "dim"), prompt, (" -> ", "dim"), response))
+    return lines
+
+
+def clip_line(text: str, width: int) -> str:
+    """Return a text as one line without control characters, shortened in the middle to `width` cells."""
+    text = "".join(char if char.isprintable() else "\ufffd" for char in " ".join(text.split()))
+    if cell_len(text) <= width:
+        return text
+    if width < 9:
+        return set_cell_size(text, width)
+    half = (width - 5) // 2
+    return f"{set_cell_size(text, half)} ... {set_cell_size(text[::-1], half)[::-1]}"
+
+
+def summary_rows(commits: Sequence[Commit], publish_seconds: Sequence[float], store_uri: str) -> dict[str, str]:
+    """Return the results of a run and the seconds of each stage: title -> text."""
+    rows: dict[str, str] = {}
+    newest = {c.kind: c for c in sorted(commits, key=lambda c: c.index)}
+    if "step" in newest:
+        rows["rounds"] = str(newest["step"].policy_version)
+    rewards = {
+        c.index: c.summary["rollout/raw_reward"]
+        for c in commits
+        if c.kind == "rollout" and "rollout/raw_reward" in c.summary
+    }
+    if rewards:
+        first, last = min(rewards), max(rewards)
+        rows["reward"] = f"{rewards[first]:.3f} in round {first}, {rewards[last]:.3f} in round {last}"
+    scores: dict[str, list[str]] = defaultdict(list)
+    for commit in sorted((c for c in commits if c.kind == "eval"), key=lambda c: c.index):
+        for task, reward in eval_rewards(commit).items():
+            scores[task].append(f"{reward:.3f} after {commit.index} rounds")
+    rows |= {f"eval {task}": ", ".join(history) for task, history in scores.items()}
+    rows |= {kind: f"{store_uri}/{newest[kind].attempt}" for kind in ("checkpoint", "export") if kind in newest}
+    if spent := seconds_by_stage(commits, publish_seconds):
+        rows["seconds"] = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in spent.items())
+    return rows
+
+
+def seconds_by_stage(commits: Sequence[Commit], publish_seconds: Sequence[float]) -> dict[str, float]:
+    """Return stage -> seconds, in the order of the loop.
+
+    The total of a commit is the entry of `commit.seconds` named like its stage (`train`), else the sum of all entries.
+    """
+    spent: dict[str, float] = {}
+    for kind, stage in _STAGES.items():
+        if of_kind := [c for c in commits if c.kind == kind]:
+            spent[stage] = sum(c.seconds.get(stage, sum(c.seconds.values())) for c in of_kind)
+        if kind == "step" and publish_seconds:
+            spent["publish"] = sum(publish_seconds)
+    return spent
+
+
+def format_eval_line(commit: Commit) -> str:
+    """Return the printed line of an evaluation: every metric with its confidence interval."""
+    results = []
+    for task in eval_rewards(commit):
+        others = [
+            name
+            for name in commit.summary
+            if name.startswith(f"eval/{task}-") and not name.endswith(("-ci_low", "-ci_high"))
+        ]
+        details = ", ".join(
+            f"{name.removeprefix(f'eval/{task}-')} {format_with_interval(commit.summary, name)}" for name in others
+        )
+        mean = format_with_interval(commit.summary, f"eval/{task}")
+        results.append(f"{task} {mean} ({details})" if details else f"{task} {mean}")
+    return f"  evaluated after {commit.index} rounds: {', '.join(results)}"
+
+
+def format_with_interval(summary: Mapping[str, float], name: str) -> str:
+    """Format a metric with its confidence interval, if the summary has one: `0.500 [0.412, 0.588]`."""
+    low, high = summary.get(f"{name}-ci_low"), summary.get(f"{name}-ci_high")
+    interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+    return f"{summary[name]:.3f}{interval}"
+
+
+EVENT_LINES: dict[str, Callable[[Commit], str]] = {  # kind of commit -> its printed line
+    "model": lambda commit: (
+        f"  converted{' and verified' if 'convert/num_tensors' in commit.summary else ''} "
+        f"in {sum(commit.seconds.values()):.1f}s"
+    ),
+    "checkpoint": lambda commit: f"  saved checkpoint {commit.index:06d} in {sum(commit.seconds.values()):.1f}s",
+    "eval": format_eval_line,
+    "export": lambda commit: f"  exported version {commit.policy_version} in {sum(commit.seconds.values()):.1f}s",
+}
+
+_STAGES = {  # kind of commit -> stage, in the order of the loop
+    "model": "convert",
+    "rollout": "rollout",
+    "step": "train",
+    "checkpoint": "save",
+    "eval": "eval",
+    "export": "export",
+}

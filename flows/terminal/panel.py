@@ -1,0 +1,253 @@
+"""The live panel of a run on a terminal: progress, stages, reward, engines, GPUs, samples, links.
+
+`Display` (flows/runtime/display.py) changes the state; a LiveRegion draws it several times a second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+from rich.style import Style
+from rich.text import Text
+
+from penstock.flows.terminal.sparkline import sparkline
+
+MAX_WIDTH = 100  # columns
+ETA_ROUNDS = 10  # rounds whose median duration gives the remaining time
+LABEL = 10  # columns of the titles of rows
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+STAGES = {  # name of a stage's function -> its name in the panel, in the order of the loop
+    "convert": "convert",
+    "restore": "restore",
+    "rollout": "rollout",
+    "take_rollout": "rollout",
+    "demonstrate": "data",
+    "train": "train",
+    "publish": "publish",
+    "publish_for_evaluation": "publish",
+    "save": "checkpoint",
+    "evaluate_one": "eval",
+    "evaluate_all": "eval",
+    "export": "export",
+    "save_hf": "export",
+    "promote": "promote",
+}
+STAGE_BARS = {  # flow -> stages of its bar
+    "post_train": ("convert", "restore", "rollout", "train", "publish", "checkpoint", "eval", "export"),
+    "sft": ("convert", "restore", "data", "train", "checkpoint", "export"),
+    "evaluate": ("convert", "eval"),
+    "convert": ("convert",),
+}
+
+
+@dataclass
+class Activity:
+    """Something that is running: a stage, or a part of one with a known number of steps."""
+
+    title: str
+    stage: str
+    started_at: float = field(default_factory=time.monotonic)
+    done: int = 0
+    total: int | None = None
+
+
+class Panel:
+    """The state of the panel, and how it is drawn.
+
+    Args:
+        run: name of the run.
+        flow: name of the flow.
+        num_rounds: number of rounds of the run; 0 if the flow does not train.
+        links: returns title -> URL of the run's pages that are known by now.
+        engines: returns the state of the engines in words, "" before their start.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        flow: str,
+        num_rounds: int,
+        links: Callable[[], Mapping[str, str]] = dict,
+        engines: Callable[[], str] = str,
+    ) -> None:
+        self.run = run
+        self.flow = flow
+        self.num_rounds = num_rounds
+        self.links = links
+        self.engines = engines
+        self.num_done = 0  # rounds
+        self.curve_name = "reward"
+        self.curve: dict[int, float] = {}  # round -> reward, or loss without rewards
+        self.evaluations: dict[str, dict[int, float]] = {}  # data set -> policy version -> reward
+        self.last_round = ""  # durations of the stages of the newest round
+        self.samples: Sequence[Text] = ()  # best and worst sample of the newest round
+        self.machine: Mapping[str, float] = {}  # newest system metrics
+        self.phase = ""  # what happens outside the stages, for instance the shutdown
+        self._activities: list[Activity] = []
+        self._finished: set[str] = set()  # stages that this start has finished
+        self._started_at = time.monotonic()
+        self._round_ends = [self._started_at]
+
+    # ---- changes -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def activity(self, title: str, stage: str) -> Iterator[Activity]:
+        """Show an activity during the block."""
+        activity = Activity(title, stage)
+        self._activities.append(activity)
+        try:
+            yield activity
+            self._finished.add(stage)
+        finally:
+            self._activities.remove(activity)
+
+    def finish_round(self, rollout_id: int) -> None:
+        """Count a round that this start has trained."""
+        self.num_done = max(self.num_done, rollout_id + 1)
+        self._round_ends = [*self._round_ends[-ETA_ROUNDS:], time.monotonic()]
+
+    def seconds_left(self) -> float | None:
+        """Return the estimated time until the last round is trained; None before the second round of this start."""
+        ends = self._round_ends[1:]  # the first round waits for the processes
+        if len(ends) < 2 or self.num_done >= self.num_rounds:
+            return None
+        durations = [end - start for start, end in pairwise(ends)]
+        return max(0.0, median(durations) * (self.num_rounds - self.num_done) - (time.monotonic() - ends[-1]))
+
+    # ---- drawing -----------------------------------------------------------------------------------------------------
+
+    def render(self, width: int, height: int) -> list[Text]:
+        """Return the lines of the panel, at most `height` of at most `width` columns. The less important lines are left
+        out first."""
+        width = min(width, MAX_WIDTH)
+        required = [self._title(width), *self._activity_rows(width)]
+        blocks = [
+            [self._stage_bar()],
+            self._curve_rows(width),
+            self._machine_rows(),
+            [Text("  ").join(links)] if (links := self._link_texts()) else [],
+            list(self.samples),
+        ]
+        rows = 1 + len(required)  # with a rule above
+        shown: list[list[Text]] = []
+        for block in blocks:
+            fits = rows + len(block) <= height
+            shown.append(block if fits else [])
+            rows += len(block) if fits else 0
+        bar, curve, machine, links_row, samples = shown
+        title, *activities = required
+        lines = [title, *bar, *activities, *curve, *samples, *machine, *links_row]
+        return [Text("─" * width, style="dim"), *lines] if len(lines) < height else lines[:height]
+
+    def render_phase(self, width: int, height: int) -> list[Text]:
+        """Return one line: what happens now, and for how long."""
+        return [self._phase_row("starting")]
+
+    def _phase_row(self, otherwise: str) -> Text:
+        now = time.monotonic()
+        frame = SPINNER[int(now * 8) % len(SPINNER)]
+        elapsed = format_duration(now - self._started_at)
+        return Text.assemble((f"{frame} ", "cyan"), self.phase or otherwise, (f"  {elapsed}", "dim"))
+
+    def _title(self, width: int) -> Text:
+        elapsed = format_duration(time.monotonic() - self._started_at)
+        if not self.num_rounds:
+            return Text.assemble((self.run, "bold"), f"  {elapsed}")
+        left = self.seconds_left()
+        times = elapsed if left is None else f"{elapsed}, {format_duration(left)} left"
+        text = f"{self.num_done}/{self.num_rounds} rounds"
+        size = max(0, min(40, width - len(self.run) - len(text) - len(times) - 6))
+        parts: list[str | tuple[str, str]] = [(self.run, "bold"), "  ", *bar(self.num_done, self.num_rounds, size)]
+        return Text.assemble(*parts, "  " if size else "", text, "  ", (times, "dim"))
+
+    def _stage_bar(self) -> Text:
+        active = {activity.stage for activity in list(self._activities)}
+        names = STAGE_BARS.get(self.flow, ())
+        marks = [
+            (name, "bold reverse") if name in active else (name, "green") if name in self._finished else (name, "dim")
+            for name in names
+        ]
+        return Text.assemble(("stages".ljust(LABEL), "dim"), Text(" > ", style="dim").join([Text(*m) for m in marks]))
+
+    def _activity_rows(self, width: int) -> list[Text]:
+        """Return a line for each running activity; for the shutdown and the time between two stages, one."""
+        now, rows = time.monotonic(), []
+        frame = SPINNER[int(now * 8) % len(SPINNER)]
+        activities = list(self._activities)
+        nested = {activity.stage for activity in activities if activity.total is not None}
+        for activity in activities:
+            if activity.total is None and activity.stage in nested:
+                continue  # the line with the bar says more
+            parts: list[str | tuple[str, str]] = [(f"{frame} ", "cyan"), activity.title]
+            if activity.total:
+                size = max(0, min(30, width - len(activity.title) - 30))
+                count = f"{activity.done:,}/{activity.total:,}"
+                parts += ["  ", *bar(activity.done, activity.total, size), "  ", count]
+            rows.append(Text.assemble(*parts, (f"  {format_duration(now - activity.started_at)}", "dim")))
+        if self.phase or not rows:
+            rows = [self._phase_row("between two stages")]
+        return rows
+
+    def _curve_rows(self, width: int) -> list[Text]:
+        values = [value for _, value in sorted(self.curve.items())]
+        rows = []
+        if values:
+            change = f"{values[0]:.3f} -> {values[-1]:.3f}"
+            line = sparkline(values, min(60, width - LABEL - len(change) - 2))
+            rows.append(Text.assemble((self.curve_name.ljust(LABEL), "dim"), (line, "green"), f"  {change}"))
+        if self.evaluations:
+            scores = [
+                f"{name} " + " -> ".join(f"{reward:.3f}" for _, reward in sorted(versions.items())[-5:])
+                for name, versions in list(self.evaluations.items())
+            ]
+            rows.append(Text.assemble(("eval".ljust(LABEL), "dim"), ", ".join(scores)))
+        return rows
+
+    def _machine_rows(self) -> list[Text]:
+        rows = {"machine": [self.engines(), *describe_machine(self.machine)], "a round": [self.last_round]}
+        texts = {title: ", ".join(filter(None, parts)) for title, parts in rows.items()}
+        return [Text.assemble((title.ljust(LABEL), "dim"), text) for title, text in texts.items() if text]
+
+    def _link_texts(self) -> list[Text]:
+        return [Text(f"{title} ↗", style=Style(link=url, underline=True)) for title, url in self.links().items()]
+
+
+def bar(done: int, total: int, width: int) -> list[tuple[str, str]]:
+    """Return the parts (text, style) of a progress bar."""
+    filled = min(width, width * done // max(total, 1))
+    return [("━" * filled, "green"), ("─" * (width - filled), "dim")]
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration: `0:05`, `12:34`, `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def describe_machine(metrics: Mapping[str, float]) -> list[str]:
+    """Return the use of CPU, memory and GPUs in words, from the metrics of system_metrics.py; of several GPUs the
+    lowest and the highest value."""
+    if not metrics:
+        return []
+    words = [
+        f"CPU {metrics['system/cpu_utilization_percentage']:.0f}%",
+        f"memory {metrics['system/system_memory_usage_megabytes'] / 1000:.1f} GB",
+    ]
+    gpus = sorted({name.split("_")[1] for name in metrics if name.startswith("system/gpu_")}, key=int)
+    title = f"{len(gpus)} GPUs " if len(gpus) > 1 else "GPU "
+    for what, name, unit, scale in (
+        (title, "utilization_percentage", "%", 1.0),
+        ("", "memory_usage_megabytes", " GB", 1000.0),
+    ):
+        values = [value / scale for gpu in gpus if (value := metrics.get(f"system/gpu_{gpu}_{name}")) is not None]
+        if values:
+            low, high = f"{min(values):.0f}", f"{max(values):.0f}"
+            words.append(f"{what}{low if low == high else f'{low}-{high}'}{unit}")
+    return words

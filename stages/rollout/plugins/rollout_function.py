@@ -1,0 +1,286 @@
+"""Call a user-defined rollout function (`--rollout-function-path`), which generates a whole round:
+
+    def generate_rollout(args, rollout_id, data_source, evaluation=False) -> RolloutFnTrainOutput, or a list of groups
+
+`async` is optional. `data_source.get_samples(n)` returns n groups of pending samples, and `add_samples(groups)` hands
+groups back for later rounds. The function returns --rollout-batch-size groups that it got in this round. Samples
+without a reward are graded afterwards. A group that it neither returns nor hands back is dropped, with this reason.
+
+`args` has the rollout's options, `args.engine` (engine_handle.py), and `args.rollout`, the parts of the built-in
+rollout, which the functions of slime_api.py call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Protocol, TypeVar
+
+from penstock.stages.plugins import describe_function, load_checked_function
+from penstock.stages.rewards.outcome import parse_reward
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.group import GroupRunner
+from penstock.stages.rollout.plugins.engine_handle import EngineHandle
+from penstock.stages.rollout.plugins.hooks import numbers_of
+from penstock.stages.rollout.plugins.plugin_runner import PluginRunner
+from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
+from penstock.stages.rollout.prompts.data_source import (
+    Group,
+    PromptIntake,
+    copy_sample,
+    group_by_group_id,
+    is_unfinished,
+    without_responses,
+)
+from penstock.storage.errors import PluginError
+from penstock.storage.samples.sample import Sample, Status
+
+NOT_RETURNED = "not returned by the rollout function"  # drop reason
+T = TypeVar("T")
+
+
+class Collected(Protocol):
+    """What the built-in rollout collects (`CollectedGroups` of rollout.py)."""
+
+    kept: list[Group]
+    buffered: list[Group]
+    dropped: list[tuple[Group, str]]
+
+
+Collect = Callable[[Callable[[int], Sequence[Group]]], Awaitable[Collected]]
+
+
+def load_rollout_function(path: str) -> Callable[..., Any]:
+    """Load the rollout function that `path` names. Raises PluginError if it does not load or has another signature."""
+    return load_checked_function(path, "generate_rollout", ("args", "rollout_id", "data_source"))
+
+
+class FunctionSource:
+    """The data source of a rollout function. It remembers which groups the function got and handed back. Other
+    attributes (`dataset`, `args`, ...) are those of the run's data source."""
+
+    def __init__(self, intake: PromptIntake) -> None:
+        self._intake = intake
+        self._lock = threading.Lock()
+        self.issued: dict[str, Group] = {}  # group id -> samples as they were before the call
+        self.handed_back: dict[str, list[Any]] = {}  # group id -> samples
+
+    def take(self, num_groups: int) -> list[Group]:
+        """Return the next groups, and remember copies of them."""
+        with self._lock:
+            groups = self._intake.next_groups(num_groups)
+            self.issued |= {group[0].group_id: [copy_sample(sample) for sample in group] for group in groups}
+        return groups
+
+    def get_samples(self, num_samples: int) -> list[list[UserSample]]:
+        """Return `num_samples` groups, one per prompt."""
+        return [[UserSample.of(sample) for sample in group] for group in self.take(num_samples)]
+
+    def add_samples(self, samples: list[Any]) -> None:
+        """Hand groups back for later rounds."""
+        self.handed_back |= {group[0].group_id: group for group in group_by_group_id(samples)}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._intake.source, name)
+
+
+class RolloutTools:
+    """Parts of the built-in rollout that a rollout function may call (`args.rollout`), from any thread or event
+    loop."""
+
+    def __init__(self, config: RolloutConfig, runner: GroupRunner, collect: Collect) -> None:
+        self.config = config
+        self._runner, self._collect = runner, collect
+        self._loop = asyncio.get_running_loop()
+        self.collected: list[Collected] = []
+
+    def generate_rollout(self, source: FunctionSource) -> list[list[UserSample]]:
+        """Return the groups that the built-in rollout keeps."""
+        return asyncio.run(self._await_in_loop(self._generate_rollout(source)))
+
+    async def generate_group(
+        self, group: list[UserSample], sampling: dict[str, Any], *, grade: bool
+    ) -> list[UserSample]:
+        """Return a group, or a single sample in a list, with responses and, if `grade`, with rewards.
+
+        Raises:
+            PluginError: the sampling parameters differ from those of the run.
+        """
+        own = self.config.sampling_params()
+        if changed := [name for name, value in own.items() if sampling.get(name, value) != value]:
+            raise PluginError(
+                f"the sampling parameter {changed[0]} is {sampling[changed[0]]!r}, but the run's is "
+                f"{own[changed[0]]!r}: set the option instead, or use args.engine.generate"
+            )
+        samples = [checked_sample(sample) for sample in group]
+        for sample, view in zip(samples, group):
+            sample.status = Status(view.status)
+        done = await self._await_in_loop(self._runner.run_samples(samples, grade=grade))
+        return [UserSample.of(sample) for sample in done]
+
+    async def _generate_rollout(self, source: FunctionSource) -> list[list[UserSample]]:
+        collected = await self._collect(source.take)
+        self.collected.append(collected)
+        return [[UserSample.of(sample) for sample in group] for group in collected.kept]
+
+    async def _await_in_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if asyncio.get_running_loop() is self._loop:
+            return await coroutine
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+
+class RolloutFunctionCall:
+    """One call of a rollout function. Create it in the event loop of the engines' client.
+
+    Args:
+        config: names the function; its options are attributes of `args`.
+        runner: generates and grades groups of this round.
+        intake: prompts of this round.
+        collect: the built-in rollout: takes a function that returns groups.
+        handle: the engines, as `args.engine`.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, runner: GroupRunner, intake: PromptIntake, collect: Collect, handle: EngineHandle
+    ) -> None:
+        assert config.rollout_function_path is not None
+        self.config, self.runner, self.handle = config, runner, handle
+        self.function = load_rollout_function(config.rollout_function_path)
+        self.name = describe_function(self.function, config.rollout_function_path)
+        self.source = FunctionSource(intake)
+        self.tools = RolloutTools(config, runner, collect)
+        self.metrics: dict[str, float] = {}
+
+    async def run(self, num_groups: int) -> tuple[list[Group], list[Group], list[tuple[Group, str]]]:
+        """Call the function; return the groups to train on, the groups for later rounds, and the dropped groups with
+        the reasons.
+
+        Raises:
+            PluginError: the function raises, or returns something else than `num_groups` groups of this round.
+        """
+        args = SimpleNamespace(**self.config.plugin_arguments(), engine=self.handle, rollout=self.tools)
+        args.sglang_router_ip, args.sglang_router_port = self.handle.address
+        options = {"evaluation": False} if "evaluation" in inspect.signature(self.function).parameters else {}
+        runner = PluginRunner(self.name, is_async=inspect.iscoroutinefunction(self.function))
+        returned = await runner.run(
+            lambda: self.function(args, self.runner.round.rollout_id, self.source, **options),
+            self.config.rollout_timeout,
+        )
+        if self.handle.fault is not None:
+            raise self.handle.fault
+        self.metrics = numbers_of(getattr(returned, "metrics", None) or {}, self.name)
+        kept = [self._checked_group(group) for group in self._groups_of(returned, num_groups)]
+        await asyncio.gather(*(self.runner.grade(group) for group in kept))
+        self.runner.count_generated([sample for group in kept for sample in group])
+        return kept, *self._unused({group[0].group_id for group in kept})
+
+    def _groups_of(self, returned: Any, num_groups: int) -> list[list[Any]]:
+        """Return the groups that the function returned. Raises PluginError if they are not those of a round."""
+        samples = list(_flatten(getattr(returned, "samples", returned)))
+        if strange := next((sample for sample in samples if not isinstance(sample, Sample)), None):
+            raise PluginError(f"{self.name} returned {type(strange).__name__}: return a list of groups of samples")
+        groups = group_by_group_id(samples)
+        if unknown := next((group[0] for group in groups if group[0].group_id not in self.source.issued), None):
+            raise PluginError(
+                f"{self.name} returned a sample with group_id {unknown.group_id!r}, which data_source.get_samples did "
+                "not return in this round: return these samples, or copies of them by copy.deepcopy"
+            )
+        if len(groups) != num_groups:
+            raise PluginError(
+                f"{self.name} returned {len(groups)} groups: return --rollout-batch-size ({num_groups}) groups, and "
+                "hand others back with data_source.add_samples"
+            )
+        return groups
+
+    def _checked_group(self, parts: list[Any]) -> Group:
+        """Return the samples of a group as plain samples, with the ids that they had before the call. Raises
+        PluginError."""
+        origins = {sample.trajectory_id: sample for sample in self.source.issued[parts[0].group_id]}
+        if missing := sorted(origins.keys() ^ {part.trajectory_id for part in parts}):
+            raise PluginError(
+                f"{self.name} returned group {parts[0].group_id!r} without, or with the unknown sample {missing[0]!r}: "
+                "return all samples of a group"
+            )
+        group: Group = []
+        numbers = dict.fromkeys(origins, 0)
+        for part in parts:
+            origin, number = origins[part.trajectory_id], numbers[part.trajectory_id]
+            numbers[part.trajectory_id] += 1
+            try:
+                sample = self._checked_sample(origin, part)
+            except ValueError as error:
+                raise PluginError(f"{self.name}, sample {origin.sample_id}: {error}") from error
+            sample.sample_id = f"{origin.sample_id}.{number}" if number else origin.sample_id
+            group.append(sample)
+        return group
+
+    def _checked_sample(self, origin: Sample, part: Sample) -> Sample:
+        if part.status in (Status.PENDING, Status.ABORTED):
+            raise PluginError(
+                f"its status is {part.status!s}: return finished samples, and hand others back with "
+                "data_source.add_samples"
+            )
+        sample = replace(
+            checked_sample(part, origin.prompt_length),
+            group_id=origin.group_id,
+            trajectory_id=origin.trajectory_id,
+            rollout_id=origin.rollout_id,
+        )
+        if sample.status is Status.FAILED:
+            sample.metadata.setdefault("error", f"{self.name} returned the sample with status failed")
+            return sample
+        if len(sample.token_ids) == origin.prompt_length:
+            raise PluginError("it has no response tokens: set `tokens`, `rollout_log_probs` and `loss_mask`")
+        for version in getattr(part, "weight_versions", ()):
+            if self.runner.round.policy_version_of(version) is None:
+                raise PluginError(
+                    f"weights {version!r} generated it, expected {self.runner.round.weight_version!r}: send requests "
+                    "to the engines of this run (args.sglang_router_ip)"
+                )
+        if isinstance(sample.reward, dict):
+            parse_reward(sample.reward, self.config.reward_key, self.name).apply(sample)
+        elif sample.reward is not None:
+            components = sample.rewards
+            parse_reward(sample.reward, self.config.reward_key, self.name).apply(sample)
+            sample.rewards = components
+        return sample
+
+    def _unused(self, kept: set[str]) -> tuple[list[Group], list[tuple[Group, str]]]:
+        """Return the groups for later rounds, and the dropped ones with their reasons: all issued groups that are not
+        among those that are kept."""
+        back = {group[0].group_id for collected in self.tools.collected for group in collected.buffered}
+        reasons = {group[0].group_id: text for collected in self.tools.collected for group, text in collected.dropped}
+        buffered, dropped = [], []
+        for group_id in sorted(self.source.issued.keys() - kept):
+            if group_id in back or group_id in self.source.handed_back:
+                buffered.append(self._for_later(group_id))
+            else:
+                dropped.append((self.source.issued[group_id], reasons.get(group_id, NOT_RETURNED)))
+        return buffered, dropped
+
+    def _for_later(self, group_id: str) -> Group:
+        """Return a group for a later round: with its tokens if it is finished or with --partial-rollout."""
+        groups = {group[0].group_id: group for collected in self.tools.collected for group in collected.buffered}
+        if group_id in groups:
+            return groups[group_id]
+        parts = self.source.handed_back[group_id]
+        if self.config.partial_rollout or not is_unfinished(parts):
+            try:
+                samples = [checked_sample(part) for part in parts]
+            except ValueError as error:
+                raise PluginError(f"{self.name} hands back group {group_id!r}: {error}") from error
+            for sample, part in zip(samples, parts):
+                sample.status = Status(part.status)
+            return samples
+        return without_responses(self.source.issued[group_id])
+
+
+def _flatten(value: Any) -> list[Any]:
+    """Return the elements of nested lists in one list."""
+    if isinstance(value, list | tuple):
+        return [item for part in value for item in _flatten(part)]
+    return [value]

@@ -1,0 +1,218 @@
+"""The functions and classes of slime that user-defined functions import (`stages/slime_modules.py` lists under which
+names), in terms of Penstock's own.
+
+Those that generate need the `args` of a generate or rollout function, which have the engines of the round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar, TypeVar
+
+import httpx
+
+from penstock.stages.rewards.builtin.boxed import last_boxed
+from penstock.stages.rewards.builtin.dapo import dapo
+from penstock.stages.rewards.builtin.deepscaler import deepscaler
+from penstock.stages.rewards.builtin.math_answer import grade_math
+from penstock.stages.rewards.hub import get_builtin_reward
+from penstock.stages.rollout.plugins.user_sample import UserSample
+from penstock.storage.errors import PluginError
+
+REQUEST_SECONDS = 3600.0  # a response of an engine may take long
+T = TypeVar("T")
+
+
+@dataclass
+class RolloutFnTrainOutput:
+    """What a rollout function returns: groups, and further metrics of the round."""
+
+    samples: list[list[UserSample]]
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass
+class RolloutFnEvalOutput:
+    """What slime's rollout functions return from evaluations, which Penstock does itself."""
+
+    data: dict[str, dict[str, Any]]
+    metrics: dict[str, Any] | None = None
+
+
+class GenerateState:
+    """Tokenizer, sampling parameters and a semaphore for the requests of a round."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.tokenizer = _of_args(args, "engine").tokenizer.inner
+        self.processor = None  # of images; only text models are supported
+        self.sampling_params: dict[str, Any] = args.engine.config.sampling_params()
+        self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency)
+        self.aborted = False
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+    """Return the groups that the built-in rollout keeps. Call it in a rollout function without `async`."""
+    if evaluation:
+        raise PluginError("evaluations do not call the rollout function: generate_rollout needs evaluation=False")
+    return RolloutFnTrainOutput(_of_args(args, "rollout").generate_rollout(data_source))
+
+
+async def generate(args: Any, sample: UserSample, sampling_params: dict[str, Any]) -> UserSample:
+    """Return a sample with a response, and without a reward."""
+    return await _generate_one(args, sample, sampling_params, grade=False)
+
+
+async def generate_and_rm(
+    args: Any, sample: UserSample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> UserSample:
+    """Return a sample with a response and a reward."""
+    return await _generate_one(args, sample, sampling_params, grade=True)
+
+
+async def generate_and_rm_group(
+    args: Any, group: list[UserSample], sampling_params: dict[str, Any], evaluation: bool = False
+) -> list[UserSample]:
+    """Return a group with responses and rewards."""
+    done: list[UserSample] = await _of_args(args, "rollout").generate_group(group, sampling_params, grade=True)
+    return done
+
+
+async def async_rm(args: Any, sample: UserSample, **kwargs: Any) -> Any:
+    """Return the built-in reward of a sample: that of its metadata field `rm_type`, else of --rm-type."""
+    name = sample.metadata.get("rm_type") or args.rm_type
+    if not name:
+        raise PluginError("async_rm needs a built-in reward: give --rm-type, or the metadata field rm_type")
+    reward = get_builtin_reward(name)
+    if reward.remote:
+        return await reward.function(args, sample)
+    return await asyncio.to_thread(reward.function, sample)
+
+
+async def batched_async_rm(args: Any, samples: Sequence[UserSample], **kwargs: Any) -> list[Any]:
+    """Return the built-in reward of every sample."""
+    return list(await asyncio.gather(*(async_rm(args, sample) for sample in samples)))
+
+
+# ---- rewards of texts ------------------------------------------------------------------------------------------------
+
+
+def grade_answer(solution: str, label: str) -> bool:
+    """Return whether the answer in a solution equals the label (--rm-type math)."""
+    return grade_math(solution, label) > 0
+
+
+def deepscaler_reward(response: str, label: str) -> float:
+    """Return the reward of --rm-type deepscaler."""
+    return deepscaler(_text_sample(response, label))
+
+
+def dapo_reward(response: str, label: str, **kwargs: Any) -> dict[str, Any]:
+    """Return the reward of --rm-type dapo, with the keys score and acc."""
+    return dapo(_text_sample(response, label))
+
+
+def extract_answer(response: str) -> str | None:
+    """Return the content of the last \\boxed{} of a response, or None."""
+    return last_boxed(response)
+
+
+# ---- helpers ---------------------------------------------------------------------------------------------------------
+
+
+async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:
+    """Send a POST request with a JSON body, and return the JSON of its response. Failed connections are retried."""
+    async with httpx.AsyncClient(timeout=REQUEST_SECONDS) as client:
+        for attempt in range(max_retries):
+            try:
+                response = await client.post(url, json=payload, headers=headers)
+                response.raise_for_status()
+                return response.json()
+            except httpx.TransportError:
+                if attempt + 1 >= max_retries:
+                    raise
+                await asyncio.sleep(1)
+    raise PluginError(f"max_retries is {max_retries}: give 1 or more")
+
+
+async def get(url: str) -> Any:
+    """Send a GET request, and return the JSON of its response."""
+    async with httpx.AsyncClient(timeout=REQUEST_SECONDS) as client:
+        response = await client.get(url)
+        response.raise_for_status()
+        return response.json()
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in a function without `async`, and return its result."""
+    return asyncio.run(coroutine)
+
+
+def load_tokenizer(directory: str, **kwargs: Any) -> Any:
+    """Load the tokenizer of a Hugging Face directory."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory, **kwargs)
+
+
+def log(args: Any, metrics: Mapping[str, Any], step_key: str | None = None, **kwargs: Any) -> None:
+    """Add metrics to those of the round. Call it in a log function; the round is the step of all metrics."""
+    _of_args(args, "logged_metrics").update({key: value for key, value in metrics.items() if key != step_key})
+
+
+def compute_statistics(values: Iterable[float]) -> dict[str, float]:
+    """Return mean, median, maximum and minimum of numbers."""
+    numbers = [float(value) for value in values]
+    return {
+        "mean": statistics.fmean(numbers),
+        "median": float(statistics.median(numbers)),
+        "max": max(numbers),
+        "min": min(numbers),
+    }
+
+
+def dict_add_prefix(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the dictionary with a prefix before every key."""
+    return {f"{prefix}{key}": value for key, value in values.items()}
+
+
+class SingletonMeta(type):
+    """Metaclass of classes with one instance per process."""
+
+    _instances: ClassVar[dict[type, Any]] = {}
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls not in SingletonMeta._instances:
+            SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
+        return SingletonMeta._instances[cls]
+
+
+async def _generate_one(args: Any, sample: UserSample, sampling: dict[str, Any], *, grade: bool) -> UserSample:
+    if hasattr(args, "rollout"):
+        [done] = await args.rollout.generate_group([sample], sampling, grade=grade)
+        return done
+    engine = _of_args(args, "engine")
+    await engine.generate(sample, **sampling)
+    if grade:
+        sample.reward = await async_rm(args, sample)
+    return sample
+
+
+def _of_args(args: Any, name: str) -> Any:
+    """Return an attribute of `args`. Raises PluginError if the calling function does not have it."""
+    kinds = {
+        "engine": "a generate or rollout function",
+        "rollout": "a rollout function (--rollout-function-path)",
+        "logged_metrics": "a log function (--custom-rollout-log-function-path)",
+    }
+    if not hasattr(args, name):
+        raise PluginError(f"this function of slime works only with the `args` of {kinds[name]}: call it there")
+    return getattr(args, name)
+
+
+def _text_sample(response: str, label: str) -> Any:
+    return SimpleNamespace(response=response, label=label, metadata={})

@@ -1,0 +1,102 @@
+"""Provide the modules of slime that user-defined functions import, without a package named slime.
+
+`from slime.utils.types import Sample` gives Penstock's class with slime's names. The modules are made of the table
+below when a user-defined function is loaded; an installed package named slime is not used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_PLUGINS = "penstock.stages.rollout.plugins"
+_TYPES = {
+    "Sample": f"{_PLUGINS}.user_sample:UserSample",
+    "RolloutFnTrainOutput": f"{_PLUGINS}.slime_api:RolloutFnTrainOutput",
+    "RolloutFnEvalOutput": f"{_PLUGINS}.slime_api:RolloutFnEvalOutput",
+}
+_FILTER = {"DynamicFilterOutput": f"{_PLUGINS}.filters:DynamicFilterOutput"}
+_FILTERS = {
+    name: f"{_PLUGINS}.filters:{name}"
+    for name in ("check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback")
+}
+_SOURCES = {name: f"{_PLUGINS}.custom_source:{name}" for name in ("RolloutDataSource", "RolloutDataSourceWithBuffer")}
+_LOG = {"log": f"{_PLUGINS}.slime_api:log"}
+
+
+def _of_api(*names: str, **renamed: str) -> dict[str, str]:
+    """Return name -> path of names of slime_api.py; `renamed`: slime's name -> ours."""
+    return {name: f"{_PLUGINS}.slime_api:{own}" for name, own in {**{name: name for name in names}, **renamed}.items()}
+
+
+# Module of slime -> name in it -> path of Penstock's class or function.
+MODULES: dict[str, dict[str, str]] = {
+    "slime": {},
+    "slime.utils": {},
+    "slime.utils.types": _TYPES,
+    "slime.utils.async_utils": _of_api("run"),
+    "slime.utils.http_utils": _of_api("post", "get"),
+    "slime.utils.misc": {**_of_api("SingletonMeta"), "load_function": "penstock.stages.plugins:load_function"},
+    "slime.utils.processing_utils": _of_api("load_tokenizer"),
+    "slime.utils.metric_utils": _of_api("compute_statistics", "dict_add_prefix"),
+    "slime.utils.tracking_utils": _LOG,
+    "slime.utils.logging_utils": _LOG,
+    "slime.observability": {},
+    "slime.observability.logging_utils": _LOG,
+    "slime.data": {},
+    "slime.data.data_source": _SOURCES,
+    "slime.rollout": {},
+    "slime.rollout.base_types": _TYPES | _FILTER,
+    "slime.rollout.data_source": _SOURCES,
+    "slime.rollout.filter_hub": {},
+    "slime.rollout.filter_hub.base_types": _FILTER,
+    "slime.rollout.filter_hub.dynamic_sampling_filters": _FILTERS,
+    "slime.rollout.sglang_rollout": _of_api(
+        *("GenerateState", "generate_rollout", "generate", "generate_and_rm", "generate_and_rm_group")
+    ),
+    "slime.rollout.rm_hub": _of_api("async_rm", "batched_async_rm"),
+    "slime.rollout.rm_hub.math_utils": _of_api(
+        "extract_answer", grade_answer_verl="grade_answer", extract_boxed_answer="extract_answer"
+    ),
+    "slime.rollout.rm_hub.deepscaler": _of_api(get_deepscaler_rule_based_reward="deepscaler_reward"),
+    "slime.rollout.rm_hub.math_dapo_utils": _of_api(compute_score="dapo_reward"),
+}
+
+
+class _SlimeFinder(MetaPathFinder, Loader):
+    """Finds and makes the modules of the table."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in MODULES:
+            return ModuleSpec(fullname, self, is_package=True)
+        if fullname.startswith("slime."):
+            near = ", ".join(name for name, names in MODULES.items() if names)
+            raise ModuleNotFoundError(f"{fullname} is not provided; the modules of slime for plug-ins are {near}")
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        names = MODULES[module.__name__]
+
+        def find_attribute(name: str) -> Any:
+            if name not in names:
+                raise AttributeError(f"{module.__name__} has no {name!r} here; it has {', '.join(names) or 'nothing'}")
+            location, _, attribute = names[name].partition(":")
+            return getattr(importlib.import_module(location), attribute)
+
+        module.__getattr__ = find_attribute  # type: ignore[method-assign]
+
+
+_FINDER = _SlimeFinder()
+
+
+def provide_slime_modules() -> None:
+    """Make `import slime...` work in this process."""
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)

@@ -1,0 +1,117 @@
+"""penstock.sbatch with stand-ins for Slurm, Ray and penstock: what it starts, its exit codes, and SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from stand_ins import write_stand_ins
+
+SCRIPT = Path(__file__).parents[2] / "configs/clusters/penstock.sbatch"
+OPTIONS = ["--config", "a b.toml", "--run", "first"]
+
+
+class Job:
+    """One run of the script on the nodes n1 and n2."""
+
+    def __init__(self, folder: Path, **variables: str) -> None:
+        self.calls = folder / "calls"
+        self.scratch = folder / "scratch"
+        self.scratch.mkdir()
+        tools = write_stand_ins(folder / "tools")
+        environment = {
+            "PATH": f"{tools}:/usr/bin:/bin",
+            "CALLS": str(self.calls),
+            "PYTHON": sys.executable,
+            "TMPDIR": str(self.scratch),
+            "SLURM_JOB_ID": "40007",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            **{"JOINED": "0", "CODE": "0", "TICKS": "1"},
+            **variables,
+        }
+        self.process = subprocess.Popen(
+            ["bash", str(SCRIPT), *OPTIONS], env=environment, cwd=folder, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def wait(self) -> tuple[int, str]:
+        output = self.process.communicate(timeout=60)[0]
+        return self.process.returncode, output
+
+    def called(self, name: str) -> list[str]:
+        return [line for line in self.calls.read_text().splitlines() if line.startswith(f"{name} ")]
+
+    def kill(self) -> None:
+        """Kill what is left of the job."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+
+def test_ray_runs_on_every_node_with_a_token_and_the_driver_with_all_arguments(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    assert job.wait()[0] == 0
+    head, other = job.called("ray")
+    port = 20000 + 40007 % 20000
+    assert "--head" in head and f"--port={port}" in head and "--node-ip-address=10.0.0.1" in head
+    assert f"--address=10.0.0.1:{port}" in other and "--node-ip-address=10.0.0.2" in other
+    assert job.called("token") == ["token token 64"] * 2
+    assert job.called("penstock") == [
+        f"penstock train --ray-address 10.0.0.1:{port} --grace-period 240 --config a b.toml --run first"
+    ]
+    assert not [line for line in job.called("scontrol") if "requeue" in line]
+    assert list(job.scratch.iterdir()) == []
+    started = [line for line in job.called("srun") if "ray start" in line]
+    assert ["--nodelist=n1" in started[0], "--nodelist=n2" in started[1]] == [True, True]
+
+
+def test_interface_names_the_addresses(tmp_path: Path) -> None:
+    job = Job(tmp_path, PENSTOCK_INTERFACE="ib0")
+    assert job.wait()[0] == 0
+    assert "--node-ip-address=10.1.0.1" in job.called("ray")[0] and not job.called("getent")
+
+
+@pytest.mark.parametrize("code", ["1", "2"])
+def test_failed_run_fails_the_job_and_is_not_repeated(tmp_path: Path, code: str) -> None:
+    job = Job(tmp_path, CODE=code)
+    assert job.wait()[0] == int(code)
+    assert not [line for line in job.called("scontrol") if "requeue" in line]
+
+
+def test_sigterm_reaches_the_driver_and_the_job_is_queued_again(tmp_path: Path) -> None:
+    job = Job(tmp_path, TICKS="600")
+    try:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "calls.started").exists():
+            assert time.monotonic() < deadline and job.process.poll() is None
+            time.sleep(0.02)
+        job.process.send_signal(signal.SIGTERM)
+        code, output = job.wait()
+        assert code == 143 and "will resume" in output
+        assert job.called("scontrol")[-1] == "scontrol requeue 40007"
+    finally:
+        job.kill()
+
+
+def test_missing_node_ends_the_job_before_the_run(tmp_path: Path) -> None:
+    job = Job(tmp_path, JOINED="1")
+    assert job.wait()[0] == 1 and not job.called("penstock")
+
+
+@pytest.mark.parametrize(
+    "name", ["configs/clusters/penstock.sbatch", "configs/environment/setup.sh", "configs/environment/lock.sh"]
+)
+def test_script_is_accepted_by_bash_and_shellcheck(name: str) -> None:
+    path = SCRIPT.parents[2] / name
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    result = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout

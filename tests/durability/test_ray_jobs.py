@@ -1,0 +1,69 @@
+"""`ray job submit` of a run, as docs/ray-jobs.md describes it: a stopped job is submitted again and resumes the run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+
+import pytest
+from harness import RAY, START_TIMEOUT, Pipeline, World, tiny_flags
+from matrix import verdict
+
+from penstock.engines.ports import reserve_free_port
+
+ROUNDS = 3
+
+
+def ray_job(world: World, port: int, *words: str) -> str:
+    """Run `ray job ...` and return its output."""
+    action, *rest = words
+    command = [*RAY, "job", action, "--address", f"http://127.0.0.1:{port}", *rest]
+    result = subprocess.run(
+        command, env={**os.environ, **world.environment}, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.mark.integration
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(find_spec("opencensus") is None, reason="needs the extra cluster")
+def test_stopped_job_resumes_when_it_is_submitted_again(world: World) -> None:
+    port = reserve_free_port()
+    world.start_prefect()
+    world.start_ray(port)
+    pipeline = Pipeline(world, "job", str(world.root / "store"), tiny_flags(world, ROUNDS), ray_address="auto")
+    deadline = time.monotonic() + START_TIMEOUT
+    while b"version" not in answer(port):
+        assert time.monotonic() < deadline, "Ray's dashboard does not start"
+        time.sleep(0.5)
+    train = [sys.executable, "-m", "penstock", "train", *pipeline._flags]
+    ray_job(world, port, "submit", "--no-wait", "--submission-id", "first", "--", *train)
+    while pipeline.store.committed(pipeline.keys.step_prefix(0)) is None:
+        assert time.monotonic() < deadline, ray_job(world, port, "logs", "first")
+        time.sleep(0.2)
+    ray_job(world, port, "stop", "first")
+    before = pipeline.commits()
+    assert "succeeded" in ray_job(world, port, "submit", "--submission-id", "second", "--", *train)
+    after = pipeline.commits()
+    assert {key: after.get(key, before[key]) for key in before} == before  # --keep-checkpoints removes some
+    assert verdict(pipeline)["num_samples"] == ROUNDS * 8 * 4
+
+
+def answer(port: int) -> bytes:
+    """Return the answer of Ray's dashboard to a request without a token; b"" if it does not answer."""
+    import urllib.error
+    import urllib.request
+
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"http://127.0.0.1:{port}/api/version", timeout=5) as response:
+            return response.read()
+    except urllib.error.HTTPError as error:
+        return b"version" if error.code in (401, 403) else b""  # the token is missing: the dashboard has started
+    except OSError:
+        return b""

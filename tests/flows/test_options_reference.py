@@ -1,0 +1,83 @@
+"""Every name of slime, Megatron and SGLang is in a class, is read somewhere if it is accepted, and is in the
+documentation."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from penstock.engines.megatron.options.table import EFFECTIVE
+from penstock.engines.sglang.args import check_router_args, check_sglang_args, sglang_flags, to_command_line
+from penstock.engines.sglang.server_options import reason_for_refusal
+from penstock.flows.config import list_options
+from penstock.flows.options.flags import megatron_flag_names, penstock_flags
+from penstock.flows.options.reference import options_page
+from penstock.flows.options.refused import is_listed
+from penstock.stages.train.config import OPTIMIZER_FIELDS
+from penstock.storage.errors import EngineError
+
+ROOT = Path(__file__).parents[2]
+NAMES = (Path(__file__).parent / "slime_names.txt").read_text(encoding="utf-8").split()
+
+
+def test_page_of_all_options_is_current() -> None:
+    page = (ROOT / "docs/options.md").read_text(encoding="utf-8")
+    assert page == options_page(), "run: python -m penstock.flows.options.reference > docs/options.md"
+
+
+def test_every_name_of_slime_and_the_seeds_is_in_a_class() -> None:
+    own = {*penstock_flags(), *megatron_flag_names()}
+    known = own | {f"--no-{flag.removeprefix('--')}" for flag in own}
+    unknown = []
+    for name in NAMES:
+        if name in known or is_listed(name):
+            continue
+        program, _, key = name.removeprefix("--").partition("-")
+        check = {"sglang": check_sglang_args, "router": check_router_args}.get(program)
+        try:
+            unknown += [] if check is not None and check({key: "1"}) else [name]
+        except EngineError as error:
+            unknown += [] if "is not allowed: " in str(error) else [name]  # refused with a reason, not unknown
+    assert len(NAMES) > 380 and not unknown
+
+
+@cache
+def attributes_read() -> set[str]:
+    """Return the names of all attributes that the program reads."""
+    paths = [path for name in ("flows", "stages", "engines", "storage") for path in (ROOT / name).rglob("*.py")]
+    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+
+
+def test_every_option_is_read() -> None:
+    read_together = OPTIMIZER_FIELDS  # by TrainConfig.optimizer_options
+    unread = {name for _, name, _ in list_options()} - attributes_read() - set(read_together)
+    assert not unread, f"accepted and read nowhere: {sorted(unread)}"
+
+
+def test_every_effective_option_of_megatron_is_read_by_the_trainer() -> None:
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None and spec.submodule_search_locations
+    core = Path(next(iter(spec.submodule_search_locations))) / "core"
+    folders = ("transformer", "optimizer", "distributed", "pipeline_parallel", "models/gpt", "fusions")
+    paths = [path for folder in folders for path in (core / folder).rglob("*.py")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in paths if not path.name.endswith("_config.py"))
+    own = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "engines/megatron").rglob("*.py"))
+    read = {name for name in EFFECTIVE if re.search(rf"(config|args)\.{name}\b", text)}
+    read |= {name for name in EFFECTIVE if re.search(rf"\.{name}\b|\[?\"{name}\"[\],)]", own)}
+    assert set(EFFECTIVE) == read
+
+
+def test_every_flag_of_sglang_reaches_its_command_line() -> None:
+    known = sglang_flags()
+    if not known:
+        pytest.skip("SGLang is not installed")
+    for name, flag in known.items():
+        if not reason_for_refusal(name):
+            words = to_command_line(check_sglang_args({name: True if flag.switch else "7"}))
+            assert words == [flag.flag] + ([] if flag.switch else ["7"]), name

@@ -1,0 +1,235 @@
+"""The live panel: what a terminal shows while a run works, and that the panel leaves nothing behind."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from penstock.flows.runtime.display import Display
+from penstock.flows.terminal.panel import Panel, describe_machine, format_duration
+from penstock.flows.terminal.region import LiveRegion, can_redraw
+from penstock.flows.terminal.sparkline import sparkline
+from penstock.flows.terminal.startup import end_wait, show_wait
+from penstock.storage.refs import Commit
+
+CODES = re.compile(r"\x1b\[(\d*)([A-Za-z])|\x1b\]8;[^\x1b]*\x1b\\|(\r)|(\n)|([^\x1b\r\n]+)")
+
+
+class Terminal(io.StringIO):
+    """A file that is a terminal, and what its screen shows."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def screen(self, width: int) -> list[str]:
+        """Return the rows of a terminal of `width` columns, of any height, that got the text."""
+        rows, row = [""], 0
+        column = 0
+        for count, code, home, newline, text in CODES.findall(self.getvalue()):
+            if code == "F":
+                row, column = max(0, row - int(count or 1)), 0
+            elif code == "K":
+                rows[row] = rows[row][:column]
+            elif code == "J":
+                rows[row] = rows[row][:column]
+                del rows[row + 1 :]
+            elif home:
+                column = 0
+            elif newline:
+                row, column = row + 1, 0
+            for char in text:
+                if column == width:
+                    row, column = row + 1, 0
+                rows += [""] * (row + 1 - len(rows))
+                rows[row] = rows[row][:column].ljust(column) + char + rows[row][column + 1 :]
+                column += 1
+            rows += [""] * (row + 1 - len(rows))
+        return rows
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal of 100 columns, which `attach` makes standard output and standard error."""
+    for name, value in (("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL"), ("TERM", "xterm-256color")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "30")
+    return Terminal()
+
+
+def open_display(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> Display:
+    attach(terminal, monkeypatch)
+    return Display("my-run", "post_train", config(), "/store")
+
+
+def attach(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the terminal standard output and error. In the test itself, because pytest sets them after the fixtures."""
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+
+
+def config(log_format: str = "text") -> SimpleNamespace:
+    return SimpleNamespace(
+        run=SimpleNamespace(num_rollout=20, debug_rollout_only=False, log_format=log_format),
+        convert=SimpleNamespace(hf_checkpoint="/models/tiny"),
+        rollout=SimpleNamespace(prompt_data=["/data/train.jsonl"]),
+        eval=SimpleNamespace(eval_prompt_data=[]),
+    )
+
+
+def train(display: Display, num_rounds: int) -> None:
+    for r in range(num_rounds):
+        with display.stage("rollout", r), display.progress(f"rollout, round {r}: samples", "rollout") as report:
+            report(3, 8)
+        shown = [{"reward": 1.0, "prompt": "2+3=", "response": "5"}, {"reward": 0.0, "prompt": "4+4=", "response": "9"}]
+        summary = {"rollout/raw_reward": 0.1 * r}
+        display.print_commit(Commit(kind="rollout", index=r, summary=summary, state={"shown": shown}))
+        display.print_commit(Commit(kind="step", index=r, policy_version=r + 1, seconds={"train": 1.0}))
+
+
+def test_panel_shows_progress_curve_samples_and_links_and_is_erased_at_the_end(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    display = open_display(terminal, monkeypatch)
+    display.panel.links = lambda: {"MLflow": "http://127.0.0.1:5000/#/runs/1"}
+    display.panel.engines = lambda: "1 of 2 engines started"
+    train(display, 4)
+    print("a line of a library")
+    shown = "\n".join(terminal.screen(100))
+    for part in ("4/20 rounds", "▁▃▆█  0.000 -> 0.300", "best      1.000  2+3= -> 5", "1 of 2 engines", "MLflow ↗"):
+        assert part in shown
+    assert "\x1b]8;" in terminal.getvalue() and "http://127.0.0.1:5000/#/runs/1" in terminal.getvalue()
+    assert shown.index("round  3 (4/20)") < shown.index("a line of a library") < shown.index("4/20 rounds")
+    display.close()
+    lines = [line for line in terminal.screen(100) if line]
+    assert lines[-2:] == ["round  3 (4/20)   reward 0.300  time 1.0s", "a line of a library"]
+    assert sys.stdout is terminal and sys.stderr is terminal
+    assert "\x1b[?25l" not in terminal.getvalue()  # the cursor is never hidden
+
+
+def test_failure_is_printed_above_the_panel_which_is_erased(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    display = open_display(terminal, monkeypatch)
+    with pytest.raises(RuntimeError), display.stage("train", 0):
+        raise RuntimeError
+    sys.stderr.write("Traceback\nRuntimeError: without a newline")
+    display.close()
+    assert [line for line in terminal.screen(100) if line][-2:] == ["Traceback", "RuntimeError: without a newline"]
+
+
+@pytest.mark.parametrize("width, height", [(100, 30), (100, 8), (40, 30), (20, 5), (5, 2), (300, 100)])
+def test_panel_fits_every_terminal(
+    width: int, height: int, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    display = open_display(terminal, monkeypatch)
+    train(display, 3)
+    display.panel.machine = {"system/cpu_utilization_percentage": 5.0, "system/system_memory_usage_megabytes": 5e3}
+    lines = display.panel.render(width, height)
+    display.close()
+    assert 1 <= len(lines) <= height and any("my-run" in line.plain for line in lines)
+    assert height < 30 or any("reward" in line.plain for line in lines)
+
+
+def test_narrower_terminal_erases_the_wrapped_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    region = LiveRegion(Console(file=terminal, force_terminal=True), lambda width, height: [Text("x" * 90), Text("y")])
+    region.refresh()
+    monkeypatch.setenv("COLUMNS", "40")
+    region.console = Console(file=terminal, force_terminal=True)
+    start = len(terminal.getvalue())
+    region.close()
+    assert terminal.getvalue()[start:] == "\x1b[4F\x1b[J"  # 90 cells take 3 rows of 40, and y takes one
+
+
+@pytest.mark.parametrize("name, value", [("TERM", "dumb"), ("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "INFO")])
+def test_panel_is_not_drawn_without_control_codes_or_with_verbose(
+    name: str, value: str, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    display = open_display(terminal, monkeypatch)
+    train(display, 2)
+    display.close()
+    assert "\x1b[J" not in terminal.getvalue() and "round  1 (2/20)" in terminal.getvalue()
+
+
+def test_colours_are_off_in_a_pipe_and_with_no_color(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    display = open_display(terminal, monkeypatch)
+    train(display, 2)
+    display.warn("careful")
+    display.close()
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", terminal.getvalue())
+    assert not can_redraw(Console(file=io.StringIO())) and can_redraw(Console(file=terminal))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert not can_redraw(Console(file=io.StringIO()))  # colours in a pipe, but no panel
+
+
+def test_what_a_command_waits_for_is_erased_on_a_terminal_and_printed_in_a_pipe(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach(terminal, monkeypatch)
+    show_wait("loading Prefect")
+    assert "loading Prefect" in "".join(terminal.screen(100))
+    show_wait("opening the run")
+    display = Display("my-run", "post_train", config(), "/store")
+    assert "my-run" in "".join(terminal.screen(100)) and sys.stdout is not terminal
+    display.close()
+    end_wait()
+    assert not any("Prefect" in line or "opening" in line for line in terminal.screen(100)) and sys.stdout is terminal
+    pipe = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", pipe)
+    show_wait("loading Prefect")
+    show_wait("opening the run", run="r", as_json=True)
+    show_wait("checking", only_on_terminal=True)
+    first, second = pipe.getvalue().splitlines()
+    assert first == "· loading Prefect" and '"run": "r"' in second and '"message": "opening the run"' in second
+
+
+def test_first_start_of_a_stage_says_in_a_pipe_what_it_waits_for() -> None:
+    out = io.StringIO()
+    display = Display("my-run", "post_train", config(), "/store", console=Console(file=out))
+    for name in ("convert", "restore", "evaluate_one", "rollout", "rollout", "train"):
+        with display.stage(name, 0):
+            pass
+    waits = [line for line in out.getvalue().splitlines() if line.startswith("· ")]
+    assert len(waits) == 3 and all(word in line for word, line in zip(("/models/tiny", "trainer", "engines"), waits))
+
+
+def test_earlier_rounds_of_a_resumed_run_are_counted() -> None:
+    display = Display("my-run", "post_train", config(), "/store", console=Console(file=io.StringIO()))
+    commits = [Commit(kind="rollout", index=r, summary={"rollout/raw_reward": 0.5}) for r in range(5)]
+    commits += [Commit(kind="step", index=r, policy_version=r + 1, summary={"train/loss": 1.0}) for r in range(5)]
+    display.add_earlier(commits)
+    assert display.panel.num_done == 5 and list(display.panel.curve) == [0, 1, 2, 3, 4]
+    line = display.print_commit(Commit(kind="step", index=5, policy_version=6, summary={"train/loss": 0.0}))
+    assert line == "round  5 (6/20)   loss 0.0000  time 0.0s"  # the column was not always 0
+
+
+def test_remaining_time_is_that_of_the_newest_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("penstock.flows.terminal.panel.time.monotonic", lambda: now[0])
+    panel = Panel("r", "post_train", 10)
+    for r, duration in enumerate((50.0, 2.0, 2.0, 9.0, 2.0)):  # the first round waits for the engines
+        assert r > 1 or panel.seconds_left() is None
+        now[0] += duration
+        panel.finish_round(r)
+    assert panel.seconds_left() == 5 * 2.0
+    now[0] += 0.5
+    assert panel.seconds_left() == 9.5
+
+
+def test_numbers_are_formatted_for_the_panel() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█" == sparkline([float(i // 100) for i in range(800)], 8)
+    assert sparkline([2.0, 2.0], 8) == "▅▅" and sparkline([], 8) == sparkline([float("nan")], 8) == ""
+    assert [format_duration(seconds) for seconds in (4.6, 754, 3723)] == ["0:05", "12:34", "1:02:03"]
+    metrics = {"system/cpu_utilization_percentage": 12.3, "system/system_memory_usage_megabytes": 4567.0}
+    assert describe_machine(metrics) == ["CPU 12%", "memory 4.6 GB"]
+    metrics |= {f"system/gpu_{i}_utilization_percentage": 90.0 + i for i in range(3)}
+    metrics |= {f"system/gpu_{i}_memory_usage_megabytes": 61e3 for i in range(3)}
+    assert describe_machine(metrics)[2:] == ["3 GPUs 90-92%", "61 GB"]
