@@ -136,7 +136,7 @@ def test_ray_and_mlflow_accept_their_commands() -> None:
     for place, words in commands("ray"):
         places.add(place)
         start.make_context("start", words[1:])
-    sbatch = re.findall(r'^ *start_ray "[^"]+" (.*)$', (CLUSTERS / "penstock.sbatch").read_text(), re.MULTILINE)
+    sbatch = re.findall(r'^ +start_ray "[^"]+" (.*)$', (CLUSTERS / "penstock.sbatch").read_text(), re.MULTILINE)
     for line in sbatch:
         plain = re.sub(r'"?\$\(address_of "\$node"\)"?|"?\$[A-Z_]+', "1", line).replace('"', "")
         start.make_context("start", ["--block", "--disable-usage-stats", *shlex.split(plain)])
