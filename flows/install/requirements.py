@@ -37,7 +37,8 @@ def read_lock(path: Path) -> dict[str, str]:
 def checkout() -> Path | None:
     """Return the checkout that this module belongs to; None in an installed wheel."""
     root = Path(penstock.__file__).resolve().parents[1]
-    return root if (root / "pyproject.toml").is_file() else None
+    project = root / "pyproject.toml"  # careless packages put theirs into site-packages
+    return root if project.is_file() and f'name = "{PROJECT}"' in project.read_text(encoding="utf-8") else None
 
 
 def declared(source: Path | None) -> tuple[list[str], dict[str, list[str]]]:

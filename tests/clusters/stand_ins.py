@@ -7,7 +7,7 @@ from pathlib import Path
 # Every command appends one line to $CALLS. srun runs its command here, without Slurm's options before it.
 PRELUDE = '#!/bin/bash\necho "$(basename "$0") $*" >>"$CALLS"\n'
 SCRIPTS = {
-    "scontrol": 'if [ "$1" = show ]; then printf "%s\\n" n1 n2; fi',
+    "scontrol": 'if [ "$1" = show ]; then printf "%s\\n" $HOSTS; fi',
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"',
     "getent": 'echo "10.0.0.${2#n}  STREAM $2"',
     "ip": 'echo "2: ib0    inet 10.1.0.1/24 brd 10.1.0.255 scope global ib0"',

@@ -32,7 +32,7 @@ class Job:
             "TMPDIR": str(self.scratch),
             "SLURM_JOB_ID": "40007",
             "SLURM_JOB_NODELIST": "n[1-2]",
-            **{"JOINED": "0", "CODE": "0", "TICKS": "1"},
+            **{"HOSTS": "n1 n2", "JOINED": "0", "CODE": "0", "TICKS": "1"},
             **variables,
         }
         self.process = subprocess.Popen(
@@ -72,6 +72,12 @@ def test_ray_runs_on_every_node_with_a_token_and_the_driver_with_all_arguments(t
     assert ["--nodelist=n1" in started[0], "--nodelist=n2" in started[1]] == [True, True]
 
 
+def test_one_node_needs_no_ray_cluster(tmp_path: Path) -> None:
+    job = Job(tmp_path, HOSTS="n1")
+    assert job.wait()[0] == 0 and not job.called("ray")
+    assert job.called("penstock") == ["penstock train --grace-period 240 --config a b.toml --run first"]
+
+
 def test_interface_names_the_addresses(tmp_path: Path) -> None:
     job = Job(tmp_path, PENSTOCK_INTERFACE="ib0")
     assert job.wait()[0] == 0
@@ -95,7 +101,7 @@ def test_sigterm_reaches_the_driver_and_the_job_is_queued_again(tmp_path: Path) 
         job.process.send_signal(signal.SIGTERM)
         code, output = job.wait()
         assert code == 143 and "will resume" in output
-        assert job.called("scontrol")[-1] == "scontrol requeue 40007"
+        assert job.calls.read_text().splitlines()[-1] == "scontrol requeue 40007", "after the end of Ray"
     finally:
         job.kill()
 
