@@ -265,7 +265,9 @@ class Session:
 
     def _record_end(self, kind: type[BaseException] | None, joules: float | None) -> None:
         """Record the end of this start. A failure, for instance on a full disk, is printed only."""
-        outcome = "FINISHED" if kind is None else "STOPPED" if issubclass(kind, Preempted) else "FAILED"
+        outcome = (
+            "FINISHED" if kind is None else "STOPPED" if issubclass(kind, (Preempted, KeyboardInterrupt)) else "FAILED"
+        )
         try:
             record_end(self.store, self.keys, self._start, outcome, joules)
         except (StoreError, OSError) as error:
