@@ -32,9 +32,10 @@ RECIPES = Path(penstock.__file__).parent / "recipes"
 SKILL_STEPS, HABIT_STEPS, SFT_BATCH = 340, 60, 128  # SFT steps on correct and on partly wrong answers; batch size
 
 MEANING = """What the reward curve means: SFT first taught this model exact arithmetic, then 60 steps of lazy
-demonstrations planted a habit (drop the units: 37+8= -> 40). GRPO removes that habit with a right-or-wrong reward. It
-does not teach arithmetic from scratch, and a 400-thousand-parameter model says nothing about a large one: the demo
-shows that every stage works and that learning happens."""
+demonstrations planted a habit (drop the units: 37+8= -> 40). GRPO removes that habit with a
+right-or-wrong reward. It does not teach arithmetic from scratch, and a 400-thousand-parameter
+model says nothing about a large one: the demo shows that every stage works and that learning
+happens."""
 
 
 class _Parser(argparse.ArgumentParser):

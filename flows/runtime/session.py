@@ -231,7 +231,9 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is not None and not issubclass(kind, Preempted):
             scratch.keep_temp_directory_at_exit()  # it has the logs of Ray and the engines
-        self.display.show_phase("stopping trainer and engines" + ("" if kind else ", writing the report"))
+        was_interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        rest = "" if kind is None else " (Ctrl-C again kills them)" if was_interrupted else " after a failure"
+        self.display.show_phase(f"stopping trainer and engines, writing the report{rest}")
         signal.setitimer(signal.ITIMER_REAL, 0)  # end the grace period: the cleanup has time limits of its own
         was_stopped = kind is not None and issubclass(kind, Preempted)
         self.wait_for_checkpoint_until_deadline()
@@ -252,7 +254,7 @@ class Session:
                     f"{waiting} records are not delivered to {delivery.name} yet ({delivery.problem}); "
                     "the next start delivers them"
                 )
-        patience = max(0.0, min(5.0, self.stop.seconds_left)) if was_stopped else None
+        patience = max(0.0, min(5.0, self.stop.seconds_left)) if was_stopped else 5.0 if was_interrupted else None
         if wait_for_api(self.display.note, patience_seconds=patience):
             commits = self._final_commits or read_commits(self.store, self.keys)
             progress = describe_progress(commits, self._started_at)
@@ -263,7 +265,9 @@ class Session:
 
     def _record_end(self, kind: type[BaseException] | None, joules: float | None) -> None:
         """Record the end of this start. A failure, for instance on a full disk, is printed only."""
-        outcome = "FINISHED" if kind is None else "STOPPED" if issubclass(kind, Preempted) else "FAILED"
+        outcome = (
+            "FINISHED" if kind is None else "STOPPED" if issubclass(kind, (Preempted, KeyboardInterrupt)) else "FAILED"
+        )
         try:
             record_end(self.store, self.keys, self._start, outcome, joules)
         except (StoreError, OSError) as error:
@@ -414,7 +418,7 @@ class Session:
 
     def report_failure(self, stage: str, error: BaseException) -> None:
         """Print that a stage failed. The next attempt restores the trainer and the engines if necessary."""
-        if isinstance(error, Preempted):
+        if isinstance(error, (Preempted, KeyboardInterrupt)):
             self.display.note(f"{stage} cancelled on request; it will rerun on resume")
         else:
             first_line = str(error).partition("\n")[0][:300]

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from penstock.flows import cli
 from penstock.flows.runtime import signals
 from penstock.storage.errors import StoreError
+from penstock.storage.preemption import Preempted
 
 ROOT = Path(__file__).parents[2]
 ADVICE = "; add --verbose for the traceback, and please report this bug"
@@ -89,3 +91,15 @@ def test_first_interrupt_raises_and_the_next_ends_at_once(monkeypatch: pytest.Mo
         assert signal.getsignal(signal.SIGINT) is signals.kill_command
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Preempted("SIGTERM")])
+def test_stage_that_is_interrupted_is_not_reported_as_failed(error: BaseException) -> None:
+    from penstock.flows.runtime.session import Session
+
+    notes: list[str] = []
+    session = object.__new__(Session)
+    session.display = SimpleNamespace(note=notes.append)  # type: ignore[assignment]
+    session.report_failure("rollout", error)
+    session.report_failure("rollout", ValueError("why\nmore"))
+    assert notes[0] == "rollout cancelled on request; it will rerun on resume" and "(ValueError: why)" in notes[1]
