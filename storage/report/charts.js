@@ -314,7 +314,7 @@ function showLineage(overview) {
   const forks = lineage.parents.map(({ run, at }) => "fork of " + run + " at round " + at);
   const models = Object.entries(lineage.models).map(([role, key]) => role + " model: " + key.replace(".commit.json", ""));
   section("lineage", "Lineage", card(holder,
-    element("p", { className: "soft" }, ["made from " + (header.model || "an unnamed model"), ...models, ...forks].join(" \u00b7 ")),
+    element("p", { className: "soft" }, ["made from " + (lineage.sources.join(", ") || header.model || "an unnamed model"), ...models, ...forks].join(" \u00b7 ")),
     lazyDetails("Checkpoints, evaluations and exports with their inputs", () => scrolling(table(["", "version", "size", "inputs", "from"], rows), "tall"))));
 }
 

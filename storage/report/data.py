@@ -16,7 +16,7 @@ from typing import Any
 from penstock.storage.commits import read_commits
 from penstock.storage.history.costs import RunCosts, close_starts, compute_costs
 from penstock.storage.history.starts import read_starts
-from penstock.storage.refs import ORIGINS, Commit, RunKeys, commit_key
+from penstock.storage.refs import ORIGINS, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store
 
@@ -261,14 +261,24 @@ def collect_lineage(store: Store, keys: RunKeys, record: Mapping[str, Any], comm
             "inherited": is_inherited(keys, record, commit),
         }
 
+    models = {role: origin["key"] for role, origin in origins.items() if origin}
+    base = store.committed(models["base"].removesuffix(commit_key(""))) if "base" in models else None
     return {
-        "models": {role: origin.get("key") for role, origin in origins.items() if origin},
+        "sources": [describe_source(path) for path in (base.inputs.values() if base else ())],
+        "models": models,
         "parents": parents,
         "checkpoints": [entry(c) for c in commits if c.kind == "checkpoint"],
         "expired": expired,
         "evaluations": [entry(c) | {"task": _task_of(c)} for c in commits if c.kind == "eval"],
         "exports": [entry(c) for c in commits if c.kind == "export"],
     }
+
+
+def describe_source(path: str) -> str:
+    """Return the path of a model or, for the files of a run, their reference: `my-run/export/20`."""
+    run, _, rest = (attempt_in_path(path) or "").removeprefix("runs/").partition("/")
+    kind, _, version = rest.partition("/")
+    return f"{run}/{kind.removesuffix('s')}/{int(version.partition('/')[0])}" if version else path
 
 
 def collect_costs(costs: RunCosts, stages: list[dict[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,6 +73,12 @@ class Lineage:
         """Return keys and commits of the evaluations of policy `version`."""
         return [(key, commit) for key, commit in self._evals.items() if commit.policy_version == version]
 
+    def evaluated_checkpoints(self) -> list[int]:
+        """Return the policy versions of this run, not of its parent, that have a checkpoint and an evaluation."""
+        evaluated = {commit.policy_version for commit in self._evals.values()}
+        checkpoints = self._commits["checkpoint"].items()
+        return [version for version, saved in checkpoints if version in evaluated and not self.is_copy(*saved)]
+
     def evaluations_without_checkpoint(self, checkpoint: int) -> list[tuple[str, Commit]]:
         """Return keys and commits of the evaluations of policies between the previous checkpoint and `checkpoint`,
         which have no checkpoint."""

@@ -281,6 +281,9 @@ def test_mlflow_refuses_foreign_hosts_and_changes_from_foreign_pages(up: tuple[s
     assert status(create, name, Host="example.com") == 403
     assert status(root, Host="example.com") == 403
     assert status(create, name, Origin=root) == 200
+    made = f"{root}/api/2.0/mlflow/experiments/get-by-name?experiment_name=made%20by%20a%20test"
+    with OPENER.open(made, timeout=30) as answer:  # a place that runs that write to the database itself can use, too
+        assert json.load(answer)["experiment"]["artifact_location"].startswith("file:///")
 
 
 @pytest.mark.integration

@@ -180,6 +180,19 @@ def test_versions_and_aliases_follow_from_commits_and_decisions(store: Store, da
     assert model.tags["penstock.commit"] == commit_key(RunKeys("r").checkpoint_prefix(2))
 
 
+def test_runs_of_one_name_have_their_own_registered_versions(database: Path, tmp_path: Path) -> None:
+    data = write_data(tmp_path / "data.jsonl")
+    for place, versions in (("first", (1, 2)), ("second", (1,)), ("second", (1,))):
+        store = Store(str(tmp_path / place))
+        make_run(store, config_of(store, data), versions[-1], save=versions, score=versions)
+        client = send(store, database, "r")
+    found = sorted(client.search_model_versions("name = 'r'"), key=lambda version: int(version.version))
+    assert [version.tags["penstock.policy"] for version in found] == ["r/1", "r/2", "r/1"]
+    uris = [client.get_logged_model(re.findall(r"models/(m-\w+)", v.description)[0]).params["uri"] for v in found]
+    assert [uri.removeprefix(f"{tmp_path}/").split("/")[0] for uri in uris] == ["first", "first", "second"]
+    assert client.get_registered_model("r").aliases == {"candidate": 3}
+
+
 def test_promotion_is_shown_at_once(store: Store, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client = send(store, database, "r")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")

@@ -21,7 +21,7 @@ from penstock.flows.cli import main
 from penstock.flows.inspect.report import decode_tokens, make_report
 from penstock.flows.runtime.runs import open_run
 from penstock.storage.history.starts import Start, StartEnd, record_start
-from penstock.storage.refs import Commit, RunKeys, commit_key
+from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.report.data import find_gaps
 from penstock.storage.report.page import GENERATOR, embed, extract_data
 from penstock.storage.report.samples import SAMPLES_PER_PAGE, collect_samples
@@ -194,6 +194,20 @@ def test_fork_shows_its_parent_and_the_options_that_differ(tmp_path: Path) -> No
     assert overview["header"]["parent"] == {"run": "r", "at": 2} == overview["lineage"]["parents"][0]
     assert {row["name"] for row in overview["options"] if "parent" in row} == {"lr"}
     assert all(stage["inherited"] for stage in overview["stages"]) and overview["costs"]["rounds"] == []
+
+
+def test_lineage_names_the_run_whose_weights_a_run_starts_from(tmp_path: Path) -> None:
+    store, data = Store(str(tmp_path / "store")), write_data(tmp_path / "data.jsonl")
+    keys = make_run(store, config_of(store, data), 2, save=(2,))
+    saved = store.committed(keys.checkpoint_prefix(2))
+    assert saved is not None and saved.attempt is not None
+    inputs = {"hf_checkpoint": "/hf/copy", "export": saved.attempt}
+    commit_files(store, "models/def", {"w": b"w"}, kind="model", policy_version=0, inputs=inputs)
+    base = CheckpointRef(key="models/def.commit.json", uri="", format="torch_dist", policy_version=0)
+    store.create(RunKeys("n").origin_key("base"), base.model_dump_json().encode())
+    make_run(store, config_of(store, data, "n"), 1)
+    lineage = dict(extract_data(make_report(store, "n")))["overview"]["lineage"]
+    assert lineage["sources"] == ["/hf/copy", "r/checkpoint/2"]
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------

@@ -187,6 +187,7 @@ def test_track_finds_the_run_of_a_moved_store(store: Store, run: TrackedRun, dat
     }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("location", ["beside", "of the server of an earlier release"])
 def test_artifacts_move_with_the_store(
     location: str, store: Store, run: TrackedRun, database: Path, tmp_path: Path

@@ -16,6 +16,7 @@ from penstock.storage.refs import Commit, commit_key, encode_commit
 from penstock.storage.store import Store
 from penstock.storage.tracking import tracking_directory, tracking_uri
 from penstock.storage.tracking.delivery import RunTracking
+from penstock.storage.tracking.mlflow.links import Link, link_tags
 from penstock.storage.tracking.mlflow.tracker import MlflowTracker
 from penstock.storage.tracking.mlflow.values import flatten_params
 from penstock.storage.tracking.outbox import Outbox
@@ -371,3 +372,22 @@ def test_an_offset_beyond_the_end_is_clamped(tmp_path: Path) -> None:
     assert outbox.num_waiting() == 0
     outbox.append("k", {"n": 1})
     assert Outbox(tmp_path).delivered_offset <= (tmp_path / "outbox.jsonl").stat().st_size
+
+
+def test_description_with_many_links_fits_into_mlflow_and_shows_the_newest() -> None:
+    roles = ("base model of run", "evaluated in", "trained in")
+    tags: dict[str, str] = {"mlflow.note.content": "my own text"}
+    for number in range(300):
+        link = Link(
+            roles[number % 3],
+            f"a-run-with-a-somewhat-long-name/eval-{number:06d}-aime",
+            f"#/experiments/1/runs/{number:032x}",
+        )
+        tags |= link_tags(tags, [link])
+    description = tags["mlflow.note.content"]
+    assert description.startswith("my own text\n") and 6000 < len(description) <= 8000
+    assert (
+        all(f"eval-{number:06d}-aime](" in description for number in (297, 298, 299))
+        and "eval-000000" not in description
+    )
+    assert link_tags(tags, [link]) == {}

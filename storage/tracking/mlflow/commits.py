@@ -135,7 +135,8 @@ class MlflowCommits:
             links.append(self.models.link("input", before))
         for evaluation in lineage.evaluations(commit.index):
             if early := self._find_part(evaluation, lineage):  # it was logged before the checkpoint
-                self.runs.add_links(early.info.run_id, self._log_eval(early.info.run_id, *evaluation, lineage))
+                link = self._log_scores(early.info.run_id, early.info.run_name, *evaluation, model)
+                self.runs.add_links(early.info.run_id, [link])
         for evaluation in lineage.evaluations_without_checkpoint(commit.index):
             other = self._find_part(evaluation, lineage)
             links += self._link_parts(child, name, "evaluated during training in", other, "policy trained in")
@@ -160,21 +161,28 @@ class MlflowCommits:
             inputs.append(dataset_input(shards_dataset(key, commit, self.runs.run.store_uri), "samples", commit))
         if inputs:
             self.client.log_inputs(child, datasets=inputs)
-        points = metric_points(Committed(key, commit.created_at, commit))
-        model = self._policy(commit.policy_version, lineage)
-        if model is None:
+        if model := self._policy(commit.policy_version, lineage):
+            links.append(self._log_scores(child, lineage.child_run_name(key, commit), key, commit, model))
+        else:
+            points = metric_points(Committed(key, commit.created_at, commit))
             self.client.log_batch(child, metrics=to_mlflow(points))
             if later := lineage.next_checkpoint(commit.policy_version):
                 other = self._find_part(later, lineage)
                 links += self._link_parts(child, name, "policy trained in", other, "evaluated during training in")
-            return links
+        return links
+
+    def _log_scores(self, child: str, part: str, key: str, commit: Commit, model: LoggedModel) -> Link:
+        """Log the metrics of an evaluation as those of the evaluated model, too, and link the model with the child run
+        `child`, whose name is `part`. Return the link to the model."""
         about = {"run_id": child, "model_id": model.model_id}
-        if inputs:
+        if inputs := self._prompt_inputs(commit)[0]:
             about |= {"dataset_name": inputs[0].dataset.name, "dataset_digest": inputs[0].dataset.digest}
+        points = metric_points(Committed(key, commit.created_at, commit))
         self.client.log_batch(child, metrics=to_mlflow(points, about))
         self.client.log_inputs(child, models=[LoggedModelInput(model.model_id)])
+        name = f"{self.runs.run.name}/{part}"
         self.models.add_links(model, [Link("evaluated in", name, self.runs.url("runs", child))])
-        return [*links, self.models.link("evaluated model", model)]
+        return self.models.link("evaluated model", model)
 
     def _log_export(self, main_run: str, child: str, key: str, commit: Commit, lineage: Lineage) -> list[Link]:
         """Log an export as a model of its own, linked with its checkpoint. Return the links of the child run."""

@@ -15,7 +15,8 @@ from penstock.storage.tracking.mlflow.values import replace_forbidden_characters
 
 _TAG = "mlflow.penstock.link."  # MLflow does not list tags that begin with "mlflow."
 _HEADING = "#### Links"
-_MAX_LINKS = 25  # of one role in the description, the newest by title; MLflow's limit is 8,000 characters
+_MAX_LINKS = 25  # of one role in the description, the newest by title; fewer if the description would be too long
+_MAX_TEXT = 8000  # characters of a description; MLflow cuts longer ones of runs
 
 
 class Link(NamedTuple):
@@ -45,12 +46,20 @@ def link_tags(tags: Mapping[str, str], links: list[Link], text: str | None = Non
 
 
 def describe_links(text: str, links: Mapping[str, str]) -> str:
+    """Return a description: `text`, then a list of links, given by the names of their tags."""
     roles: dict[str, list[str]] = defaultdict(list)
     for name in sorted(links):
         role, _, title = name.removeprefix(_TAG).partition("/")
         roles[role].append(f"[{title}]({links[name]})")
+    num_links = _MAX_LINKS
+    while len(description := _list_links(text, roles, num_links)) > _MAX_TEXT and num_links > 1:
+        num_links -= 1
+    return description
+
+
+def _list_links(text: str, roles: Mapping[str, list[str]], num_links: int) -> str:
     lines = []
     for role, pages in sorted(roles.items()):
-        more = f"{len(pages) - _MAX_LINKS} more, " if len(pages) > _MAX_LINKS else ""
-        lines.append(f"- {role}: {more}{', '.join(pages[-_MAX_LINKS:])}")
+        more = f"{len(pages) - num_links} more, " if len(pages) > num_links else ""
+        lines.append(f"- {role}: {more}{', '.join(pages[-num_links:])}")
     return "\n\n".join(part for part in (text, "\n".join([_HEADING, "", *lines]) if lines else "") if part)

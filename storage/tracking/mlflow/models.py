@@ -137,7 +137,7 @@ class MlflowModels:
             _MODEL_TYPES[commit.kind],
             {"penstock.attempt": attempt},
             {"penstock.commit": original_key(key, commit), "penstock.run": run},
-            {name: str(value) for name, value in params.items() if value != ""},
+            {name: str(value)[:_MAX_PARAM] for name, value in params.items() if value != ""},
             {"files.csv": file_table(commit), "commit.json": commit.model_dump_json(indent=1)},
         )
 

@@ -36,7 +36,7 @@ class MlflowRegistry:
         self.client = runs.client
         self.runs = runs
         self.models = models
-        self._versions: dict[str, dict[str, ModelVersion]] = {}  # registered model -> policy -> version
+        self._versions: dict[str, list[ModelVersion]] = {}  # registered model -> its versions, the oldest first
 
     def register_evaluated(self, version: int, at: float, lineage: Lineage) -> None:
         """Register the checkpoint of a policy version if checkpoint and an evaluation were committed up to a time.
@@ -58,8 +58,7 @@ class MlflowRegistry:
         created = self._find_or_create(run, f"{run}/{version}", model, f"mean reward: {text}")
         store = self.runs.run.store
         decided = bool(read_decisions(store, run)) if store else False
-        newest = max(int(policy.rpartition("/")[2]) for policy in self._versions[run])
-        if version == newest and not decided:
+        if version == max(lineage.evaluated_checkpoints()) and not decided:
             self._set_alias(run, CANDIDATE, created)
 
     def update_models_of_run(self) -> None:
@@ -75,38 +74,33 @@ class MlflowRegistry:
         store = self.runs.run.store
         decisions = read_decisions(store, name) if store else []
         texts = {decision.candidate.name: decision_text(decision) for decision in decisions if decision.candidate}
-        for policy in _policies(decisions):
-            self._register(name, policy, texts.get(policy.name, ""))
+        versions = {policy: self._register(name, policy, texts.get(policy.name, "")) for policy in _policies(decisions)}
         candidates = [decision.candidate for decision in decisions if decision.candidate]
         chosen = {CHAMPION: decisions[-1].champion, CANDIDATE: candidates[-1]} if candidates else {}
         for alias, chosen_policy in chosen.items():
-            version = self._versions.get(name, {}).get(chosen_policy.name) if chosen_policy else None
+            version = versions[chosen_policy] if chosen_policy else None
             if version is not None:
                 self._set_alias(name, alias, version)
 
-    def _register(self, name: str, policy: Policy, text: str) -> None:
+    def _register(self, name: str, policy: Policy, text: str) -> ModelVersion | None:
+        """Return the version of a policy, which is created if missing; None if its checkpoint expired before that."""
         store = self.runs.run.store
         commit: Commit | None = store.committed(policy.checkpoint.removesuffix(commit_key(""))) if store else None
-        if commit is not None:  # otherwise the checkpoint has expired
-            self._find_or_create(name, policy.name, self.models.of_commit(policy.checkpoint, commit), text)
+        if commit is not None:
+            return self._find_or_create(name, policy.name, self.models.of_commit(policy.checkpoint, commit), text)
+        known = [version for version in self._existing(name) if version.tags[_POLICY] == policy.name]
+        return known[-1] if known else None
 
     def _find_or_create(self, name: str, policy: str, model: LoggedModel, text: str) -> ModelVersion:
         """Return the version of a policy, with a description: `text` and a link to the logged model. It is created if
         missing."""
-        from mlflow.exceptions import MlflowException
-
         text = f"{text}\n\nCheckpoint: [{model.name}]({self.runs.url('models', model.model_id)})"
-        if name not in self._versions:
-            try:
-                self.client.create_registered_model(name, {"penstock.store": self.runs.run.store_uri})
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                    raise
-            found = self.client.search_model_versions(f"name = '{name}'", max_results=1000)
-            self._versions[name] = {version.tags[_POLICY]: version for version in found if _POLICY in version.tags}
-        versions = self._versions[name]
-        if policy not in versions:
-            versions[policy] = self.client.create_model_version(
+        existing = self._existing(name)
+        # By the model: a run that was removed and started again under its name has equal policy names.
+        number = next((n for n, version in enumerate(existing) if version.source == model.artifact_location), None)
+        if number is None:
+            number = len(existing)
+            created = self.client.create_model_version(
                 name,
                 model.artifact_location,  # `models:/ID` would be searched in the process's default tracking URI
                 model.source_run_id or self.runs.main_run_id,  # without it, MLflow would search there, too
@@ -115,10 +109,26 @@ class MlflowRegistry:
                 await_creation_for=0,
                 model_id=model.model_id,
             )
-            self._list_version(model, versions[policy])
-        elif versions[policy].description != text:
-            versions[policy] = self.client.update_model_version(name, versions[policy].version, text)
-        return versions[policy]
+            existing.append(created)
+            self._list_version(model, created)
+        elif existing[number].description != text:
+            existing[number] = self.client.update_model_version(name, existing[number].version, text)
+        return existing[number]
+
+    def _existing(self, name: str) -> list[ModelVersion]:
+        """Return the versions of a registered model, the oldest first. The model is created if missing."""
+        from mlflow.exceptions import MlflowException
+
+        if name not in self._versions:
+            try:
+                self.client.create_registered_model(name, {"penstock.store": self.runs.run.store_uri})
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+            found = self.client.search_model_versions(f"name = '{name}'", max_results=1000)
+            versions = [version for version in found if _POLICY in version.tags]
+            self._versions[name] = sorted(versions, key=lambda version: int(version.version))
+        return self._versions[name]
 
     def _list_version(self, model: LoggedModel, version: ModelVersion) -> None:
         """List a version on the page of the logged model, as MLflow's server does."""
