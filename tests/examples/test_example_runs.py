@@ -7,6 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,9 +33,9 @@ def commands(readme: Path) -> list[str]:
 
 def shell(block: str, directory: Path, env: dict[str, str]) -> str:
     """Run a shell block in a directory, and return its output."""
-    script = directory / "block.sh"
-    script.write_text(f'set -e\npenstock() {{ "{sys.executable}" -m penstock "$@"; }}\n{block}')
-    with (directory / "output.txt").open("w+") as output:
+    script = Path(env["SCRATCH"]) / "block.sh"
+    script.write_text(f'set -e\npenstock() {{ python -m penstock "$@"; }}\n{block}')
+    with script.with_suffix(".out").open("w+") as output:
         result = subprocess.run(
             ["bash", str(script)], cwd=directory, env=env, stdout=output, stderr=output, timeout=HANG, check=False
         )
@@ -44,9 +46,10 @@ def shell(block: str, directory: Path, env: dict[str, str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def environment(prefect_api: dict[str, str]) -> dict[str, str]:
-    python = str(Path(sys.executable).parent)
-    return {**prefect_api, "PYTHONPATH": str(REPOSITORY), "PATH": f"{python}:{os.environ['PATH']}"}
+def environment(prefect_api: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    python, scratch = str(Path(sys.executable).parent), str(tmp_path_factory.mktemp("shell"))
+    path = f"{python}:{os.environ['PATH']}"
+    return {**prefect_api, "PYTHONPATH": str(REPOSITORY), "PATH": path, "SCRATCH": scratch}
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +68,9 @@ def run(environment: dict[str, str], tmp_path: Path, request: pytest.FixtureRequ
     def run_example(name: str) -> tuple[Path, list[str]]:
         for folder in ("examples", "configs", "Makefile"):
             (tmp_path / folder).symlink_to(REPOSITORY / folder)
+        if name == "verifiers":
+            shell("make verifiers-environment", REPOSITORY, environment)
+            (tmp_path / ".venv-verifiers").symlink_to(REPOSITORY / ".venv-verifiers")
         readme = REPOSITORY / "examples" / name / "README.md"
         if "../README.md for tiny/" in readme.read_text(encoding="utf-8"):
             shutil.copytree(request.getfixturevalue("demo"), tmp_path / "tiny")
@@ -115,6 +121,23 @@ def test_verifiers_environment_trains(run: Run) -> None:
     for sample in samples:  # the environment's words are not trained on, both answers are
         assert not (sample.reward == 1.0 and "no. " in sample.response)
         assert [logprob < 0 for logprob in sample.rollout_logprobs] == [mask == 1 for mask in sample.loss_mask]
+
+
+def test_agent_of_strands_is_trained(
+    run: Run, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path_factory.mktemp("strands")  # sees all packages of this environment, and takes the additional ones
+    venv.create(own, with_pip=True)
+    [packages] = own.glob("lib/python*/site-packages")
+    (packages / "penstock.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    monkeypatch.setitem(environment, "PATH", f"{own / 'bin'}:{environment['PATH']}")
+    store, _ = run("strands_agent")
+    samples = samples_of(store, "strands", 0)
+    assert sum("<|system|>" in sample.response for sample in samples) > 10, "the agent runs the tool"
+    for sample in samples:
+        assert [logprob < 0 for logprob in sample.rollout_logprobs] == [mask == 1 for mask in sample.loss_mask]
+    values = curve(store, "strands")
+    assert mean(values[-5:]) > mean(values[:3]) + 0.2, values
 
 
 def test_geometry_removes_the_mistake(run: Run) -> None:
