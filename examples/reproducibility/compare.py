@@ -19,7 +19,7 @@ def differing_rounds(store: Store, run: str, other: str) -> list[str]:
                 store.committed(f"{prefix}/steps/{index:06d}"),
             )
             samples.append([content(sample) for sample in read_samples(store, rollout)])
-            digests.append(step.state["weights"])
+            digests.append(step.state["digest"])
         for what, (ours, theirs) in (("samples", samples), ("weights", digests)):
             if ours != theirs:
                 differences.append(f"round {index}: {what}")

@@ -1,0 +1,189 @@
+"""The commands of the examples' READMEs, run as they are printed, and what the READMEs say that they show."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from penstock_command import HANG
+
+from penstock.storage.refs import RunKeys
+from penstock.storage.samples.sample import Sample
+from penstock.storage.samples.shards import read_samples
+from penstock.storage.store import Store
+
+pytestmark = [pytest.mark.integration, pytest.mark.full]
+REPOSITORY = Path(__file__).parents[2]
+Run = Callable[[str], tuple[Path, list[str]]]
+
+
+def commands(readme: Path) -> list[str]:
+    """The shell blocks of a README, before its section about a real model."""
+    text = readme.read_text(encoding="utf-8")
+    return re.findall(r"```bash\n(.*?)```", re.split(r"## (A|Another).* real model", text)[0], re.DOTALL)
+
+
+def shell(block: str, directory: Path, env: dict[str, str]) -> str:
+    """Run a shell block in a directory, and return its output."""
+    script = Path(env["SCRATCH"]) / "block.sh"
+    script.write_text(f'set -e\npenstock() {{ python -m penstock "$@"; }}\n{block}')
+    with script.with_suffix(".out").open("w+") as output:
+        result = subprocess.run(
+            ["bash", str(script)], cwd=directory, env=env, stdout=output, stderr=output, timeout=HANG, check=False
+        )
+        output.seek(0)
+        text = output.read()
+    assert result.returncode == 0, f"{block}\n{text[-4000:]}"
+    return text
+
+
+@pytest.fixture(scope="module")
+def environment(prefect_api: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    python, scratch = str(Path(sys.executable).parent), str(tmp_path_factory.mktemp("shell"))
+    path = f"{python}:{os.environ['PATH']}"
+    return {**prefect_api, "PYTHONPATH": str(REPOSITORY), "PATH": path, "SCRATCH": scratch}
+
+
+@pytest.fixture(scope="module")
+def demo(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models and data that examples/README.md makes with the demo."""
+    directory = tmp_path_factory.mktemp("demo")
+    [block] = commands(REPOSITORY / "examples/README.md")
+    shell(block, directory, environment)
+    return directory / "tiny"
+
+
+@pytest.fixture
+def run(environment: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest) -> Run:
+    """A function that runs all commands of an example in an empty directory."""
+
+    def run_example(name: str) -> tuple[Path, list[str]]:
+        for folder in ("examples", "configs", "Makefile"):
+            (tmp_path / folder).symlink_to(REPOSITORY / folder)
+        if name == "verifiers":
+            shell("make verifiers-environment", REPOSITORY, environment)
+            (tmp_path / ".venv-verifiers").symlink_to(REPOSITORY / ".venv-verifiers")
+        readme = REPOSITORY / "examples" / name / "README.md"
+        if "../README.md for tiny/" in readme.read_text(encoding="utf-8"):
+            shutil.copytree(request.getfixturevalue("demo"), tmp_path / "tiny")
+        return tmp_path / "penstock-store", [shell(block, tmp_path, environment) for block in commands(readme)]
+
+    return run_example
+
+
+def curve(store: Path, run: str, metric: str = "rollout/raw_reward") -> list[float]:
+    """A metric of each round."""
+    opened, prefix = Store(str(store)), f"{RunKeys(run).prefix}/rollouts"
+    commits = [opened.committed(f"{prefix}/{index:06d}") for index in opened.committed_indices(prefix)]
+    return [commit.summary[metric] for commit in commits if commit is not None]
+
+
+def samples_of(store: Path, run: str, round_id: int) -> list[Sample]:
+    opened = Store(str(store))
+    return read_samples(opened, opened.committed(f"{RunKeys(run).prefix}/rollouts/{round_id:06d}"))
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "run_name", "metric", "first", "last"),
+    [
+        ("retool", "retool", "rollout/raw_reward", 0.2, 0.6),
+        ("search", "search", "rollout/raw_reward", 0.3, 0.8),
+        ("customer", "customer", "rollout/raw_reward", 0.3, 0.6),
+        ("multi_agent", "agents", "rollout/rewards/answer", 0.4, 0.7),
+        ("on_policy_distillation", "distilled", "rollout/rewards/right", 0.5, 0.8),
+    ],
+)
+def test_example_learns(run: Run, name: str, run_name: str, metric: str, first: float, last: float) -> None:
+    store, _ = run(name)
+    values = curve(store, run_name, metric)
+    assert mean(values[:3]) < first and mean(values[-5:]) > last, values
+
+
+def test_verifiers_environment_trains(run: Run) -> None:
+    store, _ = run("verifiers")
+    values = curve(store, "verifiers")
+    assert mean(values[:3]) < 0.5 and mean(values[-5:]) > 0.75, values
+    samples = samples_of(store, "verifiers", 0)
+    assert {sample.reward for sample in samples} == {0.0, 0.5, 1.0}
+    assert all(sample.reward == 1.0 or "no. " in sample.response for sample in samples if sample.reward)
+    for sample in samples:  # the environment's words are not trained on, both answers are
+        assert not (sample.reward == 1.0 and "no. " in sample.response)
+        assert [logprob < 0 for logprob in sample.rollout_logprobs] == [mask == 1 for mask in sample.loss_mask]
+
+
+def test_agent_of_strands_is_trained(
+    run: Run, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path_factory.mktemp("strands")  # sees all packages of this environment, and takes the additional ones
+    venv.create(own, with_pip=True)
+    [packages] = own.glob("lib/python*/site-packages")
+    (packages / "penstock.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    monkeypatch.setitem(environment, "PATH", f"{own / 'bin'}:{environment['PATH']}")
+    store, _ = run("strands_agent")
+    samples = samples_of(store, "strands", 0)
+    assert sum("<|system|>" in sample.response for sample in samples) > 10, "the agent runs the tool"
+    for sample in samples:
+        assert [logprob < 0 for logprob in sample.rollout_logprobs] == [mask == 1 for mask in sample.loss_mask]
+    values = curve(store, "strands")
+    assert mean(values[-5:]) > mean(values[:3]) + 0.2, values
+
+
+def test_geometry_removes_the_mistake(run: Run) -> None:
+    store, _ = run("geometry")
+    values = curve(store, "geometry")
+    assert mean(values[-5:]) > mean(values[:3]) + 0.1, values
+    triangles = [
+        [mean([s.reward or 0.0 for s in samples_of(store, "geometry", r) if s.metadata["kind"] == "triangle area"])]
+        for r in (0, 39)
+    ]
+    assert triangles[0][0] < 0.6 and triangles[1][0] > 0.8, triangles
+
+
+def test_streaming_is_stale_within_its_bound_and_learns(run: Run) -> None:
+    store, _ = run("fully_async")
+    values = curve(store, "stream")
+    assert mean(values[:3]) < 0.5 and mean(values[-5:]) > 0.8, values
+    assert 0 < max(curve(store, "stream", "rollout/staleness/max")) <= 2
+
+
+def test_two_runs_are_equal_bit_for_bit(run: Run, environment: dict[str, str]) -> None:
+    store, [output] = run("reproducibility")
+    assert "same-a and same-b are equal bit for bit" in output and "4 of 4" in output
+    compare = [sys.executable, str(REPOSITORY / "examples/reproducibility/compare.py"), str(store), "same-a", "same-c"]
+    fork = ["fork", "same-a", "--at", "2", "--name", "same-c", "--rollout-seed", "8", "--store", str(store)]
+    shell(f"penstock {' '.join(fork)}\npenstock resume same-c --store {store}\n", store.parent, environment)
+    differing = subprocess.run(compare, env=environment, capture_output=True, text=True, check=False)
+    assert differing.returncode == 1 and differing.stdout.split("\n")[0] == "round 2: samples"
+
+
+def test_evaluations_compare_two_checkpoints(run: Run) -> None:
+    _, [output] = run("evaluation_only")
+    for metric in ("heldout-pass@8", "heldout-majority@8", "first-pass@1"):
+        assert metric in output
+
+
+def test_bf16_learns_and_fp8_is_planned(run: Run) -> None:
+    store, [_, plan] = run("low_precision")
+    values, gaps = curve(store, "bf16"), []
+    opened = Store(str(store))
+    for index in range(len(values)):
+        gaps.append(
+            opened.committed(f"{RunKeys('bf16').prefix}/steps/{index:06d}").summary[
+                "train/train_rollout_logprob_abs_diff"
+            ]
+        )
+    assert mean(values[:3]) < 0.5 and mean(values[-5:]) > 0.75, values
+    assert all(1e-4 < gap < 0.05 for gap in gaps), gaps
+    assert "fits" in plan and not (store / "runs/fp8").exists()
