@@ -18,7 +18,7 @@ class EvalConfig(StageConfig):
     """Data sets as NAME PATH; may be repeated."""
 
     eval_config: EvalFile | None = option(None, mutability="schedule")
-    """TOML file with further data sets, each with its own settings (docs/evaluation.md)."""
+    """TOML or YAML file with further data sets, each with its own settings (docs/evaluation.md)."""
 
     eval_interval: int | None = option(None, mutability="schedule", ge=1)
     """Evaluate every N rounds, and also before the first and after the last round."""

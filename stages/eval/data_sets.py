@@ -20,6 +20,7 @@ from penstock.storage.errors import OptionError
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _MAX_NAME = 100  # characters: a name is part of file names, which have at most 255 bytes
 _MAX_BYTES = 4 << 20
+_YAML = (".yaml", ".yml", ".json")  # endings of names; JSON is YAML
 
 
 class DataSetSettings(StageConfig):
@@ -92,7 +93,8 @@ def read_eval_file(path: str) -> EvalFile:
             data = file.read(_MAX_BYTES + 1)
         if len(data) > _MAX_BYTES:
             raise OptionError(f"this file is larger than {_MAX_BYTES} bytes: give a TOML file with [[datasets]]")
-        values = tomllib.loads(data.decode("utf-8").replace("\r\n", "\n"))
+        text = data.decode("utf-8").replace("\r\n", "\n")
+        values = _parse_yaml(text) if path.endswith(_YAML) else tomllib.loads(text)
     except FileNotFoundError:
         raise OptionError("this file does not exist: give a TOML file with [[datasets]]") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -100,6 +102,25 @@ def read_eval_file(path: str) -> EvalFile:
     except OSError as error:
         raise OptionError(f"this file cannot be read ({error.strerror}): give a TOML file with [[datasets]]") from None
     return parse_eval_file(values)
+
+
+def _parse_yaml(text: str) -> dict[str, Any]:
+    """Return the content of a YAML or JSON file as that of a TOML file. As in slime's files, everything may be below
+    `eval`, and `datasets` may map names to settings. Raises OptionError."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise OptionError(f"this file is not YAML ({' '.join(str(error).split())[:150]}): correct it") from None
+    if isinstance(values, dict) and list(values) == ["eval"]:
+        values = values["eval"]
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise OptionError("this file is not a mapping: write `datasets:`, and below it a list of names and paths")
+    data_sets = values.get("datasets")
+    if isinstance(data_sets, dict) and all(isinstance(entry, dict) for entry in data_sets.values()):
+        values["datasets"] = [{"name": str(name), **entry} for name, entry in data_sets.items()]
+    return values
 
 
 def parse_eval_file(values: dict[str, Any]) -> EvalFile:

@@ -111,6 +111,39 @@ def test_an_invalid_file_is_refused_in_one_sentence(tmp_path: Path, text: str, m
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "evals.yaml",
+            "eval:\n  defaults: {temperature: 0.6}\n  datasets:\n    - {name: a, path: a.jsonl, top_p: 0.7}\n",
+        ),
+        ("evals.yml", "defaults:\n  temperature: 0.6\ndatasets:\n  a:\n    path: a.jsonl\n    top_p: 0.7\n"),
+        (
+            "evals.json",
+            '{"defaults": {"temperature": 0.6}, "datasets": [{"name": "a", "path": "a.jsonl", "top_p": 0.7}]}',
+        ),
+        ("evals.toml", '[defaults]\ntemperature = 0.6\n[[datasets]]\nname = "a"\npath = "a.jsonl"\ntop_p = 0.7\n'),
+    ],
+)
+def test_yaml_and_json_mean_the_same_as_toml(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    evals = read(tmp_path / name).eval
+    assert evals.eval_prompt_data == [("a", "a.jsonl")]
+    assert evals.data_set_settings("a").items() >= {"temperature": 0.6, "top_p": 0.7}.items()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- a", "not a mapping"), ("a: [", "not YAML"), ("datasets:\n- {name: a, paht: b}", "unknown setting 'paht'")],
+)
+def test_invalid_yaml_is_refused_in_one_sentence(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "evals.yaml").write_text(text)
+    with pytest.raises(OptionError, match=f"^--eval-config .*{message}") as raised:
+        read(tmp_path / "evals.yaml")
+    assert "\n" not in str(raised.value)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"^--eval-config '.*none.toml'"):
         read(tmp_path / "none.toml")
