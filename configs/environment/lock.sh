@@ -12,7 +12,7 @@ for python in 3.11 3.12; do
         lock=configs/environment/lock/$kind-py$python.txt
         # sglang 0.5.21 has wheels for glibc 2.34 and newer only.
         # shellcheck disable=SC2086 # UV_OPTIONS are several words
-        uv pip compile pyproject.toml --extra "$extra" --extra gs --extra az --extra test --extra dev \
+        uv pip compile pyproject.toml --extra "$extra" --extra gs --extra az --extra test --extra dev --extra docs \
             -c <(echo "torch==$TORCH") --python-version "$python" --python-platform x86_64-manylinux_2_35 \
             --no-header --no-annotate --quiet --output-file "$lock" ${UV_OPTIONS:-} >/dev/null
         if [ "$kind" = cpu ]; then # torch's CPU wheel has no CUDA packages, unlike the wheel that uv reads

@@ -27,7 +27,7 @@ USAGE = """penstock setup [--cpu | --cuda] [--with EXTRAS] [--torch-index URL] [
 
   --cpu, --cuda   which engines to install; default: CUDA if nvidia-smi lists a GPU
   --with EXTRAS   optional parts, separated by commas; default s3,query. There are s3, gs, az (stores), query
-                  (penstock query), wandb, tensorboard, cluster (ray job submit), test, dev
+                  (penstock query), wandb, tensorboard, cluster (ray job submit), docs, test, dev
   --torch-index URL   package index for torch and torchvision only, such as PyTorch's index of CPU builds
   --check         print what is missing and install nothing; exit code 1 if something is"""
 
