@@ -25,7 +25,8 @@ from penstock.flows.options.flags import megatron_flag_names
 from penstock.storage.config import field_meta
 
 DOCS = Path(__file__).resolve().parents[1]
-SLIME = set((DOCS / "scripts" / "slime_options.txt").read_text(encoding="utf-8").split("\n")[1:])
+# The names of slime, and of the descriptions of it that Penstock follows.
+SLIME = set((DOCS.parent / "tests" / "flows" / "slime_names.txt").read_text(encoding="utf-8").split())
 SECTION_TITLES = {
     "run": "The run",
     "convert": "Model, conversion and export",
@@ -65,9 +66,9 @@ def configuration_page() -> str:
         "has its type and bound, its default, whether a resumed run may change it, and where the name comes from:",
         "slime, Megatron or Penstock.",
         "",
-        "Options of Megatron-core are accepted under Megatron's names",
-        "([training.md](../training.md#options-of-megatron)), those of SGLang's servers as `--sglang-NAME` and those",
-        "of its router as `--router-NAME` ([engines.md](../engines.md)).",
+        "Options of Megatron-core are accepted under Megatron's names, those of SGLang's servers as `--sglang-NAME`",
+        "and those of its router as `--router-NAME`. [Names of slime, Megatron and SGLang](../options.md) lists them,",
+        "with the names that are synonyms, accepted without effect, or refused.",
         "",
     ]
     for section in SECTIONS:
@@ -96,7 +97,7 @@ def option_entry(name: str, field: FieldInfo) -> Iterator[str]:
 
 def origin(flag: str) -> str:
     """Return which program has an option of this name."""
-    return "slime" if flag in SLIME else "Megatron" if flag in megatron_flag_names() else "Penstock"
+    return "Megatron" if flag in megatron_flag_names() else "slime" if flag in SLIME else "Penstock"
 
 
 def plain_text(text: str) -> str:

@@ -1,5 +1,5 @@
-"""Write the page docs/options.md: every name that a command line may have, with its class. It is made from the tables
-that the commands use: `python -m penstock.flows.options.reference > docs/options.md`.
+"""Write the page docs/options.md: every name that a command line may have besides the options of Penstock, with its
+class. It is made from the tables that the commands use: `python -m penstock.flows.options.reference > docs/options.md`.
 """
 
 from __future__ import annotations
@@ -7,24 +7,23 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from penstock.engines.megatron.options.args import ALIASES
 from penstock.engines.megatron.options.table import TABLE
 from penstock.engines.sglang.args import ROUTER_RESERVED
 from penstock.engines.sglang.server_options import DROPPED, REFUSED, RENAMED, RESERVED
-from penstock.flows.config import flag_of_field, list_options
+from penstock.flows.config import flag_of_field
 from penstock.flows.options import refused
-from penstock.storage.config import field_meta
+from penstock.flows.options.flags import penstock_flags
 
-HEAD = """# Options
+HEAD = """# Names of slime, Megatron and SGLang
 
-Every name that `penstock train` and the other flows accept, with its class; `penstock train --help` prints the first
-table. The page is made from the code, and a test compares both.
+Every name that `penstock train` and the other flows accept besides the options of Penstock, which
+[Configuration](reference/configuration.md) lists with their spellings. The page is made from the code, and a test
+compares both.
 
 | class | meaning |
 |---|---|
-| option | has an effect; all spellings in a row mean the same; the log names one that is not the first |
 | synonym | stands for other options, named once in the log |
 | accepted | asks for what Penstock does anyway; the reason is logged once |
 | refused | an error before anything starts, with what to use instead |
@@ -35,31 +34,12 @@ Any other name is an error that suggests the nearest one, if one is near.
 
 def options_page() -> str:
     """Return the page docs/options.md."""
-    lines = [HEAD, "## Options of Penstock and slime", ""]
-    section = ""
-    for owner, name, field in list_options():
-        if owner != section:
-            lines += [*([""] if section else []), f"### [{owner}]", "", "| flag | default | |", "|---|---|---|"]
-            section = owner
-        spellings = " ".join(f"`{flag}`" for flag in spellings_of(name, field))
-        lines.append(f"| {spellings} | {default_text(field)} | {cell(field.description or '')} |")
-    lines += ["", "## Synonyms", "", *table(("name", "means"), sorted(synonym_rows()))]
+    lines = [HEAD, "## Synonyms", "", *table(("name", "means"), sorted(synonym_rows()))]
     lines += ["", "## Accepted names of slime and Megatron-LM", "", *table(("name", "why"), refused.ACCEPTED.items())]
     lines += ["", "## Refused names of slime", "", *table(("name", "what to use"), refused.REFUSED.items())]
     lines += ["", "## Options of Megatron", "", *megatron_lines()]
     lines += ["", "## Options of SGLang and its router", "", *sglang_lines()]
     return "\n".join(lines) + "\n"
-
-
-def spellings_of(name: str, field: Any) -> list[str]:
-    """Return the spellings of an option: its flag, then the other ones."""
-    return [flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)]
-
-
-def default_text(field: Any) -> str:
-    """Return the default of an option for a table; "" if there is none."""
-    default = None if field.is_required() else field.get_default(call_default_factory=True)
-    return "" if default in (None, "", [], {}) else f"`{str(default).lower() if default in (True, False) else default}`"
 
 
 def synonym_rows() -> Iterator[tuple[str, str]]:
@@ -73,7 +53,7 @@ def synonym_rows() -> Iterator[tuple[str, str]]:
 
 def megatron_lines() -> Iterator[str]:
     """Yield the lines about Megatron's options, by class."""
-    yield "Accepted unchanged; options of Penstock above have Megatron's names too. Effective:"
+    yield "Accepted unchanged; some options of Penstock have names of Megatron, too. Effective:"
     yield ""
     yield from table(
         ("name", "effect"),
@@ -108,7 +88,7 @@ def sglang_lines() -> Iterator[str]:
     rows: list[tuple[str, str]] = [(server_flag(name), f"set from {source}") for name, source in RESERVED.items()]
     rows += [(server_flag(name) + ("..." if name.endswith("_") else ""), text) for name, text in REFUSED.items()]
     rows += [(f"--router-{name.replace('_', '-')}", text) for name, text in ROUTER_RESERVED.items()]
-    yield from table(("name", "refused, because"), rows)
+    yield from table(("name", "refused, because"), [row for row in rows if row[0] not in penstock_flags()])
     yield ""
     yield "Names of older releases, if the installed one does not have them:"
     yield ""
