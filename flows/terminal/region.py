@@ -6,6 +6,7 @@ The cursor stays visible, on the line below the region: a process that is killed
 from __future__ import annotations
 
 import atexit
+import io
 import math
 import sys
 import threading
@@ -66,15 +67,13 @@ class LiveRegion:
 
     def print(self, text: Text) -> None:
         """Print a text above the region."""
-        with self.console.capture() as printed:
-            self.console.print(text)
-        self.write_above(printed.get())
+        self.write_above(self._paint([text], soft_wrap=True))
 
     def write_above(self, text: str) -> None:
         """Write whole lines above the region."""
         with self._lock:
-            self._write(self._erase() + text)
-            self._drawn = []
+            erase, self._drawn = self._erase(), []
+            self._write(erase + text)
             if not self._closed.is_set():
                 self.refresh()
 
@@ -84,14 +83,29 @@ class LiveRegion:
             width, height = self.console.size
             lines = list(self.render(width - 1, height - 1))[: max(height - 1, 0)]  # no line wraps; the cursor has one
             same_place = sum(self._rows(cells) for cells in self._drawn) == len(self._drawn)
-            output = [f"\x1b[{len(self._drawn)}F" if self._drawn else "\r"] if same_place else [self._erase()]
+            start = self._erase() if not same_place else f"\x1b[{len(self._drawn)}F" if self._drawn else "\r"
             for line in lines:
                 line.truncate(width - 1, overflow="ellipsis")
-                with self.console.capture() as drawn:
-                    self.console.print(line, end="", soft_wrap=False, no_wrap=True, overflow="crop")
-                output.append(f"{drawn.get()}\x1b[K\n")
-            self._write("".join(output) + "\x1b[J")
+            output = start + self._paint(lines).replace("\n", "\x1b[K\n") + "\x1b[J"
             self._drawn = [line.cell_len for line in lines]
+            self._write(output)
+
+    def _paint(self, lines: Sequence[Text], *, soft_wrap: bool = False) -> str:
+        """Return lines with the control codes of their colours. A console of its own does it: if Ctrl-C interrupts it,
+        nothing of it is printed later."""
+        out = io.StringIO()
+        colours: Any = self.console.color_system
+        console = Console(
+            file=out,
+            force_terminal=True,
+            color_system=colours,
+            no_color=self.console.no_color,
+            width=self.console.width,
+            highlight=False,
+        )
+        for line in lines:
+            console.print(line, soft_wrap=soft_wrap, no_wrap=True, overflow="ignore" if soft_wrap else "crop")
+        return out.getvalue()
 
     def _erase(self) -> str:
         """Return the control codes that erase the drawn lines. They take more rows if the terminal has become narrower
