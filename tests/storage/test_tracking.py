@@ -161,6 +161,15 @@ def test_mlflow_can_open_the_source_of_every_data_set(database: Path, tmp_path: 
         assert "mlflow_colspec" in json.loads(dataset.schema or '{"mlflow_colspec": []}')
 
 
+def test_artifacts_are_beside_a_database_given_by_a_relative_path(
+    database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert track(tmp_path / "out", Path(database.name), commits()[:1]) == 0
+    assert track(tmp_path / "out", Path(database.name), commits()) == 0
+    assert list(tmp_path.glob("artifacts/penstock/*/artifacts/commit.json"))
+
+
 def test_delivering_everything_again_changes_nothing(database: Path, tmp_path: Path) -> None:
     track(tmp_path / "out", database, commits())
     before = counts(database)

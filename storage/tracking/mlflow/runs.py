@@ -41,7 +41,7 @@ class MlflowRuns:
         if self._experiment_id is None:
             name, location = self.run.experiment, None
             if self.uri.startswith("sqlite:///"):  # without a server, MLflow would write to the current directory
-                database = Path(self.uri.removeprefix("sqlite:///"))
+                database = Path(self.uri.removeprefix("sqlite:///")).absolute()
                 location = (database.parent / ARTIFACTS / name).as_uri()
                 update_artifact_paths(database, name)
             existing = self.client.get_experiment_by_name(name)
