@@ -48,7 +48,7 @@ async def generate(args, sample: Sample, sampling_params, evaluation=False) -> S
 """,
     "reward.py": """
 async def reward_func(args, sample, **kwargs):
-    return float(len(sample.response) % 3 + sample.metadata["bonus"])
+    return float(len(sample.response) % 3 + sample.metadata.get("bonus", 0))
 """,
     "filters.py": """
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
