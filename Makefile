@@ -45,7 +45,6 @@ lint: setup  ## formatter, linter, import boundaries, types
 	$(BIN)/mypy
 
 docs: setup  ## build the documentation site in site/; a dead link or anchor is an error
-	@$(BIN)/python -c "import material" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[docs]"
 	$(BIN)/python docs/scripts/reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 

@@ -18,5 +18,5 @@ command -v "$PYTHON" >/dev/null || fail "$PYTHON not found; install Python 3.11 
 "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m venv "$VENV" || fail "no virtual environment in $VENV: $PYTHON -m venv failed"
 
 # shellcheck disable=SC2086 # SETUP_OPTIONS are several words
-PYTHONPATH=. "$VENV/bin/python" -m penstock setup --with test,dev ${SETUP_OPTIONS:-}
+PYTHONPATH=. "$VENV/bin/python" -m penstock setup --with test,dev,docs ${SETUP_OPTIONS:-}
 echo "The command is $VENV/bin/penstock; or penstock, after: source $VENV/bin/activate"
