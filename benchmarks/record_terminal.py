@@ -118,15 +118,16 @@ class Screen:
         self.style = (colour, bold, dim, underlined, reversed_)
 
 
-def read_frames(cast: Path, num_frames: int) -> tuple[int, int, list[list[list[tuple[str, Style]]]]]:
+def read_frames(cast: Path, num_frames: int, since: str = "") -> tuple[int, int, list[list[list[tuple[str, Style]]]]]:
     """Return (width, height, the screens at `num_frames` times of an asciicast, the last one included). A wait counts
-    as at most one second."""
+    as at most one second, and the time before the first output that contains `since` does not count."""
     lines = cast.read_text(encoding="utf-8").splitlines()
     header = json.loads(lines[0])
-    events, last, now = [], 0.0, 0.0
+    events, last, now, begun = [], 0.0, 0.0, False
     for line in lines[1:]:
         at, _, text = json.loads(line)
-        now, last = now + min(at - last, 1.0), at
+        begun = begun or since in text
+        now, last = now + min(at - last, 1.0) * begun, at
         events.append((now, text))
     screen, frames = Screen(header["width"], header["height"]), []
     times = iter([now * (number + 1) / num_frames for number in range(num_frames - 1)])
@@ -202,12 +203,14 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=100)
     parser.add_argument("--height", type=int, default=30)
     parser.add_argument("--frames", type=int, default=30)
+    parser.add_argument("--since", default="", help="the animation begins when this text appears")
     parser.add_argument("--seconds", type=float, default=30.0, help="duration of the animation")
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
     options, command = parser.parse_args(words[:end]), words[end + 1 :]
     code = record(command, options.cast, options.width, options.height) if command else 0
-    options.svg.write_text(render_svg(*read_frames(options.cast, options.frames), options.seconds), encoding="utf-8")
+    frames = read_frames(options.cast, options.frames, options.since)
+    options.svg.write_text(render_svg(*frames, options.seconds), encoding="utf-8")
     return code
 
 

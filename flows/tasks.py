@@ -73,6 +73,7 @@ def restore(session: Session) -> None:
     session.processes.materialize_fork()
     version = session.num_trained_rounds()
     if version < session.num_rounds:
+        session.display.note_wait("waiting for the trainer (it loads torch, Megatron-core and the policy)")
         session.processes.restore_trainer_at(version)
         session.set_stage_message(f"the trainer has policy version {version}")
     else:

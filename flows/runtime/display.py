@@ -135,13 +135,16 @@ class Display:
         for."""
         shown = STAGES.get(name, name)
         title = shown if rollout_id is None else f"{shown}, round {rollout_id}"
-        wait = _WAITS.get(name)
-        if wait is not None and wait not in self._announced:
-            self._announced.add(wait)
-            if self._region is None:
-                self.note(wait.format(model=self.model))
+        if name in _WAITS:
+            self.note_wait(_WAITS[name].format(model=self.model))
         with self.panel.activity(title, shown):
             yield
+
+    def note_wait(self, text: str) -> None:
+        """Print what the run waits for, once, unless there is a panel, which shows it."""
+        if self._region is None and text not in self._announced:
+            self._announced.add(text)
+            self.note(text)
 
     def show_phase(self, text: str) -> None:
         """Show what happens outside the stages: in the panel, otherwise as a line."""
@@ -298,8 +301,6 @@ def print_table(
 _ENGINES = "waiting for the engines (they load the model)"
 _WAITS = {  # stage -> what its first start waits for
     "convert": "converting {model}, unless the store has it",
-    "demonstrate": "reading the first demonstrations",
-    "restore": "waiting for the trainer (it loads torch, Megatron-core and the policy)",
     "evaluate_one": _ENGINES,
     "rollout": _ENGINES,
     "take_rollout": _ENGINES,
