@@ -178,8 +178,8 @@ def test_agents_of_an_execution_share_trajectory_and_reward(
         question = solver.prompt.removeprefix("<|user|>").removesuffix("<|end|><|assistant|>")
         if "<|" not in draft + opinion:  # a random model also writes special tokens, which are not part of a message
             plain += 1
-            assert critic.prompt == f"<|user|>{draft}?{question}<|end|><|assistant|>"
-            assert rewriter.prompt == f"<|user|>{draft}?{opinion},{question}<|end|><|assistant|>"
+            assert critic.prompt == f"<|user|>{question}{draft}?<|end|><|assistant|>"
+            assert rewriter.prompt == f"<|user|>{question}{draft}?{opinion}:<|end|><|assistant|>"
         assert {sample.reward for sample in (solver, critic, rewriter)} == {rewriter.rewards["answer"]}
     assert len({execution[0].trajectory_id for execution in executions}) == 4 * 8 and plain
 
