@@ -9,8 +9,8 @@ because a draft or an opinion is good if it leads to a right answer.
 import copy
 import re
 
-CRITIC = "{draft}?{question}"  # for a chat model: instructions instead of these symbols (see the README)
-REWRITER = "{draft}?{opinion},{question}"
+CRITIC = "{question}{draft}?"  # for a chat model: instructions instead of these symbols (see the README)
+REWRITER = "{question}{draft}?{opinion}:"
 OPINION_TOKENS = 2
 
 

@@ -98,10 +98,10 @@ def mean(values: list[float]) -> float:
 @pytest.mark.parametrize(
     ("name", "run_name", "metric", "first", "last"),
     [
-        ("retool", "retool", "rollout/raw_reward", 0.2, 0.6),
+        ("retool", "retool", "rollout/raw_reward", 0.2, 0.3),
         ("search", "search", "rollout/raw_reward", 0.3, 0.8),
         ("customer", "customer", "rollout/raw_reward", 0.3, 0.6),
-        ("multi_agent", "agents", "rollout/rewards/answer", 0.4, 0.7),
+        ("multi_agent", "agents", "rollout/rewards/answer", 0.06, 0.1),
         ("on_policy_distillation", "distilled", "rollout/rewards/right", 0.5, 0.8),
     ],
 )

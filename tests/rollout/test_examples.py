@@ -170,16 +170,18 @@ def test_agents_of_an_execution_share_trajectory_and_reward(
     (tmp_path / "model").symlink_to(tiny_model)
     make_tiny_data(tmp_path / "data")["train"].rename(tmp_path / "prompts.jsonl")
     samples, _, _ = one_round("multi_agent", engine_pool, tmp_path, samples_each=3, rollout_batch_size=4)
-    executions = [samples[start : start + 3] for start in range(0, len(samples), 3)]
+    executions, plain = [samples[start : start + 3] for start in range(0, len(samples), 3)], 0
     for solver, critic, rewriter in executions:
         assert len({sample.trajectory_id for sample in (solver, critic, rewriter)}) == 1
         assert [sample.metadata["role"] for sample in (solver, critic, rewriter)] == ["solver", "critic", "rewriter"]
         draft, opinion = (sample.response.removesuffix("<|end|>") for sample in (solver, critic))
         question = solver.prompt.removeprefix("<|user|>").removesuffix("<|end|><|assistant|>")
-        assert critic.prompt == f"<|user|>{draft}?{question}<|end|><|assistant|>"
-        assert rewriter.prompt == f"<|user|>{draft}?{opinion},{question}<|end|><|assistant|>"
+        if "<|" not in draft + opinion:  # a random model also writes special tokens, which are not part of a message
+            plain += 1
+            assert critic.prompt == f"<|user|>{question}{draft}?<|end|><|assistant|>"
+            assert rewriter.prompt == f"<|user|>{question}{draft}?{opinion}:<|end|><|assistant|>"
         assert {sample.reward for sample in (solver, critic, rewriter)} == {rewriter.rewards["answer"]}
-    assert len({execution[0].trajectory_id for execution in executions}) == 4 * 8
+    assert len({execution[0].trajectory_id for execution in executions}) == 4 * 8 and plain
 
 
 @pytest.mark.integration
