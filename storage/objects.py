@@ -51,10 +51,8 @@ _MAX_PARTS = 10_000  # S3's limit of parts per upload
 # Permanent errors: retrying is useless. All other errors may be transient network failures.
 _PERMANENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _PERMANENT += (NotImplementedError, ValueError, TypeError, LookupError, AttributeError, AssertionError)  # type: ignore[assignment]
-_PERMANENT_NAMES = {
-    "NoCredentialsError",
-    "PartialCredentialsError",
-    "ProfileNotFound",
+_CREDENTIAL_ERRORS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}  # of botocore
+_PERMANENT_NAMES = _CREDENTIAL_ERRORS | {
     "ParamValidationError",
     "UnknownRegionError",
 }
@@ -119,14 +117,19 @@ def call_with_retries(call: Callable[[], T], operation: str, num_tries: int | No
         num_tries: maximum number of calls; NUM_TRIES if not given.
 
     Raises:
-        StoreError: `call` failed `num_tries` times, or for more than PATIENCE seconds.
-        Exception: a permanent error of `call` (not found, exists, not permitted, not supported), unchanged.
+        StoreError: `call` failed `num_tries` times, or for more than PATIENCE seconds, or has no credentials.
+        Exception: another permanent error of `call` (not found, exists, not permitted, not supported), unchanged.
     """
     start, num_tries = time.monotonic(), num_tries or NUM_TRIES
     for number in range(1, num_tries + 1):
         try:
             return call()
         except Exception as error:  # drivers have their own error types
+            if type(error).__name__ in _CREDENTIAL_ERRORS:
+                raise StoreError(
+                    f"{operation} needs credentials ({error}): set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+                    "AWS_PROFILE, or give --store-options"
+                ) from error
             if is_permanent_error(error):
                 raise
             spent = time.monotonic() - start
