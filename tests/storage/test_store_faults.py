@@ -236,7 +236,7 @@ def test_missing_credentials_are_one_error_that_says_what_to_set() -> None:
     def call() -> None:
         raise type("NoCredentialsError", (Exception,), {})("Unable to locate credentials")
 
-    with pytest.raises(StoreError, match="listing runs needs credentials.*AWS_ACCESS_KEY_ID"):
+    with pytest.raises(StoreError, match=r"listing runs needs credentials.*AWS_ACCESS_KEY_ID"):
         objects.call_with_retries(call, "listing runs")
 
 
