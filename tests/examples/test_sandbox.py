@@ -119,9 +119,10 @@ SHARED_MEMORY = "import ctypes; print(ctypes.CDLL(None).shmget(0, 1 << 20, 0o160
     ],
 )
 def test_program_is_stopped_at_its_limits(tool: dict[str, Any], code: str, output: str, limits: dict[str, int]) -> None:
+    before = set(psutil.Process().children(recursive=True))
     text = tool["run_python"](code, tool["Limits"](**limits))
     assert output in (text.splitlines() or [""])[-1] and len(text) < 2100, text
-    assert psutil.Process().children(recursive=True) == []
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 @FULL

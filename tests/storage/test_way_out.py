@@ -128,7 +128,7 @@ def test_commands_on_a_store_without_permissions(template: Path, capsys: pytest.
     """The same with real file permissions."""
     import tempfile
 
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         Path(directory).chmod(0o755)
         root = shutil.copytree(template / "store", Path(directory) / "store")
         store = Store(str(root), probe=False)
