@@ -121,7 +121,7 @@ def test_demo_of_the_wheel_passes_in_a_new_environment(wheel: Path, environment:
         return result.stdout + result.stderr
 
     run("pip", "install", "--no-deps", str(wheel))
-    assert "penstock setup" in run("penstock", "doctor", code=2).replace(f"{environment}/bin/", "")
+    assert "penstock setup" in run("penstock", "doctor", code=2)
     assert "torch: not installed" in run("penstock", "setup", "--cpu", "--check", code=1)
     run("penstock", "setup", "--cpu")
     assert run("penstock", "setup", "--cpu", "--check").count("  done  ") == 5
