@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.debugging.config import COMPANIONS
 
 FILES = {  # section -> options that name a file or a directory, or a list of them
     "run": ("store", "save_hf", "update_weight_disk_dir", "tb_dir", "wandb_dir"),
@@ -78,8 +77,7 @@ def _map_paths(config: PostTrainConfig, change: Callable[[str], str]) -> PostTra
     sections: dict[str, Any] = {}
     for section in ("run", "convert", "rollout", "train", "debug"):
         old = getattr(config, section)
-        names = [name for name in FILES.get(section, ()) if section != "debug" or not _lacks_switch(config, name)]
-        new = {name: change_file_path(getattr(old, name)) for name in names}
+        new = {name: change_file_path(getattr(old, name)) for name in FILES.get(section, ())}
         new |= {name: change_function_path(getattr(old, name)) for name in FUNCTIONS.get(section, ())}
         if section == "rollout":
             new["sglang"] = {
@@ -95,9 +93,3 @@ def _map_paths(config: PostTrainConfig, change: Callable[[str], str]) -> PostTra
         ]
         new["eval_config"] = evals.eval_config.model_copy(update={"datasets": data_sets})
     return config.model_copy(update=sections | {"eval": evals.model_copy(update=new)})
-
-
-def _lacks_switch(config: PostTrainConfig, name: str) -> bool:
-    """Return whether a debugging option has no effect, since its switch is off. Its value must remain the default: the
-    config would otherwise be refused when it is read back."""
-    return any(name in names and not getattr(config.debug, switch) for switch, names in COMPANIONS.items())
