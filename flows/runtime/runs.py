@@ -357,7 +357,7 @@ def _config_with_schedule(record: dict[str, Any], schedule: dict[str, Any]) -> P
     values = {section: dict(fields) for section, fields in record["config"].items()}
     for field, value in schedule.items():
         section, name = field.split(".")
-        values[section][name] = value
+        values.setdefault(section, {})[name] = value  # records of older releases lack new sections
     return _validated_config_of_record({"config": values})
 
 
