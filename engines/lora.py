@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,7 @@ TARGETS = "--lora-target-modules"
 GROUPS = ("attention", "mlp", "experts", "all-linear")
 LINEAR = re.compile(r"^decoder\.layers\.\d+\..*\b(linear_\w+)\.weight$")
 EXPERT = ".mlp.experts."
-PEFT_PREFIX = "base_model.model."  # of PEFT's tensor names, before the name in the Hugging Face model
+EXPERT_INDEX = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 class LoraOptions(BaseModel):
@@ -108,32 +107,52 @@ def _group_of(name: str) -> str:
     return "experts" if EXPERT in name else "attention" if ".self_attention." in name else "mlp"
 
 
-def to_peft(layout: TensorLayout, layer: str, first: Tensor, second: Tensor) -> list[tuple[str, Tensor]]:
-    """Return the adapter of a Megatron layer as PEFT's (name, tensor) pairs: A and B of each joined Hugging Face layer.
+def stored_matrix(layer: str, kind: str) -> tuple[str, int | None]:
+    """Return the key of the tensor in a checkpoint that has a matrix of a layer, and the index of the layer's expert on
+    its first axis (None: the layer is not of an expert).
 
     Args:
-        layout: tensor names of the model.
         layer: global name of the layer.
-        first: [parts * r, in] A of the layer.
-        second: [out, r] B of the layer.
+        kind: "lora_A" or "lora_B".
     """
-    rows = layout.to_hf(f"{layer}.weight", second)
-    pairs = []
-    for (weight, own_second), own_first in zip(rows, first.chunk(len(rows)), strict=True):
-        module = PEFT_PREFIX + weight.removesuffix(".weight")
-        pairs += [(f"{module}.lora_A.weight", own_first), (f"{module}.lora_B.weight", own_second)]
-    return pairs
+    expert = EXPERT_INDEX.search(f"{layer}.")
+    return EXPERT_INDEX.sub(".", f"{layer}.{kind}"), int(expert[1]) if expert else None
 
 
-def from_peft(layout: TensorLayout, layer: str, fetch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return A and B of a Megatron layer, joined from PEFT's tensors; inverse of `to_peft`. `fetch` returns a tensor by
-    its PEFT name."""
+def part_of_row(layout: TensorLayout, target: AdapterTarget) -> Tensor | None:
+    """Return, for each row of the full weight of a layer, the index of its layer in `target.hf_modules`, [out]; None if
+    there is only one."""
     import torch
 
-    modules = [PEFT_PREFIX + hf.removesuffix(".weight") for hf in layout.hf_names_of(f"{layer}.weight")]
-    first = torch.cat([fetch(f"{module}.lora_A.weight") for module in modules])
-    names = iter(modules)
-    return first, layout.to_megatron(f"{layer}.weight", lambda _: fetch(f"{next(names)}.lora_B.weight"))
+    if len(target.hf_modules) == 1:
+        return None
+    rows = sum(layout.hf_shapes[f"{module}.weight"][0] for module in target.hf_modules)
+    parts = torch.empty(rows, dtype=torch.long)
+    for part, (_, own) in enumerate(layout.to_hf(target.weight, torch.arange(rows)[:, None])):
+        parts[own[:, 0]] = part
+    return parts
+
+
+def merge(weight: Tensor, first: Tensor, second: Tensor, parts: Tensor | None, scale: float) -> Tensor:
+    """Return W + scale * B A, computed in fp32, in the dtype of W.
+
+    Args:
+        weight: [out, in] W.
+        first: [parts * r, in] A.
+        second: [out, r] B.
+        parts: see `part_of_row`.
+        scale: factor of the adapter's output.
+    """
+    import torch
+
+    merged = weight.float()
+    if parts is None:
+        return torch.addmm(merged, second.float(), first.float(), alpha=scale).to(weight.dtype)
+    delta = torch.empty_like(merged)
+    for part, own in enumerate(first.float().split(second.shape[1])):
+        rows = (parts == part).to(weight.device)
+        delta[rows] = second[rows].float() @ own
+    return (merged + scale * delta).to(weight.dtype)
 
 
 def check_adapters(

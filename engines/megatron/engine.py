@@ -56,7 +56,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from penstock.engines.megatron import weights
 from penstock.engines.megatron.checkpoints.torch_dist import RankState
-from penstock.engines.megatron.lora.adapter import adapters_disabled, add_adapters
+from penstock.engines.megatron.lora.adapter import adapters_disabled, add_adapters, put_adapters
 from penstock.engines.megatron.memory.residency import DeviceMemory
 from penstock.engines.megatron.optimizer import build_optimizer, build_scheduler, wrap_chunks_in_ddp, zero_adam_state
 from penstock.engines.megatron.param_gather import ParamGather
@@ -112,6 +112,7 @@ class MegatronEngine:
         chunk_class = partial(ValueModel, seed=seed) if role == "value" else PolicyModel
         self.chunks = build_model(shape, self.layout, dtype, overrides, chunk_class)
         self.lora: LoraOptions | None = optimizer.get("lora")
+        self._base_hashes: dict[str, str] = {}  # of the frozen base of adapters
         if self.lora is not None:
             add_adapters(self.chunks, self.lora, seed)
         weights.freeze_parameters(self.chunks, optimizer.get("frozen", ()))
@@ -308,8 +309,15 @@ class MegatronEngine:
         return weights.named_adapters(self._synced_chunks())
 
     def digest(self) -> dict[str, str]:
-        """Return a hash of each of this rank's weight shards, by name (see `weights.hash_weights`). Not collective."""
-        return weights.hash_weights(self._synced_chunks())
+        """Return a hash of each of this rank's weight shards, by name (see `weights.hash_weights`). Not collective.
+
+        The frozen base of adapters is hashed once after it is loaded.
+        """
+        chunks = self._synced_chunks()
+        if self.lora is None:
+            return weights.hash_weights(chunks)
+        self._base_hashes = self._base_hashes or weights.hash_weights(chunks)
+        return self._base_hashes | weights.hash_adapters(chunks)
 
     def optimizer_state_digest(self) -> dict[str, str]:
         """Return hashes of this rank's optimizer, learning-rate scheduler and RNG states (see `RankState.digest`). Not
@@ -352,6 +360,13 @@ class MegatronEngine:
         self._require_on_device_and_gathered("weights", "optimizer")
         return self._state.save(directory, step_state)
 
+    def load_adapters(self, matrices_of: Callable[[str], tuple[Tensor, Tensor]]) -> None:
+        """Set the adapters: `matrices_of` returns A [parts * r, in] and B [out, r] of a layer by its global name. Not
+        collective."""
+        self._require_on_device_and_gathered("weights", "optimizer")
+        put_adapters(self.chunks, matrices_of)
+        self.optimizer.reload_model_params()
+
     def save_weights(self, directory: str | Path) -> dict[str, str]:
         """Save only the weights, for `load_weights`. Inside `using_weights`, the snapshot's weights are saved. Return
         the hashes of this rank's `.distcp` files."""
@@ -373,6 +388,7 @@ class MegatronEngine:
         gets all weights except the LM head, and initializes the value head from the seed.
         """
         self._require_on_device_and_gathered("weights", "optimizer")
+        self._base_hashes = {}
         self._state.load_weights(directory)
 
     def _synced_chunks(self) -> list[PolicyModel]:

@@ -9,7 +9,7 @@ base weights, and hashes both apart (`lora/adapter.py`).
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -292,14 +292,23 @@ def gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
 
 
 def hash_weights(chunks: list[PolicyModel]) -> dict[str, str]:
-    """Return the xxh3-64 hash of every weight shard of this rank.
+    """Return the xxh3-64 hash of every weight shard of this rank, without adapters.
 
     Keys are names that number layers and experts over the whole model; the key of a sharded weight ends with
     "@<tensor-parallel rank>/<size>". Different hashes prove different weights; equal hashes make different weights very
     unlikely.
     """
+    return _hash_shards(entry for chunk in chunks for entry in local_parameters(chunk))
+
+
+def hash_adapters(chunks: list[PolicyModel]) -> dict[str, str]:
+    """Return the xxh3-64 hash of every shard of this rank's adapters, with keys as those of `hash_weights`."""
+    return _hash_shards(entry for chunk in chunks for entry in adapter_tensors(chunk))
+
+
+def _hash_shards(entries: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Return the hashes of (global name, shard) pairs, with the position of a shard in its key."""
     tensors = {}
-    entries = (entry for chunk in chunks for entry in (*local_parameters(chunk), *adapter_tensors(chunk)))
     for name, tensor in entries:
         group = sharding_group(name)
         is_shard = sharded_axis(tensor) is not None and group.size() > 1

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.engines.families import read_shape, tensor_layout
-from penstock.engines.lora import LoraOptions, from_peft, to_peft
+from penstock.engines.families.peft import from_peft, to_peft
+from penstock.engines.lora import LoraOptions
 from penstock.engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
 from tests.engines.family_ranks import OPTIMIZER, PACKS, loss_of, packs_and_loss, save_alone, under_megatron_names
 from tests.families import hf_model, make_family
@@ -118,19 +119,8 @@ def prepare(directory: Path, name: str) -> None:
 
 def put_adapters(engine: Any, tensors: dict[str, Tensor]) -> None:
     """Copy full matrices, by PEFT's names, into a rank's shards."""
-    from penstock.engines.megatron.weights import adapter_tensors, sharded_axis, sharding_group
-
     layout = tensor_layout(engine.shape)
-    for chunk in engine.chunks:
-        for name, shard in adapter_tensors(chunk):
-            layer, _, kind = name.rpartition(".")
-            full = from_peft(layout, layer, tensors.__getitem__)[kind == "lora_B"]
-            axis, group = sharded_axis(shard), sharding_group(name)
-            if axis is not None:
-                parts = full.chunk(2) if kind == "lora_B" and "linear_fc1" in layer else [full]
-                full = torch.cat([part.chunk(group.size(), axis)[group.rank()] for part in parts])
-            shard.data.copy_(full)
-    engine.optimizer.reload_model_params()
+    engine.load_adapters(lambda layer: from_peft(layout, layer, tensors.__getitem__))
 
 
 def full_adapters(engine: Any) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -37,8 +37,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 
 from penstock.engines.families import tensor_layout
-from penstock.engines.families.ops import TensorLayout
-from penstock.engines.lora import AdapterTarget, LoraOptions, adapter_targets
+from penstock.engines.lora import LoraOptions, adapter_targets, merge, part_of_row
 from penstock.engines.megatron.model.gpt import PolicyModel, is_routed_expert_parameter
 from penstock.engines.megatron.model.grouped_experts import StackedWeight
 from penstock.engines.megatron.weights import (
@@ -113,7 +112,7 @@ class Adapter(nn.Module):
         """Return what this rank has of a tensor with one entry per row of the full weight."""
         if rows == len(full):
             return full
-        if self.num_parts == 2:  # each rank has its shards of gate and up projection
+        if "linear_fc1" in self.names[0]:  # each rank has its shards of gate and up projection
             return torch.cat([part.chunk(self.group.size())[self.group.rank()] for part in full.chunk(2)])
         return full.chunk(self.group.size())[self.group.rank()]
 
@@ -126,7 +125,9 @@ class Adapter(nn.Module):
         """
         if not self.enabled:
             return None
-        first, second, group = self.lora_A, self.lora_B, self.group
+        first: Tensor = self.lora_A
+        second: Tensor = self.lora_B
+        group = self.group
         has_ranks = group.size() > 1 and (self.is_column or self.is_row)
         if has_ranks and self.is_dispatched:  # every rank's gradient is a part of the sum
             if self.is_column:
@@ -134,7 +135,8 @@ class Adapter(nn.Module):
             else:
                 second = copy_to_tensor_model_parallel_region(second, group=group)
         if self.part_mask is not None:  # [out, r] -> [out, parts * r], zero outside of the row's part
-            second = (second[..., None, :] * self.part_mask[:, :, None]).flatten(-2)
+            mask: Tensor = self.part_mask  # type: ignore[assignment]
+            second = (second[..., None, :] * mask[:, :, None]).flatten(-2)
         low_rank = _multiply(x, first, ends)
         if has_ranks and not self.is_dispatched:
             low_rank = self._communicate(low_rank)
@@ -161,6 +163,16 @@ class Adapter(nn.Module):
             full = (full * 2 - 1) / math.sqrt(full.shape[1])
             first.copy_(full.chunk(ranks, 1)[self.group.rank() if self.is_row else 0])
 
+    @torch.no_grad()
+    def put(self, matrices_of: Callable[[str], tuple[Tensor, Tensor]]) -> None:
+        """Copy this rank's shards from full matrices: `matrices_of` returns A and B of a layer by its global name."""
+        first, second = self._per_expert(self.lora_A), self._per_expert(self.lora_B)
+        for index, name in enumerate(self.names):
+            full_first, full_second = matrices_of(name)
+            rank, ranks = (self.group.rank(), self.group.size()) if self.is_row else (0, 1)
+            first[index].copy_(full_first.chunk(ranks, 1)[rank])
+            second[index].copy_(self._shard_of_rows(full_second, second[index].shape[0]))
+
     def shards(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (local name of the layer, "lora_A" or "lora_B", this rank's shard): of each layer A, then B."""
         params = dict(self.named_parameters())
@@ -173,21 +185,8 @@ class Adapter(nn.Module):
                 yield layer, kind, matrix
 
     def merge(self, weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """Return W + scale * B A, computed in fp32.
-
-        Args:
-            weight: [out, in] full W.
-            first: [parts * r, in] full A.
-            second: [out, r] full B.
-        """
-        merged = weight.float()
-        if self.part_of_row is None:
-            return merged.addmm(second.float(), first.float(), alpha=self.scale).to(weight.dtype)
-        delta = torch.empty_like(merged)
-        for part, own in enumerate(first.float().chunk(self.num_parts)):
-            rows = (self.part_of_row == part).to(weight.device)
-            delta[rows] = second[rows].float() @ own
-        return (merged + self.scale * delta).to(weight.dtype)
+        """Return W + scale * B A of full matrices (see `engines.lora.merge`)."""
+        return merge(weight, first, second, self.part_of_row, self.scale)
 
     def _per_expert(self, param: Tensor) -> Sequence[Tensor]:
         return param.detach().unbind() if param.dim() == 3 else [param]
@@ -221,8 +220,8 @@ def add_adapters(chunks: list[PolicyModel], options: LoraOptions, seed: int) -> 
             local = STACKED_LAYER.sub(r".mlp.experts.local_experts.0.\1", name)
             target = targets.get(global_name(chunk, local).removesuffix(".weight"))
             if target is not None:
-                part_of_row = _part_of_row(layout, target)
-                adapters.append(_build_adapter(chunk, name, module, part_of_row, options))
+                parts = part_of_row(layout, target)
+                adapters.append(_build_adapter(chunk, name, module, parts, options))
         chunk.adapters = adapters
         if chunk.pre_process:  # recomputation and pipeline stages need activations that require gradients
             chunk.embedding.register_forward_hook(_require_grad)
@@ -234,16 +233,14 @@ def _require_grad(module: nn.Module, inputs: Any, output: Tensor) -> None:
         output.requires_grad_()
 
 
-def _build_adapter(
-    chunk: PolicyModel, name: str, linear: Any, part_of_row: Tensor | None, options: LoraOptions
-) -> Adapter:
+def _build_adapter(chunk: PolicyModel, name: str, linear: Any, parts: Tensor | None, options: LoraOptions) -> Adapter:
     """Return the adapter of the layer `name` of a chunk, connected to the layer."""
     layers = [name]
     if isinstance(linear, StackedWeight):
         experts = range(len(linear.weight))
         layers = [STACKED_LAYER.sub(rf".mlp.experts.local_experts.{expert}.\1", name) for expert in experts]
     names = [global_name(chunk, layer) for layer in layers]
-    adapter = Adapter(layers, names, linear, options, part_of_row, bool(chunk.config.sequence_parallel))
+    adapter = Adapter(layers, names, linear, options, parts, bool(chunk.config.sequence_parallel))
     if isinstance(linear, StackedWeight):
         linear.adapter = adapter.__call__
     else:
@@ -251,16 +248,10 @@ def _build_adapter(
     return adapter
 
 
-def _part_of_row(layout: TensorLayout, target: AdapterTarget) -> Tensor | None:
-    """Return, for each row of the full weight of a layer, the index of its layer in `target.hf_modules`; None if there
-    is only one."""
-    if len(target.hf_modules) == 1:
-        return None
-    rows = sum(layout.hf_shapes[f"{module}.weight"][0] for module in target.hf_modules)
-    part_of_row = torch.empty(rows, dtype=torch.long)
-    for part, (_, own) in enumerate(layout.to_hf(target.weight, torch.arange(rows)[:, None])):
-        part_of_row[own[:, 0]] = part
-    return part_of_row
+def put_adapters(chunks: list[PolicyModel], matrices_of: Callable[[str], tuple[Tensor, Tensor]]) -> None:
+    """Copy full matrices to this rank's shards: `matrices_of` returns A and B of a layer by its global name."""
+    for adapter in (adapter for chunk in chunks for adapter in chunk.adapters):
+        adapter.put(matrices_of)
 
 
 def reset_adapters(chunks: list[PolicyModel], seed: int) -> None:

@@ -13,8 +13,9 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
+from penstock.engines.lora import stored_matrix
 from penstock.engines.megatron.model.gpt import PolicyModel, is_routed_expert_parameter
-from penstock.engines.megatron.weights import EXPERT, sharded_axis, sharding_group
+from penstock.engines.megatron.weights import sharded_axis, sharding_group
 
 Offset = tuple[int, int, int]  # axis, index of the shard, number of shards
 
@@ -42,22 +43,21 @@ def _sharded(chunk: PolicyModel, layer: str, kind: str, param: Any) -> ShardedTe
     """Return a parameter of an adapter with its place in the full tensor."""
     is_expert, axis = is_routed_expert_parameter(f"{layer}.weight"), sharded_axis(param)
     group = sharding_group(f"{layer}.weight")
+    name, expert = stored_matrix(layer, kind)
     first: list[Offset] = []
     prepended = 0
     if is_expert and param.dim() == 3:
         experts = parallel_state.get_expert_model_parallel_group()
         first = [(0, experts.rank(), experts.size())]
     elif is_expert:
-        match = EXPERT.search(f"{layer}.")
-        assert match is not None and chunk.config.num_moe_experts is not None
-        first, prepended = [(0, int(match[1]), chunk.config.num_moe_experts)], 1
+        assert expert is not None and chunk.config.num_moe_experts is not None
+        first, prepended = [(0, expert, chunk.config.num_moe_experts)], 1
     data_rank = (
         parallel_state.get_expert_data_parallel_rank()
         if is_expert
         else parallel_state.get_data_parallel_rank(with_context_parallel=True)
     )
     replica: ReplicaId = (0, 0 if axis is not None else group.rank(), data_rank)
-    name = EXPERT.sub(".", f"{layer}.{kind}")
 
     def shard(key: str, tensor: Tensor, *last: Offset) -> ShardedTensor:
         return ShardedTensor.from_rank_offsets(
