@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from penstock.engines.families import read_shape
 from penstock.engines.families.shape import Experts, ModelShape
 from penstock.engines.lora import LoraOptions, adapter_targets, check_adapters
 from penstock.storage.errors import OptionError
 from tests.engines.lora_ranks import CASES
 from tests.engines.megatron_reference import OPTIMIZER, SHAPE
+from tests.families import make_family
 
 MIXTURE = SHAPE.model_copy(
     update={
@@ -86,6 +89,38 @@ def test_adapters_train_and_resume_bit_for_bit_while_the_base_keeps_its_bits(wor
         base = engine.forward_backward(PACKS, loss_fn, forward_only=True)
     full.load_weights(tmp_path / "base")
     assert base == full.forward_backward(PACKS, loss_fn, forward_only=True)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param({"overlap_param_gather": True, "overlap_grad_reduce": True}, marks=pytest.mark.full),
+        pytest.param(
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+            marks=pytest.mark.full,
+        ),
+        {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "core_attn", "moe", "mlp"]},
+        pytest.param({"optimizer_cpu_offload": True}, marks=pytest.mark.full),
+    ],
+    ids=["overlap", "full recomputation", "selective recomputation", "offloaded optimizer"],
+)
+def test_options_of_megatron_do_not_change_how_adapters_are_trained(
+    world: None, tmp_path: Path, overrides: dict[str, Any]
+) -> None:
+    from penstock.engines.megatron.engine import MegatronEngine
+    from penstock.engines.memory import STATE_KINDS
+    from tests.engines.test_megatron_families import train
+
+    shape = read_shape(make_family(tmp_path, "deepseek-v3"))
+    options = {**OPTIMIZER, "lora": LoraOptions(rank=8, alpha=8, target_modules=("all-linear",))}
+    plain, other = (
+        MegatronEngine(shape, dtype="bf16", optimizer=options, overrides=changed, seed=3) for changed in ({}, overrides)
+    )
+    assert train(other) == train(plain)
+    other.offload(STATE_KINDS)
+    other.onload(STATE_KINDS)
+    assert train(other, 1) == train(plain, 1)
+    assert other.digest() == plain.digest()
 
 
 @pytest.mark.integration
