@@ -22,6 +22,7 @@ from penstock.stages.convert.hf.weights import HFWeights
 from penstock.stages.convert.to_hf import export_hf
 from penstock.stages.convert.to_megatron import export_megatron
 from penstock.storage.errors import ModelError, OptionError
+from penstock.storage.history.lineage_graph import read_lineage
 from penstock.storage.refs import ADAPTERS, Commit, RunKeys, commit_key
 from penstock.storage.store import Store
 from tests.engines.test_megatron_optimizer import OPTIMIZER
@@ -114,6 +115,10 @@ def test_what_needs_all_weights_of_a_run_with_adapters_is_refused(tiny_model: Pa
     save_run(tiny_model, store, {})
     commit = store.committed(KEYS.checkpoint_prefix(3))
     assert commit is not None
+    [(role, base)] = [
+        entry for entry in read_lineage(store).nodes[commit_key(KEYS.checkpoint_prefix(3))].inputs if entry[0] == "base"
+    ]
+    assert (role, base) == ("base", commit_key("models/base"))
     with pytest.raises(OptionError, match=r"only LoRA adapters.*penstock export old"):
         starting_weights(config_of(tiny_model, tmp_path / "store", "new", "--load", str(tmp_path / "store" / "old")))
     with pytest.raises(OptionError, match="--format hf"):

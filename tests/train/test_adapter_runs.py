@@ -27,6 +27,7 @@ from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.restore import PolicyRestorer
 from penstock.stages.train.spec import Build, PolicyState, SaveResult, TrainerSpec
 from penstock.storage.errors import ModelError
+from penstock.storage.maintenance.retention import expire_checkpoints
 from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.store import Store
 
@@ -126,7 +127,10 @@ def test_adapter_run_resumes_replays_and_exports(place: SimpleNamespace) -> None
             merged["model.layers.0.mlp.up_proj.weight"], start.fetch("model.layers.0.mlp.up_proj.weight")
         )
         assert torch.equal(merged["model.embed_tokens.weight"], start.fetch("model.embed_tokens.weight"))
+    published = dict(group.actor._hf_weights())  # what `publish` sends
+    assert published.keys() == merged.keys()
     assert all(torch.equal(merged[name], gathered[name]) for name in merged)
+    assert all(torch.equal(merged[name], published[name]) for name in merged)
 
 
 def test_full_run_forked_into_adapters_keeps_its_checkpoint_as_base(place: SimpleNamespace) -> None:
@@ -141,10 +145,13 @@ def test_full_run_forked_into_adapters_keeps_its_checkpoint_as_base(place: Simpl
     committed = checkpoint_of(place, 2).state["digest"]
     assert {name: base[name] for name in committed} == committed
     assert group.actor.models.reference is not None  # the model that the run started with, not the base
-    kl = [forked.train_round(rollout_id).summary["train/kl_loss"] for rollout_id in (2, 3)]
+    kl = [forked.train_round(2).summary["train/kl_loss"]]
+    forked.save_checkpoint(3)
+    kl.append(forked.train_round(3).summary["train/kl_loss"])
     assert min(kl) > 1e-6
     forked.save_checkpoint(4)
     assert checkpoint_of(place, 4).inputs["base"] == commit_key(KEYS.checkpoint_prefix(2))
+    assert expire_checkpoints(place.store, KEYS, num_to_keep=1) == [3]
     trained = group.digest()
     resumed, other = run_of(place, **LORA)
     resumed.restore(4)
