@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
-from safetensors.torch import save_file
+from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from penstock.engines.families import tensor_layout
@@ -135,7 +135,7 @@ def export_peft(store: Store, checkpoint: Commit, shape: ModelShape, base_model:
 
     def write(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
+        (out / WEIGHTS).write_bytes(to_safetensors(tensors, metadata={"format": "pt"}))
         (out / CONFIG).write_text(json.dumps(peft_config(options, shape, base_model), indent=2) + "\n")
 
     commit = Commit(
