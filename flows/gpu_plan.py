@@ -76,7 +76,8 @@ def plan_gpu_memory(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_b
             max_tokens=microbatch_tokens(config),
             log_probs_chunk_size=train.log_probs_chunk_size,
             critic=train.uses_critic,
-            num_frozen=train.uses_reference + train.use_opd,
+            num_frozen=(train.uses_reference and not (train.lora and not train.ref_load)) + train.use_opd,
+            lora=train.lora,
             megatron=train.megatron,
         )
         trainer = estimate_trainer_memory(shape, train.parallel_layout, train.num_ranks, trainer_options)

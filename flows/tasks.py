@@ -46,6 +46,11 @@ def convert(session: Session) -> CheckpointRef:
         session.pin_model(name, path, auxiliary[path])
     start = starting_weights(session.config)
     base = auxiliary.get(start) or import_model(cluster, session.store, config, start)
+    if (adapter := session.config.train.lora_load) is not None:
+        from penstock.stages.convert.adapters import import_peft
+
+        imported = cluster.run(import_peft, session.store, adapter, timeout=config.convert_timeout)
+        session.pin_model("adapter", adapter, imported)
     session.set_stage_message(f"{start} is converted: {base.key}")
     return session.pin_base_model(start, base)
 

@@ -81,8 +81,15 @@ class Plugin:
                 f"{self.name} takes more than {self.timeout:g} s: make the function faster, or raise --reward-timeout"
             )
         if error := result.exception():
-            raise PluginError(f"{self.name} raises {type(error).__name__}: {error}") from error
+            raise PluginError(f"{self.name} raises {describe_error(error)}") from error
         return result.result()
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error's class and message; of a group with one error (asyncio.TaskGroup), those of that error."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
 
 
 async def _await_value(value: Awaitable[Any]) -> Any:

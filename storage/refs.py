@@ -167,7 +167,8 @@ def has_matching_digest(commit_json: bytes) -> bool | None:
     return bool(record.get("digest") == record_digest(record))
 
 
-ORIGINS = ("base", "reference", "teacher")  # roles of the models that a run starts with
+ADAPTERS = "lora"  # in the state of a checkpoint's commit: the options of its adapters, if it has only adapters
+ORIGINS = ("base", "reference", "teacher", "adapter")  # roles of the models that a run starts with
 
 
 class RunKeys:
@@ -181,7 +182,7 @@ class RunKeys:
         self.report = f"{self.prefix}/report.html"  # of the last start that has ended
 
     def origin_key(self, role: str) -> str:
-        """Return the key of the record that names the run's base, reference or teacher model (`role`, see ORIGINS)."""
+        """Return the key of the record that names a model that the run starts with (`role`, see ORIGINS)."""
         return f"{self.prefix}/{role}.json"
 
     def rollout_prefix(self, rollout_id: int) -> str:

@@ -111,7 +111,7 @@ class ModelShape(BaseModel):
         top-k."""
         return self._num_parameters(self.experts.top_k if self.experts else 0)
 
-    def train_flops(self, tokens: int, sum_of_squared_lengths: int) -> float:
+    def train_flops(self, tokens: int, sum_of_squared_lengths: int, *, frozen: bool = False) -> float:
         """Return the FLOPs of one forward and backward pass of the model (Narayanan et al. 2021, without
         recomputation).
 
@@ -119,10 +119,12 @@ class ModelShape(BaseModel):
             tokens: number of tokens.
             sum_of_squared_lengths: sum of the squared lengths of all sequences; causal attention computes half of
                 these token pairs.
+            frozen: the weights have no gradients, because only adapters are trained (which are not counted).
         """
         widths = self.head_dim + (self.latent.v_head_dim if self.latent else self.head_dim)  # QK^T + attention x V
         attention = self.num_layers * self.num_attention_heads * widths * sum_of_squared_lengths
-        return 6.0 * self._num_matrix_weights(self.experts.top_k if self.experts else 0) * tokens + 3.0 * attention
+        products = 4.0 if frozen else 6.0  # forward, gradient of the input, gradient of the weight; 2 FLOPs each
+        return products * self._num_matrix_weights(self.experts.top_k if self.experts else 0) * tokens + 3.0 * attention
 
     def _num_parameters(self, num_experts: int) -> int:
         """Return the number of parameters, counting `num_experts` routed experts per layer."""

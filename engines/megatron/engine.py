@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -38,6 +38,7 @@ import torch.utils.deterministic
 from torch import Tensor
 
 from penstock.engines.families.shape import ModelShape
+from penstock.engines.lora import LoraOptions
 from penstock.engines.megatron.model.attention_kernel import FA4, choose_attention_kernel, torch_attention_kernel
 from penstock.engines.megatron.model.gpt import PolicyModel, build_model
 from penstock.engines.megatron.model.router_replay import RoutingRecord, StreamRouting
@@ -55,6 +56,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from penstock.engines.megatron import weights
 from penstock.engines.megatron.checkpoints.torch_dist import RankState
+from penstock.engines.megatron.lora.adapter import adapters_disabled, add_adapters, put_adapters
 from penstock.engines.megatron.memory.residency import DeviceMemory
 from penstock.engines.megatron.optimizer import build_optimizer, build_scheduler, wrap_chunks_in_ddp, zero_adam_state
 from penstock.engines.megatron.param_gather import ParamGather
@@ -82,7 +84,8 @@ class MegatronEngine:
             unless the option grad_reduce_in_fp32 is False: then they have the dtype of the weights.
         optimizer: values of lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad, lr_decay_style,
             lr_warmup_iters and, unless lr_decay_style is constant, lr_decay_iters; optionally `frozen`, the global
-            names of the parameters that are not trained.
+            names of the parameters that are not trained, or `lora`, the `LoraOptions` of adapters, which are then the
+            only trained parameters.
         overrides: user-defined `megatron` options (fields of Megatron's dataclasses).
         seed: seed of the random initial weights.
         role: "policy": `head` maps hidden states [n, H] to the logits of this rank's vocabulary shard. "value": a
@@ -108,13 +111,18 @@ class MegatronEngine:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)  # for weights that are drawn on a GPU
         chunk_class = partial(ValueModel, seed=seed) if role == "value" else PolicyModel
         self.chunks = build_model(shape, self.layout, dtype, overrides, chunk_class)
+        self.lora: LoraOptions | None = optimizer.get("lora")
+        self._base_hashes: dict[str, str] = {}  # of the frozen base of adapters
+        if self.lora is not None:
+            add_adapters(self.chunks, self.lora, seed)
         weights.freeze_parameters(self.chunks, optimizer.get("frozen", ()))
         self.config = self.chunks[0].config  # shared by all chunks
         self.wrapped = wrap_chunks_in_ddp(self.chunks, self.config, overrides)
         self._param_gather = ParamGather(self.wrapped)
         self.optimizer = build_optimizer(self.wrapped, self.config, optimizer, overrides)
         self.scheduler = build_scheduler(self.optimizer, optimizer)
-        self._state = RankState(shape, self.layout, role, self.chunks, self.optimizer, self.scheduler)
+        adapter_seed = None if self.lora is None else seed
+        self._state = RankState(shape, self.layout, role, self.chunks, self.optimizer, self.scheduler, adapter_seed)
         self._memory = DeviceMemory(role, self.wrapped, self.optimizer)
 
         # Megatron's pipeline schedules read these functions from the model's configuration.
@@ -296,9 +304,20 @@ class MegatronEngine:
         """Return shapes, dtypes and full tensors of all weights (see `weights.gather_weights`)."""
         return weights.gather_weights(self._synced_chunks())
 
+    def named_adapters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield layer, A and B of every adapter (see `weights.named_adapters`)."""
+        return weights.named_adapters(self._synced_chunks())
+
     def digest(self) -> dict[str, str]:
-        """Return a hash of each of this rank's weight shards, by name (see `weights.hash_weights`). Not collective."""
-        return weights.hash_weights(self._synced_chunks())
+        """Return a hash of each of this rank's weight shards, by name (see `weights.hash_weights`). Not collective.
+
+        The frozen base of adapters is hashed once after it is loaded.
+        """
+        chunks = self._synced_chunks()
+        if self.lora is None:
+            return weights.hash_weights(chunks)
+        self._base_hashes = self._base_hashes or weights.hash_weights(chunks)
+        return self._base_hashes | weights.hash_adapters(chunks)
 
     def optimizer_state_digest(self) -> dict[str, str]:
         """Return hashes of this rank's optimizer, learning-rate scheduler and RNG states (see `RankState.digest`). Not
@@ -312,15 +331,23 @@ class MegatronEngine:
 
     @contextmanager
     def using_weights(self, snapshot: weights.Snapshot) -> Iterator[None]:
-        """Make the model use a snapshot's weights inside the block, where only forward passes are allowed.
+        """Make the model use a snapshot's weights, without adapters, inside the block, where only forward passes are
+        allowed.
 
         The values are swapped: inside the block the snapshot holds the model's own weights.
         """
         weights.swap_weights(self._synced_chunks(), snapshot)
         try:
-            yield
+            with adapters_disabled(self.chunks):
+                yield
         finally:
             weights.swap_weights(self.chunks, snapshot)
+
+    def using_base_weights(self) -> AbstractContextManager[None]:
+        """Compute without adapters inside the returned context, where only forward passes are allowed. Not
+        collective."""
+        assert self.lora is not None, "the model has no adapters"
+        return adapters_disabled(self.chunks)
 
     def save(self, directory: str | Path, step_state: dict[str, Any]) -> dict[str, str]:
         """Save model, optimizer, learning-rate scheduler and RNG states as a torch_dist checkpoint. Return the hashes
@@ -333,6 +360,13 @@ class MegatronEngine:
         self._require_on_device_and_gathered("weights", "optimizer")
         return self._state.save(directory, step_state)
 
+    def load_adapters(self, matrices_of: Callable[[str], tuple[Tensor, Tensor]]) -> None:
+        """Set the adapters: `matrices_of` returns A [parts * r, in] and B [out, r] of a layer by its global name. Not
+        collective."""
+        self._require_on_device_and_gathered("weights", "optimizer")
+        put_adapters(self.chunks, matrices_of)
+        self.optimizer.reload_model_params()
+
     def save_weights(self, directory: str | Path) -> dict[str, str]:
         """Save only the weights, for `load_weights`. Inside `using_weights`, the snapshot's weights are saved. Return
         the hashes of this rank's `.distcp` files."""
@@ -341,18 +375,20 @@ class MegatronEngine:
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Load all states of a checkpoint that `save` wrote, and return its `step_state`. Resumed training is
-        bit-identical to uninterrupted training."""
+        bit-identical to uninterrupted training. The checkpoint of a model with adapters has only these: load its base
+        with `load_weights` before."""
         self._require_on_device_and_gathered("weights", "optimizer")
         return self._state.load(directory)
 
     def load_weights(self, directory: str | Path) -> None:
-        """Load only the weights of a converted model or training checkpoint; reset optimizer and learning-rate
-        scheduler.
+        """Load only the weights of a converted model or training checkpoint; reset adapters, optimizer and
+        learning-rate scheduler.
 
         A value model (critic) gets its value head from the checkpoint of a value model. From a policy's checkpoint it
         gets all weights except the LM head, and initializes the value head from the seed.
         """
         self._require_on_device_and_gathered("weights", "optimizer")
+        self._base_hashes = {}
         self._state.load_weights(directory)
 
     def _synced_chunks(self) -> list[PolicyModel]:

@@ -2,13 +2,14 @@
 with the recorded policy), and copies in host memory (for a reference model that shares the actor's modules).
 
 "Weights" are the parameters and the MoE routers' frozen correction biases. `engines/families` maps their names and
-shapes to Hugging Face's.
+shapes to Hugging Face's. Of a policy with LoRA adapters, `named_weights` yields the merged weights; snapshots have the
+base weights, and hashes both apart (`lora/adapter.py`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,7 @@ class GlobalTensor:
             stage: pipeline rank of this process.
         """
         ranks = parallel_state.get_expert_model_parallel_world_size() if is_routed_expert_parameter(name) else 1
-        names = tuple(_global_name(chunk, name, rank) for rank in range(ranks))
+        names = tuple(global_name(chunk, name, rank) for rank in range(ranks))
         sizes, axis = list(shard.shape), sharded_axis(shard)
         if axis is not None:
             sizes[axis] *= sharding_group(name).size()
@@ -62,7 +63,12 @@ def local_parameters(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     embedding.
     """
     for name, tensor in _local_tensors(chunk):
-        yield _global_name(chunk, name, parallel_state.get_expert_model_parallel_rank()), tensor
+        yield global_name(chunk, name), tensor
+
+
+def base_parameters(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield (local name, parameter) of this rank's weights in a pipeline chunk, without those of adapters."""
+    return ((name, param) for name, param in chunk.named_parameters() if not name.startswith("adapters."))
 
 
 def freeze_parameters(chunks: list[PolicyModel], frozen: Collection[str]) -> None:
@@ -77,7 +83,7 @@ def freeze_parameters(chunks: list[PolicyModel], frozen: Collection[str]) -> Non
         for name, param in chunk.named_parameters():
             if name == HEAD and chunk.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"
-            name = _global_name(chunk, STACKED.sub(r".mlp.experts.local_experts.0.\1", name), 0)
+            name = global_name(chunk, STACKED.sub(r".mlp.experts.local_experts.0.\1", name), 0)
             param.requires_grad_(name not in frozen)
         if chunk.pre_process:  # recomputation and pipeline stages need activations that require gradients
 
@@ -108,34 +114,71 @@ def gather_weights(chunks: list[PolicyModel]) -> GatheredWeights:
 
 
 def named_weights(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (global name, full tensor) of every weight of the model, on every rank in the same order. Global names
-    number layers and experts over the whole model.
+    """Yield (global name, full tensor) of every weight of the model, on every rank in the same order; weights of layers
+    with adapters are merged. Global names number layers and experts over the whole model.
 
     This is a collective over tensor-, expert- and pipeline-parallel ranks: every rank must consume the whole iterator.
     A yielded tensor may share memory with the model's weight: copy it to keep it.
     """
-    group = parallel_state.get_pipeline_model_parallel_group()
-    stage = group.rank()
     for chunk in chunks:
-        device = next(chunk.parameters()).device
-        local = {GlobalTensor.of_shard(chunk, name, tensor, stage): tensor for name, tensor in _local_tensors(chunk)}
-        for entry in (entry for entries in _tensors_of_stages(chunk) for entry in entries):
-            if entry.stage == stage:
-                gathered = _gather_shards(entry.names, local[entry])
+        adapters = {f"{layer}.weight": adapter for adapter in chunk.adapters for layer in adapter.layers}
+        yield from _gather_tensors(chunk, dict(_local_tensors(chunk)), adapters)
+
+
+def named_adapters(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield (global name of a layer, full A, full B) of every adapter of the model: [parts * r, in] and [out, r]. A
+    collective, as `named_weights`."""
+    for chunk in chunks:
+        matrices = _gather_tensors(chunk, dict(_local_adapter_tensors(chunk)), {})
+        waiting: dict[str, Tensor] = {}
+        for name, tensor in matrices:
+            layer, _, kind = name.rpartition(".")
+            if kind == "lora_A":
+                waiting[layer] = tensor
             else:
-                gathered = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for _ in entry.names]
-            for name, full in zip(entry.names, gathered, strict=True):
-                if group.size() > 1:
-                    dist.broadcast(full, dist.get_global_rank(group, entry.stage), group=group)
-                yield name, full[: chunk.shape.vocab_size] if has_row_per_vocab_entry(name) else full
+                yield layer, waiting.pop(layer), tensor
+
+
+def _gather_tensors(
+    chunk: PolicyModel, local: dict[str, Tensor], adapters: dict[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (global name, full tensor) of the tensors of all ranks in their chunks with the same index.
+
+    Args:
+        chunk: this rank's pipeline chunk.
+        local: local name -> shard of this rank.
+        adapters: local name -> adapter that is merged into the tensor.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stage, device = group.rank(), next(chunk.parameters()).device
+    names = {GlobalTensor.of_shard(chunk, name, tensor, stage): name for name, tensor in local.items()}
+    for entry in (entry for entries in _entries_of_stages(list(names)) for entry in entries):
+        if entry.stage == stage:
+            name = names[entry]
+            gathered = gather_shards(entry.names, local[name])
+            if name in adapters:
+                gathered = _merge_adapter(adapters[name], name, entry.names, gathered)
+        else:
+            gathered = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for _ in entry.names]
+        for global_, full in zip(entry.names, gathered, strict=True):
+            if group.size() > 1:
+                dist.broadcast(full, dist.get_global_rank(group, entry.stage), group=group)
+            yield global_, full[: chunk.shape.vocab_size] if has_row_per_vocab_entry(global_) else full
 
 
 def _tensors_of_stages(chunk: PolicyModel) -> list[list[GlobalTensor]]:
-    """Return the tensors that each pipeline rank has in its chunk with the same index. A collective over pipeline
+    """Return the weights that each pipeline rank has in its chunk with the same index. A collective over pipeline
     ranks."""
+    stage = parallel_state.get_pipeline_model_parallel_group().rank()
+    return _entries_of_stages(
+        [GlobalTensor.of_shard(chunk, name, tensor, stage) for name, tensor in _local_tensors(chunk)]
+    )
+
+
+def _entries_of_stages(own: list[GlobalTensor]) -> list[list[GlobalTensor]]:
+    """Return the lists `own` of all pipeline ranks. A collective."""
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[list[GlobalTensor]] = [[] for _ in range(group.size())]
-    own = [GlobalTensor.of_shard(chunk, name, tensor, group.rank()) for name, tensor in _local_tensors(chunk)]
     dist.all_gather_object(stages, own, group=group)
     return stages
 
@@ -164,7 +207,7 @@ def _local_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     yielded one by one, under the names that they have without stacking, and a router's correction bias after its
     weight."""
     biases = dict(_correction_biases(chunk))
-    for name, param in chunk.named_parameters():
+    for name, param in base_parameters(chunk):
         if STACKED.search(name):
             weight: Any
             stacked_axis = sharded_axis(param)
@@ -179,13 +222,42 @@ def _local_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
                 yield bias, biases[bias]
 
 
+def adapter_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield (global name, shard) of this rank's adapter matrices in a pipeline chunk:
+    `decoder.layers.0.mlp.linear_fc2.lora_A` is a matrix of the layer `decoder.layers.0.mlp.linear_fc2`."""
+    return ((global_name(chunk, name), matrix) for name, matrix in _local_adapter_tensors(chunk))
+
+
+def _local_adapter_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield (local name, shard) of this rank's adapter matrices in a pipeline chunk, A before B of each layer."""
+    for adapter in chunk.adapters:
+        yield from ((f"{layer}.{kind}", matrix) for layer, kind, matrix in adapter.shards())
+
+
+def _merge_adapter(adapter: Any, name: str, names: tuple[str, ...], weights: list[Tensor]) -> list[Tensor]:
+    """Return W + scale * B A of a layer. A collective over tensor- and expert-parallel ranks.
+
+    Args:
+        adapter: the adapter that has this rank's matrices of the layer.
+        name: local name of the weight.
+        names: global names of the weights: one, or for an expert one per expert-parallel rank.
+        weights: the full weights.
+    """
+    shards = {kind: matrix for layer, kind, matrix in adapter.shards() if f"{layer}.weight" == name}
+    first, second = (gather_shards(names, shards[kind]) for kind in ("lora_A", "lora_B"))
+    return [adapter.merge(*matrices) for matrices in zip(weights, first, second, strict=True)]
+
+
 def _correction_biases(chunk: PolicyModel) -> list[tuple[str, Tensor]]:
     """Return (local name, buffer) of the routers' frozen correction biases, which are buffers, not parameters."""
     return [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")]
 
 
-def _global_name(chunk: PolicyModel, name: str, expert_rank: int) -> str:
-    """Return the global name of a weight with the local name `name` on the expert-parallel rank `expert_rank`."""
+def global_name(chunk: PolicyModel, name: str, expert_rank: int | None = None) -> str:
+    """Return the global name of a weight or layer with the local name `name` on the expert-parallel rank `expert_rank`
+    (None: this rank's)."""
+    if expert_rank is None:
+        expert_rank = parallel_state.get_expert_model_parallel_rank()
     name = LAYER.sub(lambda match: f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}.", name)
     if is_routed_expert_parameter(name):
         experts = (chunk.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
@@ -193,7 +265,7 @@ def _global_name(chunk: PolicyModel, name: str, expert_rank: int) -> str:
     return name
 
 
-def _gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
+def gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
     """Return the full tensors of which this rank has a shard: all-gather over tensor- and expert-parallel ranks.
 
     Args:
@@ -220,14 +292,24 @@ def _gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
 
 
 def hash_weights(chunks: list[PolicyModel]) -> dict[str, str]:
-    """Return the xxh3-64 hash of every weight shard of this rank.
+    """Return the xxh3-64 hash of every weight shard of this rank, without adapters.
 
     Keys are names that number layers and experts over the whole model; the key of a sharded weight ends with
     "@<tensor-parallel rank>/<size>". Different hashes prove different weights; equal hashes make different weights very
     unlikely.
     """
+    return _hash_shards(entry for chunk in chunks for entry in local_parameters(chunk))
+
+
+def hash_adapters(chunks: list[PolicyModel]) -> dict[str, str]:
+    """Return the xxh3-64 hash of every shard of this rank's adapters, with keys as those of `hash_weights`."""
+    return _hash_shards(entry for chunk in chunks for entry in adapter_tensors(chunk))
+
+
+def _hash_shards(entries: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Return the hashes of (global name, shard) pairs, with the position of a shard in its key."""
     tensors = {}
-    for name, tensor in (entry for chunk in chunks for entry in local_parameters(chunk)):
+    for name, tensor in entries:
         group = sharding_group(name)
         is_shard = sharded_axis(tensor) is not None and group.size() > 1
         tensors[name + (f"@{group.rank()}/{group.size()}" if is_shard else "")] = tensor
@@ -258,4 +340,5 @@ def swap_weights(chunks: list[PolicyModel], other: Snapshot) -> None:
 def _snapshot_tensors(chunks: list[PolicyModel]) -> list[Tensor]:
     """Return this rank's weights (parameters and correction biases) in the order of the copies in a `Snapshot`."""
     biases = [[buffer for _, buffer in _correction_biases(chunk)] for chunk in chunks]
-    return [tensor for chunk, own in zip(chunks, biases) for tensor in (*chunk.parameters(), *own)]
+    parameters = [[param for _, param in base_parameters(chunk)] for chunk in chunks]
+    return [tensor for base, own in zip(parameters, biases) for tensor in (*base, *own)]

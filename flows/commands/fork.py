@@ -106,7 +106,8 @@ def create_fork(
         prefixes = [prefix for prefix in committed_prefixes(store, old) if _fork_shares_commit(old, prefix, at_round)]
         map_in_threads(lambda prefix: copy_commit_to_fork(store, old, new, prefix), prefixes, _NUM_COPIES)
         same_auxiliary = parent.train.auxiliary_models.items() & config.train.auxiliary_models.items()
-        for name in ("base", *dict(same_auxiliary)):
+        adapter = ["adapter"] if parent.train.lora_load == config.train.lora_load else []
+        for name in ("base", *dict(same_auxiliary), *adapter):
             if model := store.read(old.origin_key(name)):  # missing if the parent has not converted its model yet
                 store.create(new.origin_key(name), model)
         create_run_record(store, flow, config, parent=entry)
@@ -141,6 +142,11 @@ def forked_config(parent: PostTrainConfig, argv: Sequence[str], name: str, at_ro
                 f"{flag_of_field(option)} cannot change at round {at_round}, because the optimizer has no state of "
                 "frozen parameters: fork at round 0, or start a new run with --load"
             )
+    if at_round > 0 and parent.train.lora is not None and config.train.lora != parent.train.lora:
+        raise OptionError(
+            f"the options of --lora-rank cannot change at round {at_round}, because the adapters of {parent.run.run} "
+            "have them: keep them, fork at round 0, or export the run and start a new one with --load"
+        )
     if config.run.num_rollout < at_round:
         raise OptionError(
             f"--num-rollout {config.run.num_rollout} is less than the {at_round} shared rounds: "

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from penstock.flows import convert
-from penstock.flows.options.argv import check_run_name, split_args
+from penstock.flows.options import flags
+from penstock.flows.options.argv import check_run_name, format_bytes, split_args
+from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.storage.errors import OptionError
+from penstock.storage.refs import Commit
 
-USAGE = """penstock export RUN[/VERSION] --output DIR [--format hf|megatron] [--store URI ...]
+USAGE = """penstock export RUN[/VERSION] --output DIR [--format hf|megatron|peft] [--store URI ...]
 
   Writes a checkpoint of a run (default: the newest) to DIR, a directory or URI. The result becomes visible when it is
   complete; a killed export resumes.
 
-  --format hf        Hugging Face files (the default); takes --export-dtype, --vocab-size, --mtp
+  --format hf        Hugging Face files (the default); takes --export-dtype, --vocab-size, --mtp. LoRA adapters are
+                     merged into the weights
+  --format peft      a PEFT directory with the LoRA adapters of the run
   --format megatron  DIR/iter_0000020 and DIR/latest_checkpointed_iteration.txt, weights without the optimizer, which
                      Megatron-LM and slime load; takes --megatron-names local|te (default te)
   --output           the directory or URI
@@ -26,7 +31,37 @@ def main(argv: list[str]) -> int:
         OptionError: an argument is invalid, or the run has no such checkpoint.
         RunError: the name of the run is invalid.
     """
+    positional, own, rest = split_args(argv, {"--format": True, "--output": True})
+    if own.get("--format") == "peft":
+        return export_adapters(positional, own.get("--output"), rest)
     return convert.main(conversion_argv(argv))
+
+
+def export_adapters(positional: list[str], output: str | None, rest: list[str]) -> int:
+    """Write the adapters of a run's checkpoint as a PEFT directory. Return 0.
+
+    Raises:
+        OptionError: an argument is invalid, or the run has no such checkpoint.
+        ModelError: the checkpoint has no adapters.
+    """
+    from penstock.engines.families import read_shape
+    from penstock.stages.convert.adapters import export_peft
+
+    if len(positional) != 1 or output is None:
+        raise OptionError("penstock export needs a run and a directory: penstock export RUN[/VERSION] --output DIR")
+    config = flags.parse_config(["--convert-load", positional[0], *rest])
+    checkpoint = convert.find_checkpoint(config)
+    if not isinstance(checkpoint, Commit):
+        raise OptionError(f"penstock export {positional[0]}: --format peft needs a run: give RUN or RUN/VERSION")
+    _, recorded = read_flow_and_config(config.run, checkpoint.run or "")
+    source = recorded.convert
+    shape = read_shape(source.hf_checkpoint, source.model_family_path)
+    ref = export_peft(open_store(config.run, probe=False), checkpoint, shape, source.hf_checkpoint, output)
+    commit = convert.read_record(*convert.open_parent_store(ref.uri, config.run.store_options))
+    assert commit is not None
+    size = format_bytes(int(commit.summary["export/num_bytes"]))
+    print(f"adapters of policy {checkpoint.policy_version} of {checkpoint.run} ({size}): {ref.uri}")
+    return 0
 
 
 def conversion_argv(argv: list[str]) -> list[str]:
@@ -40,7 +75,7 @@ def conversion_argv(argv: list[str]) -> list[str]:
         raise OptionError(f"penstock export {positional[0]}: {version!r} is not a policy version; give a number")
     form = own.get("--format", "hf")
     if form not in ("hf", "megatron"):
-        raise OptionError(f"--format takes hf or megatron; found {form[:80]!r}")
+        raise OptionError(f"--format takes hf, megatron or peft; found {form[:80]!r}")
     words = ["--load", positional[0], "--save", own["--output"], *rest]
     if form == "megatron":
         names = [] if any(word.partition("=")[0] == "--megatron-names" for word in rest) else ["--megatron-names", "te"]

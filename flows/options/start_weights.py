@@ -10,7 +10,7 @@ from penstock.flows.config import PostTrainConfig
 from penstock.stages.convert.targets import is_converted, megatron_directory
 from penstock.storage.errors import OptionError
 from penstock.storage.keys import is_run_name
-from penstock.storage.refs import RunKeys
+from penstock.storage.refs import ADAPTERS, RunKeys
 from penstock.storage.store import Store
 
 
@@ -73,6 +73,11 @@ def _checkpoint_of_run(path: Path, version: int | None = None) -> str | None:
         existing = ", ".join(map(str, versions)) or "none"
         raise OptionError(f"--load {path}: the run has no such checkpoint (it has: {existing}); give one of these")
     commit = store.committed(keys.checkpoint_prefix(versions[-1] if version is None else version))
+    if commit is not None and ADAPTERS in commit.state:
+        raise OptionError(
+            f"--load {path}: the checkpoint has only LoRA adapters; write the merged weights with `penstock export "
+            f"{path.name} --output DIR`, and give DIR"
+        )
     return store.path(commit.attempt) if commit is not None and commit.attempt else None
 
 

@@ -420,6 +420,8 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
     """Check that the reference and teacher models and --load have the policy's shape, and that user-defined functions
     load."""
     from penstock.engines.families import read_shape
+    from penstock.engines.families.peft import check_peft_directory
+    from penstock.engines.lora import check_adapters
     from penstock.engines.megatron.model.experts import experts_format
     from penstock.engines.megatron.options.frozen import check_frozen_layers, frozen_parameters
     from penstock.stages.convert.targets import config_directory
@@ -440,6 +442,17 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
                 )
     frozen = frozen_parameters(shape, train.freeze_params_name_list, train.only_train_params_name_list)
     check_frozen_layers(shape, frozen, train.pipeline_model_parallel_size)
+    if train.lora is not None:
+        check_adapters(
+            shape,
+            train.lora,
+            tensor=train.tensor_model_parallel_size,
+            pipeline=train.pipeline_model_parallel_size,
+            expert_tensor=train.expert_tensor_parallel_size,
+            grouped=any(train.megatron.get(name) for name in ("moe_grouped_gemm", "moe_permute_fusion")),
+        )
+        if train.lora_load is not None:
+            check_peft_directory(Path(train.lora_load), shape, train.lora)
     for path, default_name, words in train.plugins:
         load_checked_function(path, default_name, words)
     if train.use_routing_replay:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ from penstock.stages.convert.hf.weights import (
     write_index,
     write_shard,
 )
-from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.stages.convert.work import Progress
 from penstock.storage.disk import map_in_threads
 
@@ -45,6 +44,17 @@ NUM_THREADS = 4  # that read a checkpoint; each holds up to three copies of a pa
 # Exported in its own dtype, because rounding it to bf16 would change which experts are selected: name in Megatron, and
 # in Hugging Face's multi-token prediction layers, which are copied.
 KEEPS_DTYPE = ("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias")
+
+
+class ParameterSource(Protocol):
+    """Full Megatron parameters that are read one at a time."""
+
+    @property
+    def meta(self) -> Mapping[str, Tensor]:
+        """Return parameter name -> full tensor on the meta device."""
+
+    def open_parameter(self, name: str) -> AbstractContextManager[Tensor]:
+        """Return a context with a full parameter on the CPU, valid inside the `with` block only."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,7 @@ class ExportPlan:
         if self.carried:
             self.carried.__exit__(*exception)
 
-    def write_file(self, file: ExportFile, directory: Path, weights: TorchDistWeights, progress: Progress) -> str:
+    def write_file(self, file: ExportFile, directory: Path, weights: ParameterSource, progress: Progress) -> str:
         """Write one weight file of the export from a checkpoint's `weights`; return its xxh3-128 hash."""
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -128,7 +138,7 @@ class ExportPlan:
 
         return write_shard(directory / file.name, file.shard, tensors())
 
-    def write_files(self, directory: Path, weights: TorchDistWeights) -> dict[str, str]:
+    def write_files(self, directory: Path, weights: ParameterSource) -> dict[str, str]:
         """Write all weight files of the export in parallel from a checkpoint's `weights`; return file name -> xxh3-128
         hash."""
         progress = Progress(self.num_bytes, None)

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, checkpoint_layout
 from penstock.engines.megatron.checkpoints.safe_load import METADATA, read_metadata
 from penstock.engines.megatron.checkpoints.writer import is_weight
-from penstock.stages.convert.export_plan import SHARD_BYTES, ExportFile, ExportPlan, Origin
+from penstock.stages.convert.adapters import MergedWeights, StoredAdapters, adapter_options, base_commit
+from penstock.stages.convert.export_plan import SHARD_BYTES, ExportFile, ExportPlan, Origin, ParameterSource
 from penstock.stages.convert.targets import DirectoryTarget, check_free_space, full_disk_as_store_error
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
@@ -66,8 +67,7 @@ def export_hf(
     start, attempt = time.monotonic(), store.new_attempt(prefix)
     with full_disk_as_store_error(store), ExitStack() as stack:
         if weights is None:
-            source = stack.enter_context(checkpoint_files(store, checkpoint))
-            stored = TorchDistWeights(source, checkpoint_layout(origin.shape()))
+            stored = stack.enter_context(open_weights(store, checkpoint, origin, checkpoint_layout(origin.shape())))
             meta, write_weights = stored.meta, partial(ExportPlan.write_files, weights=stored)
         else:
             meta, write_weights = weights.meta, partial(ExportPlan.write_gathered, weights=weights.tensors)
@@ -116,10 +116,9 @@ class HFExport:
     layout: CheckpointLayout
 
     @contextmanager
-    def plan(self) -> Iterator[tuple[ExportPlan, TorchDistWeights, WorkItems[ExportFile]]]:
+    def plan(self) -> Iterator[tuple[ExportPlan, ParameterSource, WorkItems[ExportFile]]]:
         """Yield the export plan, with its source files open, the weights of the checkpoint, and the work items."""
-        with checkpoint_files(self.store, self.checkpoint) as source:
-            weights = TorchDistWeights(source, self.layout)
+        with open_weights(self.store, self.checkpoint, self.origin, self.layout) as weights:
             with ExportPlan(weights.meta, self.origin, self.shard_bytes) as plan:
                 yield plan, weights, WorkItems(self.target, plan.files)
 
@@ -217,6 +216,22 @@ def checkpoint_fingerprint(checkpoint: Commit | str) -> str:
     stats = [(path, path.stat()) for path in disk.files_in(Path(checkpoint))]
     files = [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
     return f"{Path(checkpoint).resolve()} {files}"
+
+
+@contextmanager
+def open_weights(
+    store: Store, checkpoint: Commit | str | Path, origin: Origin, layout: CheckpointLayout
+) -> Iterator[ParameterSource]:
+    """Yield the full weights of a checkpoint, read one at a time; adapters are added to their base."""
+    adapters = adapter_options(checkpoint)
+    with ExitStack() as stack:
+        source = stack.enter_context(checkpoint_files(store, checkpoint))
+        if adapters is None:
+            yield TorchDistWeights(source, layout)
+            return
+        assert isinstance(checkpoint, Commit)
+        base = stack.enter_context(checkpoint_files(store, base_commit(store, checkpoint)))
+        yield MergedWeights(TorchDistWeights(base, layout), StoredAdapters(source, origin.shape(), adapters))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from penstock.engines.megatron.checkpoints.layout import (
     checkpoint_layout,
     write_common_files,
 )
+from penstock.stages.convert.adapters import adapter_options
 from penstock.stages.convert.export_plan import Origin
 from penstock.stages.convert.hf.assets import CARRIED, assets_hash, copy_assets
 from penstock.stages.convert.targets import (
@@ -33,6 +34,7 @@ from penstock.stages.convert.to_hf import checkpoint_files, checkpoint_fingerpri
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.stages.convert.torch_dist_writer import Slice, group_units, write_metadata, write_unit
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, collect_file_records, write_files
+from penstock.storage.errors import OptionError
 from penstock.storage.refs import CheckpointRef, Commit, commit_key
 from penstock.storage.store import Store
 
@@ -64,6 +66,11 @@ def export_megatron(
         OptionError: the directory `save` contains files that are not from this export.
         StoreError: the disk is full.
     """
+    if adapter_options(checkpoint) is not None:
+        raise OptionError(
+            "the checkpoint has LoRA adapters, which are merged only in Hugging Face files: use --format hf, and "
+            "convert the result"
+        )
     identity = _identity(checkpoint, origin, names) + ("" if iteration is None else f"-{iteration}")
     target = DirectoryTarget(save, "torch_dist", identity, store.options, iteration)
     if existing := target.find_published(identity):

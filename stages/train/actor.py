@@ -185,29 +185,42 @@ class TrainActor:
 
         Args:
             version: policy version that is loaded.
-            base: commit with the starting weights of policy and critic; None if `checkpoint` is given.
+            base: commit with the starting weights of policy and critic. None if `checkpoint` is given, unless that has
+                only adapters.
             checkpoint: commit of the checkpoint; None = load `base`.
-            auxiliary: commits of the reference and teacher models. A reference that --ref-update-interval replaced is
-                read from `checkpoint` instead.
+            auxiliary: commits of the reference and teacher models, and of the adapters that a run starts with. A
+                reference that --ref-update-interval replaced is read from `checkpoint` instead; without a reference
+                here, that of a policy with adapters is `base`.
         """
         import ray
 
-        from penstock.stages.train.build import load_auxiliary_model, load_initial, resume_models
+        from penstock.stages.train.build import (
+            load_auxiliary_model,
+            load_initial,
+            load_initial_adapters,
+            resume_models,
+        )
         from penstock.stages.train.files import open_commit_files
 
         machine = ray.get_runtime_context().get_node_id()
         with self._changing_weights_to(version):
             for name, model in auxiliary.items():
-                with open_commit_files(self.store, model, machine) as directory:
-                    load_auxiliary_model(self.models, name, directory)
+                if name != "adapter":
+                    with open_commit_files(self.store, model, machine) as directory:
+                        load_auxiliary_model(self.models, name, directory)
+            config = self.spec.config
+            self.models.reference_is_base = bool(config.lora and config.uses_reference and "reference" not in auxiliary)
+            assert base is not None or checkpoint is not None, "neither `checkpoint` nor `base` is given"
+            if base is not None:
+                with open_commit_files(self.store, base, machine) as directory:
+                    load_initial(self.models, directory)
+            if (adapter := auxiliary.get("adapter")) is not None:
+                with open_commit_files(self.store, adapter, machine) as directory:
+                    load_initial_adapters(self.models, directory)
             if checkpoint is not None:
                 with open_commit_files(self.store, checkpoint, machine) as directory:
                     saved = resume_models(self.models, directory)
                 assert saved["version"] == version, f"{checkpoint.attempt} contains {saved}, not policy {version}"
-            else:
-                assert base is not None, "neither `checkpoint` nor `base` is given"
-                with open_commit_files(self.store, base, machine) as directory:
-                    load_initial(self.models, directory)
 
     def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
         """Train policy `version` on the samples of one rollout, which gives policy `version + 1`. Rank 0 writes the

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from penstock.engines.lora import LoraOptions
 from penstock.stages.train.algorithms.registry import ESTIMATORS, POLICY_LOSSES
 from penstock.storage.config import StageConfig, option
 from penstock.storage.errors import OptionError
@@ -30,7 +31,8 @@ PLUGINS = {
 # identity options that were added after the first recorded runs
 LATER_OPTIONS = (
     *("policy_loss", "freeze_params_name_list", "only_train_params_name_list", "reset_optimizer_states", "opd_type"),
-    "lr_warmup_fraction",
+    *("lr_warmup_fraction", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_use_rslora"),
+    *("lora_publish", "lora_load"),
 )
 
 
@@ -188,6 +190,29 @@ class AlgorithmConfig(StageConfig):
     """Zero Adam's moments and step count of policy and critic before every round; the learning-rate schedule
     continues."""
 
+    # ---- adapters ----------------------------------------------------------------------------------------------------
+
+    lora_rank: int | None = option(None, ge=1)
+    """Train LoRA adapters of this rank, and freeze the model's own weights."""
+
+    lora_alpha: float | None = option(None, gt=0)
+    """Scale of the adapters: their output is multiplied by alpha / rank; default: --lora-rank."""
+
+    lora_dropout: float = option(0.0, ge=0, lt=1)
+    """Dropout of the adapters' inputs; only 0 is supported, because engines and replays have none."""
+
+    lora_target_modules: list[str] | None = option(None)
+    """Layers with adapters: attention, mlp, experts, all-linear, or names such as o_proj; default: all-linear."""
+
+    lora_use_rslora: bool = option(False)
+    """Multiply the adapters' output by alpha / sqrt(rank) (rsLoRA)."""
+
+    lora_load: str | None = option(None)
+    """PEFT directory of adapters to start from, with the rank, alpha and layers of the options."""
+
+    lora_publish: Literal["merged", "adapter"] = option("merged", mutability="placement")
+    """Weights that engines get: merged sends all weights, with the adapters added to them; adapter is not supported."""
+
     # ---- experts -----------------------------------------------------------------------------------------------------
 
     use_routing_replay: bool = option(False)
@@ -212,6 +237,18 @@ class AlgorithmConfig(StageConfig):
     def policy_loss_name(self) -> str:
         """Name of the policy loss in `registry.POLICY_LOSSES`: --policy-loss, or the default of the estimator."""
         return self.policy_loss or ESTIMATORS[self.advantage_estimator].policy_loss
+
+    @property
+    def lora(self) -> LoraOptions | None:
+        """Options of the policy's adapters, or None if all weights are trained."""
+        if self.lora_rank is None:
+            return None
+        return LoraOptions(
+            rank=self.lora_rank,
+            alpha=self.lora_alpha or self.lora_rank,
+            target_modules=tuple(self.lora_target_modules or ["all-linear"]),
+            use_rslora=self.lora_use_rslora,
+        )
 
     @property
     def uses_critic(self) -> bool:
@@ -257,7 +294,8 @@ class AlgorithmConfig(StageConfig):
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> AlgorithmConfig:
-        for wrong, message in (*self._loss_rules(), *self._correction_rules(), *self._model_rules()):
+        rules = (*self._loss_rules(), *self._correction_rules(), *self._model_rules(), *self._adapter_rules())
+        for wrong, message in rules:
             if wrong:
                 raise OptionError(message)
         return self
@@ -327,6 +365,41 @@ class AlgorithmConfig(StageConfig):
         yield (
             self.tis_clip_low > self.tis_clip,
             f"--tis-clip-low {self.tis_clip_low} is above --tis-clip {self.tis_clip}: lower --tis-clip-low",
+        )
+
+    def _adapter_rules(self) -> Iterator[tuple[object, str]]:
+        """Yield (is violated, error message) for each rule about LoRA adapters."""
+        given = [name for name in LATER_OPTIONS if name.startswith("lora_") and name in self.model_fields_set]
+        changed = [name for name in given if getattr(self, name) != type(self).model_fields[name].get_default()]
+        yield (
+            changed and self.lora_rank is None,
+            f"--{(changed or [''])[0].replace('_', '-')} has no effect without adapters: add --lora-rank, or omit it",
+        )
+        yield (
+            self.lora_dropout,
+            f"--lora-dropout {self.lora_dropout:g} is not supported: engines generate without dropout, so their "
+            "log-probs would differ from the trainer's; omit it",
+        )
+        yield (
+            self.lora_publish == "adapter",
+            "--lora-publish adapter is not supported: engines do not apply adapters; use merged",
+        )
+        if self.lora_rank is None:
+            return
+        yield (
+            self.freeze_params_name_list or self.only_train_params_name_list,
+            "--freeze-params-name-list and --only-train-params-name-list cannot be combined with --lora-rank, which "
+            "trains only adapters: omit them, and choose layers with --lora-target-modules",
+        )
+        yield (
+            self.uses_critic,
+            f"--lora-rank cannot be combined with --advantage-estimator {self.advantage_estimator}, whose critic "
+            "trains all parameters: use an estimator without a critic",
+        )
+        yield (
+            self.ref_update_interval,
+            "--ref-update-interval cannot be combined with --lora-rank, whose reference is the model without adapters: "
+            "omit one of them",
         )
 
     def _model_rules(self) -> Iterator[tuple[object, str]]:

@@ -8,12 +8,14 @@ process, and process the same micro-batches in turn.
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from penstock.engines.families.peft import open_peft
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.engine import MegatronEngine, use_deterministic_kernels
 from penstock.engines.megatron.options.frozen import frozen_parameters
@@ -26,12 +28,13 @@ from penstock.stages.train.config import TrainConfig
 @dataclass
 class Models:
     """The models of one rank. Reference and teacher are weights in host memory; for a forward pass they are swapped
-    into the policy's model."""
+    into the policy's model. The reference of a policy with adapters may be its base, which needs no copy."""
 
     policy: MegatronEngine
     critic: MegatronEngine | None = None
     reference: Snapshot | None = None
     teacher: Snapshot | None = None
+    reference_is_base: bool = False  # the policy without adapters
     refreshed: bool = False  # the reference is a later policy (--ref-update-interval), not the starting one
 
     def digest(self) -> dict[str, str]:
@@ -49,6 +52,13 @@ class Models:
             with self.policy.using_weights(self.reference):
                 digest |= {f"reference.{name}": value for name, value in self.policy.digest().items()}
         return digest
+
+    def using_reference(self) -> AbstractContextManager[None] | None:
+        """Return a context in which the policy's model computes with the weights of the reference; None if there is no
+        reference."""
+        if self.reference is not None:
+            return self.policy.using_weights(self.reference)
+        return self.policy.using_base_weights() if self.reference_is_base else None
 
     def refresh_reference(self) -> None:
         """Make the current policy the reference."""
@@ -90,7 +100,8 @@ def build_models(shape: ModelShape, config: TrainConfig) -> Models:
 
     critic = build_engine("value", config.critic_optimizer_options) if config.uses_critic else None
     frozen = frozen_parameters(shape, config.freeze_params_name_list, config.only_train_params_name_list)
-    return Models(build_engine("policy", config.optimizer_options | {"frozen": frozen}), critic)
+    trained = {"frozen": frozen, "lora": config.lora}
+    return Models(build_engine("policy", config.optimizer_options | trained), critic)
 
 
 def load_auxiliary_model(models: Models, name: str, directory: Path) -> None:
@@ -103,10 +114,16 @@ def load_auxiliary_model(models: Models, name: str, directory: Path) -> None:
 
 
 def load_initial(models: Models, directory: Path) -> None:
-    """Load the starting weights into policy and critic, with fresh optimizers. Collective."""
+    """Load the starting weights into policy and critic, with new adapters and optimizers. Collective."""
     for engine in (models.policy, models.critic):
         if engine is not None:
             engine.load_weights(directory)
+
+
+def load_initial_adapters(models: Models, directory: Path) -> None:
+    """Load the policy's adapters from a PEFT directory. Not collective."""
+    with open_peft(directory, models.policy.shape) as matrices_of:
+        models.policy.load_adapters(matrices_of)
 
 
 def save_models(models: Models, directory: Path, step_state: dict[str, Any]) -> dict[str, str]:
@@ -128,8 +145,8 @@ def resume_models(models: Models, directory: Path) -> dict[str, Any]:
     """Load a checkpoint that `save_models` has written, and return its `step_state`. The parallel layout may differ.
     Collective.
 
-    If the checkpoint has no critic (this run was forked from a run without one), the critic starts from the policy's
-    weights.
+    The checkpoint of a policy with adapters has only these: call `load_initial` with its base before. If the checkpoint
+    has no critic (this run was forked from a run without one), the critic starts from the policy's weights.
     """
     if (directory / "reference").is_dir():
         load_auxiliary_model(models, "reference", directory / "reference")

@@ -51,8 +51,9 @@ def speed_metrics(engine: MegatronEngine, batch: Batch, seconds: dict[str, float
     if "update" not in seconds:
         return metrics
     num_tokens = len(batch.token_ids)
-    flops = engine.shape.train_flops(num_tokens, int((batch.lengths**2).sum())) / dist.get_world_size()
-    rate = flops / seconds["update"]
+    squares, frozen = int((batch.lengths**2).sum()), engine.lora is not None
+    flops = engine.shape.train_flops(num_tokens, squares, frozen=frozen)
+    rate = flops / dist.get_world_size() / seconds["update"]
     metrics |= {"perf/actor_train_tok_per_s": num_tokens / seconds["update"], "perf/actor_train_tflops": rate / 1e12}
     peak = engine.peak_flops
     return metrics | ({"perf/actor_train_mfu": rate / peak} if peak else {})

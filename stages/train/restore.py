@@ -18,7 +18,7 @@ from penstock.stages.train.group import TrainerGroup
 from penstock.stages.train.spec import AuxiliaryModel, TrainResult
 from penstock.storage.errors import RunError
 from penstock.storage.failpoints import failpoint
-from penstock.storage.refs import CheckpointRef, Commit, Frozen, RunKeys, StepRef, commit_key
+from penstock.storage.refs import ADAPTERS, CheckpointRef, Commit, Frozen, RunKeys, StepRef, commit_key
 from penstock.storage.store import Store
 
 TOLERANCE = {  # metric -> (absolute, relative) tolerance of a replay on other hardware or with another layout
@@ -106,10 +106,14 @@ class PolicyRestorer:
         """
         self.on_progress(f"loading checkpoint {version}" if version else "loading the starting weights")
         checkpoint = self._read_commit(self.keys.checkpoint_prefix(version)) if version else None
-        base = self._read_model(self.base.key) if checkpoint is None else None
+        base_key = self.base.key
+        if has_adapters(checkpoint) or self.group.spec.config.lora:
+            base_key = adapter_base(self.store, self.keys, version, self.base.key)
+            checkpoint = checkpoint if has_adapters(checkpoint) else None  # else the checkpoint is the base
+        base = self._read_model(base_key) if checkpoint is None or has_adapters(checkpoint) else None
         with self.group.lock:
             self.group.ensure_started()
-            self.group.load(version, base, checkpoint, self._auxiliary_models(checkpoint))
+            self.group.load(version, base, checkpoint, self._auxiliary_models(checkpoint, base_key))
             if checkpoint is None or not _has_same_numerics(checkpoint, self.group.fingerprint()):
                 return
             loaded = {"digest": self.group.digest(), "optimizer_digest": self.group.optimizer_digest()}
@@ -188,6 +192,9 @@ class PolicyRestorer:
                 saved = self.group.save(attempt)
                 seconds, fingerprint = time.perf_counter() - start, self.group.fingerprint()
                 energy = energy_metric("perf/save_energy_joules", counters, self.read_counters())
+            adapters, inputs = self.group.spec.config.lora, {}
+            if adapters is not None:
+                inputs["base"] = adapter_base(self.store, self.keys, version - 1, self.base.key)
             commit = Commit(
                 kind="checkpoint",
                 run=self.keys.run,
@@ -195,12 +202,22 @@ class PolicyRestorer:
                 policy_version=version,
                 attempt=attempt,
                 files=saved.files,
-                inputs={"step": commit_key(self.keys.step_prefix(version - 1))}
-                if version
-                else {"model": self.base.key},
+                inputs={
+                    **(
+                        {"step": commit_key(self.keys.step_prefix(version - 1))}
+                        if version
+                        else {"model": self.base.key}
+                    ),
+                    **inputs,
+                },
                 seconds={"save": seconds},
                 summary={"perf/save_model_time": seconds, **energy},
-                state={"digest": saved.digest, "optimizer_digest": saved.optimizer_digest, "fingerprint": fingerprint},
+                state={
+                    "digest": saved.digest,
+                    "optimizer_digest": saved.optimizer_digest,
+                    "fingerprint": fingerprint,
+                    **({} if adapters is None else {ADAPTERS: adapters.model_dump(mode="json")}),
+                },
                 **self.provenance,
             )
             failpoint("checkpoint-before-commit")
@@ -233,9 +250,10 @@ class PolicyRestorer:
             rollout_id=rollout_id, verdict=verdict, why=why, digest=trained.digest, metrics=trained.metrics
         )
 
-    def _auxiliary_models(self, checkpoint: Commit | None) -> dict[AuxiliaryModel, Commit]:
-        """Return the commits of the reference and the teacher that the algorithm needs, without the reference if
-        `checkpoint` contains one that --ref-update-interval replaced."""
+    def _auxiliary_models(self, checkpoint: Commit | None, base_key: str) -> dict[AuxiliaryModel, Commit]:
+        """Return the commits of the reference, the teacher and the initial adapters that are needed, without the
+        reference if `checkpoint` contains one that --ref-update-interval replaced, or if it is the base of the policy's
+        adapters, `base_key`."""
         refreshed = checkpoint is not None and any(
             f"{checkpoint.attempt}/reference/" in file.path for file in checkpoint.files
         )
@@ -243,11 +261,14 @@ class PolicyRestorer:
         needed: dict[AuxiliaryModel, bool] = {
             "reference": config.uses_reference and not refreshed,
             "teacher": config.loads_teacher,
+            "adapter": config.lora_load is not None and checkpoint is None,
         }
         models: dict[AuxiliaryModel, Commit] = {}
         for name in (name for name, is_needed in needed.items() if is_needed):
             pinned = self.store.read_json(self.keys.origin_key(name))
-            models[name] = self._read_model(CheckpointRef.model_validate(pinned).key if pinned else self.base.key)
+            key = CheckpointRef.model_validate(pinned).key if pinned else self.base.key
+            if not (name == "reference" and config.lora and key == base_key):
+                models[name] = self._read_model(key)
         return models
 
     def _read_commit(self, prefix: str) -> Commit:
@@ -271,6 +292,22 @@ class PolicyRestorer:
 def newest_checkpoint(store: Store, keys: RunKeys, version: int) -> int:
     """Return the newest policy version <= `version` that has a committed checkpoint, or 0 (the starting weights)."""
     return max((v for v in store.committed_indices(f"{keys.prefix}/checkpoints") if v <= version), default=0)
+
+
+def has_adapters(checkpoint: Commit | None) -> bool:
+    """Return whether a checkpoint has only adapters, which need their base (`adapter_base`)."""
+    return checkpoint is not None and ADAPTERS in checkpoint.state
+
+
+def adapter_base(store: Store, keys: RunKeys, version: int, model: str) -> str:
+    """Return the key of the commit with the base weights of a run's adapters at policy `version`: the newest checkpoint
+    up to `version` if it has all weights (a fork of a run that trained them), else the base of its adapters. Without a
+    checkpoint it is `model`, the model that the run started with."""
+    newest = newest_checkpoint(store, keys, version)
+    checkpoint = store.committed(keys.checkpoint_prefix(newest)) if newest else None
+    if checkpoint is None:
+        return model
+    return checkpoint.inputs["base"] if has_adapters(checkpoint) else commit_key(keys.checkpoint_prefix(newest))
 
 
 def step_ref(keys: RunKeys, commit: Commit) -> StepRef:

@@ -16,7 +16,7 @@ from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.diagnostics.config import DiagnosticsConfig
 from penstock.storage.refs import FileRecord, Frozen
 
-AuxiliaryModel = Literal["reference", "teacher"]  # not trained
+AuxiliaryModel = Literal["reference", "teacher", "adapter"]  # not trained, except that adapters start from "adapter"
 
 # Kinds of state that a rank's method needs on the device; methods that are not listed need none.
 NEEDED_ON_DEVICE: dict[str, tuple[StateKind, ...]] = {

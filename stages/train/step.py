@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.engines.megatron.engine import MegatronEngine
-from penstock.engines.megatron.weights import Snapshot
 from penstock.stages.train.algorithms.advantages import estimate_advantages
 from penstock.stages.train.algorithms.experience import Estimate, Experience, TokenFields
 from penstock.stages.train.algorithms.logprobs import LMHead, token_logprobs
@@ -143,16 +142,15 @@ def gather_experience(
     def logprobs(hidden: Tensor, head: LMHead, packed: PackedMicrobatch) -> Tensor:
         return policy_logprobs(hidden, head, packed, models.policy, config, temperature)[0]
 
-    def compute_logprobs(snapshot: Snapshot | None = None, routing: Routing | None = None) -> Tensor:
-        with nullcontext() if snapshot is None else models.policy.using_weights(snapshot):
-            return forward_all_tokens(models.policy, steps, len(batch.trained_positions), logprobs, routing)
+    def compute_logprobs(routing: Routing | None = None) -> Tensor:
+        return forward_all_tokens(models.policy, steps, len(batch.trained_positions), logprobs, routing)
 
-    if models.reference is not None:
-        with clock("ref_logprobs"):
-            experience.ref_logprobs = compute_logprobs(models.reference)
+    if (using_reference := models.using_reference()) is not None:
+        with clock("ref_logprobs"), using_reference:
+            experience.ref_logprobs = compute_logprobs()
     if models.teacher is not None:
-        with clock("teacher_logprobs"):
-            experience.teacher_logprobs = compute_logprobs(models.teacher)
+        with clock("teacher_logprobs"), models.policy.using_weights(models.teacher):
+            experience.teacher_logprobs = compute_logprobs()
     if batch.teacher_logprobs is not None:
         experience.teacher_logprobs = torch.from_numpy(batch.teacher_logprobs[batch.trained_positions]).double()
     if models.critic is not None:

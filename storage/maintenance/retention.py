@@ -90,6 +90,7 @@ def expire_checkpoints(
     if not candidates:
         return []
     kept = set(versions[-num_to_keep:]) | fork_point_versions(store, keys, versions)
+    kept |= adapter_base_versions(store, keys, versions)
     if best_metric is not None and (winner := best_version(store, keys, best_metric, versions)) is not None:
         kept.add(winner)
     expiring = [version for version in candidates if version not in kept]
@@ -129,6 +130,13 @@ def best_version(store: Store, keys: RunKeys, metric: str, versions: Collection[
             if not math.isnan(value):
                 scores[version] = value
     return max(scores, key=lambda version: (scores[version], version)) if scores else None
+
+
+def adapter_base_versions(store: Store, keys: RunKeys, versions: Collection[int]) -> set[int]:
+    """Return those of `versions`, the run's checkpoints, that have the base weights of adapters in later ones."""
+    commits = (store.committed(keys.checkpoint_prefix(version)) for version in versions)
+    bases = {commit.inputs.get("base") for commit in commits if commit is not None}
+    return {version for version in versions if commit_key(keys.checkpoint_prefix(version)) in bases}
 
 
 def fork_point_versions(store: Store, keys: RunKeys, versions: Collection[int]) -> set[int]:

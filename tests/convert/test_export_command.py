@@ -83,7 +83,11 @@ def test_export_is_a_conversion_of_the_run() -> None:
     [
         (["r"], OptionError, "needs a run and a directory"),
         (["--output", "out"], OptionError, "needs a run and a directory"),
-        (["r", "--output", "out", "--format", "gguf"], OptionError, "--format takes hf or megatron; found 'gguf'"),
+        (
+            ["r", "--output", "out", "--format", "gguf"],
+            OptionError,
+            "--format takes hf, megatron or peft; found 'gguf'",
+        ),
         (["r/last", "--output", "out"], OptionError, "'last' is not a policy version"),
         (["../r", "--output", "out"], RunError, "not a valid run name"),
     ],

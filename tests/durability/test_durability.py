@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import ROUNDS, Pipeline, World, tiny_flags
+from harness import POINTS, ROUNDS, Pipeline, World, tiny_flags
 from matrix import kill_at, verdict
 from soak import soak
 
@@ -33,6 +33,26 @@ def test_processes_of_a_killed_driver_end_and_are_restored(world: World) -> None
         points = database.execute("select key, step, count(*) from metrics group by run_uuid, key, step").fetchall()
     assert ("perf/update_weights_time", 0, 1) in points, "published again after faults, logged once"
     assert [point for point in points if point[2] > 1] == []
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        [("train-mid-step", "trainer"), ("checkpoint-before-commit", "tree")],
+        pytest.param([(point, "tree") for point in POINTS], marks=pytest.mark.full),
+        pytest.param([(point, "engine") for point in POINTS], marks=pytest.mark.full),
+    ],
+    ids=["two kills", "tree at every boundary", "engine at every boundary"],
+)
+def test_run_with_adapters_survives_kills(world: World, kills: list[tuple[str, str]]) -> None:
+    rounds = ROUNDS if len(kills) > 2 else 3
+    flags = [*tiny_flags(world, rounds), "--lora-rank", "4", "--lora-target-modules", "attention", "mlp"]
+    pipeline = Pipeline(world, "adapters", str(world.root / "store"), flags)
+    assert sum(kill["num_killed"] > 0 for kill in kill_at(pipeline, kills)) >= len(kills) - 1
+    assert verdict(pipeline)["replayed_rounds"] == rounds
+    checkpoint = pipeline.store.committed(pipeline.keys.checkpoint_prefix(rounds))
+    assert checkpoint is not None and checkpoint.state["lora"]["rank"] == 4
+    assert checkpoint.inputs["base"].startswith("models/")
 
 
 @pytest.mark.full

@@ -110,3 +110,27 @@ def test_policy_loss_that_is_not_given_is_not_recorded() -> None:
     assert "policy_loss" not in TrainConfig().model_dump() and '"policy_loss":' not in TrainConfig().model_dump_json()
     given = TrainConfig(policy_loss="gspo")
     assert given.model_dump()["policy_loss"] == "gspo" and TrainConfig(**given.model_dump()) == given
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_alpha": 16}, "--lora-alpha has no effect without adapters: add --lora-rank"),
+        ({"lora_load": "adapter"}, "--lora-load has no effect without adapters"),
+        ({"lora_rank": 8, "lora_dropout": 0.1}, "--lora-dropout 0.1 is not supported.*omit it"),
+        ({"lora_rank": 8, "lora_publish": "adapter"}, "--lora-publish adapter is not supported.*use merged"),
+        ({"lora_rank": 8, "freeze_params_name_list": ["embedding"]}, "cannot be combined with --lora-rank"),
+        ({"lora_rank": 8, "advantage_estimator": "ppo"}, "--advantage-estimator ppo.*without a critic"),
+        ({"lora_rank": 8, "use_kl_loss": True, "ref_update_interval": 2}, "--ref-update-interval cannot be combined"),
+    ],
+)
+def test_options_that_adapters_do_not_allow_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**options)  # type: ignore[arg-type]
+
+
+def test_config_without_adapters_is_recorded_as_in_releases_without_them() -> None:
+    assert not [name for name in TrainConfig().model_dump() if name.startswith("lora_")]
+    config = TrainConfig(lora_rank=8, lora_target_modules=["attention"])
+    assert TrainConfig(**config.model_dump()) == config
+    assert config.lora is not None and (config.lora.alpha, config.lora.scale) == (8, 1)

@@ -41,6 +41,8 @@ from penstock.engines.megatron.checkpoints.layout import to_transformer_engine_k
 from penstock.engines.megatron.checkpoints.safe_load import SafeReader, read_common, read_metadata, read_object
 from penstock.engines.megatron.checkpoints.writer import ParallelWriter
 from penstock.engines.megatron.host_memory import hash_tensors
+from penstock.engines.megatron.lora.adapter import reset_adapters
+from penstock.engines.megatron.lora.state import adapter_state, load_adapter_state
 from penstock.engines.megatron.memory.optimizer_offload import main_param
 from penstock.engines.megatron.model.gpt import HEAD, PolicyModel
 from penstock.engines.megatron.model.value_model import VALUE_HEAD, ValueModel
@@ -128,7 +130,8 @@ class SafeCommonStrategy(TorchCommonLoadStrategy):
 @dataclass
 class RankState:
     """Saves and loads the training state of one rank. All methods except `digest` are collective: every rank must call
-    them."""
+    them. A checkpoint of a model with adapters has the adapters and their optimizer states, but not the base weights.
+    """
 
     shape: ModelShape
     layout: ParallelLayout
@@ -136,6 +139,7 @@ class RankState:
     chunks: list[PolicyModel]
     optimizer: Any
     scheduler: Any
+    adapter_seed: int | None = None  # of the adapters' initial values; None: the model has no adapters
 
     def save(self, directory: str | Path, step_state: dict[str, Any]) -> dict[str, str]:
         """Write a checkpoint with all state that the next training step depends on. Ranks may write to one shared
@@ -181,7 +185,10 @@ class RankState:
         if same_layout:
             state["random"] = _sharded_rng_states(None)
         loaded = _load_sharded(state, directory)
-        self._load_model(loaded)
+        if self.adapter_seed is None:
+            self._load_model(loaded)
+        else:
+            load_adapter_state(self.chunks, loaded["adapters"])
         load_moments_and_steps(self.optimizer, loaded["optimizer"])
         set_scheduler_to_step(self.scheduler, loaded["num_scheduled_steps"])
         if same_layout:  # RNG states are per rank; with dropout 0 no operation uses them
@@ -192,7 +199,8 @@ class RankState:
         return json.loads(loaded["step_state"])
 
     def load_weights(self, directory: str | Path) -> None:
-        """Load only the model weights of a converted model or training checkpoint; reset optimizer and scheduler.
+        """Load only the model weights of a converted model or training checkpoint; reset adapters, optimizer and
+        scheduler.
 
         Raises:
             ModelError: the directory is not a checkpoint, is damaged, or belongs to another model.
@@ -211,6 +219,8 @@ class RankState:
         for key, head in heads.items():
             loaded[key][HEAD] = head
         self._load_model(loaded)
+        if self.adapter_seed is not None:
+            reset_adapters(self.chunks, self.adapter_seed)
         self.optimizer.reload_model_params()  # update the fp32 copies of the bf16 weights
         zero_adam_state(self.optimizer)
         set_scheduler_to_step(self.scheduler, 0)
@@ -247,7 +257,10 @@ class RankState:
         }
 
     def _training_state(self, is_loading: bool) -> dict[str, Any]:
-        """Return Megatron's sharded state dict of the model weights and the optimizer."""
+        """Return Megatron's sharded state dict of the trained model weights and the optimizer."""
+        if self.adapter_seed is not None:
+            adapters = adapter_state(self.chunks)
+            return {"adapters": adapters, "optimizer": self._optimizer_state(adapters, is_loading)}
         state = self._model_state()
         trained = state
         if any(not param.requires_grad for chunk in self.chunks for param in chunk.parameters()):
@@ -255,13 +268,18 @@ class RankState:
             metadata = {**_content_metadata(), "non_homogeneous_layers": True}
             trained = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in self._chunks_by_key().items()}
         model = trained["model"] if "model" in trained else dict(trained)
-        optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_content_metadata())
-        return {**state, "optimizer": optimizer}
+        return {**state, "optimizer": self._optimizer_state(model, is_loading)}
+
+    def _optimizer_state(self, trained: dict[str, Any], is_loading: bool) -> Any:
+        """Return Megatron's sharded state dict of the optimizer, given that of the trained parameters."""
+        return self.optimizer.sharded_state_dict(trained, is_loading=is_loading, metadata=_content_metadata())
 
     def _load_model(self, loaded: dict[str, Any]) -> None:
         for key, chunk in self._chunks_by_key().items():
             missing, unexpected = chunk.load_state_dict(loaded[key], strict=False)
-            missing = [name for name in missing if not name.endswith("_extra_state")]
+            missing = [
+                name for name in missing if not name.endswith("_extra_state") and not name.startswith("adapters.")
+            ]
             assert not missing and not unexpected, (
                 f"the loaded state dict does not fit the model: weights missing {missing}, unexpected {unexpected}"
             )

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from penstock.engines.families import tensor_layout
 from penstock.engines.families.parameters import EMBEDDING, HEAD, RankParameters, count_rank_parameters
 from penstock.engines.families.shape import ModelShape
+from penstock.engines.lora import EXPERT, LoraOptions, adapter_targets
 from penstock.engines.megatron.check_parallelism import has_grouped_experts, split_layers
 from penstock.engines.megatron.memory.activations import FP32, layer_activations
 from penstock.engines.megatron.options.args import normalize_megatron_args
@@ -37,6 +39,7 @@ class TrainerOptions:
     log_probs_chunk_size: int = 4096  # tokens whose logits are computed at a time
     critic: bool = False  # whether every rank also trains a critic
     num_frozen: int = 0  # reference and teacher models, whose weights are in host memory
+    lora: LoraOptions | None = None  # adapters; the model's own weights then have no gradients and optimizer state
     megatron: dict[str, Any] = field(default_factory=dict)  # Megatron's options, in any spelling
 
 
@@ -105,12 +108,18 @@ def estimate_stage_memory(
     if options.critic:
         models.append(count_stage_parameters(shape, layout, layers, stage, critic=True))
     parameters = sum(model.total for model in models)
+    trained = models
+    if options.lora is not None:
+        trained = [count_adapter_parameters(shape, layers, options.lora, layout.expert)]
+        parameters += trained[0].total
     gradient_size = FP32 if megatron.get("grad_reduce_in_fp32", True) else size
     offloaded = megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
     state_size = (FP32 if options.dtype != "fp32" else 0) + MOMENTS
     replicas = num_ranks // (layout.tensor * layout.pipeline)
     expert_replicas = num_ranks // ((layout.expert_tensor or layout.tensor) * layout.expert * layout.pipeline)
-    shards = [model.dense / replicas + model.expert / expert_replicas for model in models]  # parameters of an optimizer
+    shards = [
+        model.dense / replicas + model.expert / expert_replicas for model in trained
+    ]  # parameters of an optimizer
     state = state_size * sum(shards)
     # models are updated one after another, and each frees the copies of its gradients
     update = FP32 * max(shards) if gradient_size < FP32 else 0.0
@@ -124,13 +133,32 @@ def estimate_stage_memory(
         stage=stage,
         parameters=parameters,
         weights=size * parameters,
-        gradients=gradient_size * parameters,
+        gradients=gradient_size * sum(model.total for model in trained),
         optimizer=round((1 - offloaded) * state),
         activations=round(activations),
         temporary=round(temporary),
         update=round(update),
         host=round(offloaded * state) + options.num_frozen * size * models[0].total,
     )
+
+
+def count_adapter_parameters(
+    shape: ModelShape, layers: Sequence[int], options: LoraOptions, expert: int
+) -> RankParameters:
+    """Return the number of parameters of the adapters of a rank, as if none were sharded over tensor-parallel ranks.
+
+    Args:
+        shape: shape of the model.
+        layers: indices of the rank's layers.
+        options: the adapters.
+        expert: expert-parallel size.
+    """
+    counts, hf_shapes = {True: 0, False: 0}, tensor_layout(shape).hf_shapes
+    for name, target in adapter_targets(shape, options.target_modules).items():
+        if int(name.split(".")[2]) in layers:
+            rows = [hf_shapes[f"{module}.weight"] for module in target.hf_modules]
+            counts[EXPERT in name] += options.rank * (sum(out for out, _ in rows) + sum(size for _, size in rows))
+    return RankParameters(counts[False], counts[True] // expert)
 
 
 def largest_parameter(shape: ModelShape, layout: ParallelLayout) -> int:

@@ -43,6 +43,7 @@ class PolicyModel(GPTModel):
     def __init__(self, *args: Any, shape: ModelShape, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.shape = shape
+        self.adapters: Any = torch.nn.ModuleList()  # LoRA adapters of this chunk, see `lora/adapter.py`
         padding = padded_vocab_size(shape, self.pg_collection.tp.size()) - shape.vocab_size
         self.num_padded = padding if self.pg_collection.tp.rank() == self.pg_collection.tp.size() - 1 else 0
 
@@ -64,10 +65,14 @@ class PolicyModel(GPTModel):
         return hidden_states[:, 0]
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return Megatron's sharded state dict without the empty `_extra_state` entries of TransformerEngine, which
-        converted checkpoints do not have."""
+        """Return Megatron's sharded state dict without adapters, which `lora/state.py` saves, and without the empty
+        `_extra_state` entries of TransformerEngine, which converted checkpoints do not have."""
         state = super().sharded_state_dict(*args, **kwargs)
-        return {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+        return {
+            key: value
+            for key, value in state.items()
+            if not key.endswith("_extra_state") and not key.startswith("adapters.")
+        }
 
     @torch.no_grad()
     def zero_vocab_padding(self) -> None:

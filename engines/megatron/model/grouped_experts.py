@@ -11,6 +11,7 @@ deterministic, and without expert parallelism no step waits for the GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -49,6 +50,18 @@ class StackedWeight(nn.Module):
             torch.empty(num_experts, size_out, size_in, dtype=config.params_dtype, device=device)
         )
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=sharded_axis, stride=1)
+        self.adapter: Callable[[Tensor, Tensor], Tensor | None] | None = None  # see `lora/adapter.py`
+
+    def multiply(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Return x W^T of each row's expert, plus the output of its adapter. [n, in] -> [n, out]
+
+        Args:
+            x: [n, in], sorted by expert.
+            ends: [E] index after the last row of each expert.
+        """
+        out = F.grouped_mm(x, self(), offs=ends)
+        added = self.adapter(x, ends) if self.adapter is not None else None
+        return out if added is None else out + added
 
     def forward(self) -> Tensor:
         """Return the weights as `grouped_mm` takes them, [E, in, out]. Reading them through a call makes Megatron wait
@@ -86,11 +99,11 @@ class GroupedExperts(MegatronModule):
             router_weights: [n], fp32.
         """
         ends = tokens_per_expert.to(tokens.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-        gate_up = F.grouped_mm(tokens, self.linear_fc1(), offs=ends)
+        gate_up = self.linear_fc1.multiply(tokens, ends)
         recomputation = CheckpointWithoutOutput() if self.recomputes_activation else None
         activate = self._activate if recomputation is None else partial(recomputation.checkpoint, self._activate)
         activated = activate(gate_up, router_weights[:, None])
-        out = F.grouped_mm(activated, self.linear_fc2(), offs=ends)
+        out = self.linear_fc2.multiply(activated, ends)
         if recomputation is not None:
             recomputation.discard_output_and_register_recompute(out)
         return out, None

@@ -17,6 +17,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
+from penstock.stages.plugins import describe_error
 from penstock.storage.errors import PluginError
 
 PATIENCE = 10.0  # seconds after which an event loop that does not respond is considered blocked
@@ -89,7 +90,7 @@ class PluginRunner:
             if isinstance(error, _BlockedError | Cancelled):
                 raise error
             if not isinstance(error, _LoopReplaced):  # including SystemExit, which must not end the run
-                raise PluginError(f"{self.name} raises {type(error).__name__}: {error}") from error
+                raise PluginError(f"{self.name} raises {describe_error(error)}") from error
         raise Cancelled
 
     async def stop(self) -> None:
