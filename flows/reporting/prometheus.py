@@ -60,7 +60,7 @@ class PrometheusEndpoint:
         """Replace the values of a commit's metrics as trackers name them, for a step also round and policy version."""
         self.update({point.name: point.value for point in metric_points(record)})
         if record.commit.kind == "step":
-            self.update({"round": record.commit.index + 1, "policy_version": record.commit.policy_version})
+            self.update({"round": record.commit.index, "policy_version": record.commit.policy_version})
 
     def set_stage(self, name: str) -> None:
         """Set the stage that was started last."""

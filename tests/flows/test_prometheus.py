@@ -38,7 +38,7 @@ def test_newest_value_of_each_metric_is_served_with_the_run() -> None:
         "penstock_rollout_zero_std_count_1_0": (run, 2.0),
         "penstock_train_loss": (run, 0.5),
         "penstock_perf_actor_train_mfu": (run, 0.4),
-        "penstock_round": (run, 5.0),
+        "penstock_round": (run, 4.0),
         "penstock_policy_version": (run, 5.0),
         "penstock_stage": ({**run, "stage": "train"}, 1.0),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.engines.serving import keys
 from penstock.stages.plugins import load_function
 from penstock.stages.rollout.plugins.check import check_rollout_functions
 from penstock.stages.rollout.plugins.rollout_function import NOT_RETURNED
@@ -257,7 +259,7 @@ def test_requests_are_sent_as_json_and_failed_connections_are_retried() -> None:
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(b"[1]")
+            self.wfile.write(json.dumps([self.headers["Authorization"]]).encode())
 
         def log_message(self, *args: Any) -> None:
             pass
@@ -266,7 +268,10 @@ def test_requests_are_sent_as_json_and_failed_connections_are_retried() -> None:
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/generate"
         assert asyncio.run(post(url, {"input_ids": [1, 2]})) == {"input_ids": [1, 2]}
-        assert asyncio.run(get(url)) == [1]
+        assert asyncio.run(get(url)) == [None]
+        keys.set_api_key(f"http://127.0.0.1:{server.server_port}", "secret-of-a-test")
+        assert asyncio.run(get(url)) == ["Bearer secret-of-a-test"]
+        keys.set_api_key(f"http://127.0.0.1:{server.server_port}", None)
         server.shutdown()
     with pytest.raises(httpx.TransportError):
         asyncio.run(post(url, {}, max_retries=1))

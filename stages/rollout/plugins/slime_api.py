@@ -12,9 +12,11 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 
+from penstock.engines.serving.keys import auth_headers
 from penstock.stages.rewards.builtin.boxed import last_boxed
 from penstock.stages.rewards.builtin.dapo import dapo
 from penstock.stages.rewards.builtin.deepscaler import deepscaler
@@ -125,11 +127,12 @@ def extract_answer(response: str) -> str | None:
 
 
 async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[str, str] | None = None) -> Any:
-    """Send a POST request with a JSON body, and return the JSON of its response. Failed connections are retried."""
+    """Send a POST request with a JSON body, and return the JSON of its response. Failed connections are retried.
+    Requests to the run's engines and router have their API key."""
     async with httpx.AsyncClient(timeout=REQUEST_SECONDS) as client:
         for attempt in range(max_retries):
             try:
-                response = await client.post(url, json=payload, headers=headers)
+                response = await client.post(url, json=payload, headers=_request_headers(url, headers))
                 response.raise_for_status()
                 return response.json()
             except httpx.TransportError:
@@ -142,9 +145,14 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[s
 async def get(url: str) -> Any:
     """Send a GET request, and return the JSON of its response."""
     async with httpx.AsyncClient(timeout=REQUEST_SECONDS) as client:
-        response = await client.get(url)
+        response = await client.get(url, headers=_request_headers(url))
         response.raise_for_status()
         return response.json()
+
+
+def _request_headers(url: str, headers: Mapping[str, str] | None = None) -> dict[str, str]:
+    server = urlsplit(url)
+    return {**auth_headers(f"{server.scheme}://{server.netloc}"), **(headers or {})}
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
