@@ -187,11 +187,7 @@ def rollout_stage(
         kind=round.kind,
         index=round.rollout_id,
         policy_version=round.policy_version,
-        state={
-            "data_source": intake.source.state_dict(),
-            "shown": sample_preview(samples, config.num_shown_samples),
-            **state_of_groups(result, round),
-        },
+        state=state_of_round(result, intake, samples, round, config.num_shown_samples),
         **{"run": round.run, "inputs": prompt_files_by_name(config), **context.provenance},
     )
     journal.delete_entries()
@@ -377,10 +373,12 @@ def samples_to_train(groups: Sequence[Group], config: RolloutConfig, round: Roll
     return samples, num_stale
 
 
-def state_of_groups(result: RoundResult, round: RolloutRound) -> dict[str, Any]:
-    """Return the commit's state entries `adopted_groups` (ids of groups taken from the journal), `dropped` (id, drop
-    reason and source row of every dropped group), `max_staleness` and `updates_in_flight`; empty entries are
-    omitted."""
+def state_of_round(
+    result: RoundResult, intake: PromptIntake, samples: Sequence[Sample], round: RolloutRound, num_shown: int
+) -> dict[str, Any]:
+    """Return the commit's state: `data_source` (its position), `shown` (a preview of `num_shown` samples), and, unless
+    they are empty, `adopted_groups` (ids of groups taken from the journal), `dropped` (id, drop reason and source row
+    of every dropped group), `max_staleness` and `updates_in_flight`."""
     adopted = sorted(result.runner.adopted)
     dropped = [
         {"group_id": group[0].group_id, "reason": reason, "source": group[0].metadata.get("source")}
@@ -388,7 +386,8 @@ def state_of_groups(result: RoundResult, round: RolloutRound) -> dict[str, Any]:
     ]
     entries = {"adopted_groups": adopted, "dropped": dropped, "max_staleness": round.max_staleness}
     entries["updates_in_flight"] = round.updates_in_flight
-    return {name: value for name, value in entries.items() if value}
+    always = {"data_source": intake.source.state_dict(), "shown": sample_preview(samples, num_shown)}
+    return always | {name: value for name, value in entries.items() if value}
 
 
 def round_metrics(

@@ -46,9 +46,8 @@ from penstock.stages.rollout.rollout import (
     open_prompt_intake,
     prompt_files_by_name,
     round_metrics,
-    sample_preview,
     samples_to_train,
-    state_of_groups,
+    state_of_round,
 )
 from penstock.storage.failpoints import failpoint
 from penstock.storage.preemption import Preempted
@@ -384,11 +383,7 @@ class RolloutStream:
         metrics["rollout/num_running_groups"] = float(len(self._running))
         metrics["perf/engine_idle_ratio"] = min(1.0, self._idle_seconds / result.seconds["generate"])
         metrics["rollout/wasted_tokens"] = float(num_masked + self._num_wasted_tokens)
-        state = {
-            "data_source": self.intake.source.state_dict(),
-            "shown": sample_preview(samples, config.num_shown_samples),
-            **state_of_groups(result, round),
-        }
+        state = state_of_round(result, self.intake, samples, round, config.num_shown_samples)
         ids = [group[0].group_id for group in [*kept, *unused]]
         assert len(set(ids)) == len(ids), "a group is in two places of the stream"
         buffer = [copy_sample(sample) for group in unused for sample in group]
