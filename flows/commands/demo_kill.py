@@ -82,9 +82,9 @@ class DemoProcess:
         return [victim.pid for victim in victims]
 
     def stop(self) -> None:
-        """Stop the command, if it still runs, as Ctrl-C does."""
+        """Stop the command, if it still runs. SIGTERM, because children of a shell's background jobs ignore SIGINT."""
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+            self._process.terminate()
             self._process.wait()
 
 
