@@ -132,16 +132,17 @@ def test_image_is_built_from_everything_that_the_wheel_needs() -> None:
 
 MAKE_CONTEXTS = """
 import json, sys
+from mlflow.cli import server
 from ray.scripts.scripts import start
-for words in json.load(sys.stdin):
+given = json.load(sys.stdin)
+for words in given["ray"]:
     start.make_context("start", words)
+server.make_context("server", given["mlflow"])
 """
 
 
 @pytest.mark.integration
 def test_ray_and_mlflow_accept_their_commands() -> None:
-    from mlflow.cli import server
-
     places, starts = set(), []
     for place, words in commands("ray"):
         places.add(place)
@@ -151,11 +152,12 @@ def test_ray_and_mlflow_accept_their_commands() -> None:
         plain = re.sub(r'"?\$\(address_of "\$node"\)"?|"?\$[A-Z_]+', "1", line).replace('"', "")
         starts.append(["--block", "--disable-usage-stats", *shlex.split(plain)])
     assert len(sbatch) == 2 and places == {"ray-jobs.md", "prefect-worker.yaml"}
-    # In a process of its own: importing Ray's commands decides the authentication of all later clusters of a process.
-    subprocess.run([sys.executable, "-c", MAKE_CONTEXTS], input=json.dumps(starts), text=True, check=True)
     [deployment] = [
         each
         for each in yaml.safe_load_all((CLUSTERS / "kubernetes/mlflow.yaml").read_text())
         if each["kind"] == "Deployment"
     ]
-    server.make_context("server", deployment["spec"]["template"]["spec"]["containers"][0]["args"])
+    server = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    # In a process of its own: these imports decide the authentication of all later Ray clusters of a process.
+    given = json.dumps({"ray": starts, "mlflow": server})
+    subprocess.run([sys.executable, "-c", MAKE_CONTEXTS], input=given, text=True, check=True)
