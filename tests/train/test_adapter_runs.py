@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 import torch
 from random_rollouts import commit_rollouts
 
@@ -71,7 +70,7 @@ class OneRank:
 @pytest.fixture
 def place(world: None, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A store with a converted model and four committed rollouts."""
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
     store = Store(str(tmp_path / "store"))
     commit_rollouts(store, KEYS, 4)
     base = convert_hf(store, tiny_model)
