@@ -317,6 +317,18 @@ def test_importing_flows_loads_no_engine() -> None:
     assert result.stdout.strip() == "[]"
 
 
+def test_no_test_module_imports_ray_when_it_is_collected() -> None:
+    """Ray reads its token when it is imported, so that all clusters of the test process would fail."""
+    modules = [path for path in (ROOT / "tests").rglob("*.py") if not path.name.endswith("_driver.py")]
+    importing = [
+        str(path.relative_to(ROOT))
+        for path in modules
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Import | ast.ImportFrom) and re.match(r"(import|from) ray\b", ast.unparse(node))
+    ]
+    assert importing == []
+
+
 def test_a_folder_of_the_same_name_beside_a_script_hides_nothing(tmp_path: Path) -> None:
     plant(tmp_path, {f"{package}/__init__.py": "OWNER = 'the user'\n" for package in PACKAGES})
     script = tmp_path / "script.py"
