@@ -108,6 +108,16 @@ def test_tour_works_as_printed(checkout: Path) -> None:
     assert (checkout / "penstock-demo/store").is_dir() and (checkout / "tiny-model/config.json").is_file()
 
 
+@pytest.mark.integration
+@pytest.mark.full
+def test_first_curve_works_as_printed(checkout: Path) -> None:
+    printed, missing = walk(ROOT / "docs" / "first-curve.md", checkout)
+    assert missing == [], printed[-20000:]
+    rewards = [float(reward) for reward in re.findall(r"^round +\d+ \(\d+/20\)  reward (\S+)", printed, re.MULTILINE)]
+    demo, own = rewards[:20], rewards[-20:]
+    assert len(rewards) >= 40 and min(sum(curve[-3:]) / 3 - curve[0] for curve in (demo, own)) > 0.1
+
+
 # ---- the walk itself, without engines --------------------------------------------------------------------------------
 
 
