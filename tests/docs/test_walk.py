@@ -113,7 +113,7 @@ def test_tour_works_as_printed(checkout: Path) -> None:
 def test_first_curve_works_as_printed(checkout: Path) -> None:
     printed, missing = walk(ROOT / "docs" / "first-curve.md", checkout)
     assert missing == [], printed[-20000:]
-    rewards = [float(reward) for reward in re.findall(r"^round +\d+ \(\d+/20\)  reward (\S+)", printed, re.MULTILINE)]
+    rewards = [float(reward) for reward in re.findall(r"^round +\d+ \(\d+/20\) +reward (\S+)", printed, re.MULTILINE)]
     demo, own = rewards[:20], rewards[-20:]
     assert len(rewards) >= 40 and min(sum(curve[-3:]) / 3 - curve[0] for curve in (demo, own)) > 0.1
 
