@@ -33,6 +33,15 @@ atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: Ray and SGLang need the cores too
 
 
+@pytest.fixture(scope="session", autouse=True)
+def skip_fsync() -> Iterator[None]:
+    """Do not wait for the disk in this process: no test cuts the power, and a store syncs several files per commit.
+    Processes that tests start do wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which fails on a bad descriptor as well
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def freeze_imported_modules() -> None:
     """Exclude the objects of imported modules from garbage collection: Megatron collects garbage at every save and

@@ -50,8 +50,16 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.Import | ast.ImportFrom | ast.Constant, ...]:
+    """The imports and the constants of a file."""
+    return tuple(
+        node for node in ast.walk(parsed(path)) if isinstance(node, ast.Import | ast.ImportFrom | ast.Constant)
+    )
+
+
 def imports(path: Path) -> Iterator[Import]:
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -146,7 +154,7 @@ def bare_names(root: Path) -> list[str]:
     for path in all_files(root):
         where = path.relative_to(root).as_posix()
         out += [f"{where}:{f.line} imports {f.name}" for f in imports(path) if f.name.split(".")[0] in PACKAGES]
-        for node in ast.walk(parsed(path)) if where not in OLD_PATHS and path.name != Path(__file__).name else ():
+        for node in nodes(path) if where not in OLD_PATHS and path.name != Path(__file__).name else ():
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and BARE_TEXT.search(node.value):
                 out.append(f"{where}:{node.lineno} names a module of ours without penstock in front")
     return out
@@ -323,7 +331,7 @@ def test_no_test_module_imports_ray_when_it_is_collected() -> None:
     importing = [
         str(path.relative_to(ROOT))
         for path in modules
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for node in parsed(path).body
         if isinstance(node, ast.Import | ast.ImportFrom) and re.match(r"(import|from) ray\b", ast.unparse(node))
     ]
     assert importing == []

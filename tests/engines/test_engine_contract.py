@@ -26,7 +26,7 @@ class ScriptedFleet:
 
     def client(self) -> EngineClient:
         client = SlowClient(["http://scripted"])
-        client.chance, client.longest, client.pause_seconds = random.Random(1), 10**6, 0.005
+        client.chance, client.longest, client.pause_seconds = random.Random(1), 10**6, 0.002
         return client
 
     def weights(self) -> Named:

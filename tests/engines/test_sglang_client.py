@@ -147,7 +147,7 @@ def test_a_request_is_sent_again_after_its_engine_died() -> None:
             running = [asyncio.create_task(client.generate([7, index], {}, n=2)) for index in range(6)]
             await all_arrived.wait()
             listed.clear()
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.2)
             assert not any(task.done() for task in running)
             listed.append(urls[1])
             return await asyncio.gather(*running)
@@ -215,7 +215,7 @@ def test_refusals_and_timeouts_are_not_retried() -> None:
     limit = 60.0
     with pytest.raises(ValueError, match="the prompt has 300 tokens"):
         with_servers([refusing], use)
-    limit = 0.5
+    limit = 0.2
     with pytest.raises(TimeoutError):
         with_servers([slow], use)
     assert calls in (["refused", "slow"], ["refused"])  # asked at most once

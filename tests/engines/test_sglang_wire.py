@@ -103,7 +103,7 @@ def test_engine_with_released_memory_is_healthy(servers: list[SmallServer]) -> N
 @pytest.mark.parametrize("lazy", ["0", "1"])  # lazy: connect at the first broadcast, as NCCL does
 def test_failed_join_is_raised_and_frees_the_name_of_the_group(lazy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", lazy)
-    monkeypatch.setattr(weight_group, "TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(weight_group, "TIMEOUT", timedelta(seconds=0.2))
 
     def refuse(url: str, route: str, body: dict[str, Any]) -> None:
         raise EngineRefused(f"{url}{route} answered HTTP 400")

@@ -58,15 +58,20 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def evaluate(self, expression: str) -> Any:
-        return self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)[
-            "result"
-        ].get("value")
+        """Return the value of a JavaScript expression. An exception in it is an error."""
+        answer = self._answer(expression)
+        assert "exceptionDetails" not in answer, f"{expression}: {answer['exceptionDetails']}"
+        return answer["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
+        """Wait until an expression is true. It may raise exceptions before."""
         deadline = time.monotonic() + SECONDS
-        while self.evaluate(condition) is not True:
+        while self._answer(condition)["result"].get("value") is not True:
             assert time.monotonic() < deadline, f"{condition}: {self.evaluate('document.body.innerText')}"
-            time.sleep(0.1)
+            time.sleep(0.02)
+
+    def _answer(self, expression: str) -> dict[str, Any]:
+        return self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
 
     def type_into(self, selector: str, text: str) -> None:
         self.evaluate(f"document.querySelector({json.dumps(selector)}).focus()")

@@ -9,12 +9,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from penstock.engines.scratch import own_temp_directory
+from penstock.flows.reporting import hang_detector
 from penstock.flows.reporting.hang_detector import HangDetector, own_stacks, stacks_of_process, stacks_of_run
 
 REGISTERED = """import sys
@@ -41,6 +43,12 @@ def stuck_process(program: str) -> Iterator[psutil.Process]:
     assert popen.returncode == 0
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait for processes that earlier tests left to other libraries, such as W&B's, which never answer."""
+    monkeypatch.setattr(hang_detector, "stacks_of_process", partial(stacks_of_process, seconds=0.0))
+
+
 def test_registered_process_prints_its_stacks_and_continues() -> None:
     with stuck_process(REGISTERED) as process:
         assert "in wait_for_input" in stacks_of_process(process, seconds=60)
@@ -52,7 +60,7 @@ def test_process_without_a_handler_gets_no_signal() -> None:
         assert "cannot print its stacks" in stacks_of_process(process)
 
 
-def test_stopped_process_is_reported_as_stopped() -> None:
+def test_stopped_process_is_reported_as_stopped(impatient: None) -> None:
     with stuck_process(PLAIN) as process:
         process.suspend()
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
@@ -65,7 +73,7 @@ def test_own_stacks_name_threads_and_functions() -> None:
     assert "thread MainThread:" in text and "test_own_stacks_name_threads_and_functions" in text
 
 
-def test_each_hang_is_reported_once_with_a_file(tmp_path: Path) -> None:
+def test_each_hang_is_reported_once_with_a_file(impatient: None, tmp_path: Path) -> None:
     messages: list[str] = []
     reported = threading.Event()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from penstock.stages.rewards import process
 from penstock.stages.rewards.preflight import RewardRow, check_reward_rows, try_reward_on_test_samples
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import InputError, PluginError, RewardError
@@ -87,7 +88,10 @@ def test_allow_row_code_that_is_not_a_package_name_is_rejected(package: str) -> 
         pytest.param("raise SystemExit(0)", "SystemExit", marks=pytest.mark.full),
     ],
 )
-def test_reward_that_fails_every_test_sample_is_rejected(tmp_path: Path, body: str, named: str) -> None:
+def test_reward_that_fails_every_test_sample_is_rejected(
+    tmp_path: Path, body: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "GRACE_PERIOD", 0.0)
     path = tmp_path / "mine.py"
     path.write_text(f"def reward_func(args, sample):\n    {body}\n")
     with pytest.raises(RewardError) as error:

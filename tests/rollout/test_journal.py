@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,19 @@ class Killed(BaseException):
 
 
 class Breaking(ScriptedClient):
-    """Answers `num_answers` prompts, then waits, then raises `failure`."""
+    """Answers `num_answers` prompts, then waits for `wait` seconds or `until` something is true, then raises
+    `failure`."""
 
     num_answers = 5
     failure: BaseException = Killed()
     wait = 0.3
+    until: Callable[[], bool] | None = None
 
     async def generate_each(self, *arguments: Any, **named: Any) -> list[Generation]:
         if len(self.requests) >= self.num_answers:
-            await asyncio.sleep(self.wait)
+            while self.until and not self.until():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0 if self.until else self.wait)
             raise self.failure
         return await super().generate_each(*arguments, **named)
 
@@ -45,6 +50,16 @@ class Breaking(ScriptedClient):
 @pytest.fixture
 def bench(tmp_path: Path, tokenizer: PromptTokenizer) -> Bench:
     return Bench(tmp_path, tokenizer, num_rows=12, rollout_batch_size=8, rollout_journal_interval=0.05)
+
+
+def break_round(bench: Bench, num_journalled: int = 5, **changes: Any) -> None:
+    """Kill an attempt at round 0 as soon as the journal has `num_journalled` groups."""
+
+    def is_written() -> bool:
+        return sum(entry.num_samples() for entry in bench.journal(0)) >= num_journalled * 2
+
+    with pytest.raises(Killed):
+        bench.round(0, client=Breaking, until=is_written, **changes)
 
 
 def prompts_of(client: ScriptedClient) -> set[tuple[int, ...]]:
@@ -85,8 +100,7 @@ def test_finished_groups_are_not_generated_again(bench: Bench, interval: float, 
 
 def test_journals_of_several_failed_attempts_add_up(bench: Bench) -> None:
     for expected in (2, 4, 6):
-        with pytest.raises(Killed):
-            bench.round(0, client=Breaking, num_answers=2)
+        break_round(bench, expected, num_answers=2)
         adopted = sum(len(read_samples(bench.store, entry)) for entry in bench.journal(0))
         assert adopted == expected * 2
     bench.round(0)
@@ -105,8 +119,7 @@ def test_journals_of_several_failed_attempts_add_up(bench: Bench) -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_groups_of_other_config_are_not_adopted(bench: Bench, change: dict[str, Any]) -> None:
-    with pytest.raises(Killed):
-        bench.round(0, client=Breaking)
+    break_round(bench)
     before = set(bench.clients[-1].requests[0][0])
     bench.config = bench.config.model_copy(update=change)
     commit = bench.round(0)
@@ -125,16 +138,14 @@ def test_groups_of_other_config_are_not_adopted(bench: Bench, change: dict[str, 
 
 def test_groups_of_other_policy_are_not_adopted(bench: Bench) -> None:
     """An evaluation's prefix says the version, a rollout's too; the journal checks nevertheless."""
-    with pytest.raises(Killed):
-        bench.round(0, client=Breaking)
+    break_round(bench)
     commit = bench.round(0, policy_version=1, served_version="run/1")
     assert commit.summary["rollout/num_adopted_groups"] == 0
     assert {sample.policy_versions for sample in read_samples(bench.store, commit)} == {(1, 1)}
 
 
 def test_groups_of_damaged_journal_are_generated_again(bench: Bench) -> None:
-    with pytest.raises(Killed):
-        bench.round(0, client=Breaking)
+    break_round(bench)
     for entry in bench.journal(0):
         path = Path(bench.store.path(entry.files[0].path))
         path.write_bytes(path.read_bytes()[:-100])
@@ -145,11 +156,7 @@ def test_groups_of_damaged_journal_are_generated_again(bench: Bench) -> None:
 def test_two_concurrent_attempts_use_each_group_once(bench: Bench) -> None:
     """A driver that was taken for dead writes entries of the same round as its successor."""
 
-    def zombie() -> None:
-        with pytest.raises(Killed):
-            bench.round(0, client=Breaking)
-
-    threads = [threading.Thread(target=zombie) for _ in range(2)]
+    threads = [threading.Thread(target=break_round, args=(bench, 10)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -194,8 +201,7 @@ def test_stop_request_while_grading_keeps_generated_groups(tmp_path: Path, token
 
 def test_flush_after_commit_writes_nothing(bench: Bench) -> None:
     """A flush in its thread may end after the commit."""
-    with pytest.raises(Killed):
-        bench.round(0, client=Breaking)
+    break_round(bench)
     [entry, *_] = bench.journal(0)
     samples = read_samples(bench.store, entry)
     journal = Journal(bench.store, PREFIX, RolloutRound("run", 0, policy_version=0), bench.config)

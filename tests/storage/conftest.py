@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from penstock.storage import objects
 from penstock.storage.store import Store
 from penstock.storage.tracking.mlflow.tracker import MlflowTracker
 from penstock.storage.tracking.tracker import TrackedRun
@@ -51,13 +52,16 @@ def s3_store(s3_options: dict[str, Any]) -> Callable[..., Store]:
 @pytest.fixture(scope="session")
 def faulty_s3(s3_options: dict[str, Any]) -> Callable[..., AbstractContextManager[tuple[FaultyProxy, dict[str, Any]]]]:
     """Return a context manager for a faulty proxy: `with faulty_s3(rate=0.3) as (proxy, options)`. The client's timeout
-    is one second."""
+    is one second, and pauses between tries are short."""
 
     @contextmanager
     def open_proxy(**arguments: Any) -> Iterator[tuple[FaultyProxy, dict[str, Any]]]:
-        with FaultyProxy(
-            s3_options["endpoint_url"], **{"hang_seconds": 1.5, "slow_seconds": 0.1, **arguments}
-        ) as proxy:
+        from botocore.retries.standard import ExponentialBackoff
+
+        settings = {"hang_seconds": 1.5, "slow_seconds": 0.1, **arguments}
+        with FaultyProxy(s3_options["endpoint_url"], **settings) as proxy, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ExponentialBackoff, "delay_amount", lambda self, context: 0.0)
+            patch.setattr(objects, "_FIRST_PAUSE", 0.01)
             yield proxy, {**s3_options, "endpoint_url": proxy.url, "config_kwargs": {"read_timeout": 1}}
 
     return open_proxy

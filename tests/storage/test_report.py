@@ -308,6 +308,7 @@ def opened(page_text: str, tmp_path: Path) -> Iterator[Page]:
             page.call(f"{domain}.enable")
         page.open(path.as_uri())
         page.wait_for("document.documentElement.dataset.ready === 'samples'")
+        page.wait_for("document.querySelector('#curves figure svg.chart') !== null")  # drawn when its width is known
         yield page
         check_quiet(page, path.as_uri())
 
@@ -394,7 +395,7 @@ def test_tokens_have_colours_and_a_read_out(opened: Page) -> None:
 def test_curve_is_read_with_the_keyboard(opened: Page) -> None:
     curve = "document.querySelector('#curves figure')"
     assert opened.evaluate(f"{curve}.querySelector('.readout').textContent") == "round 3: reward 1"
-    opened.evaluate(f"{curve}.querySelector('svg').dispatchEvent(new KeyboardEvent('keydown', {{key: 'Home'}}))")
+    opened.evaluate(f"{curve}.querySelector('svg.chart').dispatchEvent(new KeyboardEvent('keydown', {{key: 'Home'}}))")
     assert opened.evaluate(f"{curve}.querySelector('.readout').textContent") == "round 0: reward 0"
     opened.evaluate(f"{curve}.querySelector('details').open = true")
     opened.wait_for(f"{curve}.querySelectorAll('tbody tr').length === {ROUNDS}")
