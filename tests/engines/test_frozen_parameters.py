@@ -78,16 +78,22 @@ def make_engine(shape: ModelShape, frozen: set[str], dtype: str = "fp32", **over
     return MegatronEngine(shape, dtype=dtype, optimizer={**OPTIMIZER, "frozen": frozen}, overrides=overrides, seed=3)
 
 
+CHOICES: list[tuple[ModelShape, list[str] | None, list[str] | None, dict[str, Any]]] = [
+    (SHAPE, ["embedding", "final_layernorm"], None, {}),
+    (SHAPE, None, [r"layers\.3\."], {}),
+    (MIXTURE, None, [r"\.experts\."], {}),
+    (MIXTURE, ["experts"], None, {"moe_grouped_gemm": True}),
+    (MIXTURE, None, ["layers.2.*experts", "router"], {"moe_grouped_gemm": True}),
+]
+
+
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("shape", "freeze", "only_train", "overrides"),
+    ("shape", "freeze", "only_train", "overrides", "dtype"),
     [
-        (SHAPE, ["embedding", "final_layernorm"], None, {}),
-        (SHAPE, None, [r"layers\.3\."], {}),
-        (MIXTURE, None, [r"\.experts\."], {}),
-        (MIXTURE, ["experts"], None, {"moe_grouped_gemm": True}),
-        (MIXTURE, None, ["layers.2.*experts", "router"], {"moe_grouped_gemm": True}),
+        *(pytest.param(*CHOICES[0], dtype) for dtype in ("fp32", "bf16")),
+        *(pytest.param(*choice, "bf16") for choice in CHOICES[1:]),
+        *(pytest.param(*choice, "fp32", marks=pytest.mark.full) for choice in CHOICES[1:]),
     ],
 )
 def test_frozen_parameters_keep_their_bits_and_all_others_are_trained(

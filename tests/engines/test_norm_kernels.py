@@ -67,6 +67,7 @@ def test_rope_of_a_part_of_each_head_equals_torch() -> None:
     torch.testing.assert_close(apply_rope(x, cos_sin, False), apply_rope_unfused(x, *cos_sin), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.integration
 def test_kernel_equals_torch_in_tritons_interpreter() -> None:
     run_in_interpreter("tests.engines.test_norm_kernels:check_all")
 

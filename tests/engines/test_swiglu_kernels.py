@@ -43,6 +43,7 @@ def test_values_and_gradients_equal_those_of_torch(ffn: int, dtype: torch.dtype)
     check(ffn, dtype, "cuda")
 
 
+@pytest.mark.integration
 def test_values_and_gradients_equal_those_of_torch_in_tritons_interpreter() -> None:
     run_in_interpreter("tests.engines.test_swiglu_kernels:check_all")
 

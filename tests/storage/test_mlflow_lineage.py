@@ -134,6 +134,7 @@ def test_evaluation_that_is_delivered_before_its_checkpoint_is_linked(
     assert shown_inputs(late) == shown_inputs(Shown(client))
 
 
+@pytest.mark.full
 def test_track_in_any_order_gives_the_same_objects(store: Store, database: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.db"
     other.write_bytes(database.read_bytes())

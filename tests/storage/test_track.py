@@ -127,6 +127,7 @@ def uris_of(database: Path, directory: Path) -> list[str]:
     ]
 
 
+@pytest.mark.integration
 def test_all_trackers_hold_the_same_points(store: Store, run: TrackedRun, database: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb.sdk")
@@ -139,6 +140,7 @@ def test_all_trackers_hold_the_same_points(store: Store, run: TrackedRun, databa
     assert wandb_points(tmp_path / "wb", run) == points
 
 
+@pytest.mark.integration
 def test_track_into_an_empty_mlflow_gives_the_original_content_without_writing_to_the_store(
     store: Store, run: TrackedRun, database: Path, tmp_path: Path
 ) -> None:
@@ -216,7 +218,7 @@ def test_artifacts_move_with_the_store(
     assert not Path(store.root).exists()
 
 
-@pytest.mark.parametrize("move", [False, True])
+@pytest.mark.parametrize("move", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_run_tracked_by_an_earlier_release_is_continued(
     move: bool, store: Store, database: Path, tmp_path: Path
 ) -> None:
@@ -276,8 +278,15 @@ def test_an_outage_of_one_tracker_does_not_delay_another(database: Path, tmp_pat
     assert points == mlflow_points(database)
 
 
-@pytest.mark.parametrize("to", ["tensorboard", "wandb"])
-@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize(
+    ("flushed", "to"),
+    [
+        (True, "tensorboard"),
+        (False, "wandb"),
+        pytest.param(False, "tensorboard", marks=pytest.mark.full),
+        pytest.param(True, "wandb", marks=pytest.mark.full),
+    ],
+)
 def test_kill_between_delivery_and_mark_duplicates_and_loses_nothing(
     to: str, flushed: bool, store: Store, run: TrackedRun, database: Path, tmp_path: Path
 ) -> None:

@@ -183,6 +183,7 @@ def test_delivering_everything_again_changes_nothing(database: Path, tmp_path: P
     assert counts(database) == before
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.full), 7, pytest.param(12, marks=pytest.mark.full)])
 def test_killed_between_delivery_and_offset(step: int, database: Path, tmp_path: Path) -> None:
     """The process is killed after a call to MLflow, before the outbox marks the line as delivered."""

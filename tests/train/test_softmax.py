@@ -67,6 +67,7 @@ def test_kernels_equal_their_formulas(rows: int, columns: int, temperature: floa
             assert (part == whole[:1]).all()  # the same bits in any batch
 
 
+@pytest.mark.integration
 def test_kernels_in_tritons_interpreter() -> None:
     run_in_interpreter("tests.train.test_softmax:check_all")
 
