@@ -218,6 +218,7 @@ def test_artifacts_move_with_the_store(
     assert not Path(store.root).exists()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("move", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_run_tracked_by_an_earlier_release_is_continued(
     move: bool, store: Store, database: Path, tmp_path: Path
@@ -278,6 +279,7 @@ def test_an_outage_of_one_tracker_does_not_delay_another(database: Path, tmp_pat
     assert points == mlflow_points(database)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("flushed", "to"),
     [
@@ -316,6 +318,7 @@ os._exit(9)
     assert points == mlflow_points(database)
 
 
+@pytest.mark.integration
 def test_a_truncated_event_file_is_completed(store: Store, run: TrackedRun, database: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     uris = uris_of(database, tmp_path)[:2]
@@ -326,6 +329,7 @@ def test_a_truncated_event_file_is_completed(store: Store, run: TrackedRun, data
     assert tensorboard_points(tmp_path / "tb") == mlflow_points(database)
 
 
+@pytest.mark.integration
 def test_wandb_run_id_names_the_run_whose_history_is_continued(
     store: Store, run: TrackedRun, database: Path, tmp_path: Path
 ) -> None:

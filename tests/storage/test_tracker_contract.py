@@ -97,7 +97,7 @@ def wandb_content(directory: Path) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(params=["mlflow", "jsonl", "tensorboard", "wandb"])
+@pytest.fixture(params=["mlflow", "jsonl", "tensorboard", pytest.param("wandb", marks=pytest.mark.integration)])
 def served(
     request: pytest.FixtureRequest, database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, Content]:
