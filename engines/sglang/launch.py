@@ -134,7 +134,8 @@ def disable_pinned_memory() -> None:
             return create(*args, **options)
 
         setattr(torch, name, create_unpinned)
-    torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign]
+    tensor_class: Any = torch.Tensor
+    tensor_class.pin_memory = lambda self, device=None: self
 
 
 def write_load_snapshots_to_tmpdir() -> None:

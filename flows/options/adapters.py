@@ -36,6 +36,8 @@ def with_adapters(options: EngineOptions, config: PostTrainConfig, record: dict[
     train, run = config.train, config.run
     if train.lora is None or train.lora_publish == "merged" or run.debug_rollout_only or run.debug_train_only:
         return options
+    if train.lora_publish is None and calls_engines_itself(config):
+        return options
     if reason := reason_against_adapters(config, options, record):
         if train.lora_publish == "adapter":
             raise OptionError(f"--lora-publish adapter is not possible: {reason}; use merged")
@@ -47,6 +49,12 @@ def with_adapters(options: EngineOptions, config: PostTrainConfig, record: dict[
         max_versions=run.max_staleness + 2 if run.streams else 1,
     )
     return replace(options, adapters=adapters, in_flight=None)
+
+
+def calls_engines_itself(config: PostTrainConfig) -> bool:
+    """Return whether user-defined functions generate, which may send requests to the engines without an adapter."""
+    rollout = config.rollout
+    return bool(rollout.custom_generate_function_path or rollout.rollout_function_path)
 
 
 def reason_against_adapters(

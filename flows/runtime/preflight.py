@@ -483,6 +483,9 @@ def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
         warnings += describe_start_weights(config)
     if flow != "post_train":
         return warnings
+    pauses = config.run.streams and config.run.pause_generation_mode == "in_place"
+    if pauses and with_adapters(engine_options(config), config, None).adapters is not None:
+        warnings.append("--pause-generation-mode has no effect with --lora-publish adapter, which pauses nothing")
     rollout = config.rollout
     sampling = {"top_p": rollout.rollout_top_p, "top_k": rollout.rollout_top_k, **rollout.rollout_sampling}
     truncating = engine_backend().find_biasing_params(sampling)
