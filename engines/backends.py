@@ -135,13 +135,16 @@ class EngineBackend(ABC):
         """
 
     @abstractmethod
-    def reason_against_adapters(self, options: EngineOptions, shape: ModelShape, layers: Iterable[str]) -> str | None:
+    def reason_against_adapters(
+        self, options: EngineOptions, shape: ModelShape, layers: Iterable[str], *, compare: bool
+    ) -> str | None:
         """Return why the engine cannot serve LoRA adapters beside the weights, or None if it can.
 
         Args:
             options: options of the engines.
             shape: shape of the model.
             layers: global Megatron names of the layers with adapters.
+            compare: whether the engine must compare checksums of the matrices that it receives.
         """
 
     @abstractmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
@@ -18,7 +17,12 @@ from penstock.engines.serving.addresses import engine_url
 from penstock.engines.serving.server import EngineServer
 from penstock.engines.sglang import control
 from penstock.engines.sglang.args import add_return_experts_flag, check_router_args, check_sglang_args
-from penstock.engines.sglang.checks.adapters import check_external_adapters, lora_args, reason_against_adapters
+from penstock.engines.sglang.checks.adapters import (
+    check_external_adapters,
+    installed_release,
+    lora_args,
+    reason_against_adapters,
+)
 from penstock.engines.sglang.checks.architectures import check_model
 from penstock.engines.sglang.checks.fp8 import check_fp8_hardware, check_fp8_widths
 from penstock.engines.sglang.checks.speculative import check_speculative, drafts_with_mtp_layer, is_speculative
@@ -103,7 +107,7 @@ class SGLangBackend(EngineBackend):
         spec, routed = options.spec, options.router is not None
         if not options.external and spec.python is None:  # otherwise the server's SGLang is not the one installed here
             check_model(read_config(Path(spec.model_path) / "config.json"))
-            if options.in_flight and tuple(map(int, re.findall(r"\d+", version("sglang"))[:3])) < (0, 5, 21):
+            if options.in_flight and installed_release() < (0, 5, 21):
                 raise EngineError(
                     f"--async-mode streaming needs SGLang 0.5.21 or later, which reports the weight version of each "
                     f"token, but SGLang {version('sglang')} is installed: upgrade it, or use --async-mode ahead"
@@ -196,8 +200,10 @@ class SGLangBackend(EngineBackend):
             num_draft_layers=shape.num_mtp_layers if drafts_with_mtp_layer(args) else 0,
         )
 
-    def reason_against_adapters(self, options: EngineOptions, shape: ModelShape, layers: Iterable[str]) -> str | None:
-        return reason_against_adapters(options, shape, layers)
+    def reason_against_adapters(
+        self, options: EngineOptions, shape: ModelShape, layers: Iterable[str], *, compare: bool
+    ) -> str | None:
+        return reason_against_adapters(options, shape, layers, compare=compare)
 
     def check_external_server(self, url: str, model_path: str, args: Mapping[str, Any]) -> None:
         release, _ = control.release_and_tp_size(url)

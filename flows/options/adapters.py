@@ -77,7 +77,8 @@ def reason_against_adapters(
     if run.check_weight_update_equal and run.update_weight_transport == "disk":
         return "SGLang compares adapters for --check-weight-update-equal only over --update-weight-transport tensor"
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
-    return engine_backend().reason_against_adapters(options, shape, adapter_targets(shape, lora.target_modules))
+    targets = adapter_targets(shape, lora.target_modules)
+    return engine_backend().reason_against_adapters(options, shape, targets, compare=run.check_weight_update_equal)
 
 
 def adapter_of_version(

@@ -193,14 +193,17 @@ def test_checksums_are_those_of_the_tensors() -> None:
     assert sha256_of_tensors(FlatBucket(bucket)) == expected
 
 
-def test_engines_that_cannot_apply_adapters_are_named() -> None:
+def test_engines_that_cannot_apply_adapters_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(shape: Any = SHAPE, modules: tuple[str, ...] = ("all-linear",), **args: Any) -> str | None:
         options = EngineOptions(ServerSpec(model_path="/model", args=args))
-        return reason_against_adapters(options, shape, adapter_targets(shape, modules))
+        return reason_against_adapters(options, shape, adapter_targets(shape, modules), compare=True)
 
     assert reason() is None and reason(MIXTURE, ("attention",)) is None
     assert "attention of a mixture of experts only" in str(reason(MIXTURE))
     assert "Glm4ForCausalLM" in str(reason(SHAPE.model_copy(update={"architecture": "Glm4ForCausalLM"})))
+    monkeypatch.setattr("penstock.engines.sglang.checks.adapters.version", lambda package: "0.5.15.post1")
+    assert "0.5.21 does not compare" in str(reason())
+    monkeypatch.undo()
     assert "quantized" in str(reason(quantization="fp8")) and "--sglang-dp-size" in str(reason(dp_size=2))
 
 

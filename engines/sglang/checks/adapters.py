@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.generation import EngineRefused
@@ -17,7 +19,13 @@ if TYPE_CHECKING:
 
 # Architectures whose log-probs with adapters are compared with the trainer's (tests/engines/test_sglang_adapters.py).
 SERVED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM")
+PAYLOAD_PER_RANK = (0, 5, 21)  # first release with one payload per rank, and with checksums of the tensors
 OTHER_GROUPS = {"enable_dp_attention", "dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size"}
+
+
+def installed_release() -> tuple[int, ...]:
+    """Return the installed release of SGLang, for instance (0, 5, 21)."""
+    return tuple(map(int, re.findall(r"\d+", version("sglang"))[:3]))
 
 
 def lora_args(adapters: ServedAdapters) -> dict[str, Any]:
@@ -30,10 +38,16 @@ def lora_args(adapters: ServedAdapters) -> dict[str, Any]:
     }
 
 
-def reason_against_adapters(options: EngineOptions, shape: ModelShape, layers: Iterable[str]) -> str | None:
+def reason_against_adapters(
+    options: EngineOptions, shape: ModelShape, layers: Iterable[str], *, compare: bool
+) -> str | None:
     """Return why SGLang cannot serve adapters of these layers; see `EngineBackend.reason_against_adapters`."""
-    layers = list(layers)
-    args = options.spec.args
+    layers, args = list(layers), options.spec.args
+    if not options.external and options.spec.python is None and installed_release() < PAYLOAD_PER_RANK:
+        if options.gpus_per_engine > 1:
+            return "SGLang before 0.5.21 cannot read adapters on several GPUs (--rollout-num-gpus-per-engine)"
+        if compare:
+            return "SGLang before 0.5.21 does not compare adapters (--check-weight-update-equal)"
     if shape.latent is not None:
         return "SGLang's adapters do not support multi-head latent attention"
     if shape.architecture not in SERVED:

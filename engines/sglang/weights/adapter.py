@@ -16,11 +16,11 @@ import torch
 from penstock.engines.generation import PublishedAdapter
 from penstock.engines.serving.adapters import BASE
 from penstock.engines.sglang import control, memory
+from penstock.engines.sglang.checks.adapters import PAYLOAD_PER_RANK
 from penstock.engines.sglang.weights.payload import FlatBucket
 from penstock.engines.sglang.weights.update import WeightUpdate
 from penstock.storage.errors import EngineError
 
-PAYLOAD_PER_RANK = (0, 5, 21)  # first release with one payload per rank, and with checksums of the tensors
 NEVER_UPDATED = (BASE, "default")  # weight versions of servers that have the weights of their model directory
 
 
@@ -76,7 +76,7 @@ class AdapterUpdate(WeightUpdate):
                 own = handles.get(url) or [flat.serialize() for _ in range(size)]
                 payload: dict[str, Any] = {"serialized_named_tensors": own, **checksums}
             elif size == 1 and not checksums:
-                payload = {"serialized_tensors": flat.serialize()}
+                payload = {"serialized_tensors": flat.serialize(by_uuid=False)}
             else:
                 raise EngineError(
                     f"the engine at {url} runs SGLang {'.'.join(map(str, release))}, whose ranks would open one handle "
