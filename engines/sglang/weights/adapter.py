@@ -36,22 +36,25 @@ class AdapterUpdate(WeightUpdate):
         self.adapter = adapter
 
     def __enter__(self) -> AdapterUpdate:
-        try:
-            self.facts = dict(zip(self.urls, self._call_all(control.release_and_tp_size)))
-            versions = dict(zip(self.urls, self._call_all(control.weight_version)))
-            self._without_cache = [url for url in self.urls if not memory.has_kv_cache(versions[url])]
-            for url in self._urls_with_kv_cache:
-                if versions[url] not in NEVER_UPDATED:
-                    raise EngineError(
-                        f"the engine at {url} has the weights {versions[url]!r} instead of those of its model, on "
-                        "which the adapters are trained: restart it, or use --lora-publish merged"
-                    )
-            released = [url for url in self.urls if versions[url] == memory.RELEASED]
-            self._call_all(lambda url: memory.resume_weights(url, BASE), released)
-        except BaseException:
-            self._pool.shutdown(wait=False)
-            raise
+        self._waiting = self._pool.submit(self._prepare)  # while the trainer gathers the matrices
         return self
+
+    def _prepare(self) -> list[str]:
+        """Check the servers, resume the weights of those whose memory was released, and return the servers that have
+        not loaded the adapter yet (all, except after an update that failed on another server)."""
+        self.facts = dict(zip(self.urls, self._call_all(control.release_and_tp_size)))
+        versions = dict(zip(self.urls, self._call_all(control.weight_version)))
+        self._without_cache = [url for url in self.urls if not memory.has_kv_cache(versions[url])]
+        for url in self._urls_with_kv_cache:
+            if versions[url] not in NEVER_UPDATED:
+                raise EngineError(
+                    f"the engine at {url} has the weights {versions[url]!r} instead of those of its model, on "
+                    "which the adapters are trained: restart it, or use --lora-publish merged"
+                )
+        released = [url for url in self.urls if versions[url] == memory.RELEASED]
+        self._call_all(lambda url: memory.resume_weights(url, BASE), released)
+        loaded = self._call_all(control.loaded_adapters)
+        return [url for url, names in zip(self.urls, loaded, strict=True) if self.adapter.name not in names]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -85,7 +88,7 @@ class AdapterUpdate(WeightUpdate):
             body = {"lora_name": self.adapter.name, "config_dict": dict(self.adapter.config)}
             self.post(url, "/load_lora_adapter_from_tensors", {**body, "load_format": "flattened_bucket", **payload})
 
-        self._call_all(load, self._urls_without_adapter())
+        self._call_all(load, self._waiting.result())
 
     def load_from_disk(self, directories: Mapping[str, str]) -> None:
         """Make every server load the adapter from a PEFT directory; arguments as in `WeightUpdate.load_from_disk`."""
@@ -93,13 +96,7 @@ class AdapterUpdate(WeightUpdate):
         def load(url: str) -> None:
             self.post(url, "/load_lora_adapter", {"lora_name": self.adapter.name, "lora_path": directories[url]})
 
-        self._call_all(load, self._urls_without_adapter())
-
-    def _urls_without_adapter(self) -> list[str]:
-        """Return the servers that have not loaded the adapter yet, for instance in an update that failed on another
-        server."""
-        loaded = self._call_all(control.loaded_adapters)
-        return [url for url, names in zip(self.urls, loaded, strict=True) if self.adapter.name not in names]
+        self._call_all(load, self._waiting.result())
 
 
 def sha256_of_tensors(flat: FlatBucket) -> dict[str, str]:
