@@ -3,7 +3,7 @@ publishing of adapters.
 
     python benchmarks/gpu/lora.py --model 4b --rank 32 --output lora.json
     python benchmarks/gpu/lora.py --model 1.5b --rank 32 --length 1200 --sequences 168 --pack 14400 --parts training
-    python benchmarks/gpu/lora.py --model 4b --parts adapter merged
+    python benchmarks/gpu/lora.py --model 4b --parts adapter merged [-- OPTIONS]
     python benchmarks/gpu/lora.py --model small --length 64 --sequences 8 --pack 256 --responses 4   # on a CPU
 
 Both train the same GRPO round. If full training runs out of memory, its entry says so. "merge_seconds" is the time in
@@ -11,7 +11,8 @@ which all weights with adapters added are gathered, which a weight update needs 
 
 The parts "adapter" and "merged" start trainer and engine on the same GPU, without offload, and publish with
 `--lora-publish adapter` and `merged`: the seconds of an update from the call to the last acknowledgement, those of the
-first request after it (one token), and the response tokens per second of `--responses` requests at once. Writes JSON.
+first request after it (one token), and the response tokens per second of `--responses` requests at once. OPTIONS are
+further options of `penstock train`. Writes JSON.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_models import make_model
 from publish import UPDATES, trainer_and_engines
+from report import parse_options
 from step import SIZES, measure_matmul, sized_shape
 from train import OPTIMIZER, make_batch, model_shape
 
@@ -63,7 +65,7 @@ def main() -> int:
     parser.add_argument("--response-tokens", type=int, default=512)
     parser.add_argument("--memory-share", type=float, default=0.4, help="--sglang-mem-fraction-static")
     parser.add_argument("--output", type=Path, default=Path("lora.json"))
-    options = parser.parse_args()
+    options = parse_options(parser)
     environment.set_default_variables()
     report: dict[str, Any] = {
         "commit": subprocess.run(
@@ -109,7 +111,7 @@ def compare_training(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure_publishing(how: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the measurements of publishing with --lora-publish `how`, and of generation afterwards."""
-    words = ["--lora-rank", str(options.rank), "--lora-publish", how]
+    words = ["--lora-rank", str(options.rank), "--lora-publish", how, *options.train_options]
     words += ["--sglang-mem-fraction-static", str(options.memory_share)] if torch.cuda.is_available() else []
     updates, first, speeds = [], [], []
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:

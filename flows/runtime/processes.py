@@ -19,6 +19,7 @@ from penstock.engines.backends import engine_backend
 from penstock.engines.energy import Counters, all_counters, read_counters, used_joules
 from penstock.engines.memory import MemorySwitch
 from penstock.engines.serving.adapters import BASE, AdapterNames
+from penstock.engines.serving.addresses import engine_url
 from penstock.engines.weights.check import INITIAL, update_and_check
 from penstock.engines.weights.upload import add_upload
 from penstock.flows.config import PostTrainConfig
@@ -579,10 +580,10 @@ class Processes:
         trainer, self._trainer = self._trainer, None
         pools = [pool for pool in (self._engines, self._eval_engines) if pool is not None]
         self._engines = self._eval_engines = None
+        if pools and self._options.adapters is not None and (external := self._options.external):
+            engine_backend().connect(list(map(engine_url, external))).unload_adapters()
         if self._cluster is not None and self._cluster.alive():
             for pool in pools:
-                if self._options.external and self._options.adapters is not None:
-                    self.engine_client_factory(pool.urls).unload_adapters()
                 pool.stop()
             if trainer is not None:
                 trainer.kill()
