@@ -42,7 +42,8 @@ def train(
         --run {run} --store {directory / run} --hf-checkpoint {model} --lr {lr} --num-rollout 3 --rm-type random
         --prompt-data {make_tiny_data(directory / f"data-{run}")["train"]} --input-key prompt --label-key label
         --apply-chat-template --rollout-batch-size 4 --n-samples-per-prompt 4 --rollout-max-response-len 16
-        --use-kl-loss --kl-loss-coef 0.0 --lora-rank 4 --lora-publish adapter --no-report --trainer-threads 1
+        --use-kl-loss --kl-loss-coef 0.0 --kl-loss-type low_var_kl --lora-rank 4 --lora-publish adapter
+        --no-report --trainer-threads 1
     """
     penstock("train", *flags.split(), *words, env=environment)
     store, keys_of_run = Store(str(directory / run)), RunKeys(run)
@@ -62,7 +63,7 @@ def test_two_runs_share_an_engine(
 ) -> None:
     words = ["--rollout-external-engine-addrs", shared_engine, "--sglang-api-key", KEY]
     with ThreadPoolExecutor(2) as pool:
-        options = {"first": [], "second": ["--lora-alpha", "8", "--async-buffer-size", "1"]}
+        options = {"first": [], "second": ["--lora-alpha", "8"]}
         runs = [
             pool.submit(train, tiny_model, tmp_path, run, prefect_api, *words, *more) for run, more in options.items()
         ]
