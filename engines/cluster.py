@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from penstock.engines.local_ray import ClusterLost, import_ray, preserve_sigterm_handler, start_ray
+from penstock.engines.local_ray import ClusterLost, import_ray, log_ray_messages, preserve_sigterm_handler, start_ray
 from penstock.engines.placement import NodeLost, Placement, PlacementOptions, Slot
 from penstock.engines.scratch import is_temp_directory_kept_at_exit, own_temp_directory
 from penstock.storage.errors import EngineError
@@ -83,6 +83,7 @@ class Cluster:
         import ray
 
         assert not ray.is_initialized(), "this process is already connected to Ray: stop the other Cluster first"
+        log_ray_messages()
         quiet: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
         if address is not None:
             try:

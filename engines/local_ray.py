@@ -26,6 +26,7 @@ UNUSED_STARTERS = (
     "start_log_monitor",
     "start_api_server",
 )  # methods of Ray's class Node that start daemons a run does not need
+WORKER_DIED = "A worker died or was killed"  # begins the message about a worker that died during a task
 RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,21 @@ def _patched_ray() -> Iterator[None]:
         services.resolve_ip_for_localhost = resolve
         for name, starter in starters.items():
             setattr(Node, name, starter)
+
+
+def log_ray_messages() -> None:
+    """Log the messages that Ray's daemons send to a driver, instead of printing them on stdout.
+
+    Ray 2.60 prints them even with `log_to_driver=False`, and has no option against it. Whoever calls a worker reports
+    its death, so a message about one is logged at level DEBUG only.
+    """
+    from ray._private import worker
+
+    def log(data: dict[str, Any], ignore_prefix: bool) -> None:
+        for line in data["lines"]:
+            logger.log(logging.DEBUG if line.startswith(WORKER_DIED) else logging.WARNING, "Ray: %s", line)
+
+    worker.print_to_stdstream = log
 
 
 @contextmanager

@@ -39,7 +39,12 @@ from torch import Tensor
 
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.lora import LoraOptions
-from penstock.engines.megatron.model.attention_kernel import FA4, choose_attention_kernel, torch_attention_kernel
+from penstock.engines.megatron.model.attention_kernel import (
+    FA4,
+    choose_attention_kernel,
+    prepare_fa4,
+    torch_attention_kernel,
+)
 from penstock.engines.megatron.model.gpt import PolicyModel, build_model
 from penstock.engines.megatron.model.router_replay import RoutingRecord, StreamRouting
 from penstock.engines.megatron.model.value_model import ValueModel
@@ -107,6 +112,8 @@ class MegatronEngine:
         self.role, self.device = role, device()
         overrides = normalize_megatron_args(overrides or {})
         self.attention_kernel = choose_attention_kernel(overrides.pop("attention_backend", None), dtype, shape)
+        if self.attention_kernel == "fa4":
+            prepare_fa4()
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)  # for weights that are drawn on a GPU
         chunk_class = partial(ValueModel, seed=seed) if role == "value" else PolicyModel
@@ -438,6 +445,7 @@ class MegatronEngine:
             **({"attention": kernel} if kernel != torch_attention_kernel(self.dtype) else {}),
             **({"experts": "grouped"} if self.shape.experts and self.config.moe_grouped_gemm else {}),
             **({"norms": f"triton {version('triton')}"} if self.device.type == "cuda" else {}),
+            **({"swiglu": "triton", "clipping": "foreach"} if self.device.type == "cuda" else {}),
             **({"gradients": "accumulated in place"} if self.config.gradient_accumulation_fusion else {}),
             **({"context": "all-to-all over heads"} if self.layout.context > 1 else {}),
         }

@@ -14,20 +14,42 @@ MEGATRON_VERSION = "0.16.1"
 
 def patch_module(module: ModuleType) -> None:
     """Patch a module of `megatron.core` right after its import."""
-    names: dict[str, Any] = vars(module)
-    if module.__name__ == "megatron.core.fusions.fused_bias_swiglu" and torch.cuda.is_available():
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    if torch.cuda.is_available():
+        _replace_kernels(module.__name__, vars(module), has_te)
+    if not has_te:
+        _fix(module)
+
+
+def _replace_kernels(module: str, names: dict[str, Any], has_te: bool) -> None:
+    """Replace functions by faster ones.
+
+    Args:
+        module: name of the module.
+        names: its attributes.
+        has_te: whether TransformerEngine is installed, whose functions are as fast.
+    """
+    if module == "megatron.core.fusions.fused_bias_swiglu":
         from penstock.engines.megatron.kernels import swiglu
 
-        names["swiglu_back"] = swiglu.swiglu_back
-        names["weighted_swiglu_back"] = swiglu.weighted_swiglu_back
-    elif module.__name__ == "megatron.core.tensor_parallel.layers" and torch.cuda.is_available():
+        for name in ("swiglu", "weighted_swiglu", "swiglu_back", "weighted_swiglu_back"):
+            names[name] = getattr(swiglu, name)
+    elif module == "megatron.core.tensor_parallel.layers":
         from penstock.engines.megatron.kernels import weight_gradients
 
         names["fused_weight_gradient_mlp_cuda"] = weight_gradients
         names["_grad_accum_fusion_available"] = True
-    elif importlib.util.find_spec("transformer_engine") is not None:
-        return
-    elif module.__name__ == "megatron.core.transformer.moe.moe_utils":
+    elif module == "megatron.core.optimizer.clip_grads" and not has_te:
+        from penstock.engines.megatron.kernels import clipping
+
+        names["l2_norm_impl"] = clipping.l2_norm
+        names["multi_tensor_scale_impl"] = clipping.scale
+
+
+def _fix(module: ModuleType) -> None:
+    """Mend a module that fails without TransformerEngine."""
+    names: dict[str, Any] = vars(module)
+    if module.__name__ == "megatron.core.transformer.moe.moe_utils":
         names.setdefault("te_general_gemm", None)  # otherwise setting moe_router_dtype raises a NameError
     elif module.__name__ == "megatron.core.transformer.multi_latent_attention":
         names["HAVE_TE"] = False  # Megatron sets True, mistaking its import placeholders for TransformerEngine

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import subprocess
 import tempfile
@@ -23,13 +24,15 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 from penstock.engines.network import LOOPBACK, interface_of, join_address, node_address, socket_environment
-from penstock.engines.ports import HIGHEST, reserve_free_port
+from penstock.engines.ports import HIGHEST, is_free, reserve_free_port
 from penstock.engines.scratch import own_temp_directory
 from penstock.engines.serving import keys
+from penstock.storage.errors import EngineError
 from penstock.storage.refs import Commit
 from penstock.storage.secrets import redact, register_secret
 from penstock.storage.store import Store
 
+PORT_TIMEOUT = 10.0  # seconds until a port of a killed server must be free
 KEY_VARIABLE = "PENSTOCK_SERVER_KEY"  # passes the API key to server and router processes; set only for them
 
 
@@ -138,9 +141,10 @@ class EngineServer(ABC):
             rendezvous: the result of `choose_rendezvous` of node rank 0, for an engine over several nodes.
 
         Raises:
-            EngineError: this node does not have the network interface `spec.network_interface`.
-            RuntimeError: the server died or was not ready within `spec.start_timeout` seconds; the message has the tail
-                of its log.
+            EngineError: this node does not have the network interface `spec.network_interface`, or `spec.port` is in
+                use.
+            RuntimeError: the server died, could not bind its port, or was not ready within `spec.start_timeout`
+                seconds; the message has the tail of its log.
         """
         assert self._process is None, "the server has already been started"
         deadline = time.monotonic() + self.spec.start_timeout
@@ -150,7 +154,7 @@ class EngineServer(ABC):
         for last_try in (False, False, True):
             self._launch()
             keys.set_api_key(self.url(), self._key)
-            while self.alive() and time.monotonic() < deadline:
+            while self.alive() and not self._port_was_taken() and time.monotonic() < deadline:
                 if self.is_ready():
                     return self.url()
                 time.sleep(0.2)
@@ -160,6 +164,9 @@ class EngineServer(ABC):
             if last_try or fixed or "address already in use" not in self.log_tail(200).lower():
                 break
             self.stop()
+        if self.spec.port and self._port_was_taken():
+            self.stop()
+            raise self._port_error()
         report = self.exit_report(f"was not ready within {self.spec.start_timeout:.0f} s")
         self.stop()
         raise RuntimeError(f"the {self.name} server of {self.spec.model_path} failed to start: the server {report}")
@@ -256,11 +263,11 @@ class EngineServer(ABC):
         """Start the server process, with its output in a new log file."""
         spec = self.spec
         assert self._key, "a server needs an API key"
-        self._port = (
-            spec.port + self.index
-            if spec.port and self.node_rank == 0
-            else reserve_free_port(self.highest_port, self.derived_ports, self._host)
-        )
+        if spec.port and self.node_rank == 0:
+            self._port = spec.port + self.index
+            self._wait_for_free_port()
+        else:
+            self._port = reserve_free_port(self.highest_port, self.derived_ports, self._host)
         env = {
             **os.environ,
             "OMP_NUM_THREADS": str(spec.threads),
@@ -288,6 +295,27 @@ class EngineServer(ABC):
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env | spec.env
             )
+
+    def _wait_for_free_port(self) -> None:
+        """Wait until the fixed port is free: a killed server of this engine may still be ending. Raises EngineError
+        after PORT_TIMEOUT seconds."""
+        deadline = time.monotonic() + PORT_TIMEOUT
+        while not is_free(self._port, self._host):
+            if time.monotonic() > deadline:
+                raise self._port_error()
+            time.sleep(0.1)
+
+    def _port_was_taken(self) -> bool:
+        """Return whether the log says that the server could not bind its port. SGLang's process goes on in that case: a
+        thread of it waits for the HTTP server to answer."""
+        return re.search(rf"bind on address \('[^']*', {self._port}\b.*in use", self.log_tail(50)) is not None
+
+    def _port_error(self) -> EngineError:
+        return EngineError(
+            f"engine {self.index} cannot listen on port {self._port} of {self._host}, which another process uses; it "
+            f"needs --{self.name}-port {self.spec.port} plus its number: end that process, give another port, or omit "
+            "the option to use free ports"
+        )
 
     def _network_environment(self) -> dict[str, str]:
         """Return the environment variables of a server that communicates with its processes on other nodes."""

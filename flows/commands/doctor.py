@@ -27,6 +27,7 @@ from penstock.storage.errors import OptionError
 USAGE = """penstock doctor [--store URI ...] [--ray-address HOST:PORT] [--mlflow-tracking-uri URL]
 penstock doctor --plan --hf-checkpoint DIR [--config FILE.toml] [options of `penstock train`] [--gpu-memory-gib N]
                 [--num-gpus N] [--num-gpus-per-node N]
+penstock doctor --ports
 
   Checks the installation, whether Megatron-core and SGLang start, and the machine, and prints how to fix each problem.
   Then it prints what is missing for each planned use (the demo, one GPU, several nodes, S3, an MLflow server) and the
@@ -34,6 +35,8 @@ penstock doctor --plan --hf-checkpoint DIR [--config FILE.toml] [options of `pen
 
   --store, --ray-address, --mlflow-tracking-uri   the services that you plan to use: they are contacted, and count as
                        checks. --store-options and --store-single-writer as in `penstock train`
+
+  --ports              list every port of your runs and services, with process and authentication, and check nothing
 
   --plan               estimate the memory per GPU of a run with these options, without starting it; no GPU is needed,
                        and of DIR only config.json is read. Exit code 1: the run does not fit
@@ -66,6 +69,9 @@ def main(argv: list[str]) -> int:
     _, own, _ = split_args(argv, plan.FLAGS)
     if "--plan" in own:
         return plan.main(argv)
+    if argv == ["--ports"]:
+        print_ports()
+        return 0
     targets = parse_targets(argv)
     console = Console()
     with ThreadPoolExecutor() as pool, console.status("checking (the engines are imported, about 20 s)"):
@@ -220,20 +226,35 @@ def check_store() -> list[Finding]:
 
 
 def check_ports() -> list[Finding]:
-    """List every port of this user's runs and services, with bind address and authentication (token, login or none)."""
-    from penstock.flows.commands.listening import listening_ports
+    """Check the ports of this user's runs and services: one finding for each command, and one for each port that other
+    machines reach without authentication."""
+    from penstock.flows.commands.listening import ListeningPort, listening_ports
 
     advice = "anyone who can reach this machine can reach this port: close it with a firewall, or end the process"
-    findings = [
-        Finding(
-            f"port {port.address}",
-            port.loopback or bool(port.protection),
-            f"{port.owner}: {'this machine only; ' if port.loopback else ''}{port.protection or 'no authentication'}",
-            advice,
-        )
-        for port in listening_ports()
-    ]
-    return findings or [Finding("listening ports", True, "no run or service of this user is active")]
+    findings: list[Finding] = []
+    of_command: dict[str, list[ListeningPort]] = {}
+    for port in listening_ports():
+        of_command.setdefault(port.command, []).append(port)
+        if not (port.loopback or port.protection):
+            found = f"{port.owner} of {port.command}: no authentication"
+            findings.append(Finding(f"port {port.address}", False, found, advice))
+    summaries = [
+        Finding(f"ports of {command}", True, f"{len(ports)}, {sum(port.loopback for port in ports)} of them for this "
+                "machine only; `penstock doctor --ports` lists them")
+        for command, ports in of_command.items()
+    ]  # fmt: skip
+    return [*summaries, *findings] or [Finding("listening ports", True, "no run or service of this user is active")]
+
+
+def print_ports() -> None:
+    """Print every port of this user's runs and services, with command, process and authentication."""
+    from penstock.flows.commands.listening import listening_ports
+
+    rows = [(port.address, port.command, port.owner, port.protection or "none") for port in listening_ports()]
+    if rows:
+        print_table(("port", "command", "process", "authentication"), rows, width=Console().width)
+    else:
+        print("no run or service of this user is active")
 
 
 def _check_with_script(check_name: str, *args: str, advice: str) -> Finding:

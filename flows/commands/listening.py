@@ -7,6 +7,7 @@ import ipaddress
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -31,6 +32,7 @@ class ListeningPort:
 
     address: str  # "127.0.0.1:4200"
     owner: str  # "gcs_server (pid 7)"
+    command: str  # the command that the process belongs to: "train my-run (pid 5)"
     protection: str  # authentication, "" if there is none
     loopback: bool
 
@@ -41,13 +43,14 @@ def listening_ports(roots: Iterable[psutil.Process] | None = None) -> list[Liste
     Args:
         roots: by default all `penstock` commands and services of this user.
     """
-    family = {}
+    family: dict[int, tuple[psutil.Process, str]] = {}
     for root in penstock_processes_of_this_user() if roots is None else roots:
-        family[root.pid] = root
         with suppress(psutil.Error):
-            family |= {child.pid: child for child in root.children(recursive=True)}
+            command_name = f"{describe_command(root.cmdline())} (pid {root.pid})"
+            processes = [root, *root.children(recursive=True)]
+            family |= {each.pid: (each, command_name) for each in processes if each.pid not in family}
     ports: dict[tuple[str, int], ListeningPort] = {}
-    for process in family.values():
+    for process, command_name in family.values():
         try:
             command, name = process.cmdline(), process.name()
             sockets = [each.laddr for each in process.net_connections(kind="tcp") if each.status == psutil.CONN_LISTEN]
@@ -57,9 +60,8 @@ def listening_ports(roots: Iterable[psutil.Process] | None = None) -> list[Liste
         for host, port in sockets:
             host = host.removeprefix("::ffff:")
             owner = f"{name} (pid {process.pid})"
-            ports.setdefault(
-                (host, port), ListeningPort(f"{host}:{port}", owner, protection, ipaddress.ip_address(host).is_loopback)
-            )
+            loopback = ipaddress.ip_address(host).is_loopback
+            ports.setdefault((host, port), ListeningPort(f"{host}:{port}", owner, command_name, protection, loopback))
     return sorted(ports.values(), key=lambda each: int(each.address.rpartition(":")[2]))
 
 
@@ -79,6 +81,19 @@ def penstock_processes_of_this_user() -> list[psutil.Process]:
 def is_penstock_command(command: list[str]) -> bool:
     """Return whether a command line starts `penstock` or one of its modules."""
     return any(word in OURS or word.endswith("bin/penstock") for word in command[:4])
+
+
+def describe_command(command: list[str]) -> str:
+    """Return the subcommand and the run's name of a `penstock` command line: "train my-run"; "make up" for the
+    services, and the program's name for any other command."""
+    start = next((number for number, word in enumerate(command[:4]) if is_penstock_command([word])), None)
+    if start is None:
+        return Path(command[0]).name if command else "?"
+    if command[start].endswith("stack"):
+        return "make up"
+    words = command[start + 1 :]
+    named = words[words.index("--run") + 1 :] if "--run" in words else words[1:]
+    return " ".join([*words[:1], *(word for word in named[:1] if not word.startswith("-"))])
 
 
 def describe_port_authentication(command: list[str], environment: dict[str, str]) -> str:

@@ -130,9 +130,11 @@ def plan_rows(flow: str, config: PostTrainConfig, shape: ModelShape | None) -> I
     run, rollout, train = config.run, config.rollout, config.train
     yield "run", f"{run.run} in {run.store}"
     if shape is not None:
-        active = f", {shape.num_active_parameters / 1e9:.1f} B active" if shape.experts else ""
+        number = shape.num_parameters
+        size = f"{number / 1e9:.2f} B" if number >= 1e7 else f"{number:,}"
+        active = f", {shape.num_active_parameters / 1e9:.1f} B active" if shape.experts and number >= 1e7 else ""
         layers = f"{shape.num_layers} layers of {shape.hidden_size}"
-        yield "model", f"{shape.architecture}, {shape.num_parameters / 1e9:.2f} B parameters{active}, {layers}"
+        yield "model", f"{shape.architecture}, {size} parameters{active}, {layers}"
     rounds = f"{run.num_rollout_per_start} a start" if run.num_rollout_per_start else f"{run.num_rollout:,}"
     if run.num_epoch and not run.num_rollout:
         rounds = f"{run.num_epoch} passes over the rows of --prompt-data"

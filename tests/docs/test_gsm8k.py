@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -44,6 +46,16 @@ def test_prepared_rows_have_instruction_and_plain_number(layout: str, tmp_path: 
 def test_answer_without_a_number_is_an_error() -> None:
     with pytest.raises(ValueError, match="####"):
         script["prompt_of"]({"question": "?", "answer": "no number"})
+
+
+def test_command_prints_the_files_and_their_sizes(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    command = [sys.executable, str(ROOT / "examples/gsm8k/prepare.py"), str(tmp_path), str(tmp_path / "data")]
+    written = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert written == "".join(f"{tmp_path}/data/{split}.jsonl: 2 problems\n" for split in ("train", "test"))
+    usage = subprocess.run(command[:-1], capture_output=True, text=True, check=False)
+    assert usage.returncode == 1 and "usage: python examples/gsm8k/prepare.py" in usage.stderr
 
 
 def test_missing_split_names_the_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 Blocks without a language, and `text`, are output. Nothing is started: commands that train are parsed and validated as
 a configuration, other commands run in an empty directory, where the run that they name does not exist.
+tests/docs/test_walk.py runs the commands of the pages for beginners.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
+from doc_pages import BLOCK, ROOT, Snippet, snippets_of
 
 from penstock.flows import cli
 from penstock.flows.config import SECTIONS, validate_config
@@ -30,11 +31,9 @@ from penstock.flows.options import flags
 from penstock.stages.eval.config import EvalConfig
 from penstock.storage.errors import PenstockError
 
-ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("examples/*/README.md")]
 )
-BLOCK = re.compile(r"^( *)```(\S*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 LANGUAGES = ("bash", "python", "toml", "json", "sql")
 OUTPUT = ("", "text", "console")
 FLOWS = ("train", "train-async", "sft", "eval")
@@ -86,26 +85,6 @@ NOT_THERE = re.compile(
     r"no champion|no decision",
     re.IGNORECASE,
 )
-
-
-@dataclass(frozen=True)
-class Snippet:
-    """One code block."""
-
-    page: Path
-    line: int
-    language: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
-
-
-def snippets_of(page: Path) -> Iterator[Snippet]:
-    text = page.read_text(encoding="utf-8")
-    for match in BLOCK.finditer(text):
-        lines = [line.removeprefix(match[1]) for line in match[3].splitlines()]
-        yield Snippet(page, text.count("\n", 0, match.start()) + 1, match[2], "\n".join(lines))
 
 
 SNIPPETS = [snippet for page in PAGES for snippet in snippets_of(page)]

@@ -201,6 +201,8 @@ class World:
         dashboard = ["--include-dashboard", "false"]
         if dashboard_port is not None:
             dashboard = ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard_port)]
+            # Jobs are started by the node's agent, whose default port any other Ray of this machine may have.
+            dashboard += ["--dashboard-agent-listen-port", str(reserve_free_port())]
         command += ["--port", str(port), *dashboard, "--object-store-memory", str(200 << 20)]
         command += ["--temp-dir", str(Path("/tmp") / f"penstock-ray-{os.getpid()}"), "--num-cpus", "4"]
         self._start("ray", command, None, **environment)

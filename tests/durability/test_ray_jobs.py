@@ -15,15 +15,20 @@ from matrix import verdict
 from penstock.engines.ports import reserve_free_port
 
 ROUNDS = 3
+NO_AGENT = "No available agent to submit job"
 
 
 def ray_job(world: World, port: int, *words: str) -> str:
-    """Run `ray job ...` and return its output."""
+    """Run `ray job ...` and return its output. A submission is repeated until a node's agent, which starts after the
+    dashboard, accepts it."""
     action, *rest = words
     command = [*RAY, "job", action, "--address", f"http://127.0.0.1:{port}", *rest]
-    result = subprocess.run(
-        command, env={**os.environ, **world.environment}, capture_output=True, text=True, timeout=900, check=False
-    )
+    environment, deadline = {**os.environ, **world.environment}, time.monotonic() + START_TIMEOUT
+    while True:
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+        if NO_AGENT not in result.stderr or time.monotonic() > deadline:
+            break
+        time.sleep(1)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout + result.stderr
 
@@ -35,13 +40,15 @@ def ray_job(world: World, port: int, *words: str) -> str:
 def test_stopped_job_resumes_when_it_is_submitted_again(world: World) -> None:
     port = reserve_free_port()
     world.start_prefect()
-    world.start_ray(port)
-    pipeline = Pipeline(world, "job", str(world.root / "store"), tiny_flags(world, ROUNDS), ray_address="auto")
+    address = world.start_ray(port)
+    pipeline = Pipeline(world, "job", str(world.root / "store"), tiny_flags(world, ROUNDS), ray_address=address)
     deadline = time.monotonic() + START_TIMEOUT
     while b"version" not in answer(port):
         assert time.monotonic() < deadline, "Ray's dashboard does not start"
         time.sleep(0.5)
-    train = [sys.executable, "-m", "penstock", "train", *pipeline._flags]
+    # As on the page. Outside a job "auto" could find another Ray of this machine.
+    flags = ["auto" if word == address else word for word in pipeline._flags]
+    train = [sys.executable, "-m", "penstock", "train", *flags]
     ray_job(world, port, "submit", "--no-wait", "--submission-id", "first", "--", *train)
     while pipeline.store.committed(pipeline.keys.step_prefix(0)) is None:
         assert time.monotonic() < deadline, ray_job(world, port, "logs", "first")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import subprocess
 import sys
@@ -138,6 +139,27 @@ def test_run_calls_in_another_process(cluster: Cluster) -> None:
         cluster.run(refuse)
     with pytest.raises(TimeoutError, match=r"wait .*1 s"):
         cluster.run(wait, timeout=1)
+
+
+@pytest.mark.integration
+def test_death_of_a_worker_during_a_task_is_logged_not_printed(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import ray
+
+    @ray.remote(max_retries=0, num_cpus=0)
+    def die() -> None:
+        os._exit(1)
+
+    with caplog.at_level(logging.DEBUG, "penstock.engines.local_ray"):
+        with pytest.raises(ray.exceptions.WorkerCrashedError):
+            cluster.get(die.remote())
+        deadline = time.monotonic() + 60
+        while not (messages := [record for record in caplog.records if "A worker died" in record.message]):
+            assert time.monotonic() < deadline, "Ray sends no message"
+            time.sleep(0.05)
+    assert {record.levelname for record in messages} == {"DEBUG"}
+    assert "worker died" not in capsys.readouterr().out
 
 
 @pytest.mark.integration

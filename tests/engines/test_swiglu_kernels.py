@@ -1,4 +1,4 @@
-"""The Triton kernel for the gradient of SwiGLU, compared with autograd: on a GPU, and in Triton's interpreter."""
+"""The Triton kernels for SwiGLU and its gradient, compared with torch: on a GPU, and in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 
 
 def check(ffn: int, dtype: torch.dtype, device: str) -> None:
-    from penstock.engines.megatron.kernels.swiglu import swiglu_back, weighted_swiglu_back
+    from penstock.engines.megatron.kernels.swiglu import swiglu, swiglu_back, weighted_swiglu, weighted_swiglu_back
 
     torch.manual_seed(0)
     gate_up, grad = (torch.randn(7, size, device=device).to(dtype) for size in (2 * ffn, ffn))
@@ -21,24 +21,29 @@ def check(ffn: int, dtype: torch.dtype, device: str) -> None:
     gate, up = inputs[0].chunk(2, dim=-1)
     plain = F.silu(gate) * up
     expected = [
+        *(plain, plain * inputs[1]),
         *torch.autograd.grad(plain, inputs[:1], grad.float(), retain_graph=True),
         *torch.autograd.grad(plain * inputs[1], inputs, grad.float()),
     ]
-    found = [swiglu_back(grad, gate_up), *weighted_swiglu_back(grad, gate_up, weights)]
+    found = [
+        *(swiglu(gate_up), weighted_swiglu(gate_up, weights)),
+        *(swiglu_back(grad, gate_up), *weighted_swiglu_back(grad, gate_up, weights)),
+    ]
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape
         assert (ours.float() - theirs).abs().max() <= tolerance * theirs.abs().max()
+    assert swiglu(gate_up[:0]).shape == (0, ffn)
     assert weighted_swiglu_back(grad[:0], gate_up[:0], weights[:0])[0].shape == (0, 2 * ffn)
 
 
 @pytest.mark.parametrize("ffn", [pytest.param(size, marks=ON_GPU) for size in (8, 768, 3072, 5000)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_equal_autograd(ffn: int, dtype: torch.dtype) -> None:
+def test_values_and_gradients_equal_those_of_torch(ffn: int, dtype: torch.dtype) -> None:
     check(ffn, dtype, "cuda")
 
 
-def test_gradients_equal_autograd_in_tritons_interpreter() -> None:
+def test_values_and_gradients_equal_those_of_torch_in_tritons_interpreter() -> None:
     run_in_interpreter("tests.engines.test_swiglu_kernels:check_all")
 
 
@@ -49,7 +54,7 @@ def check_all() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_megatron_uses_the_kernel() -> None:
+def test_megatron_uses_the_kernels() -> None:
     from penstock.engines.megatron.compat import import_megatron
 
     import_megatron()
@@ -57,5 +62,5 @@ def test_megatron_uses_the_kernel() -> None:
 
     from penstock.engines.megatron.kernels import swiglu
 
-    assert fused_bias_swiglu.swiglu_back is swiglu.swiglu_back
-    assert fused_bias_swiglu.weighted_swiglu_back is swiglu.weighted_swiglu_back
+    for name in ("swiglu", "weighted_swiglu", "swiglu_back", "weighted_swiglu_back"):
+        assert getattr(fused_bias_swiglu, name) is getattr(swiglu, name)

@@ -1,17 +1,15 @@
-"""`penstock doctor` lists every listening port of a run with its protection."""
+"""`penstock doctor` sums up the listening ports of each run, names open ones, and lists all with --ports."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 
 from penstock.flows.commands import doctor, listening
-from penstock.flows.commands.listening import describe_port_authentication, listening_ports
+from penstock.flows.commands.listening import describe_command, describe_port_authentication, listening_ports
 
 PROGRAM = """import socket, sys
 sockets = [socket.create_server((host, 0)) for host in ("127.0.0.1", "0.0.0.0")]
@@ -47,15 +45,35 @@ def test_protection_is_read_from_command_line_and_environment(
     assert describe_port_authentication(command.split(), environment) == protection
 
 
-def test_doctor_reports_an_open_port_and_accepts_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "command, name",
+    [
+        ("/v/bin/python /v/bin/penstock train --config a.toml --run mine --num-rollout 3", "train mine"),
+        ("/v/bin/python -m penstock resume mine --store s", "resume mine"),
+        ("/v/bin/python /v/bin/penstock demo --seed 1", "demo"),
+        ("/v/bin/python -m penstock.flows.services.stack up", "make up"),
+        ("/v/bin/python program.py", "python"),
+    ],
+)
+def test_command_is_named_by_its_run(command: str, name: str) -> None:
+    assert describe_command(command.split()) == name
+
+
+def test_doctor_has_a_line_for_a_command_and_one_for_each_open_port(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     child = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
         inner, outer = child.stdout.readline().split()
-        monkeypatch.setattr(listening, "penstock_processes_of_this_user", lambda: [psutil.Process(os.getpid())])
-        found = {finding.what: finding for finding in doctor.check_ports()}
-        assert found[f"port 127.0.0.1:{inner}"].ok and f"pid {child.pid}" in found[f"port 127.0.0.1:{inner}"].found
-        assert not found[f"port 0.0.0.0:{outer}"].ok and "no authentication" in found[f"port 0.0.0.0:{outer}"].found
+        monkeypatch.setattr(listening, "penstock_processes_of_this_user", lambda: [psutil.Process(child.pid)])
+        command, port = doctor.check_ports()
+        assert command.ok and f"(pid {child.pid})" in command.what
+        assert command.found.startswith("2, 1 of them for this machine only")
+        assert not port.ok and port.what == f"port 0.0.0.0:{outer}" and "no authentication" in port.found
+        assert doctor.main(["--ports"]) == 0
+        printed = capsys.readouterr().out
+        assert f"127.0.0.1:{inner}" in printed and f"0.0.0.0:{outer}" in printed
     finally:
         child.kill()
         child.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import distributions
 from typing import Literal
 
@@ -53,6 +54,13 @@ def runs_hopper_kernels(dtype: str) -> bool:
 def torch_attention_kernel(dtype: str) -> AttentionKernel:
     """Return the best kernel of torch on this machine."""
     return "torch" if torch.cuda.is_available() and dtype == "bf16" else "padded"
+
+
+def prepare_fa4() -> None:
+    """Tell FlashAttention-4 the GPU's number of processors. It otherwise asks the driver in every forward pass, which
+    takes 10 % of the time of a 0.6B model's step on an H100."""
+    processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    os.environ.setdefault("FLASH_ATTENTION_NUM_SMS", str(processors))
 
 
 def _fa4_problem(dtype: str, shape: ModelShape) -> str:

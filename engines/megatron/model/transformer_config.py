@@ -55,6 +55,7 @@ DEFAULTS: dict[str, Any] = dict(
     masked_softmax_fusion=False,
     apply_rope_fusion=False,
     persist_layer_norm=False,
+    bias_dropout_fusion=False,  # without bias and dropout only the residual addition is left: one kernel of torch
     moe_token_dispatcher_type="alltoall",  # "allgather" needs micro-batches of equal length, even without experts
     moe_router_load_balancing_type="none",
     moe_router_dtype="fp32",
@@ -90,7 +91,7 @@ def transformer_config(
     for name in (*from_checkpoint, *(UNUSED_IN_MLA if shape.latent else ())):
         overrides.pop(name, None)  # checked above
     cuda = torch.cuda.is_available()
-    on_gpus = ("bias_dropout_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
+    on_gpus = ("bias_activation_fusion", "gradient_accumulation_fusion")
     defaults = dict(**DEFAULTS, **dict.fromkeys(on_gpus, cuda), use_cpu_initialization=not cuda)
     if uses_grouped_experts(shape, layout.expert_tensor or layout.tensor, dtype, overrides):
         defaults["moe_grouped_gemm"] = True

@@ -28,7 +28,7 @@ EFFECTIVE = {
     "recompute_num_layers": "with full recomputation: layers per block",
     "recompute_modules": "with selective recomputation: the modules",
     "bias_activation_fusion": "fuse the activation of the MLP; on GPUs",
-    "bias_dropout_fusion": "fuse the residual addition; on GPUs",
+    "bias_dropout_fusion": "compile the residual addition",
     "gradient_accumulation_fusion": "accumulate weight gradients in the GEMM; on GPUs",
     "moe_grouped_gemm": "compute the experts of a rank by grouped GEMMs",
     "moe_permute_fusion": "compute the experts of a rank by grouped GEMMs, with fused permutation",

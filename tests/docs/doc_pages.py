@@ -1,0 +1,119 @@
+"""The code blocks of a page, and an interactive shell in a pseudo-terminal that a page is typed into."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import termios
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^( *)```(\S*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+PROMPT = re.compile(r"\[exit (\d+)\]# $")
+ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[=>78]|\([B0])")
+# Parts of an output that differ between runs, as regular expressions: paths, numbers, curves, bars, spinners.
+VARIABLE = re.compile(
+    r"(?P<path>/home/\S+)|(?P<number>\d[\d.,:+-]*(?:e[-+]?\d+)?)|(?P<curve>[▁-█]+)|(?P<bar>[━─]+)|(?P<spinner>[⠀-⣿])"
+)
+PATTERNS = {
+    "path": r"/\S+",
+    "number": r"[-+]?\d[\d.,:+-]*(?:e[-+]?\d+)?",
+    "curve": r"[▁-█]+",
+    "bar": "[━─╸╺]+",
+    "spinner": "[⠀-⣿]",
+}
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """One code block."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def snippets_of(page: Path) -> Iterator[Snippet]:
+    """Yield the code blocks of a page."""
+    text = page.read_text(encoding="utf-8")
+    for match in BLOCK.finditer(text):
+        lines = [line.removeprefix(match[1]) for line in match[3].splitlines()]
+        yield Snippet(page, text.count("\n", 0, match.start()) + 1, match[2], "\n".join(lines))
+
+
+def pattern_of(line: str) -> str:
+    """Return the regular expression of the lines that differ from `line` only in numbers, paths and drawings, in the
+    width of columns, and in the text of a sample."""
+    line, sample, _ = line.partition("<|")
+    parts, end = [], 0
+    for match in VARIABLE.finditer(line):
+        parts += [re.escape(line[end : match.start()]), PATTERNS[str(match.lastgroup)]]
+        end = match.end()
+    pattern = "".join([*parts, re.escape(line[end:].rstrip())])
+    return re.sub(r"(?:\\ )+", r"\\s+", pattern) + (r"\s*<\|.*" if sample else r"\s*$")
+
+
+class Terminal:
+    """An interactive bash of 100 columns; a context manager, which ends the shell and its foreground command.
+
+    Args:
+        folder: working directory of the shell.
+        environment: replaces that of this process.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self._pid, self._fd = pty.fork()
+        if self._pid == 0:
+            os.chdir(folder)
+            variables = {"PS1": "[exit $?]# ", "PS2": "", "TERM": "xterm-256color"}
+            os.execvpe("bash", ["bash", "--norc", "--noprofile", "--noediting", "-i"], {**environment, **variables})
+        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+        self.wait_for_prompt(60)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        os.close(self._fd)  # hangs up the foreground command
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+    def type(self, text: str) -> None:
+        """Send keys, for example "ls\\n" or "\\x1a", which is Ctrl-Z."""
+        os.write(self._fd, text.encode())
+
+    def wait_for(self, reached: Callable[[str], bool], seconds: float) -> str:
+        """Read until the text since this call satisfies `reached`, and return it without escape sequences.
+
+        Raises:
+            AssertionError: it does not within these seconds, or the shell ended.
+        """
+        deadline, output = time.monotonic() + seconds, b""
+        while True:
+            text = ESCAPES.sub("", output.decode(errors="replace")).replace("\r", "")
+            if reached(text):
+                return text
+            ready, _, _ = select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"no end after {seconds} s:\n{text[-3000:]}"
+            data = os.read(self._fd, 1 << 16)
+            assert data, f"the shell ended:\n{text[-3000:]}"
+            output += data
+
+    def wait_for_prompt(self, seconds: float) -> tuple[int, str]:
+        """Return the exit code of the last command and its output, which begins with the command as it was typed."""
+        text = self.wait_for(lambda text: PROMPT.search(text) is not None, seconds)
+        prompt = PROMPT.search(text)
+        assert prompt is not None
+        return int(prompt[1]), text[: prompt.start()]

@@ -1,0 +1,128 @@
+"""Servers whose port another process has: with a fixed port one error that names the flag, within seconds; otherwise
+another port. The server of these tests binds late and survives a failure to bind, as SGLang does."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.engines.ports import reserve_free_port
+from penstock.engines.serving import server as server_module
+from penstock.engines.serving.server import EngineServer, ServerSpec
+from penstock.engines.sglang.server import SGLangServer
+from penstock.storage.errors import EngineError
+
+# Binds as uvicorn does, when the file exists, and prints asyncio's message if the port is taken.
+PROGRAM = """
+import asyncio, pathlib, sys, time
+port, go = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+async def answer(reader, writer):
+    await reader.readline()
+    writer.write(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\nConnection: close\\r\\n\\r\\n")
+    await writer.drain()
+    writer.close()
+async def main():
+    while not go.exists():
+        await asyncio.sleep(0.01)
+    try:
+        await asyncio.start_server(answer, "127.0.0.1", port)
+    except OSError as error:
+        print("ERROR:   ", error, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+class LateServer(EngineServer):
+    name = "sglang"
+    go: Path
+
+    def command(self, port: int) -> list[str]:
+        return [sys.executable, "-c", PROGRAM, str(port), str(self.go)]
+
+    def is_ready(self) -> bool:
+        try:
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            return opener.open(self.url(), timeout=1).status == 200
+        except OSError:
+            return False
+
+
+@pytest.fixture
+def late(tmp_path: Path) -> Iterator[LateServer]:
+    """A server that binds when the file `go` exists."""
+    server = LateServer(ServerSpec(model_path="model", log_dir=str(tmp_path), start_timeout=120))
+    server.go = tmp_path / "go"
+    yield server
+    server.stop()
+
+
+def with_port(server: EngineServer, port: int) -> None:
+    server.spec = server.spec.model_copy(update={"port": port})
+
+
+def take_port_when_launched(server: EngineServer) -> socket.socket:
+    """Listen on the server's port once its process runs, then let it bind."""
+    taken = socket.socket()
+
+    def take() -> None:
+        while not server._port or server._process is None:
+            time.sleep(0.01)
+        taken.bind(("127.0.0.1", server._port))
+        taken.listen()
+        server.go.touch()  # type: ignore[attr-defined]
+
+    threading.Thread(target=take, daemon=True).start()
+    return taken
+
+
+def test_fixed_port_that_is_in_use_is_refused_without_a_start(
+    late: LateServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "PORT_TIMEOUT", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        with_port(late, port := other.getsockname()[1])
+        with pytest.raises(EngineError, match=f"port {port}.*--sglang-port {port}"):
+            late.start()
+    assert late._process is None
+
+
+def test_fixed_port_that_is_freed_in_time_is_used(late: LateServer) -> None:
+    with_port(late, reserve_free_port())
+    late.go.touch()
+    dying = socket.create_server(("127.0.0.1", late.spec.port))
+    threading.Timer(0.5, dying.close).start()
+    assert late.start() == f"http://127.0.0.1:{late.spec.port}"
+
+
+def test_fixed_port_taken_while_the_model_loads_is_one_error(late: LateServer) -> None:
+    with_port(late, port := reserve_free_port())
+    start = time.monotonic()
+    with take_port_when_launched(late), pytest.raises(EngineError, match=f"--sglang-port {port}"):
+        late.start()
+    assert time.monotonic() - start < late.spec.start_timeout / 2, "the start was not cut short"
+    assert not late.alive()
+
+
+def test_chosen_port_taken_while_the_model_loads_is_replaced(late: LateServer) -> None:
+    with take_port_when_launched(late) as taken:
+        url = late.start()
+        assert late.is_ready() and int(url.rpartition(":")[2]) != taken.getsockname()[1]
+
+
+@pytest.mark.integration
+@pytest.mark.full
+def test_sglang_that_cannot_bind_its_port_is_noticed(tiny_model: Path, tmp_path: Path) -> None:
+    spec = ServerSpec(model_path=str(tiny_model), port=reserve_free_port(), log_dir=str(tmp_path))
+    server = SGLangServer(spec)
+    server.go = tmp_path / "go"  # type: ignore[attr-defined]
+    with take_port_when_launched(server), pytest.raises(EngineError, match=f"--sglang-port {spec.port}"):
+        server.start()
+    assert "bind on address" in next(tmp_path.glob("sglang-0-*.log")).read_text()
