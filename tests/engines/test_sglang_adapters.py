@@ -174,7 +174,8 @@ def test_requests_without_the_key_are_refused(url: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen2", "llama3.1", "qwen3-moe"])
 def test_families_compute_with_the_published_adapter(family: str, tmp_path: Path) -> None:
-    model = make_family(tmp_path / "model", family)
+    # On CPU SGLang rounds the width of the MLP up to 64, for its own kernels, but not the adapter's.
+    model = make_family(tmp_path / "model", family, intermediate_size=64)
     lora = options_of("attention" if family == "qwen3-moe" else "all-linear")
     with serve(model, lora, tmp_path / "logs") as url:
         publish(url, model, lora, "run/1", 1)
