@@ -41,7 +41,7 @@ def write_script(path: Path, text: str) -> Path:
 def test_script_becomes_a_recipe_that_plans(
     script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WANDB_KEY", "secret")
+    monkeypatch.setenv("WANDB_KEY", "key-of-a-script")
     assert main(["import-slime", str(script), "--output", str(tmp_path / "recipe.toml")]) == 0
     model = next(line for line in script.read_text().splitlines() if "models/" in line).rpartition("/")[2][:-4]
     directory = write_config_json(tmp_path / "model", model)
@@ -55,7 +55,7 @@ def test_script_becomes_a_recipe_that_plans(
     out = capsys.readouterr()
     assert code == 0, out.err
     assert "optimizer steps" in out.out and "GiB" in out.out and "not checked: --prompt-data" in out.out
-    assert "secret" not in out.out
+    assert "key-of-a-script" not in out.out
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
