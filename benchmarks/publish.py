@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ import torch.multiprocessing as mp
 from penstock.engines.backends import engine_backend
 from penstock.engines.cluster import Cluster
 from penstock.engines.families import read_shape
+from penstock.engines.serving.adapters import BASE, AdapterNames
 from penstock.engines.serving.pool import EnginePool, start_pool
+from penstock.flows.options.adapters import adapter_of_version, with_adapters
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.engine_options import engine_options
@@ -81,7 +84,8 @@ def trainer_and_engines(
     them the trainer's weights and returns the seconds."""
     inputs = ["--hf-checkpoint", str(model), "--prompt-data", str(write_prompts(model.parent / "prompts.jsonl"))]
     config = parse_config(["--run", "publish", "--store", store.uri, "--params-dtype", "bf16", *inputs, *words])
-    cluster, options = Cluster.start(), engine_options(config)
+    cluster, options = Cluster.start(), with_adapters(engine_options(config), config, None)
+    options = options.replace_spec_fields(weight_version=BASE)
     base: CheckpointRef = cluster.run(convert_hf, store, str(model), verify=False)
     pool = start_pool(cluster, options, engine_backend())
     shape = read_shape(model)
@@ -91,8 +95,13 @@ def trainer_and_engines(
 
         def publish() -> float:
             transport = options.weight_transport(pool.places(pool.urls), group.places(), "")
+            if options.adapters is not None:
+                adapter = adapter_of_version("publish/0", AdapterNames("benchmark"), config.train, shape, str(model))
+                transport = replace(transport, adapter=adapter)
             start = time.perf_counter()
             group.publish(pool.urls, "publish/0", transport)
+            if transport.adapter is not None:
+                engine_backend().connect(pool.urls).use_adapter(transport.adapter.name)
             return round(time.perf_counter() - start, 4)
 
         yield pool, publish

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -135,11 +135,30 @@ class EngineBackend(ABC):
         """
 
     @abstractmethod
-    def check_external_server(self, url: str, model_path: str) -> None:
-        """Check that the external engine at `url` can load the weights of the model in `model_path`.
+    def reason_against_adapters(
+        self, options: EngineOptions, shape: ModelShape, layers: Iterable[str], *, compare: bool
+    ) -> str | None:
+        """Return why the engine cannot serve LoRA adapters beside the weights, or None if it can.
+
+        Args:
+            options: options of the engines.
+            shape: shape of the model.
+            layers: global Megatron names of the layers with adapters.
+            compare: whether the engine must compare checksums of the matrices that it receives.
+        """
+
+    @abstractmethod
+    def check_external_server(self, url: str, model_path: str, args: Mapping[str, Any]) -> None:
+        """Check that the external engine at `url` can load the weights of the model in `model_path`, or the run's
+        adapters of this model.
+
+        Args:
+            url: address of the engine.
+            model_path: Hugging Face directory.
+            args: flags with which the run would start the engine itself.
 
         Raises:
-            EngineError: the engine serves a different model.
+            EngineError: the engine serves a different model, or cannot load the adapters.
             RuntimeError: the engine's release is too old.
         """
 

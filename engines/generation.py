@@ -89,6 +89,16 @@ class WeightUpload:
 
 
 @dataclass(frozen=True)
+class PublishedAdapter:
+    """LoRA adapters that engines load beside the weights of their model (--lora-publish adapter)."""
+
+    name: str  # of a run's policy version, see `serving/adapters.py`
+    config: Mapping[str, Any]  # content of PEFT's adapter_config.json
+    num_tensors: int  # number of matrices
+    compare: bool = False  # whether engines compare the checksum of every tensor that they receive
+
+
+@dataclass(frozen=True)
 class WeightTransport:
     """How weights are transferred from the trainer to the engines.
 
@@ -112,6 +122,10 @@ class WeightTransport:
     """How requests that run during the update are paused; None: there are none."""
     fp8_weights: frozenset[str] = frozenset()
     """Hugging Face names of the weights that the engines hold in block fp8; they are quantized before they are sent."""
+    adapter: PublishedAdapter | None = None
+    """Send adapters instead of weights; "nccl" is then not possible, and generation is not paused."""
+    through_host: bool = False
+    """"tensor": copy adapters to host memory, which engines on other GPUs of trainer rank 0's node can read."""
 
 
 OVER_MEMORY = WeightTransport()
@@ -185,7 +199,8 @@ class EngineClient(ABC):
         paused until `resume_kv_cache`.
 
         Args:
-            named: pairs of Hugging Face name and full (unsharded) tensor, consumed one at a time.
+            named: pairs of Hugging Face name and full (unsharded) tensor, consumed one at a time. With
+                `transport.adapter`, pairs of PEFT's name and matrix; call `use_adapter` afterwards.
             version: policy version of the weights, `<run>/<number>`.
             transport: how the weights are transferred.
 
@@ -195,6 +210,19 @@ class EngineClient(ABC):
             EngineRefused: an engine rejected the weights.
             EngineError: trainer and engines cannot use this transport.
         """
+
+    @abstractmethod
+    def use_adapter(self, name: str) -> None:
+        """Send all later requests of this process to these engines with the adapter `name`, which `update_weights` has
+        loaded. Requests in flight keep their adapter.
+
+        Earlier adapters of the run that no request uses are unloaded, without waiting.
+        """
+
+    @abstractmethod
+    def unload_adapters(self) -> None:
+        """Unload the adapters of the run from these engines when no request uses them, and stop using them. Engines
+        that do not answer are skipped."""
 
     @abstractmethod
     def weight_checksums(self) -> dict[str, list[dict[str, str]]]:
@@ -239,7 +267,8 @@ class EngineClient(ABC):
 
     @abstractmethod
     def weight_version(self, url: str, timeout: float = 30) -> str:
-        """Return the weight version that the engine at `url` reports.
+        """Return the weight version that the engine at `url` reports or, if requests of this process use an adapter
+        that the engine has loaded, the policy version of the adapter.
 
         Raises:
             EngineGone: the engine does not answer.

@@ -27,6 +27,16 @@ class HealthCheck(BaseModel):
     max_restarts: int = Field(default=3, ge=0)  # of all engines together, within one stage
 
 
+class ServedAdapters(BaseModel):
+    """LoRA adapters that engines load, one per policy version."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int
+    modules: tuple[str, ...]  # last names of the Hugging Face layers with adapters, for instance q_proj
+    max_versions: int = 1  # policy versions that requests in flight use at the same time
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """The configured engine options of a run. Secrets may still be references (`env:NAME`), which `start_pool`
@@ -48,6 +58,7 @@ class EngineOptions:
     sampling: dict[str, Any] = field(default_factory=dict)  # --rollout-sampling
     sampling_seeds: bool = False  # --rollout-sampling-seeds
     return_experts: bool = False  # request the routed expert ids of every token
+    adapters: ServedAdapters | None = None  # send adapters instead of weights
 
     def num_engines_to_start(self, has_gpus: bool) -> int:
         """Return the number of engines to start: `num_engines` without GPUs, otherwise engine GPUs /
@@ -69,6 +80,8 @@ class EngineOptions:
 
         "tensor" is chosen if the engines can read the trainer's memory: on the same GPUs, or on machines without GPUs.
         Otherwise "nccl" is chosen, and for external engines "disk", because nothing is known about their network.
+        Adapters are sent over "tensor" through host memory if all engines run on the node of trainer rank 0, else over
+        "disk".
 
         Args:
             engines: URL -> place (node and GPUs) of the engines that get the weights.
@@ -80,16 +93,16 @@ class EngineOptions:
             readable = on_cpu and all(map(is_on_this_machine, self.external))
         else:
             readable = shares_memory(engines, ranks)
-        kind = self.transport or ("tensor" if readable else "disk" if self.external else "nccl")
-        if kind == "tensor" and not self.external:
+        on_node = {node for place in engines.values() for node in place.rank_nodes} <= {ranks[0].node}
+        through_host = self.adapters is not None and not self.external and on_node and not readable
+        kind = self.transport or ("tensor" if readable or through_host else "disk" if self.external else "nccl")
+        if self.adapters is not None and kind == "nccl":
+            kind = "disk"
+        if kind == "tensor" and not self.external and not through_host:
             routes = memory_routes(engines, ranks)
         else:
             routes = {url: EngineRoute(incarnation=engine_process_id(place)) for url, place in engines.items()}
-        on_loopback = (
-            all(map(is_on_this_machine, self.external))
-            if self.external
-            else {node for place in engines.values() for node in place.rank_nodes} <= {ranks[0].node}
-        )
+        on_loopback = all(map(is_on_this_machine, self.external)) if self.external else on_node
         return WeightTransport(
             kind,
             routes,
@@ -99,6 +112,7 @@ class EngineOptions:
             host=LOOPBACK if on_loopback else None,
             in_flight=self.in_flight,
             fp8_weights=fp8_weights(self.spec.model_path),
+            through_host=through_host,
         )
 
     def replace_spec_fields(self, **fields: Any) -> EngineOptions:

@@ -1,17 +1,24 @@
-"""Compare full training with LoRA on one GPU: step time, peak memory, merging, and the size of a checkpoint.
+"""Compare full training with LoRA on one GPU: step time, peak memory, merging, the size of a checkpoint, and the
+publishing of adapters.
 
     python benchmarks/gpu/lora.py --model 4b --rank 32 --output lora.json
-    python benchmarks/gpu/lora.py --model 1.5b --rank 32 --length 1200 --sequences 168 --pack 14400
-    python benchmarks/gpu/lora.py --model small --length 64 --sequences 8 --pack 256     # rehearsal on a CPU
+    python benchmarks/gpu/lora.py --model 1.5b --rank 32 --length 1200 --sequences 168 --pack 14400 --parts training
+    python benchmarks/gpu/lora.py --model 4b --parts adapter merged [-- OPTIONS]
+    python benchmarks/gpu/lora.py --model small --length 64 --sequences 8 --pack 256 --responses 4   # on a CPU
 
 Both train the same GRPO round. If full training runs out of memory, its entry says so. "merge_seconds" is the time in
 which all weights with adapters added are gathered, which a weight update needs besides the transfer to the engine.
-Writes JSON.
+
+The parts "adapter" and "merged" start trainer and engine on the same GPU, without offload, and publish with
+`--lora-publish adapter` and `merged`: the seconds of an update from the call to the last acknowledgement, those of the
+first request after it (one token), and the response tokens per second of `--responses` requests at once. OPTIONS are
+further options of `penstock train`. Writes JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import json
 import statistics
@@ -25,16 +32,23 @@ from typing import Any
 
 import torch
 
+from penstock.engines.backends import engine_backend
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.lora import LoraOptions
 from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
+from penstock.flows.runtime import environment
+from penstock.storage.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from gpu_models import make_model
+from publish import UPDATES, trainer_and_engines
+from report import parse_options
 from step import SIZES, measure_matmul, sized_shape
 from train import OPTIMIZER, make_batch, model_shape
 
+PARTS = ("training", "adapter", "merged")
 QWEN2_5_1_5B = replace(SIZES["0.6b"], layers=28, hidden=1536, heads=12, groups=2, ffn=8960)
 
 
@@ -46,19 +60,37 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=16, help="sequences of the round, one optimizer step")
     parser.add_argument("--pack", type=int, default=16384, help="tokens of a micro-batch")
     parser.add_argument("--steps", type=int, default=5, help="measured steps")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--responses", type=int, default=128, help="requests whose speed is measured")
+    parser.add_argument("--response-tokens", type=int, default=512)
+    parser.add_argument("--memory-share", type=float, default=0.4, help="--sglang-mem-fraction-static")
     parser.add_argument("--output", type=Path, default=Path("lora.json"))
-    options = parser.parse_args()
-    is_1_5b = options.model == "1.5b"
-    size = QWEN2_5_1_5B if is_1_5b else SIZES[options.model]
-    shape = sized_shape(options.model, None) if not is_1_5b else model_shape(size)
-    batch = make_batch(replace(size, length=options.length, num_sequences=options.sequences), 1)
+    options = parse_options(parser)
+    environment.set_default_variables()
     report: dict[str, Any] = {
         "commit": subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
         ).stdout.strip(),
         **{name: value for name, value in vars(options).items() if name != "output"},
-        "tokens": len(batch.token_ids),
     }
+    if "training" in options.parts:
+        report |= compare_training(options)
+    for part in ("adapter", "merged"):
+        if part in options.parts:
+            report[f"publish {part}"] = measure_publishing(part, options)
+            print(part, json.dumps(report[f"publish {part}"]), flush=True)
+    options.output.write_text(json.dumps(report, indent=1))
+    print(options.output.read_text())
+    return 0
+
+
+def compare_training(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the measurements of training with adapters and of full training."""
+    is_1_5b = options.model == "1.5b"
+    size = QWEN2_5_1_5B if is_1_5b else SIZES[options.model]
+    shape = sized_shape(options.model, None) if not is_1_5b else model_shape(size)
+    batch = make_batch(replace(size, length=options.length, num_sequences=options.sequences), 1)
+    report: dict[str, Any] = {"tokens": len(batch.token_ids)}
     adapters = LoraOptions(rank=options.rank, alpha=options.rank, target_modules=("all-linear",))
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         init_parallel(0, 1, f"file://{scratch}/rendezvous")
@@ -74,9 +106,47 @@ def main() -> int:
         shutdown_parallel()
     if "step_seconds" in report["full"]:
         report["speedup"] = round(report["full"]["step_seconds"] / report["lora"]["step_seconds"], 3)
-    options.output.write_text(json.dumps(report, indent=1))
-    print(options.output.read_text())
-    return 0
+    return report
+
+
+def measure_publishing(how: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the measurements of publishing with --lora-publish `how`, and of generation afterwards."""
+    words = ["--lora-rank", str(options.rank), "--lora-publish", how, *options.train_options]
+    words += ["--sglang-mem-fraction-static", str(options.memory_share)] if torch.cuda.is_available() else []
+    updates, first, speeds = [], [], []
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
+        model = make_model(options.model, Path(scratch))
+        with trainer_and_engines(Store(f"{scratch}/store"), model, words) as (pool, publish):
+            for _ in range(UPDATES):
+                updates.append(publish())
+                first.append(generate(pool.urls, 1, 1))
+            for _ in range(2):
+                seconds = generate(pool.urls, options.responses, options.response_tokens)
+                speeds.append(options.responses * options.response_tokens / seconds)
+            free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+    return {
+        "goal": "update below 0.05 s" if how == "adapter" else None,
+        "update_seconds": statistics.median(updates[1:]),
+        "first_request_seconds": statistics.median(first[1:]),
+        "tokens_per_second": round(speeds[-1], 1),
+        "device_gib": round((total - free) / 2**30, 2),  # of trainer, engine and this process
+        "all_update_seconds": updates,
+        "all_first_request_seconds": first,
+    }
+
+
+def generate(urls: list[str], num_responses: int, num_tokens: int) -> float:
+    """Return the seconds of generating responses of `num_tokens` tokens at once."""
+    prompts = [[10 + (index * 7 + position) % 40 for position in range(32)] for index in range(num_responses)]
+    sampling = {"max_new_tokens": num_tokens, "ignore_eos": True}
+
+    async def call() -> float:
+        async with engine_backend().connect(urls) as client:
+            start = time.perf_counter()
+            await client.generate_each(prompts, [sampling] * num_responses)
+            return time.perf_counter() - start
+
+    return asyncio.run(call())
 
 
 def measure(

@@ -79,6 +79,22 @@ def peft_config(options: LoraOptions, shape: ModelShape, base_model: str) -> dic
     }
 
 
+def served_config(options: LoraOptions, shape: ModelShape, base_model: str) -> dict[str, Any]:
+    """Return `peft_config` for engines that compute the scale as lora_alpha / r in any case."""
+    return peft_config(options, shape, base_model) | {"lora_alpha": options.scale * options.rank, "use_rslora": False}
+
+
+def served_modules(options: LoraOptions, shape: ModelShape) -> tuple[str, ...]:
+    """Return the last names of the Hugging Face layers with adapters, sorted: (down_proj, gate_proj, ...)."""
+    return tuple(sorted({name.split(".")[-3] for name in served_tensors(options, shape)}))
+
+
+def served_tensors(options: LoraOptions, shape: ModelShape) -> list[str]:
+    """Return PEFT's names of the matrices of all adapters."""
+    modules = [module for target in _targets(shape, options) for module in target.hf_modules]
+    return [f"{PREFIX}{module}.{kind}.weight" for module in modules for kind in ("lora_A", "lora_B")]
+
+
 def _targets(shape: ModelShape, options: LoraOptions | None = None) -> list[AdapterTarget]:
     """Return the layers with adapters; without `options` all layers that can have some."""
     return list(adapter_targets(shape, options.target_modules if options else ("all-linear",)).values())

@@ -57,7 +57,7 @@ class ExternalReplica(Replica):
         """
         while not self._checked:
             if self.client.generates_tokens(self._url):
-                self.backend.check_external_server(self._url, self.spec.model_path)
+                self.backend.check_external_server(self._url, self.spec.model_path, self.spec.args)
                 self._checked = True
             elif cancelled():
                 raise StartCancelled

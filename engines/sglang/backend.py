@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,12 @@ from penstock.engines.serving.addresses import engine_url
 from penstock.engines.serving.server import EngineServer
 from penstock.engines.sglang import control
 from penstock.engines.sglang.args import add_return_experts_flag, check_router_args, check_sglang_args
+from penstock.engines.sglang.checks.adapters import (
+    check_external_adapters,
+    installed_release,
+    lora_args,
+    reason_against_adapters,
+)
 from penstock.engines.sglang.checks.architectures import check_model
 from penstock.engines.sglang.checks.fp8 import check_fp8_hardware, check_fp8_widths
 from penstock.engines.sglang.checks.speculative import check_speculative, drafts_with_mtp_layer, is_speculative
@@ -82,8 +87,12 @@ class SGLangBackend(EngineBackend):
             args = {**args, "enable_deterministic_inference": True}
         if options.offload and has_gpus:
             args = {**args, "enable_memory_saver": True}
-            if is_speculative(check_sglang_args(args)):  # weight updates do not replace the draft layers
+            if is_speculative(check_sglang_args(options.spec.args)):  # weight updates do not replace the draft layers
                 args["enable_draft_weights_cpu_backup"] = True
+            if options.adapters is not None:  # nothing else restores the weights
+                args["enable_weights_cpu_backup"] = True
+        if options.adapters is not None:
+            args = lora_args(options.adapters) | args
         return args
 
     def create_router(self, options: EngineOptions) -> RequestRouter | None:
@@ -98,7 +107,7 @@ class SGLangBackend(EngineBackend):
         spec, routed = options.spec, options.router is not None
         if not options.external and spec.python is None:  # otherwise the server's SGLang is not the one installed here
             check_model(read_config(Path(spec.model_path) / "config.json"))
-            if options.in_flight and tuple(map(int, re.findall(r"\d+", version("sglang"))[:3])) < (0, 5, 21):
+            if options.in_flight and installed_release() < (0, 5, 21):
                 raise EngineError(
                     f"--async-mode streaming needs SGLang 0.5.21 or later, which reports the weight version of each "
                     f"token, but SGLang {version('sglang')} is installed: upgrade it, or use --async-mode ahead"
@@ -191,13 +200,20 @@ class SGLangBackend(EngineBackend):
             num_draft_layers=shape.num_mtp_layers if drafts_with_mtp_layer(args) else 0,
         )
 
-    def check_external_server(self, url: str, model_path: str) -> None:
+    def reason_against_adapters(
+        self, options: EngineOptions, shape: ModelShape, layers: Iterable[str], *, compare: bool
+    ) -> str | None:
+        return reason_against_adapters(options, shape, layers, compare=compare)
+
+    def check_external_server(self, url: str, model_path: str, args: Mapping[str, Any]) -> None:
         release, _ = control.release_and_tp_size(url)
         if release < OLDEST_RELEASE:
             raise RuntimeError(
                 f"the external engine at {url} runs SGLang {'.'.join(map(str, release))}, but Penstock needs "
                 "0.5.15.post1 or later: upgrade SGLang there"
             )
+        if args.get("enable_lora"):
+            check_external_adapters(url, args)
         info = control.call_server(url, "/model_info")
         # After a weight update with transport "disk", `model_path` is the update's temporary directory, now removed.
         config = Path(str(info["model_path"])) / "config.json"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
+import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterable
@@ -13,8 +15,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 
-from penstock.engines.generation import OVER_MEMORY, EngineClient, EngineUrls, Generation, WeightTransport
-from penstock.engines.serving import keys
+from penstock.engines.generation import (
+    OVER_MEMORY,
+    EngineClient,
+    EngineGone,
+    EngineRefused,
+    EngineUrls,
+    Generation,
+    WeightTransport,
+)
+from penstock.engines.serving import adapters, keys
 from penstock.engines.sglang import control, memory
 from penstock.engines.sglang.response import parse_generation
 from penstock.storage.errors import EngineError
@@ -23,8 +33,9 @@ from penstock.storage.samples.routed_experts import ExpertsFormat
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.engines.sglang.weight_update import WeightSender
+    from penstock.engines.sglang.weights.sender import WeightSender
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 NUM_TRIES = 8
 MAX_BACKOFF = 5.0  # maximum backoff in seconds after failures of an engine (before jitter)
@@ -32,6 +43,8 @@ POLL_ENGINES = 0.2  # seconds between checks for an available engine while none 
 POLL_ABORTS = 0.1  # seconds between repeated abort calls, which are sent until no request is running
 MAX_CONCURRENT_ABORTS = 64
 ROUTING_KEY = "X-SMG-Routing-Key"  # HTTP header; the router's policy "manual" sends equal keys to the same engine
+UNLOAD_TIMEOUT = 60.0  # seconds
+_unloading = threading.Lock()  # one thread unloads adapters at a time, so that each is unloaded once
 RETRIED_STATUS = {429, 500, 502, 503, 504}
 
 
@@ -108,11 +121,22 @@ class SGLangClient(EngineClient):
     def update_weights(
         self, named: Iterable[tuple[str, Tensor]], version: str, transport: WeightTransport = OVER_MEMORY
     ) -> None:
-        from penstock.engines.sglang.weight_update import WeightSender  # local import, because it imports torch
+        from penstock.engines.sglang.weights.sender import WeightSender  # local import, because it imports torch
 
         if self._weight_sender is None:
             self._weight_sender = WeightSender()
         self._weight_sender.update(self.urls, named, version, transport)
+
+    def use_adapter(self, name: str) -> None:
+        for url in self.urls:
+            adapters.set_adapter(url, name)
+        unload_other_adapters(self.urls, name)
+
+    def unload_adapters(self) -> None:
+        for url in self.urls:
+            if (name := adapters.adapter_of(url)) is not None:
+                adapters.set_adapter(url, None)
+                unload_other_adapters([url], name, also_current=True, wait=True)
 
     def weight_checksums(self) -> dict[str, list[dict[str, str]]]:
         urls = self.urls
@@ -131,7 +155,10 @@ class SGLangClient(EngineClient):
         return memory.is_released(url, timeout) or control.generates_tokens(url, timeout)
 
     def weight_version(self, url: str, timeout: float = 30) -> str:
-        return control.weight_version(url, timeout)
+        version, adapter = control.weight_version(url, timeout), adapters.adapter_of(url)
+        if adapter is None or not memory.has_kv_cache(version):
+            return version
+        return adapters.version_of(adapter) if adapter in control.loaded_adapters(url, timeout) else version
 
     def pause(self) -> None:
         for url in self.urls:
@@ -175,11 +202,7 @@ class SGLangClient(EngineClient):
         async with asyncio.timeout(self.timeout):
             while url := await self._choose_engine(session):
                 try:
-                    answers = await self._send_once(url, body, session)
-                    generations = [
-                        parse_generation(answer, self.experts, len(ids))
-                        for answer, ids in zip(answers, prompts, strict=True)
-                    ]
+                    generations = await self._send_once(url, body, session)
                     weights = {version for generation in generations for version, _ in generation.weight_versions}
                     if incomplete := [version for version in weights if version.startswith(memory.UPDATING)]:
                         raise _RetryableError(f"{url} generated with weights that were not complete ({incomplete[0]})")
@@ -195,9 +218,22 @@ class SGLangClient(EngineClient):
                         ) from error
         return [Generation([], [], "abort", []) for _ in prompts]
 
-    async def _send_once(self, url: str, body: dict[str, Any], session: str | None) -> Any:
-        """Send a generation request once and return the JSON response. Meanwhile it is counted in `_load` and listed in
-        `_running`."""
+    async def _send_once(self, url: str, body: dict[str, Any], session: str | None) -> list[Generation]:
+        """Send a generation request once and return one generation per prompt. Meanwhile it is counted in `_load` and
+        listed in `_running`."""
+        # All engines behind a router have the same adapter.
+        with adapters.requesting(url if self.router is None else next(iter(self.urls), "")) as adapter:
+            if adapter is not None:
+                body = {**body, "lora_path": adapter}
+            answers = await self._send_request(url, body, session)
+        version = None if adapter is None else adapters.version_of(adapter)
+        return [
+            parse_generation(answer, self.experts, len(ids), version)
+            for answer, ids in zip(answers, body["input_ids"], strict=True)
+        ]
+
+    async def _send_request(self, url: str, body: dict[str, Any], session: str | None) -> Any:
+        """Send a generation request and return the JSON response."""
         request, n = uuid.uuid4().hex, len(body["input_ids"])
         self._load[url] = self._load.get(url, 0) + n
         self._running[request] = (url, n)
@@ -270,7 +306,8 @@ class SGLangClient(EngineClient):
         headers = {**keys.auth_headers(url), **(headers or {})}
         async with self._session.post(url + path, json=body, headers=headers) as response:
             text = await response.text()
-            if response.status in RETRIED_STATUS:
+            lost_adapter = "lora_path" in body and response.status == 400 and "LoRA adapter" in text
+            if response.status in RETRIED_STATUS or lost_adapter:
                 raise _RetryableError(f"{url}{path} answered HTTP {response.status}: {text[:300]}")
             if response.status >= 400:
                 raise EngineError(f"{url}{path} rejected the request (HTTP {response.status}): {text[:300]}")
@@ -278,8 +315,37 @@ class SGLangClient(EngineClient):
 
 
 class _RetryableError(Exception):
-    """An engine answered with an HTTP status of RETRIED_STATUS, or after a weight update that failed halfway; a retry
-    may succeed."""
+    """An engine answered with an HTTP status of RETRIED_STATUS, does not have the adapter of the request any more, or
+    generated after a weight update that failed halfway; a retry may succeed."""
+
+
+def unload_other_adapters(urls: list[str], name: str, *, also_current: bool = False, wait: bool = False) -> None:
+    """Unload from each server the adapters of the same run as `name` that no request of this process uses, except
+    `name`, in a thread. An adapter that is still in use, or of a server that does not answer, is left to a later call.
+
+    Args:
+        urls: addresses of the servers.
+        name: an adapter.
+        also_current: unload `name`, too.
+        wait: return when all servers have answered.
+    """
+
+    def unload(url: str) -> None:
+        try:
+            with _unloading:
+                loaded = control.loaded_adapters(url)
+                others = adapters.other_adapters(name, loaded) + [name] * (also_current and name in loaded)
+                for adapter in others:
+                    if not adapters.is_requested(adapter) and adapters.adapter_of(url) != adapter:
+                        control.unload_adapter(url, adapter, UNLOAD_TIMEOUT)
+        except (EngineGone, EngineRefused) as error:
+            logger.warning("old adapters of %s are not unloaded (%s); the next weight update retries", url, error)
+
+    threads = [threading.Thread(target=unload, args=(url,), daemon=True) for url in urls]
+    for thread in threads:
+        thread.start()
+    for thread in threads if wait else ():
+        thread.join()
 
 
 def _call_for_each_url(urls: list[str], call: Callable[[str], T]) -> list[T]:

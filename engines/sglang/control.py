@@ -17,7 +17,13 @@ _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def call_server(
-    url: str, path: str, body: dict[str, Any] | None = None, timeout: float = 60, method: str | None = None
+    url: str,
+    path: str,
+    body: dict[str, Any] | None = None,
+    timeout: float = 60,
+    method: str | None = None,
+    *,
+    with_key: bool = True,
 ) -> dict[str, Any]:
     """Send an HTTP request to a server and return the JSON object in the response; {} if it is not a JSON object.
 
@@ -27,6 +33,7 @@ def call_server(
         body: JSON body; the default method is POST with a body, otherwise GET.
         timeout: in seconds.
         method: HTTP method, if not the default.
+        with_key: whether to send the server's API key, if it is known.
 
     Raises:
         EngineGone: the server did not answer.
@@ -35,7 +42,7 @@ def call_server(
     request = urllib.request.Request(
         url + path,
         data=None if body is None else json.dumps(body).encode(),
-        headers={"Content-Type": "application/json", **keys.auth_headers(url)},
+        headers={"Content-Type": "application/json", **(keys.auth_headers(url) if with_key else {})},
         method=method,
     )
     try:
@@ -96,6 +103,18 @@ def weight_checksums(url: str, timeout: float = 600) -> list[dict[str, str]]:
     """Return for each rank of the server: name of a parameter or buffer -> checksum of its values."""
     answer = call_server(url, "/weights_checker", {"action": "checksum"}, timeout)
     return [dict(rank["checksums"]) for rank in answer["ranks"]]
+
+
+def loaded_adapters(url: str, timeout: float = 30) -> list[str]:
+    """Return the names of the LoRA adapters that the server has loaded."""
+    models = call_server(url, "/v1/models", timeout=timeout)["data"]
+    return [str(model["id"]) for model in models if model.get("parent") is not None]
+
+
+def unload_adapter(url: str, name: str, timeout: float = 600) -> None:
+    """Unload a LoRA adapter. The server refuses new requests for it at once, but answers only when no request uses it;
+    until then it loads no other adapter."""
+    call_server(url, "/unload_lora_adapter", {"lora_name": name}, timeout)
 
 
 def pause_generation(url: str, timeout: float = 120, mode: PauseMode = "retract") -> None:

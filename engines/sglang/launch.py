@@ -36,7 +36,7 @@ NOT_NEEDED = ("sklearn", "megatron")
 # The user's flags come after these on the command line and override them.
 CPU_FLAGS = [
     *("--device", "cpu", "--dtype", "float32"),
-    *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--lora-backend", "torch_native"),
     "--sleep-on-idle",  # otherwise an idle server uses a whole core
     *("--max-total-tokens", "16384"),  # otherwise SGLang allocates most of the machine's memory for the KV cache
 ]
@@ -117,14 +117,25 @@ def make_sglang_fork() -> None:
 
 
 def disable_pinned_memory() -> None:
-    """Make SGLang allocate the host buffer of routed experts in unpinned memory, because pinned memory needs CUDA:
-    without this patch the server cannot start on a machine without CUDA."""
+    """Make SGLang allocate the host buffer of routed experts, and the indices of LoRA batches, in unpinned memory,
+    because pinned memory needs CUDA: without this patch the server cannot start on a machine without CUDA."""
+    import torch
     from sglang.srt.mem_cache.pool_host import common
 
     def allocate(*args: object, **options: object) -> object:
         return common.alloc_with_host_register(*args, **{**options, "pin_memory": False})
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+    for name in ("tensor", "zeros", "empty"):
+        create = getattr(torch, name)
+
+        def create_unpinned(*args: Any, create: Any = create, pin_memory: bool = False, **options: Any) -> Any:
+            return create(*args, **options)
+
+        setattr(torch, name, create_unpinned)
+    tensor_class: Any = torch.Tensor
+    tensor_class.pin_memory = lambda self, device=None: self
 
 
 def write_load_snapshots_to_tmpdir() -> None:

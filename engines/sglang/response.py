@@ -12,7 +12,10 @@ from penstock.storage.samples.routed_experts import ExpertsFormat
 
 
 def parse_generation(
-    answer: dict[str, Any], experts: ExpertsFormat | None = None, num_prompt_tokens: int = 0
+    answer: dict[str, Any],
+    experts: ExpertsFormat | None = None,
+    num_prompt_tokens: int = 0,
+    adapter_version: str | None = None,
 ) -> Generation:
     """Parse one response of SGLang's /generate route.
 
@@ -20,6 +23,8 @@ def parse_generation(
         answer: the JSON object of the response.
         experts: storage format of the routed expert ids; None if they were not requested.
         num_prompt_tokens: number of prompt tokens; routed experts, if requested, are returned for these, too.
+        adapter_version: policy version of the adapter that the request named; None: the request named none. SGLang
+            reports the version of the base weights only, and a request keeps its adapter to its end.
 
     Raises:
         RuntimeError: routed experts were requested, but are missing or have the wrong size.
@@ -31,8 +36,8 @@ def parse_generation(
         f"the tokens in SGLang's output_ids and output_token_logprobs disagree: {answer}"
     )
     spans = meta.get("weight_versions")  # SGLang 0.5.21; earlier releases only report the last version
-    if not spans:
-        spans = [{"version": meta["weight_version"], "start": 0, "end": len(token_ids)}]
+    if not spans or adapter_version is not None:
+        spans = [{"version": adapter_version or meta["weight_version"], "start": 0, "end": len(token_ids)}]
     reason = (meta.get("finish_reason") or {}).get("type")
     assert reason in ("stop", "length", "abort"), f"SGLang returned the unknown finish reason {reason!r}"
     routed_experts = None

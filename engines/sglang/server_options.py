@@ -22,6 +22,9 @@ RESERVED = {
     "admin_api_key": "--sglang-api-key, which is the key of all routes",
     "config": "[rollout.sglang] of Penstock's configuration file",
     "enable_return_routed_experts": "--use-rollout-routing-replay",
+    "enable_lora": "--lora-rank and --lora-publish",
+    "max_lora_rank": "--lora-rank",
+    "lora_target_modules": "--lora-target-modules",
 }
 _ONE_ROLE = "every engine does both prefill and decode; omit it"
 _WEIGHTS = "weights come from --hf-checkpoint and then from the trainer; omit it"
@@ -32,8 +35,8 @@ REFUSED = {
     "encoder_": "only text models are supported; omit it",
     "load_format": _WEIGHTS,
     "remote_instance_weight_loader_": _WEIGHTS,
-    "enable_lora": "engines get weights with the adapters of --lora-rank added to them; omit it",
-    "lora_": "engines get weights with the adapters of --lora-rank added to them; omit it",
+    "lora_paths": "engines get their adapters from the trainer; omit it",
+    "max_loaded_loras": "it would unload adapters that requests still use; omit it",
     "skip_tokenizer_init": "requests are made of token ids in any case; omit it",
     "tokenizer_path": "the tokenizer is that of --hf-checkpoint; omit it",
     "elastic_ep_": "an engine's GPUs do not change; omit it",

@@ -1,16 +1,18 @@
-"""Write weights as a Hugging Face directory that an engine can load."""
+"""Write weights as a Hugging Face directory, and adapters as a PEFT directory, that an engine can load."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from penstock.engines.families.peft import CONFIG, WEIGHTS
 from penstock.engines.weights.buckets import split_into_buckets
 from penstock.storage.errors import WeightMismatch
 
@@ -43,6 +45,20 @@ def write_weights(
             _check_file(target / shard, tensors)
         weight_map |= dict.fromkeys(tensors, shard)
     (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def write_adapter(target: Path, named: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]) -> None:
+    """Write LoRA adapters as a PEFT directory.
+
+    Args:
+        target: directory to write to; created if it does not exist.
+        named: pairs of PEFT name and matrix.
+        config: content of adapter_config.json.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    matrices = {name: matrix.detach().cpu().contiguous() for name, matrix in named}
+    save_file(matrices, target / WEIGHTS, metadata={"format": "pt"})
+    (target / CONFIG).write_text(json.dumps(dict(config)))
 
 
 def _check_file(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -28,6 +28,7 @@ from penstock.flows.gpu_plan import (
     memory_warnings,
     plan_gpu_memory,
 )
+from penstock.flows.options.adapters import with_adapters
 from penstock.flows.options.partners import options_without_partner
 from penstock.flows.options.start_weights import check_start_weights, describe_start_weights, loaded_checkpoint
 from penstock.flows.reporting.prometheus import check_prometheus_port
@@ -85,7 +86,10 @@ def _run_checks_once(flow: str, config_json: str) -> None:
         check_lengths(flow, config, shape)
         check_data(flow, config, shape)
     if flow in GENERATING and not config.run.debug_train_only:
-        engine_backend().check_options(options := engine_options(config))
+        options = engine_options(config)
+        if flow == "post_train":
+            options = with_adapters(options, config, None)
+        engine_backend().check_options(options)
         on_this_machine = config.run.ray_address is None and not options.external
         capabilities = visible_gpu_capabilities() if on_this_machine else None  # None: unknown
         if capabilities is not None:
@@ -479,6 +483,9 @@ def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
         warnings += describe_start_weights(config)
     if flow != "post_train":
         return warnings
+    pauses = config.run.streams and config.run.pause_generation_mode == "in_place"
+    if pauses and with_adapters(engine_options(config), config, None).adapters is not None:
+        warnings.append("--pause-generation-mode has no effect with --lora-publish adapter, which pauses nothing")
     rollout = config.rollout
     sampling = {"top_p": rollout.rollout_top_p, "top_k": rollout.rollout_top_k, **rollout.rollout_sampling}
     truncating = engine_backend().find_biasing_params(sampling)

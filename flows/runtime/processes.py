@@ -11,16 +11,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.backends import engine_backend
 from penstock.engines.energy import Counters, all_counters, read_counters, used_joules
 from penstock.engines.memory import MemorySwitch
+from penstock.engines.serving.adapters import BASE, AdapterNames
+from penstock.engines.serving.addresses import engine_url
 from penstock.engines.weights.check import INITIAL, update_and_check
 from penstock.engines.weights.upload import add_upload
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.debugging.config import DebugConfig
+from penstock.flows.options.adapters import adapter_of_version, with_adapters
 from penstock.flows.options.start_weights import starting_weights
 from penstock.flows.runtime.engine_options import engine_options, run_placement
 from penstock.flows.runtime.runs import missing_fork_checkpoint
@@ -112,7 +116,17 @@ class Processes:
             self.has_trainer and start != self.config.convert.hf_checkpoint
         )
         version = INITIAL if awaits_weights else self.weight_version(0)
-        return engine_options(self.config).replace_spec_fields(weight_version=version, log_dir=log_dir)
+        options = engine_options(self.config)
+        if self.has_trainer:
+            options = with_adapters(options, self.config, self.store.read_json(self.keys.record))
+        if options.adapters is not None:
+            version = BASE
+        return options.replace_spec_fields(weight_version=version, log_dir=log_dir)
+
+    @cached_property
+    def _adapter_names(self) -> AdapterNames:
+        record = self.store.read_json(self.keys.record) or {}
+        return AdapterNames(f"{self.store.uri} {self.keys.run} {record.get('created_at')}")
 
     @cached_property
     def router(self) -> RequestRouter | None:
@@ -432,9 +446,11 @@ class Processes:
             )
         trainer = self.restore_trainer_at(version)
         start = time.perf_counter()
-        transport = self._weight_transport(trainer, urls)
+        transport = self._weight_transport(trainer, urls, version)
         metrics: dict[str, float] = {}
-        if self.config.run.check_weight_update_equal:
+        if transport.adapter is not None:
+            metrics = self._publish_adapter(trainer, urls, version, transport)
+        elif self.config.run.check_weight_update_equal:
             metrics = self._publish_and_check(trainer, urls, version, transport)
         else:
             trainer.publish(urls, self.weight_version(version), transport)
@@ -449,8 +465,20 @@ class Processes:
         switches, self._switches = self._switches, []
         self.on_published(version, metrics, switches)
 
-    def _weight_transport(self, trainer: TrainerGroup, urls: list[str]) -> WeightTransport:
-        """Return the transport of weights to the engines at `urls`. If it is disk, the files are written to
+    def _publish_adapter(
+        self, trainer: TrainerGroup, urls: list[str], version: int, transport: WeightTransport
+    ) -> dict[str, float]:
+        """Send the adapters of policy `version` to the engines at `urls`, make later requests use them, and return
+        metrics."""
+        adapter = transport.adapter
+        assert adapter is not None, "the engines get weights"
+        trainer.publish(urls, self.weight_version(version), transport)
+        failpoint("adapter-loaded")
+        self.engine_client_factory(urls).use_adapter(adapter.name)
+        return {"perf/checked_weight_tensors": adapter.num_tensors} if adapter.compare else {}
+
+    def _weight_transport(self, trainer: TrainerGroup, urls: list[str], version: int) -> WeightTransport:
+        """Return the transport of policy `version` to the engines at `urls`. If it is disk, the files are written to
         --update-weight-disk-dir, else to a local store, else to the trainer machine's temporary directory, from which
         they are uploaded to the store if engines run on other machines."""
         from penstock.engines.generation import WeightUpload
@@ -458,9 +486,16 @@ class Processes:
         engines, prefix = self.start_engines(), f"{self.keys.prefix}/published"
         places, ranks = engines.places(urls), trainer.places()
         directory = self.config.run.update_weight_disk_dir or (self.store.path(prefix) if self.store.is_local else None)
+        transport = self._options.weight_transport(places, ranks, directory or tempfile.gettempdir())
+        if self._options.adapters is not None:
+            name, path = self.weight_version(version), self.config.convert.hf_checkpoint
+            compare = self.config.run.check_weight_update_equal
+            adapter = adapter_of_version(
+                name, self._adapter_names, self.config.train, self._shape, path, compare=compare
+            )
+            transport = replace(transport, adapter=adapter)
         if directory is not None:
-            return self._options.weight_transport(places, ranks, directory)
-        transport = self._options.weight_transport(places, ranks, tempfile.gettempdir())
+            return transport
         upload = WeightUpload(self.store.uri, self.store.options, prefix, engines.actors(urls))
         return add_upload(transport, places, ranks[0].node, upload)
 
@@ -545,6 +580,8 @@ class Processes:
         trainer, self._trainer = self._trainer, None
         pools = [pool for pool in (self._engines, self._eval_engines) if pool is not None]
         self._engines = self._eval_engines = None
+        if pools and self._options.adapters is not None and (external := self._options.external):
+            engine_backend().connect(list(map(engine_url, external))).unload_adapters()
         if self._cluster is not None and self._cluster.alive():
             for pool in pools:
                 pool.stop()

@@ -302,7 +302,8 @@ class TrainActor:
     def publish(
         self, urls: list[str], version: str, transport: WeightTransport, keys: dict[str, str]
     ) -> EngineGone | EngineRefused | None:
-        """Send the policy's weights, under their Hugging Face names, to the engines at `urls`; all ranks take part.
+        """Send the policy's weights under their Hugging Face names, or its adapters under PEFT's, to the engines at
+        `urls`; all ranks take part.
 
         Args:
             urls: addresses of the engines.
@@ -330,7 +331,8 @@ class TrainActor:
         if transport.host is None:
             transport = replace(transport, host=node_address(self.spec.network_interface))
         try:
-            self._engines.update_weights(self._hf_weights(), version, transport)
+            named = self._hf_weights() if transport.adapter is None else self._peft_matrices()
+            self._engines.update_weights(named, version, transport)
         except (EngineGone, EngineRefused) as error:
             return error
         return None
@@ -358,6 +360,14 @@ class TrainActor:
         self._state = self._state.model_copy(update={"clean": False})
         yield
         self._state = self._state.model_copy(update={"version": version, "clean": True})
+
+    def _peft_matrices(self) -> Iterator[tuple[str, Tensor]]:
+        from penstock.engines.families import tensor_layout
+        from penstock.engines.families.peft import to_peft
+
+        layout = tensor_layout(self.spec.shape)
+        for layer, first, second in self.models.policy.named_adapters():
+            yield from to_peft(layout, layer, first, second)
 
     def _hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         from penstock.engines.families import tensor_layout

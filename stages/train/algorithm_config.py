@@ -210,8 +210,9 @@ class AlgorithmConfig(StageConfig):
     lora_load: str | None = option(None)
     """PEFT directory of adapters to start from, with the rank, alpha and layers of the options."""
 
-    lora_publish: Literal["merged", "adapter"] = option("merged", mutability="placement")
-    """Weights that engines get: merged sends all weights, with the adapters added to them; adapter is not supported."""
+    lora_publish: Literal["adapter", "merged"] | None = option(None, mutability="placement")
+    """What engines get: adapter sends only the adapters; merged sends all weights, with the adapters added to them.
+    Default: adapter if the engines can apply them, else merged."""
 
     # ---- experts -----------------------------------------------------------------------------------------------------
 
@@ -379,10 +380,6 @@ class AlgorithmConfig(StageConfig):
             self.lora_dropout,
             f"--lora-dropout {self.lora_dropout:g} is not supported: engines generate without dropout, so their "
             "log-probs would differ from the trainer's; omit it",
-        )
-        yield (
-            self.lora_publish == "adapter",
-            "--lora-publish adapter is not supported: engines do not apply adapters; use merged",
         )
         if self.lora_rank is None:
             return

@@ -103,7 +103,9 @@ def test_add_return_experts_flag_needs_a_flag_of_the_installed_sglang(monkeypatc
     [
         ("disaggregation-mode", "both prefill and decode"),
         ("nnodes", "--num-gpus-per-node"),
-        ("lora_paths", "adapters of --lora-rank added"),
+        ("lora_paths", "adapters from the trainer"),
+        ("enable_lora", "--lora-rank and --lora-publish"),
+        ("max_loaded_loras", "that requests still use"),
         ("load_format", "weights come from --hf-checkpoint"),
         ("enable_ep_moe", "--sglang-ep-size"),
     ],

@@ -21,8 +21,8 @@ from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang.args import sglang_flags
 from penstock.engines.sglang.checks.speculative import DRAFT_MODEL, SIZES, THRESHOLDS
 from penstock.engines.sglang.response import parse_generation
-from penstock.engines.sglang.weight_payload import FlatBucket
-from penstock.engines.sglang.weight_update import WeightUpdate
+from penstock.engines.sglang.weights.payload import FlatBucket
+from penstock.engines.sglang.weights.update import WeightUpdate
 from penstock.storage.errors import EngineError, ModelError, OptionError
 
 NEXTN = {"speculative_algorithm": "NEXTN"}

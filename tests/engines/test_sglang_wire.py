@@ -13,11 +13,11 @@ import torch
 from small_servers import SmallServer
 
 from penstock.engines.generation import EngineRefused
-from penstock.engines.sglang import weight_group, weight_payload
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.sglang.weight_group import EngineGroup
-from penstock.engines.sglang.weight_payload import FlatBucket
-from penstock.engines.sglang.weight_update import WeightUpdate
+from penstock.engines.sglang.weights import group, payload
+from penstock.engines.sglang.weights.group import EngineGroup
+from penstock.engines.sglang.weights.payload import FlatBucket
+from penstock.engines.sglang.weights.update import WeightUpdate
 from penstock.engines.weights.buckets import split_into_buckets
 
 QUERY_KEY = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -45,7 +45,7 @@ def test_fused_tensors_stay_in_one_bucket(latent: tuple[str, ...], max_bytes: in
 )
 def test_a_slow_shared_memory_manager_is_retried(message: str, num_tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch gives its daemon a second to answer; other errors are raised at once."""
-    pickled, tries = weight_payload.ForkingPickler.dumps, []
+    pickled, tries = payload.ForkingPickler.dumps, []
 
     def dumps(content: object) -> memoryview:
         tries.append(content)
@@ -53,7 +53,7 @@ def test_a_slow_shared_memory_manager_is_retried(message: str, num_tries: int, m
             raise RuntimeError(message)
         return pickled(content)
 
-    monkeypatch.setattr(weight_payload, "ForkingPickler", SimpleNamespace(dumps=dumps))
+    monkeypatch.setattr(payload, "ForkingPickler", SimpleNamespace(dumps=dumps))
     bucket = FlatBucket([("weight", torch.zeros(4))])
     if num_tries == 3:
         assert bucket.serialize()
@@ -103,7 +103,7 @@ def test_engine_with_released_memory_is_healthy(servers: list[SmallServer]) -> N
 @pytest.mark.parametrize("lazy", ["0", "1"])  # lazy: connect at the first broadcast, as NCCL does
 def test_failed_join_is_raised_and_frees_the_name_of_the_group(lazy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", lazy)
-    monkeypatch.setattr(weight_group, "TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr(group, "TIMEOUT", timedelta(seconds=0.2))
 
     def refuse(url: str, route: str, body: dict[str, Any]) -> None:
         raise EngineRefused(f"{url}{route} answered HTTP 400")

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from penstock.engines.generation import REFERENCE, Transport, WeightTransport
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.sglang.weight_payload import FlatBucket
-from penstock.engines.sglang.weight_update import WeightUpdate
+from penstock.engines.sglang.weights.payload import FlatBucket
+from penstock.engines.sglang.weights.update import WeightUpdate
 from penstock.engines.weights import hf_directory
 from penstock.engines.weights.check import INITIAL, update_and_check
 from penstock.engines.weights.hf_directory import write_weights

@@ -99,7 +99,7 @@ def test_weights_are_uploaded_only_if_no_directory_is_shared(
     processes.__dict__["_options"] = EngineOptions(ServerSpec(model_path="model"), transport="disk")
     processes.start_engines = lambda: engines  # type: ignore[method-assign, assignment, return-value]
     trainer: Any = SimpleNamespace(places=lambda: [HERE])
-    transport = processes._weight_transport(trainer, list(by_url))
+    transport = processes._weight_transport(trainer, list(by_url), 0)
     assert transport.kind == "disk" and (transport.upload is not None) == uploads
     if directory is not None:
         assert transport.directory == directory.format(tmp_path=tmp_path)

@@ -634,6 +634,8 @@ def rows_of_one_half() -> Iterator[Bad]:
     yield train("--sglang-speculative-algorithm", "NEXTN", culprit="has no multi-token prediction layer")
     yield train("--update-weight-disk-dir", "{root}/prompts.jsonl")
     yield train("--update-weight-disk-dir", "{root}", "--update-weight-transport", "nccl")
+    for words in (("--update-weight-transport", "nccl"), ("--sglang-dp-size", "2")):
+        yield train("--lora-rank", "4", "--lora-publish", "adapter", *words, culprit="--lora-publish adapter")
     for more in ((), ("--update-weight-transport", "disk")):
         yield train(
             *("--rollout-external-engine-addrs", "10.0.0.7:30000", "--store", "s3://bucket/store", *more),

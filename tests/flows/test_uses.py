@@ -97,12 +97,12 @@ def test_mlflow_server_is_asked_and_its_password_is_not_shown(
     health_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "mlflow server" in lines(uses.check_mlflow_server(Targets()))
-    monkeypatch.setenv("URI", f"http://user:secret@{health_server}/mlflow/")
+    monkeypatch.setenv("URI", f"http://user:word-of-a-test@{health_server}/mlflow/")
     use = uses.check_mlflow_server(Targets(mlflow_tracking_uri="env:URI"))
-    assert not use.lacks and use.required and "secret" not in use.command
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:secret@{health_server}")
+    assert not use.lacks and use.required and "word-of-a-test" not in use.command
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:word-of-a-test@{health_server}")
     said = lines(uses.check_mlflow_server(Targets()))
-    assert health_server in said and "404" in said and "secret" not in said
+    assert health_server in said and "404" in said and "word-of-a-test" not in said
 
 
 def test_only_requested_uses_make_the_command_fail(

@@ -87,6 +87,12 @@ class ScriptedClient(EngineClient):
         self.weights |= dict(named)
         self.served_version = f"loaded:{version}" if released else version
 
+    def use_adapter(self, name: str) -> None:
+        self.adapter: str | None = name
+
+    def unload_adapters(self) -> None:
+        self.adapter = None
+
     def weight_checksums(self) -> dict[str, list[dict[str, str]]]:
         checksums = {name: hashlib.sha256(bytes(tensor.numpy())).hexdigest() for name, tensor in self.weights.items()}
         return {url: [checksums] for url in self.urls}

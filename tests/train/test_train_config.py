@@ -118,7 +118,7 @@ def test_policy_loss_that_is_not_given_is_not_recorded() -> None:
         ({"lora_alpha": 16}, "--lora-alpha has no effect without adapters: add --lora-rank"),
         ({"lora_load": "adapter"}, "--lora-load has no effect without adapters"),
         ({"lora_rank": 8, "lora_dropout": 0.1}, "--lora-dropout 0.1 is not supported.*omit it"),
-        ({"lora_rank": 8, "lora_publish": "adapter"}, "--lora-publish adapter is not supported.*use merged"),
+        ({"lora_publish": "adapter"}, "--lora-publish has no effect without adapters"),
         ({"lora_rank": 8, "freeze_params_name_list": ["embedding"]}, "cannot be combined with --lora-rank"),
         ({"lora_rank": 8, "advantage_estimator": "ppo"}, "--advantage-estimator ppo.*without a critic"),
         ({"lora_rank": 8, "use_kl_loss": True, "ref_update_interval": 2}, "--ref-update-interval cannot be combined"),

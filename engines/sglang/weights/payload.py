@@ -60,19 +60,23 @@ class FlatBucket:
             "shapes": [list(entry.shape) for entry in self.metadata],
         }
 
-    def serialize(self) -> str:
+    def serialize(self, *, by_uuid: bool = True) -> str:
         """Return a base64-encoded pickle with a handle to the bucket, for one tensor-parallel rank of one server.
 
         Unpickling a payload twice would corrupt the sender's reference counts, so each receiver needs its own.
 
         On CPU torch's shared-memory manager must answer within a second, which a busy machine may exceed; such timeouts
         are retried for SHARING_TIMEOUT seconds.
+
+        Args:
+            by_uuid: identify the GPU by its UUID, because sender and server may number their GPUs differently;
+                otherwise by its number, for routes of SGLang 0.5.15.post1 that do not know UUIDs.
         """
         if self.device.type == "cuda":
-            from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+            if by_uuid:
+                from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-            # The handle then identifies the GPU by its UUID: sender and server may number their GPUs differently.
-            monkey_patch_torch_reductions()
+                monkey_patch_torch_reductions()
             torch.cuda.synchronize(self.device)  # the server reads the tensor on another stream
         content = {"flattened_tensor": self.flat, "metadata": self.metadata}
         # The default sharing strategy for CPU tensors passes file descriptors through a socket that is authenticated

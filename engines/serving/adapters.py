@@ -1,0 +1,92 @@
+"""The LoRA adapters that requests of this process to the engines use (`--lora-publish adapter`).
+
+A driver loads each policy version of its run under a name of its own, `<run>/<version>@<owner>-<driver>`:
+
+    owner    identifies the run among runs of the same name in other stores, which may share the engines
+    driver   random, so that a driver never uses an adapter that another one has loaded: it sends the adapter again
+
+Requests name the adapter, so engines need no pause at an update: a request keeps the adapter that it started with, and
+later requests use the next one. Adapters that no request of this process uses are unloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+BASE = "base"  # weight version of engines that have the weights of --hf-checkpoint, on which requests use adapters
+
+_lock = threading.Lock()
+_current: dict[str, str] = {}  # URL of an engine -> name of the adapter that new requests use
+_num_requests: Counter[str] = Counter()  # name of an adapter -> requests in flight, on all engines
+
+
+class AdapterNames:
+    """Names of the adapters that one driver loads.
+
+    Args:
+        identity: text that differs between runs of the same name, for instance their store and time of creation.
+    """
+
+    def __init__(self, identity: str) -> None:
+        self._suffix = f"{hashlib.sha256(identity.encode()).hexdigest()[:12]}-{secrets.token_hex(4)}"
+
+    def name(self, version: str) -> str:
+        """Return the name of the adapter of policy `version`, `<run>/<number>`: on all engines the same."""
+        return f"{version}@{self._suffix}"
+
+
+def version_of(name: str) -> str:
+    """Return the policy version of an adapter, `<run>/<number>`."""
+    return name.rpartition("@")[0]
+
+
+def other_adapters(name: str, loaded: Iterable[str]) -> list[str]:
+    """Return those of the adapters `loaded` that belong to the same run as `name`, without `name`."""
+
+    def run_of(adapter: str) -> tuple[str, str]:
+        version, _, suffix = adapter.rpartition("@")
+        return version.rpartition("/")[0], suffix.partition("-")[0]
+
+    return [adapter for adapter in loaded if adapter != name and run_of(adapter) == run_of(name)]
+
+
+def set_adapter(url: str, name: str | None) -> None:
+    """Set the adapter that later requests of this process to the engine at `url` use; None: none."""
+    with _lock:
+        if name is None:
+            _current.pop(url, None)
+        else:
+            _current[url] = name
+
+
+def adapter_of(url: str) -> str | None:
+    """Return the adapter that requests of this process to the engine at `url` use, or None."""
+    return _current.get(url)
+
+
+@contextmanager
+def requesting(url: str) -> Iterator[str | None]:
+    """Yield the adapter of a request to the engine at `url` (None: without an adapter), which counts as used inside the
+    block."""
+    with _lock:
+        name = _current.get(url)
+        if name is not None:
+            _num_requests[name] += 1
+    try:
+        yield name
+    finally:
+        if name is not None:
+            with _lock:
+                _num_requests[name] -= 1
+                if not _num_requests[name]:
+                    del _num_requests[name]
+
+
+def is_requested(name: str) -> bool:
+    """Return whether a request of this process in flight uses the adapter."""
+    return name in _num_requests

@@ -1,0 +1,210 @@
+"""Update the weights of SGLang servers over the transports "tensor", "nccl" and "disk" (`WeightTransport`).
+
+All trainer ranks take part: each consumes the same stream of full tensors, whose gathering is collective. The ranks
+that an engine reads from also exchange handles (transport "tensor"). A rank whose engine fails therefore consumes the
+rest of the stream before it raises the error.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, wait
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock.engines.generation import REFERENCE, EngineRoute, WeightTransport
+from penstock.engines.sglang.weights.adapter import AdapterUpdate
+from penstock.engines.sglang.weights.group import EngineGroup
+from penstock.engines.sglang.weights.payload import FlatBucket, check_shared_memory
+from penstock.engines.sglang.weights.update import WeightUpdate
+from penstock.engines.weights.buckets import NamedTensor, split_into_buckets
+from penstock.engines.weights.fp8 import quantize_weights
+from penstock.engines.weights.hf_directory import write_adapter, write_weights
+from penstock.engines.weights.upload import upload_weights
+from penstock.storage.errors import EngineError
+from penstock.storage.failpoints import failpoint
+
+KEPT_ADAPTERS = 2  # directories of adapters that are kept after an update over disk
+ABORT_SECONDS = 30.0  # within which an aborted broadcast must end; otherwise the trainer is restarted
+
+Routes = dict[str, EngineRoute]  # URL -> route
+
+
+class WeightSender:
+    """Sends the weights of this trainer rank's model to servers, and keeps the process groups for the next update."""
+
+    def __init__(self) -> None:
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._handle_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # trainer ranks -> their gloo group
+        self._engine_group: EngineGroup | None = None
+        self._members: list[tuple[str, str]] = []  # (URL, incarnation) of the servers in `_engine_group`
+        self._written: list[Path] = []  # directories of earlier updates over disk, oldest first
+
+    def update(self, urls: list[str], named: Iterable[NamedTensor], version: str, transport: WeightTransport) -> None:
+        """Load weights into the servers at these addresses; see `EngineClient.update_weights`."""
+        assert urls, "no engines to update"
+        if transport.kind == "disk" and not (transport.model_path and (transport.directory or transport.upload)):
+            raise EngineError(
+                "the weight transport 'disk' needs WeightTransport.model_path, and WeightTransport.directory or "
+                "upload: set them"
+            )
+        if transport.kind == "tensor" and find_spec("sglang") is None:
+            raise EngineError(
+                "the weight transport 'tensor' needs SGLang in the trainer's Python environment: install it, or give "
+                "--update-weight-transport disk"
+            )
+        if self._rank == 0:
+            failpoint("publish-before")
+        weights = iter(named)
+        stream = weights if transport.adapter else quantize_weights(weights, transport.fp8_weights)
+        try:
+            if transport.kind == "tensor":
+                self._update_through_shared_memory(urls, stream, version, transport)
+            elif self._rank == 0 and transport.kind == "nccl":
+                self._broadcast(urls, stream, version, transport)
+            elif self._rank == 0:
+                self._update_through_disk(urls, stream, version, transport)
+        finally:
+            deque(weights, maxlen=0)  # the other ranks wait for this one in collectives
+        if self._rank == 0:
+            failpoint("publish-after")
+
+    def _update_through_shared_memory(
+        self, urls: list[str], named: Iterator[NamedTensor], version: str, transport: WeightTransport
+    ) -> None:
+        """Let the servers copy bucket by bucket from the memory of the trainer ranks; at most one bucket is in memory
+        in addition to the gathered tensors."""
+        routes = {url: transport.routes.get(url, EngineRoute()) for url in urls}
+        self._open_handle_groups(routes)
+        if not any(self._rank in route.senders for route in routes.values()):
+            return
+        if transport.through_host:
+            named = ((name, tensor.cpu()) for name, tensor in named)
+        bucket_bytes = sys.maxsize if transport.adapter else transport.bucket_bytes  # SGLang takes an adapter at once
+        stream = self._buckets_with_handles(named, routes, bucket_bytes)
+        own = [url for url, route in routes.items() if route.senders[0] == self._rank]
+        try:
+            with open_update(own, version, transport) as update:
+                for flat, handles, last in stream:
+                    update.load_shared(flat, handles, last=last)
+        finally:
+            deque(stream, maxlen=0)
+
+    def _buckets_with_handles(
+        self, named: Iterator[NamedTensor], routes: Routes, bucket_bytes: int
+    ) -> Iterator[tuple[FlatBucket, dict[str, list[str]], bool]]:
+        """Yield (bucket, handles, is_last). `handles` maps the URL of each server that reads from several trainer
+        ranks, this rank among them, to one pickled memory handle per rank of the server."""
+        shared = {url: route.senders for url, route in routes.items() if len(set(route.senders)) > 1}
+        for bucket, last in split_into_buckets(named, bucket_bytes):
+            check_shared_memory(bucket)
+            flat, handles = FlatBucket(bucket), dict[str, list[str]]()
+            for url, senders in shared.items():
+                if self._rank in senders:
+                    gathered: list[Any] = [None] * len(senders)
+                    dist.all_gather_object(gathered, flat.serialize(), group=self._handle_groups[senders])
+                    handles[url] = gathered
+            yield flat, handles, last
+            for senders in shared.values():
+                if self._rank in senders:  # the first sender arrives here after the server has copied the bucket
+                    dist.barrier(self._handle_groups[senders])
+            flat.free()
+
+    def _open_handle_groups(self, routes: Routes) -> None:
+        """Create the process group of the ranks that send to one server, for every server with several senders. Every
+        trainer rank must call this with the same routes."""
+        for route in routes.values():
+            if len(set(route.senders)) > 1 and route.senders not in self._handle_groups:
+                self._handle_groups[route.senders] = dist.new_group(list(route.senders), backend="gloo")
+
+    def _broadcast(
+        self, urls: list[str], named: Iterator[NamedTensor], version: str, transport: WeightTransport
+    ) -> None:
+        """Broadcast bucket by bucket. While the servers receive and load a bucket, the next one is gathered.
+
+        The process group of the last update is used again if the servers are the same processes.
+        """
+        members = [(url, transport.routes.get(url, EngineRoute()).incarnation) for url in urls]
+        if members != self._members or not all(incarnation for _, incarnation in members):
+            self._leave_engine_group()
+        with WeightUpdate(urls, version, transport.in_flight) as update:
+            try:
+                loading: list[Future[Any]] = []
+                for bucket, last in split_into_buckets(named, transport.bucket_bytes):
+                    if self._engine_group is None:
+                        update.leave_group()
+                        sizes = {url: size for url, (_, size) in update.facts.items()}
+                        device = bucket[0][1].device
+                        assert transport.host is not None, (
+                            "WeightTransport.host is None: set it to the address of trainer rank 0"
+                        )
+                        self._engine_group = EngineGroup(
+                            sizes, transport.host, device, update.run_in_thread, update.post
+                        )
+                    update.wait_until_loaded(loading)
+                    flat = FlatBucket(bucket)
+                    loading = update.load_broadcast(flat, last=last)
+                    # In a thread: the first broadcast connects the ranks, which blocks if a server has failed.
+                    loading.append(update.run_in_thread(self._engine_group.broadcast, flat.flat))
+                update.wait_until_loaded(loading)
+                self._members = members
+            except BaseException:
+                # A broadcast may be unfinished; leaving also releases the servers that wait for it.
+                if wait([*loading, update.run_in_thread(self._leave_engine_group)], timeout=ABORT_SECONDS).not_done:
+                    raise RuntimeError(
+                        f"the broadcast of weights to a failed engine did not abort within {ABORT_SECONDS:.0f} s: the "
+                        "trainer must be restarted"
+                    ) from None
+                raise
+
+    def _update_through_disk(
+        self, urls: list[str], named: Iterator[NamedTensor], version: str, transport: WeightTransport
+    ) -> None:
+        """Write a Hugging Face directory, or a PEFT directory of adapters, and make every server load it, over a store
+        if `transport.upload` is set."""
+
+        def write(target: Path) -> None:
+            if transport.adapter is not None:
+                write_adapter(target, named, transport.adapter.config)
+                return
+            verify = version.startswith(REFERENCE)
+            write_weights(target, named, Path(transport.model_path), transport.bucket_bytes, verify=verify)
+
+        if transport.upload is not None:
+            with (
+                upload_weights(write, transport.upload) as directories,
+                open_update(urls, version, transport) as update,
+            ):
+                update.load_from_disk(directories)
+            return
+        target = (Path(transport.directory) / f"weights-{uuid.uuid4().hex[:12]}").absolute()
+        try:
+            write(target)
+            with open_update(urls, version, transport) as update:
+                update.load_from_disk(dict.fromkeys(urls, str(target)))
+        finally:
+            # An engine may map the files of an adapter into its memory until it unloads it: keep the last ones.
+            self._written.append(target)
+            for directory in self._written[: -KEPT_ADAPTERS if transport.adapter else None]:
+                shutil.rmtree(directory, ignore_errors=True)
+                self._written.remove(directory)
+
+    def _leave_engine_group(self) -> None:
+        """Leave the process group with the servers, if there is one."""
+        group, self._engine_group, self._members = self._engine_group, None, []
+        if group is not None:
+            group.close()
+
+
+def open_update(urls: list[str], version: str, transport: WeightTransport) -> WeightUpdate:
+    """Return the update of several servers over a transport, to be entered: of weights, or of adapters."""
+    if transport.adapter is None:
+        return WeightUpdate(urls, version, transport.in_flight)
+    return AdapterUpdate(urls, version, transport.adapter)

@@ -1,0 +1,184 @@
+"""LoRA adapters in the real SGLang: its log-probs are those of the model with the adapter, requests in flight keep
+theirs, and only clients with the API key can load one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import hf_model, make_family
+
+from penstock.engines.backends import engine_backend
+from penstock.engines.families import read_shape, tensor_layout
+from penstock.engines.families.peft import PREFIX, served_config, served_modules, served_tensors
+from penstock.engines.generation import EngineRefused, Generation, PublishedAdapter, WeightTransport
+from penstock.engines.lora import LoraOptions
+from penstock.engines.options import EngineOptions, ServedAdapters
+from penstock.engines.serving import adapters, keys
+from penstock.engines.serving.adapters import BASE, AdapterNames
+from penstock.engines.serving.server import ServerSpec
+from penstock.engines.sglang import control
+from penstock.engines.sglang.client import SGLangClient
+from penstock.engines.sglang.server import SGLangServer
+from penstock.storage.errors import EngineError
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+PROMPT = [2, 9, 12, 16, 14, 21, 1, 3]
+TOLERANCE = 1e-4  # fp32; measured 3e-7
+DIFFERENCE = 0.01  # of log-probs with and without an adapter
+
+
+def options_of(*modules: str) -> LoraOptions:
+    return LoraOptions(rank=4, alpha=8, target_modules=modules, use_rslora=True)
+
+
+@contextmanager
+def serve(model: Path, lora: LoraOptions, log_dir: Path) -> Iterator[str]:
+    """Start a server as a run with these adapters does, and yield its URL."""
+    served = ServedAdapters(rank=lora.rank, modules=served_modules(lora, read_shape(model)), max_versions=3)
+    spec = ServerSpec(model_path=str(model), weight_version=BASE, log_dir=str(log_dir))
+    args = engine_backend().server_args(EngineOptions(spec, adapters=served), has_gpus=torch.cuda.is_available())
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES", "0"),) if torch.cuda.is_available() else ()
+    server = SGLangServer(spec.model_copy(update={"args": args}), gpu_ids=gpus)
+    url = server.start()
+    try:
+        yield url
+    finally:
+        adapters.set_adapter(url, None)
+        server.stop()
+
+
+def matrices(model: Path, lora: LoraOptions, seed: int) -> dict[str, torch.Tensor]:
+    """Return random adapters by PEFT's names."""
+    shape, generator = read_shape(model), torch.Generator().manual_seed(seed)
+    shapes = tensor_layout(shape).hf_shapes
+    result = {}
+    for name in served_tensors(lora, shape):
+        module, _, kind = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        out, size = shapes[f"{module}.weight"]
+        result[name] = 0.2 * torch.randn(
+            (lora.rank, size) if kind == "lora_A" else (out, lora.rank), generator=generator
+        )
+    return result
+
+
+def publish(url: str, model: Path, lora: LoraOptions, version: str, seed: int, **transport: Any) -> str:
+    """Load random adapters into the server, make requests use them, and return their name."""
+    name = AdapterNames("test").name(version)
+    named = matrices(model, lora, seed)
+    adapter = PublishedAdapter(
+        name, served_config(lora, read_shape(model), str(model)), len(named), compare="kind" not in transport
+    )
+    client = SGLangClient([url])
+    client.update_weights(iter(named.items()), version, WeightTransport(adapter=adapter, **transport))
+    client.use_adapter(name)
+    return name
+
+
+def sample(url: str, length: int = 12) -> list[Generation]:
+    async def call() -> list[Generation]:
+        async with SGLangClient([url], timeout=120) as client:
+            return await client.generate(PROMPT, {"max_new_tokens": length, "ignore_eos": True}, n=4)
+
+    return asyncio.run(call())
+
+
+@torch.no_grad()
+def worst_difference(model: Path, generations: list[Generation], lora: LoraOptions, seed: int | None) -> float:
+    """Return the largest difference between the engine's log-probs and transformers', whose weights have the adapters
+    of `seed` added to them (None: no adapters)."""
+    reference = hf_model(model)
+    if seed is not None:
+        named, weights = matrices(model, lora, seed), dict(reference.named_parameters())
+        for name in (name for name in named if "lora_A" in name):
+            delta = lora.scale * named[name.replace("lora_A", "lora_B")] @ named[name]
+            weights[name.removeprefix(PREFIX).replace(".lora_A", "")] += delta
+    worst = 0.0
+    for generation in generations:
+        logits = reference(input_ids=torch.tensor([PROMPT + generation.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(generation.token_ids)[:, None])[:, 0]  # [R]
+        worst = max(worst, (logprobs - torch.tensor(generation.logprobs)).abs().max().item())
+    return worst
+
+
+LORA = options_of("all-linear")
+
+
+@pytest.fixture(scope="module")
+def url(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serve(tiny_model, LORA, tmp_path_factory.mktemp("sglang")) as url:
+        yield url
+
+
+def test_engine_computes_with_the_published_adapter(url: str, tiny_model: Path, tmp_path: Path) -> None:
+    base = sample(url)
+    assert {version for generation in base for version, _ in generation.weight_versions} == {BASE}
+    over_disk = {"kind": "disk", "model_path": str(tiny_model), "directory": str(tmp_path)}
+    for version, transport in ((1, {}), (2, over_disk)):
+        name = publish(url, tiny_model, LORA, f"run/{version}", version, **transport)
+        assert SGLangClient([url]).weight_version(url) == f"run/{version}"
+        generations = sample(url)
+        assert {tuple(g.weight_versions) for g in generations} == {((f"run/{version}", 12),)}
+        assert worst_difference(tiny_model, generations, LORA, version) < TOLERANCE
+        assert worst_difference(tiny_model, generations, LORA, None) > DIFFERENCE, "the adapter has no effect"
+        assert worst_difference(tiny_model, generations, LORA, 3 - version) > DIFFERENCE
+    assert name in control.loaded_adapters(url)
+    assert control.weight_version(url) == BASE
+
+
+def test_request_in_flight_keeps_its_adapter(url: str, tiny_model: Path) -> None:
+    first = publish(url, tiny_model, LORA, "run/3", 3)
+
+    async def both() -> tuple[list[Generation], list[Generation]]:
+        async with SGLangClient([url], timeout=120) as client:
+            long = asyncio.create_task(client.generate(PROMPT, {"max_new_tokens": 150, "ignore_eos": True}, n=2))
+            await asyncio.sleep(0.2)
+            await asyncio.to_thread(publish, url, tiny_model, LORA, "run/4", 4)
+            short = await client.generate(PROMPT, {"max_new_tokens": 8, "ignore_eos": True}, n=2)
+            assert not long.done(), "the request ended before the next version was in use"
+            assert first in control.loaded_adapters(url), "unloaded while a request uses it"
+            return await long, short
+
+    long, short = asyncio.run(both())
+    assert {tuple(g.weight_versions) for g in long} == {(("run/3", 150),)}
+    assert {tuple(g.weight_versions) for g in short} == {(("run/4", 8),)}
+    assert worst_difference(tiny_model, long, LORA, 3) < TOLERANCE
+    assert worst_difference(tiny_model, short, LORA, 4) < TOLERANCE
+
+    last = publish(url, tiny_model, LORA, "run/5", 5)
+    SGLangClient([url]).unload_adapters()  # waits, also for the thread that `publish` has started
+    assert not {first, last} & set(control.loaded_adapters(url))
+    assert SGLangClient([url]).weight_version(url) == BASE
+
+
+def test_requests_without_the_key_are_refused(url: str) -> None:
+    for path in ("/load_lora_adapter_from_tensors", "/load_lora_adapter", "/unload_lora_adapter", "/v1/models"):
+        with pytest.raises(EngineRefused, match="HTTP 401"):
+            control.call_server(url, path, None if path.startswith("/v1") else {}, with_key=False)
+    with pytest.raises(EngineRefused, match=r"HTTP 4(00|22)"):  # the route exists
+        control.call_server(url, "/load_lora_adapter_from_tensors", {})
+    args = {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": ["q_proj"]}
+    engine_backend().check_external_server(url, control.call_server(url, "/model_info")["model_path"], args)
+    with pytest.raises(EngineError, match="start it with --enable-lora --max-lora-rank 8"):
+        engine_backend().check_external_server(url, "", args | {"max_lora_rank": 8})
+    key = keys.known_api_keys([url])[url]
+    assert key
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen2", "llama3.1", "qwen3-moe"])
+def test_families_compute_with_the_published_adapter(family: str, tmp_path: Path) -> None:
+    # On CPU SGLang rounds the width of the MLP up to 64, for its own kernels, but not the adapter's.
+    model = make_family(tmp_path / "model", family, intermediate_size=64)
+    lora = options_of("attention" if family == "qwen3-moe" else "all-linear")
+    with serve(model, lora, tmp_path / "logs") as url:
+        publish(url, model, lora, "run/1", 1)
+        generations = sample(url)
+    assert worst_difference(model, generations, lora, 1) < TOLERANCE
+    assert worst_difference(model, generations, lora, None) > DIFFERENCE

@@ -1,0 +1,80 @@
+"""Which runs give their engines adapters, and which merged weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engines.backends import engine_backend
+from penstock.engines.options import EngineOptions
+from penstock.flows.config import PostTrainConfig
+from penstock.flows.options.adapters import trains_on_own_checkpoint, with_adapters
+from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.engine_options import engine_options
+from penstock.flows.runtime.preflight import config_warnings
+from penstock.storage.errors import OptionError
+
+
+def config_of(model: Path, *words: str) -> PostTrainConfig:
+    return parse_config(["--run", "r", "--hf-checkpoint", str(model), "--lora-rank", "4", "--num-rollout", "9", *words])
+
+
+def options_of(model: Path, *words: str, record: dict[str, Any] | None = None) -> EngineOptions:
+    config = config_of(model, *words)
+    return with_adapters(engine_options(config), config, record)
+
+
+def test_engines_get_adapters_by_default(tiny_model: Path) -> None:
+    options = options_of(tiny_model, "--lora-target-modules", "attention")
+    args = engine_backend().server_args(options, has_gpus=False)
+    assert args["enable_lora"] and (args["max_lora_rank"], args["max_loras_per_batch"]) == (4, 2)
+    assert args["lora_target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    streaming = options_of(tiny_model, "--async-mode", "streaming", "--max-staleness", "2")
+    assert streaming.in_flight is None and streaming.adapters is not None and streaming.adapters.max_versions == 4
+    assert engine_backend().server_args(options_of(tiny_model, "--colocate", "--offload-rollout"), has_gpus=True)[
+        "enable_weights_cpu_backup"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--update-weight-transport", "nccl"], "no broadcast of adapters"),
+        (["--sglang-dp-size", "2"], "--sglang-dp-size"),
+        (["--check-weight-update-equal", "--update-weight-transport", "disk"], "--check-weight-update-equal"),
+        (["--ref-load", "OTHER", "--use-kl-loss"], "trained on .*, but engines start with"),
+    ],
+)
+def test_other_runs_get_merged_weights_or_are_refused(
+    words: list[str], reason: str, tiny_model: Path, other_tiny_model: Path
+) -> None:
+    words = [str(other_tiny_model) if word == "OTHER" else word for word in words]
+    assert options_of(tiny_model, *words).adapters is None
+    with pytest.raises(OptionError, match=f"--lora-publish adapter is not possible: .*{reason}.*; use merged"):
+        options_of(tiny_model, *words, "--lora-publish", "adapter")
+
+
+def test_fork_of_full_training_gets_merged_weights(tiny_model: Path) -> None:
+    full = {"config": {"train": {}}, "at": 3, "parent": None}
+    adapters = {"config": {"train": {"lora_rank": 4}}, "at": 5, "parent": full}
+    assert trains_on_own_checkpoint({"parent": full}) and trains_on_own_checkpoint({"parent": adapters})
+    assert not trains_on_own_checkpoint({"parent": full | {"at": 0}}) and not trains_on_own_checkpoint({})
+    assert options_of(tiny_model, record={"parent": full}).adapters is None
+    assert options_of(tiny_model, record={"parent": adapters | {"parent": None}}).adapters is not None
+
+
+def test_functions_that_may_call_engines_get_merged_weights_by_default(tiny_model: Path) -> None:
+    words = ["--custom-generate-function-path", "module.function"]
+    assert options_of(tiny_model, *words).adapters is None
+    assert options_of(tiny_model, *words, "--lora-publish", "adapter").adapters is not None
+    assert options_of(tiny_model, "--lora-publish", "merged").adapters is None
+
+
+def test_pause_mode_without_effect_is_named(tiny_model: Path) -> None:
+    streaming = ["--async-mode", "streaming", "--max-staleness", "1", "--pause-generation-mode", "in_place"]
+    shown = config_warnings("post_train", config_of(tiny_model, *streaming))
+    assert any("--pause-generation-mode has no effect" in warning for warning in shown)
+    merged = config_warnings("post_train", config_of(tiny_model, *streaming, "--lora-publish", "merged"))
+    assert not any("--pause-generation-mode" in warning for warning in merged)
