@@ -33,6 +33,12 @@ PARTNERS = (
         lambda config: config.eval.eval_prompt_data,
     ),
     Partner(
+        "rollout",
+        ("eval_function_path",),
+        "a data set: --eval-prompt-data or --eval-config",
+        lambda config: config.eval.eval_prompt_data,
+    ),
+    Partner(
         "train",
         ("gamma",),
         "--advantage-estimator ppo or reinforce_plus_plus",

@@ -16,6 +16,8 @@ from penstock.storage.secrets import has_credentials, is_secret_name
 
 # Variables of the chat template that Penstock sets; --apply-chat-template-kwargs may not set them.
 TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+# Options that older releases do not have -> their values if they are not set.
+_ADDED: dict[str, Any] = {"plugin_args": {}, "rollout_function_path": None, "eval_function_path": None}
 
 
 class PromptConfig(StageConfig):
@@ -191,7 +193,12 @@ class RolloutConfig(GenerationConfig):
 
     rollout_function_path: str | None = option(None)
     """User-defined function that generates a whole round, `f(args, rollout_id, data_source, evaluation) -> groups`; it
-    may call the built-in rollout. Evaluations use the built-in rollout."""
+    may call the built-in rollout."""
+
+    eval_function_path: str | None = option(None, mutability="schedule")
+    """The same for evaluations, called once per data set with evaluation=True. Default: --rollout-function-path if it
+    has the parameter `evaluation`, otherwise the built-in evaluation, which also has the name
+    slime.rollout.sglang_rollout.eval_rollout."""
 
     # ---- filtering and buffering of groups ---------------------------------------------------------------------------
 
@@ -386,10 +393,10 @@ class RolloutConfig(GenerationConfig):
 
     @model_serializer(mode="wrap")
     def _leave_out_unset_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit `plugin_args` and `rollout_function_path` from the dumped config if they are not set, so that recorded
-        configs and their hashes equal those of releases without these options."""
+        """Omit the options of _ADDED from the dumped config if they are not set, so that recorded configs and their
+        hashes equal those of releases without these options."""
         dumped: dict[str, Any] = handler(self)
-        for name, unset in (("plugin_args", {}), ("rollout_function_path", None)):
+        for name, unset in _ADDED.items():
             if dumped.get(name, ...) == unset:
                 del dumped[name]
         return dumped

@@ -53,6 +53,7 @@ from penstock.stages.rollout.metrics import (
 from penstock.stages.rollout.plugins.custom_generation import CustomGeneration
 from penstock.stages.rollout.plugins.custom_source import load_buffer_filter, open_data_source
 from penstock.stages.rollout.plugins.engine_handle import EngineHandle
+from penstock.stages.rollout.plugins.eval_function import find_evaluation_function
 from penstock.stages.rollout.plugins.filters import GroupFilter, load_group_filter
 from penstock.stages.rollout.plugins.hooks import Hooks, run_log_function
 from penstock.stages.rollout.plugins.rollout_function import RolloutFunctionCall
@@ -79,7 +80,6 @@ EVAL_OVERRIDES: dict[str, Any] = {
     "rollout_sample_hook_path": None,
     "rollout_sample_filter_path": None,
     "rollout_all_samples_process_path": None,
-    "rollout_function_path": None,
 }
 
 
@@ -158,7 +158,8 @@ def rollout_stage(
     if commit := context.store.committed(prefix):
         return commit
     if round.kind == "eval":
-        context = replace(context, config=context.config.model_copy(update=EVAL_OVERRIDES))
+        function = {"rollout_function_path": find_evaluation_function(context.config)}
+        context = replace(context, config=context.config.model_copy(update=EVAL_OVERRIDES | function))
     config = context.config
     seconds: dict[str, float] = {}
     journal = Journal(context.store, prefix, round, config)
@@ -167,7 +168,8 @@ def rollout_stage(
         journal.load_finished_groups()
     with make_grader(config) if context.grader is None else nullcontext(context.grader) as grader, journal:
         num_prompts = num_prompts or config.rollout_batch_size
-        result = run_blocking(generate_round(context, intake, journal, grader, num_prompts))
+        data_set = data_set_of(prefix, round)
+        result = run_blocking(generate_round(context, intake, journal, grader, num_prompts, data_set))
         seconds, groups = seconds | result.seconds, result.groups
         samples, num_masked = samples_to_train(groups.kept, config, round)
         intake.source.add_samples(groups.buffered)
@@ -181,7 +183,7 @@ def rollout_stage(
         lambda: (
             summarize(samples)
             | round_metrics(result, intake, round, samples, seconds, num_masked)
-            | run_log_function(config, round.rollout_id, samples, sum(seconds.values()), data_set_of(prefix, round))
+            | run_log_function(config, round.rollout_id, samples, sum(seconds.values()), data_set)
         ),
         buffer=[sample for group in intake.buffered_groups for sample in group],
         kind=round.kind,
@@ -206,9 +208,15 @@ def open_prompt_intake(context: RolloutContext, round: RolloutRound, resume_poin
 
 
 async def generate_round(
-    context: RolloutContext, intake: PromptIntake, journal: Journal, grader: Grader, num_groups: int
+    context: RolloutContext,
+    intake: PromptIntake,
+    journal: Journal,
+    grader: Grader,
+    num_groups: int,
+    data_set: str | None = None,
 ) -> RoundResult:
-    """Generate and grade groups until `num_groups` are kept, then run the hooks of the round."""
+    """Generate and grade groups until `num_groups` are kept, then run the hooks of the round. `data_set` is the name of
+    an evaluation's data set."""
     start, counters = time.perf_counter(), context.read_counters()
     config, round = context.config, journal.round
     hooks, group_filter = Hooks(config), load_group_filter(config)
@@ -242,7 +250,7 @@ async def generate_round(
         )
         by_function = config.rollout_function_path is not None
         groups = await run_with_deadline(
-            call_rollout_function(context, client, runner, intake, collect, num_groups)
+            call_rollout_function(context, client, runner, intake, collect, num_groups, data_set)
             if by_function
             else collect(intake.next_groups),
             [journal.flush_periodically()],
@@ -264,11 +272,13 @@ async def call_rollout_function(
     intake: PromptIntake,
     collect: Callable[[Callable[[int], Sequence[Group]]], Awaitable[CollectedGroups]],
     num_groups: int,
+    data_set: str | None,
 ) -> CollectedGroups:
-    """Return the groups of a round that a user-defined rollout function generates (--rollout-function-path)."""
+    """Return the groups of a round that a user-defined rollout function generates (--rollout-function-path), or those
+    of an evaluation on the data set named `data_set`."""
     handle = EngineHandle(client, context.tokenizer, context.config, runner.round)
     handle.loop = asyncio.get_running_loop()
-    call = RolloutFunctionCall(context.config, runner, intake, collect, handle)
+    call = RolloutFunctionCall(context.config, runner, intake, collect, handle, data_set)
     try:
         kept, buffered, dropped = await call.run(num_groups)
     finally:

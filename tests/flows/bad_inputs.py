@@ -620,7 +620,7 @@ def rows_of_requests() -> Iterator[Bad]:
         ("--dynamic-sampling-filter-path", "one"), ("--data-source-path", "Empty"),
         ("--buffer-filter-path", "many"), ("--rollout-sample-hook-path", "one"),
         ("--rollout-sample-filter-path", "one"), ("--custom-advantage-function-path", "many"),
-        ("--rollout-all-samples-process-path", "one"),
+        ("--rollout-all-samples-process-path", "one"), ("--eval-function-path", "one"),
     ):  # fmt: skip
         yield train(word, f"{{root}}/functions.py:{path}", culprit="functions.py")
 
