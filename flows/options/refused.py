@@ -91,10 +91,6 @@ REFUSED: dict[str, str] = {
     # ---- rollouts ----
     "--rollout-data-postprocess-path": "use --rollout-sample-filter-path to exclude samples or --rollout-sample-hook-"
     "path to change loss masks before training, or --custom-advantage-function-path for what needs log-probs",
-    "--custom-reward-post-process-path": "use --custom-advantage-function-path, which turns rewards into advantages, "
-    "or --group-rm, whose reward function sees the whole group",
-    "--custom-convert-samples-to-train-data-path": "samples are stored before they are trained on; change them with "
-    "--rollout-sample-hook-path, and weigh them with --custom-advantage-function-path",
     "--buffer-sort-by-staleness": "groups are taken first in, first out; use --buffer-filter-path",
     "--flush-cache-interval": "use --async-mode streaming with --pause-generation-mode in_place, which keeps the KV "
     "cache over weight updates, and --update-weights-interval",

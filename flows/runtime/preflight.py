@@ -269,6 +269,7 @@ def check_group_size(config: PostTrainConfig) -> None:
         and train.advantage_estimator in GROUP_RELATIVE
         and train.custom_advantage_function_path is None
         and not train.disable_rewards_normalization
+        and not rollout.sets_train_rewards
     )
     adds_samples = rollout.custom_generate_function_path or rollout.data_source_path  # user code may add samples
     if compares and rollout.n_samples_per_prompt == 1 and not adds_samples:

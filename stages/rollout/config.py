@@ -18,6 +18,7 @@ from penstock.storage.secrets import has_credentials, is_secret_name
 TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 # Options that older releases do not have -> their values if they are not set.
 _ADDED: dict[str, Any] = {"plugin_args": {}, "rollout_function_path": None, "eval_function_path": None}
+_ADDED |= {"custom_reward_post_process_path": None, "custom_convert_samples_to_train_data_path": None}
 
 
 class PromptConfig(StageConfig):
@@ -239,6 +240,14 @@ class RolloutConfig(GenerationConfig):
     """User-defined function called with all groups of a round, including dropped ones, `f(args, groups,
     data_source)`."""
 
+    custom_reward_post_process_path: str | None = option(None)
+    """User-defined function called with the graded samples of a round before its commit, `f(args, samples) ->
+    (raw_rewards, rewards)`; estimators use `rewards` as they are, without normalizing them within groups."""
+
+    custom_convert_samples_to_train_data_path: str | None = option(None)
+    """User-defined function called in the same place, `f(args, samples) -> dictionary of lists`, whose rows are trained
+    on in place of the samples: tokens, response_lengths, rewards, loss_masks, and others of docs/plugins.md."""
+
     custom_rollout_log_function_path: str | None = option(None, mutability="placement")
     """User-defined function called with the samples of a round before its commit, `f(rollout_id, args, samples,
     rollout_extra_metrics, rollout_time)`; numbers that it adds to rollout_extra_metrics become metrics of the
@@ -406,6 +415,11 @@ class RolloutConfig(GenerationConfig):
         --plugin-args."""
         return {**self.plugin_args, **self.model_dump(exclude={"plugin_args"})}
 
+    @property
+    def sets_train_rewards(self) -> bool:
+        """Return whether a user-defined function sets the rewards that advantage estimators use."""
+        return bool(self.custom_reward_post_process_path or self.custom_convert_samples_to_train_data_path)
+
     @field_validator("rollout_external_engine_addrs", mode="before")
     @classmethod
     def _wrap_single_address(cls, value: Any) -> Any:
@@ -432,6 +446,11 @@ class RolloutConfig(GenerationConfig):
             raise OptionError(
                 f"--allow-row-code {self.allow_row_code!r} is not the name of a Python package: "
                 "give an importable name, e.g. my_rewards or my_rewards.math"
+            )
+        if self.custom_reward_post_process_path and self.custom_convert_samples_to_train_data_path:
+            raise OptionError(
+                "--custom-reward-post-process-path is not called with --custom-convert-samples-to-train-data-path, "
+                "which returns rewards itself: omit one of them"
             )
         if self.rm_type and self.custom_rm_path:
             raise OptionError(

@@ -57,6 +57,7 @@ from penstock.stages.rollout.plugins.eval_function import find_evaluation_functi
 from penstock.stages.rollout.plugins.filters import GroupFilter, load_group_filter
 from penstock.stages.rollout.plugins.hooks import Hooks, run_log_function
 from penstock.stages.rollout.plugins.rollout_function import RolloutFunctionCall
+from penstock.stages.rollout.plugins.train_data import make_train_data
 from penstock.stages.rollout.prompts.data_source import Dataset, Group, PromptIntake, RolloutRound
 from penstock.stages.rollout.prompts.lengths import LengthFilter
 from penstock.stages.rollout.prompts.source import PromptSource
@@ -80,6 +81,8 @@ EVAL_OVERRIDES: dict[str, Any] = {
     "rollout_sample_hook_path": None,
     "rollout_sample_filter_path": None,
     "rollout_all_samples_process_path": None,
+    "custom_reward_post_process_path": None,
+    "custom_convert_samples_to_train_data_path": None,
 }
 
 
@@ -172,6 +175,7 @@ def rollout_stage(
         result = run_blocking(generate_round(context, intake, journal, grader, num_prompts, data_set))
         seconds, groups = seconds | result.seconds, result.groups
         samples, num_masked = samples_to_train(groups.kept, config, round)
+        samples = make_train_data(samples, config, context.tokenizer)
         intake.source.add_samples(groups.buffered)
         discarded = intake.groups_discarded_by_source(groups.kept, groups.dropped_groups)
         groups.dropped += [(group, DISCARDED) for group in discarded]

@@ -29,6 +29,7 @@ from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.metrics import rollout_metrics
 from penstock.stages.rollout.plugins.filters import load_group_filter
 from penstock.stages.rollout.plugins.hooks import Hooks, run_log_function
+from penstock.stages.rollout.plugins.train_data import make_train_data
 from penstock.stages.rollout.prompts.data_source import (
     Group,
     RolloutRound,
@@ -316,6 +317,7 @@ class RolloutStream:
             self.hooks.run_round_hook, kept + [group for group, _ in self._dropped], self.intake.source
         )
         samples, num_masked = samples_to_train(kept, config, round)
+        samples = await asyncio.to_thread(make_train_data, samples, config, self.context.tokenizer)
         return self._end_round(kept, samples, num_masked)
 
     async def _wait_for_groups(self, oldest: int, number: int, limit: asyncio.Timeout) -> None:

@@ -134,7 +134,8 @@ def gather_experience(
     and values of the critic."""
     experience = Experience(
         sample_index=torch.from_numpy(batch.sample_index),
-        rewards=torch.from_numpy(batch.rewards),
+        rewards=torch.from_numpy(batch.rewards if batch.train_rewards is None else batch.train_rewards),
+        normalize_rewards=batch.train_rewards is None,
         group_index=torch.from_numpy(batch.group_index),
         rollout_logprobs=torch.from_numpy(batch.rollout_logprobs[batch.trained_positions]).double(),
     )

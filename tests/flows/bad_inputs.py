@@ -621,6 +621,7 @@ def rows_of_requests() -> Iterator[Bad]:
         ("--buffer-filter-path", "many"), ("--rollout-sample-hook-path", "one"),
         ("--rollout-sample-filter-path", "one"), ("--custom-advantage-function-path", "many"),
         ("--rollout-all-samples-process-path", "one"), ("--eval-function-path", "one"),
+        ("--custom-reward-post-process-path", "one"), ("--custom-convert-samples-to-train-data-path", "one"),
     ):  # fmt: skip
         yield train(word, f"{{root}}/functions.py:{path}", culprit="functions.py")
 

@@ -9,6 +9,7 @@ from penstock.stages.rollout.plugins.eval_function import find_evaluation_functi
 from penstock.stages.rollout.plugins.filters import load_group_filter
 from penstock.stages.rollout.plugins.hooks import Hooks, load_log_function
 from penstock.stages.rollout.plugins.rollout_function import load_rollout_function
+from penstock.stages.rollout.plugins.train_data import load_train_data_function
 
 
 def check_rollout_functions(config: RolloutConfig, *, evaluation: bool = False) -> None:
@@ -35,4 +36,5 @@ def check_rollout_functions(config: RolloutConfig, *, evaluation: bool = False) 
         load_data_source(config.data_source_path)
     if config.buffer_filter_path:
         load_buffer_filter(config.buffer_filter_path)
+    load_train_data_function(config)
     Hooks(config)
