@@ -45,6 +45,7 @@ FUNCTIONS = {  # section -> options that name a function: file.py, file.py:name,
         "custom_advantage_function_path",
         "custom_pg_loss_reducer_function_path",
         "custom_tis_function_path",
+        "rollout_data_postprocess_path",
     ),
 }
 

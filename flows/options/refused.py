@@ -89,8 +89,6 @@ REFUSED: dict[str, str] = {
     "--ref-ckpt-step": "give the checkpoint itself: --ref-load DIR/iter_0000012",
     "--opd-teacher-ckpt-step": "give the checkpoint itself: --opd-teacher-load DIR/iter_0000012",
     # ---- rollouts ----
-    "--rollout-data-postprocess-path": "use --rollout-sample-filter-path to exclude samples or --rollout-sample-hook-"
-    "path to change loss masks before training, or --custom-advantage-function-path for what needs log-probs",
     "--buffer-sort-by-staleness": "groups are taken first in, first out; use --buffer-filter-path",
     "--flush-cache-interval": "use --async-mode streaming with --pause-generation-mode in_place, which keeps the KV "
     "cache over weight updates, and --update-weights-interval",

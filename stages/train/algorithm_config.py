@@ -25,6 +25,7 @@ PLUGINS = {
     "custom_loss_function_path": ("loss", ("logprobs", "entropy", "fields", "samples", "options")),
     "custom_tis_function_path": ("correction", ("old_logprobs", "rollout_logprobs", "samples", "options")),
     "custom_pg_loss_reducer_function_path": ("weights", ("trajectory_index", "sample_index", "num_trajectories")),
+    "rollout_data_postprocess_path": ("postprocess", ("args", "rollout_id", "rollout_data")),
 }
 
 
@@ -32,7 +33,7 @@ PLUGINS = {
 LATER_OPTIONS = (
     *("policy_loss", "freeze_params_name_list", "only_train_params_name_list", "reset_optimizer_states", "opd_type"),
     *("lr_warmup_fraction", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_use_rslora"),
-    *("lora_publish", "lora_load"),
+    *("lora_publish", "lora_load", "rollout_data_postprocess_path"),
 )
 
 
@@ -55,6 +56,10 @@ class AlgorithmConfig(StageConfig):
 
     custom_advantage_function_path: str | None = option(None)
     """User-defined advantage estimator, in place of the built-in one, as file.py:name or pkg.module:name."""
+
+    rollout_data_postprocess_path: str | None = option(None)
+    """User-defined function that changes loss masks, advantages or log-probs of a rollout before the update, `f(args,
+    rollout_id, rollout_data)`, as file.py:name or pkg.module:name."""
 
     disable_compute_advantages_and_returns: bool = option(False, mutability="placement")
     """Accepted with --loss-type sft_loss, which never computes advantages."""
@@ -438,4 +443,9 @@ class AlgorithmConfig(StageConfig):
             self.use_routing_replay and self.use_rollout_routing_replay,
             "--use-routing-replay (the trainer's experts) and --use-rollout-routing-replay (the engine's) exclude each "
             "other: keep one of them",
+        )
+        yield (
+            self.use_routing_replay and self.rollout_data_postprocess_path is not None,
+            "--use-routing-replay records experts in micro-batches, which --rollout-data-postprocess-path may change: "
+            "use --use-rollout-routing-replay",
         )

@@ -39,6 +39,7 @@ class Batch:
     rewards: np.ndarray  # [B] float64, NaN = not graded
     group_index: np.ndarray  # [B] int64, numbered in order of appearance
     trajectory_index: np.ndarray  # [B] int64, numbered in order of appearance
+    rollout_id: int = 0  # number of the round
     train_rewards: np.ndarray | None = None  # [B] float64, in place of `rewards`, if the rollout has set them
     teacher_logprobs: np.ndarray | None = None  # [S] float32, if they were computed with the rollout
     engine_choices: EngineChoices | None = None  # expert ids of the engine's routers, if the trainer replays them
@@ -67,6 +68,7 @@ class Batch:
             rewards=rewards,
             group_index=_number_by_first_appearance(table, "group_id"),
             trajectory_index=_number_by_first_appearance(table, "trajectory_id"),
+            rollout_id=pc.max(table["rollout_id"]).as_py() or 0,
             train_rewards=_read_train_rewards(table, rewards),
         )
 
@@ -120,6 +122,14 @@ def read_teacher_logprobs(table: pa.Table, batch: Batch) -> np.ndarray:  # [S] f
     result = np.zeros(len(batch.token_ids), np.float32)
     result[np.repeat(has_values, batch.lengths)] = values
     return result
+
+
+def spread(values: Tensor, trained: Batch, recorded: Batch) -> Tensor:  # [N] -> [M]
+    """Return values of the N tokens that `trained` trains for the M tokens that `recorded`, the same rollout, trains: 0
+    for those that a user-defined function has masked since."""
+    full = torch.zeros(len(recorded.token_ids), dtype=values.dtype)
+    full[torch.from_numpy(trained.trained_positions)] = values
+    return full[torch.from_numpy(recorded.trained_positions)]
 
 
 def _read_train_rewards(table: pa.Table, rewards: np.ndarray) -> np.ndarray | None:  # [B] float64
