@@ -51,7 +51,7 @@ from penstock.engines.megatron.model.value_model import ValueModel
 from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.engines.megatron.packing import EnginePack, PackedStream, pack_stream
 from penstock.engines.megatron.parallel import DEFAULT_SEED, ParallelLayout, device, device_name
-from penstock.engines.megatron.patches import MEGATRON_VERSION
+from penstock.engines.megatron.patches import MEGATRON_VERSION, has_transformer_engine
 from penstock.engines.megatron.peak_flops import peak_flops
 
 # isort: split
@@ -445,7 +445,8 @@ class MegatronEngine:
             **({"attention": kernel} if kernel != torch_attention_kernel(self.dtype) else {}),
             **({"experts": "grouped"} if self.shape.experts and self.config.moe_grouped_gemm else {}),
             **({"norms": f"triton {version('triton')}"} if self.device.type == "cuda" else {}),
-            **({"swiglu": "triton", "clipping": "foreach"} if self.device.type == "cuda" else {}),
+            **({"swiglu": "triton"} if self.device.type == "cuda" else {}),
+            **({"clipping": "foreach"} if self.device.type == "cuda" and not has_transformer_engine() else {}),
             **({"gradients": "accumulated in place"} if self.config.gradient_accumulation_fusion else {}),
             **({"context": "all-to-all over heads"} if self.layout.context > 1 else {}),
         }

@@ -14,20 +14,23 @@ MEGATRON_VERSION = "0.16.1"
 
 def patch_module(module: ModuleType) -> None:
     """Patch a module of `megatron.core` right after its import."""
-    has_te = importlib.util.find_spec("transformer_engine") is not None
     if torch.cuda.is_available():
-        _replace_kernels(module.__name__, vars(module), has_te)
-    if not has_te:
+        _replace_kernels(module.__name__, vars(module))
+    if not has_transformer_engine():
         _fix(module)
 
 
-def _replace_kernels(module: str, names: dict[str, Any], has_te: bool) -> None:
+def has_transformer_engine() -> bool:
+    """Return whether TransformerEngine is installed. Megatron then clips gradients with its functions."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def _replace_kernels(module: str, names: dict[str, Any]) -> None:
     """Replace functions by faster ones.
 
     Args:
         module: name of the module.
         names: its attributes.
-        has_te: whether TransformerEngine is installed, whose functions are as fast.
     """
     if module == "megatron.core.fusions.fused_bias_swiglu":
         from penstock.engines.megatron.kernels import swiglu
@@ -39,7 +42,7 @@ def _replace_kernels(module: str, names: dict[str, Any], has_te: bool) -> None:
 
         names["fused_weight_gradient_mlp_cuda"] = weight_gradients
         names["_grad_accum_fusion_available"] = True
-    elif module == "megatron.core.optimizer.clip_grads" and not has_te:
+    elif module == "megatron.core.optimizer.clip_grads" and not has_transformer_engine():
         from penstock.engines.megatron.kernels import clipping
 
         names["l2_norm_impl"] = clipping.l2_norm
@@ -47,7 +50,7 @@ def _replace_kernels(module: str, names: dict[str, Any], has_te: bool) -> None:
 
 
 def _fix(module: ModuleType) -> None:
-    """Mend a module that fails without TransformerEngine."""
+    """Fix a module that fails without TransformerEngine."""
     names: dict[str, Any] = vars(module)
     if module.__name__ == "megatron.core.transformer.moe.moe_utils":
         names.setdefault("te_general_gemm", None)  # otherwise setting moe_router_dtype raises a NameError

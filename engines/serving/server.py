@@ -306,8 +306,8 @@ class EngineServer(ABC):
             time.sleep(0.1)
 
     def _port_was_taken(self) -> bool:
-        """Return whether the log says that the server could not bind its port. SGLang's process goes on in that case: a
-        thread of it waits for the HTTP server to answer."""
+        """Return whether the log reports that the server could not bind its port. SGLang's process keeps running in
+        that case, because one of its threads waits for the HTTP server."""
         return re.search(rf"bind on address \('[^']*', {self._port}\b.*in use", self.log_tail(50)) is not None
 
     def _port_error(self) -> EngineError:

@@ -238,11 +238,11 @@ def check_ports() -> list[Finding]:
         if not (port.loopback or port.protection):
             found = f"{port.owner} of {port.command}: no authentication"
             findings.append(Finding(f"port {port.address}", False, found, advice))
-    summaries = [
-        Finding(f"ports of {command}", True, f"{len(ports)}, {sum(port.loopback for port in ports)} of them for this "
-                "machine only; `penstock doctor --ports` lists them")
-        for command, ports in of_command.items()
-    ]  # fmt: skip
+    summaries = []
+    for command, ports in of_command.items():
+        local = sum(port.loopback for port in ports)
+        found = f"{len(ports)}, {local} of them for this machine only; `penstock doctor --ports` lists them"
+        summaries.append(Finding(f"ports of {command}", True, found))
     return [*summaries, *findings] or [Finding("listening ports", True, "no run or service of this user is active")]
 
 

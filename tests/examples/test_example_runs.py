@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from penstock_command import HANG
 
+from penstock.flows.install.steps import sglang_site
 from penstock.storage.refs import RunKeys
 from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import read_samples
@@ -139,6 +140,7 @@ def test_agent_of_strands_is_trained(
     venv.create(own, with_pip=True)
     [packages] = own.glob("lib/python*/site-packages")
     (packages / "penstock.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (own / "sglang-site").symlink_to(sglang_site())  # torchvision for the engine
     monkeypatch.setitem(environment, "PATH", f"{own / 'bin'}:{environment['PATH']}")
     store, _ = run("strands_agent")
     samples = samples_of(store, "strands", 0)

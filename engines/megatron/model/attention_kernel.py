@@ -57,8 +57,8 @@ def torch_attention_kernel(dtype: str) -> AttentionKernel:
 
 
 def prepare_fa4() -> None:
-    """Tell FlashAttention-4 the GPU's number of processors. It otherwise asks the driver in every forward pass, which
-    takes 10 % of the time of a 0.6B model's step on an H100."""
+    """Pass the GPU's number of processors to FlashAttention-4, which otherwise asks the driver in every forward pass:
+    10 % of the host's time in a step of a 0.6B model on an H100."""
     processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     os.environ.setdefault("FLASH_ATTENTION_NUM_SMS", str(processors))
 
