@@ -622,6 +622,7 @@ def rows_of_requests() -> Iterator[Bad]:
         ("--rollout-sample-filter-path", "one"), ("--custom-advantage-function-path", "many"),
         ("--rollout-all-samples-process-path", "one"), ("--eval-function-path", "one"),
         ("--custom-reward-post-process-path", "one"), ("--custom-convert-samples-to-train-data-path", "one"),
+        ("--rollout-data-postprocess-path", "one"),
     ):  # fmt: skip
         yield train(word, f"{{root}}/functions.py:{path}", culprit="functions.py")
 

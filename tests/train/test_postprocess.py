@@ -98,7 +98,7 @@ def test_changed_advantages_and_log_probs_are_read_back(rollout: tuple, tmp_path
         ("return rollout_data", "returned a value"),
         ("rollout_data['metadata'] = []", "adds or removes 'metadata'"),
         ("del rollout_data['log_probs']", "adds or removes 'log_probs'"),
-        ("rollout_data['rewards'][0] = 5.0", "changes 'rewards' of rollout_data, which is recorded"),
+        ("rollout_data['rewards'][0] = 5.0", "changes 'rewards' of rollout_data, which the update does not read"),
         ("rollout_data['tokens'][0][0] += 1", "changes 'tokens'"),
         ("rollout_data['loss_masks'][0][1] = 1", "sets loss_masks to something else than 0"),
         ("rollout_data['loss_masks'][0][0] = 2", "sets loss_masks to something else than 0"),
@@ -111,6 +111,43 @@ def test_change_that_is_not_read_back_is_refused(body: str, message: str, rollou
     with pytest.raises(PluginError, match=message) as raised:
         run(body, rollout, tmp_path)
     assert "postprocess of" in str(raised.value)
+
+
+def test_log_probs_of_the_engine_are_one_entry_with_use_rollout_logprobs(rollout: tuple, tmp_path: Path) -> None:
+    batch, experience, estimate = rollout
+    engine = replace(experience, old_logprobs=experience.rollout_logprobs)
+    body = "assert 'log_probs' not in rollout_data; rollout_data['rollout_log_probs'][1][0] = -9.0"
+    _, changed, _ = run(body, (batch, engine, estimate), tmp_path)
+    assert changed.old_logprobs[2] == changed.rollout_logprobs[2] == -9.0
+
+
+def test_log_probs_of_the_teacher_cannot_change_after_the_advantages(rollout: tuple, tmp_path: Path) -> None:
+    batch, experience, estimate = rollout
+    distilled = replace(experience, teacher_logprobs=torch.zeros_like(experience.rollout_logprobs))
+    body = "rollout_data['loss_masks'][1][0] = 0"
+    assert len(run(body, (batch, distilled, estimate), tmp_path)[1].teacher_logprobs) == 7
+    with pytest.raises(PluginError, match=r"changes 'teacher_log_probs' .* which the update does not read"):
+        run("rollout_data['teacher_log_probs'][0][0] = -1.0", (batch, distilled, estimate), tmp_path)
+
+
+@pytest.mark.parametrize("other", ["same", "different"])
+def test_ranks_with_different_results_are_refused(
+    other: str, rollout: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def all_gather(digests: list[str], own: str) -> None:
+        digests[:] = [own, own if other == "same" else "0"]
+
+    for name, value in (
+        ("is_initialized", lambda: True),
+        ("get_world_size", lambda: 2),
+        ("all_gather_object", all_gather),
+    ):
+        monkeypatch.setattr(torch.distributed, name, value)
+    if other == "same":
+        run("pass", rollout, tmp_path)
+        return
+    with pytest.raises(PluginError, match="different results on the 2 ranks"):
+        run("pass", rollout, tmp_path)
 
 
 def test_routing_replay_of_the_trainer_is_refused() -> None:

@@ -54,6 +54,8 @@ def make_train_data(samples: list[Sample], config: RolloutConfig, tokenizer: Pro
         return samples
     graded = [sample for sample in samples if sample.reward is not None]
     others = [sample for sample in samples if sample.reward is None]
+    if not graded:
+        return samples
     views = [UserSample.of(sample) for sample in graded]
     for index, view in enumerate(views):
         view.index = index  # `sample_indices` refer to it

@@ -4,8 +4,8 @@
 
 `rollout_data` has slime's keys, with one entry per sample. Per-token entries are tensors over the response (from the
 first trained token on), 0 at tokens that are not trained; the function may change them in place or replace them. It is
-called on every rank with the whole rollout, as recorded in the store, so a function whose result depends only on its
-arguments gives equal results on all ranks and in a replay.
+called on every rank with the whole rollout. Its result must depend only on its arguments: the results of all ranks are
+compared here, and the weights of a replay with those of the commit.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from penstock.stages.plugins import describe_function, load_checked_function
@@ -25,13 +27,13 @@ from penstock.stages.train.algorithms.experience import Estimate, Experience
 from penstock.stages.train.batching import Batch
 from penstock.storage.errors import PluginError
 
-EXPERIENCE_KEYS = {  # key of rollout_data -> field of Experience
+EXPERIENCE_KEYS = {  # key of rollout_data -> field of Experience that the update reads
     "log_probs": "old_logprobs",
     "ref_log_probs": "ref_logprobs",
     "rollout_log_probs": "rollout_logprobs",
-    "teacher_log_probs": "teacher_logprobs",
     "values": "values",
 }
+TOKEN_FIELDS = ("sample_index", "teacher_logprobs", *EXPERIENCE_KEYS.values())  # of Experience, with N entries
 
 
 def postprocess_rollout(
@@ -41,13 +43,16 @@ def postprocess_rollout(
     masked tokens, which the other results then lack.
 
     Raises:
-        PluginError: the function returns a value, changes something that is not read back, or leaves tensors of other
-            sizes, numbers that are not finite, or a loss mask of 1 on a token that was not trained.
+        PluginError: the function returns a value, changes something that is not read back, leaves tensors of other
+            sizes, numbers that are not finite, or a loss mask of 1 on a token that was not trained, or has another
+            result on another rank.
     """
     function = load_checked_function(path, *PLUGINS["rollout_data_postprocess_path"])
     name = describe_function(function, path)
     responses = _Responses(batch, name)
     tokens = {key: getattr(experience, field) for key, field in EXPERIENCE_KEYS.items()}
+    if experience.old_logprobs is experience.rollout_logprobs:  # --use-rollout-logprobs: one entry for both
+        del tokens["log_probs"]
     tokens |= {"advantages": estimate.advantages, "returns": estimate.returns}
     tokens = {key: values for key, values in tokens.items() if values is not None}
     data = {key: responses.split(values) for key, values in tokens.items()}
@@ -62,11 +67,14 @@ def postprocess_rollout(
         )
     if changed := [key for key, values in copies.items() if not _are_equal(data[key], values)]:
         raise PluginError(
-            f"{name} changes {changed[0]!r} of rollout_data, which is recorded in the store: change "
+            f"{name} changes {changed[0]!r} of rollout_data, which the update does not read: change "
             f"{', '.join(tokens)} or loss_masks"
         )
     joined = {key: responses.join(data[key], key) for key in tokens}
     kept = responses.join_mask(data["loss_masks"])
+    _check_equal_on_ranks([kept, *joined.values()], name)
+    if "log_probs" not in joined and experience.old_logprobs is not None:
+        joined["log_probs"] = joined["rollout_log_probs"]
     experience = replace(experience, **{field: joined[key] for key, field in EXPERIENCE_KEYS.items() if key in joined})
     estimate = replace(estimate, advantages=joined["advantages"], returns=joined.get("returns"))
     if kept.all():
@@ -95,9 +103,11 @@ class _Responses:
         self.spans = list(zip(starts.tolist(), ends.tolist()))
 
     def fixed_entries(self, experience: Experience) -> dict[str, list[Any]]:
-        """Return the entries that describe the recorded samples."""
+        """Return the entries that the update does not read: recorded samples, and inputs of the advantages."""
         tokens, offsets = torch.from_numpy(self.batch.token_ids), self.batch.offsets.tolist()
-        return {
+        teacher = experience.teacher_logprobs
+        of_teacher = {} if teacher is None else {"teacher_log_probs": self.split(teacher)}
+        return of_teacher | {
             "tokens": [tokens[start:end].clone() for start, end in pairwise(offsets)],
             "total_lengths": self.batch.lengths.tolist(),
             "response_lengths": [end - start for start, end in self.spans],
@@ -138,6 +148,20 @@ class _Responses:
         return kept.bool()
 
 
+def _check_equal_on_ranks(results: list[Tensor], name: str) -> None:
+    """Check that all ranks have the same results of the function `name`. Raises PluginError."""
+    if not dist.is_initialized():
+        return
+    own = xxhash.xxh3_64(b"".join(values.contiguous().numpy().tobytes() for values in results)).hexdigest()
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, own)
+    if len(set(digests)) > 1:
+        raise PluginError(
+            f"{name} has different results on the {len(digests)} ranks of the trainer: make them depend on its "
+            "arguments alone, and not on random numbers or the time"
+        )
+
+
 def _are_equal(values: Any, others: list[Any]) -> bool:
     """Return whether two lists of tensors or numbers are equal; NaN equals NaN."""
     if not isinstance(values, list) or len(values) != len(others):
@@ -148,8 +172,7 @@ def _are_equal(values: Any, others: list[Any]) -> bool:
 
 def _experience_of(experience: Experience, kept: Tensor) -> Experience:
     """Return the experience of some of its N tokens."""
-    names = ("sample_index", *EXPERIENCE_KEYS.values())
-    values = {name: getattr(experience, name) for name in names}
+    values = {name: getattr(experience, name) for name in TOKEN_FIELDS}
     return replace(experience, **{name: value[kept] for name, value in values.items() if value is not None})
 
 
