@@ -264,10 +264,12 @@ class TrainActor:
         files: list[FileRecord] = []
         if attempt is not None and trained.logprobs is not None and self.rank == 0:
             start = time.perf_counter()
-            values = (trained.logprobs, trained.estimate.advantages.cpu())
-            values = [spread(numbers, trained.batch, batch).numpy() for numbers in values]
+            logprobs, advantages = (
+                spread(values, trained.batch, batch).numpy()
+                for values in (trained.logprobs, trained.estimate.advantages.cpu())
+            )
             with self.store.writing(attempt) as out:
-                write_trained_tokens(out.path, table["sample_id"], batch.num_trained_tokens, *values)
+                write_trained_tokens(out.path, table["sample_id"], batch.num_trained_tokens, logprobs, advantages)
             files, seconds["write"] = out.files, time.perf_counter() - start
         return TrainResult(
             metrics=trained.metrics,

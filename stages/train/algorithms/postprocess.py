@@ -75,7 +75,8 @@ def postprocess_rollout(
     _check_equal_on_ranks([kept, *joined.values()], name)
     if "log_probs" not in joined and experience.old_logprobs is not None:
         joined["log_probs"] = joined["rollout_log_probs"]
-    experience = replace(experience, **{field: joined[key] for key, field in EXPERIENCE_KEYS.items() if key in joined})
+    fields: dict[str, Any] = {field: joined[key] for key, field in EXPERIENCE_KEYS.items() if key in joined}
+    experience = replace(experience, **fields)
     estimate = replace(estimate, advantages=joined["advantages"], returns=joined.get("returns"))
     if kept.all():
         return batch, experience, estimate
