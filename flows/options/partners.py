@@ -66,6 +66,12 @@ PARTNERS = (
     Partner("train", ("opsm_delta",), "--use-opsm", lambda config: config.train.use_opsm),
     Partner("train", ("opd_kl_coef",), "--use-opd", lambda config: config.train.use_opd),
     Partner(
+        "rollout",
+        ("opd_teacher_num_gpus",),
+        "--opd-type sglang with --opd-teacher-load",
+        lambda config: config.train.reads_teacher_logprobs and config.train.opd_teacher_load,
+    ),
+    Partner(
         "train",
         ("min_lr",),
         "--lr-decay-style linear or cosine",

@@ -18,6 +18,7 @@ from penstock.storage.secrets import has_credentials, is_secret_name
 TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 # Options that older releases do not have -> their values if they are not set.
 _ADDED: dict[str, Any] = {"plugin_args": {}, "rollout_function_path": None, "eval_function_path": None}
+_ADDED |= {"opd_teacher_num_gpus": 1}
 _ADDED |= {"custom_reward_post_process_path": None, "custom_convert_samples_to_train_data_path": None}
 
 
@@ -291,7 +292,11 @@ class RolloutConfig(GenerationConfig):
 
     opd_teacher_url: str | None = option(None, mutability="placement", secret=True)
     """With --opd-type sglang: address of an SGLang server with the teacher, such as http://10.0.0.7:30000; its model
-    has the policy's tokenizer."""
+    has the policy's tokenizer. Without it the run starts an engine with the model of --opd-teacher-load."""
+
+    opd_teacher_num_gpus: int = option(1, ge=1, mutability="placement")
+    """GPUs of the engine that the run starts for --opd-type sglang with --opd-teacher-load, after those of trainer and
+    engines. On a machine without GPUs it is a process on the CPU."""
 
     rm_url: str | None = option(None, mutability="placement", secret=True)
     """URL of the server for --rm-type remote_rm. It gets a POST request {prompt, response, label} and returns a number

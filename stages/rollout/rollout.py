@@ -37,7 +37,6 @@ from penstock.stages.rollout.group import (
     Generator,
     GroupRunner,
     make_grader,
-    make_teacher,
     mask_stale_tokens,
     num_trained_tokens,
     policy_spans,
@@ -62,6 +61,7 @@ from penstock.stages.rollout.prompts.data_source import Dataset, Group, PromptIn
 from penstock.stages.rollout.prompts.lengths import LengthFilter
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.resume_point import ResumePoint
+from penstock.stages.rollout.teacher import ServingTeacher, open_teacher
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.failpoints import failpoint
 from penstock.storage.preemption import StopRequest
@@ -101,6 +101,7 @@ class RolloutContext:
     on_progress: Callable[[int, int], None] | None = None  # called with (samples done, samples in total)
     connect: Callable[..., EngineClient] = connect_engines  # creates the client from `engines` and a `timeout`
     read_counters: ReadCounters = no_counters  # reads the energy counters of the engines' GPUs
+    serving_teacher: ServingTeacher | None = None  # None: --opd-teacher-url, or no teacher
 
 
 @dataclass
@@ -232,14 +233,15 @@ async def generate_round(
 
     client = context.connect(context.engines, timeout=config.rollout_timeout)
     num_engines = max(1, len(client.urls))
-    async with client, open_generator(context, client, round) as generator:
+    serving = open_teacher(config.opd_teacher_url, context.serving_teacher, round)
+    async with client, open_generator(context, client, round) as generator, serving as teacher:
         runner = GroupRunner(
             round,
             generator,
             journal,
             grader.submit_group,
             hook=run_sample_hook if config.rollout_sample_hook_path else None,
-            teacher=make_teacher(config, round),
+            teacher=teacher,
             slots=asyncio.Semaphore(max(1, config.sglang_server_concurrency * num_engines // num_samples)),
             partial_rollout=config.partial_rollout,
         )

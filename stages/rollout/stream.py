@@ -24,7 +24,7 @@ from typing import Any
 from penstock.engines.energy import energy_metric
 from penstock.engines.generation import EngineUrls
 from penstock.stages.rollout.deadline import flatten_errors
-from penstock.stages.rollout.group import GroupRunner, make_teacher, num_trained_tokens
+from penstock.stages.rollout.group import GroupRunner, num_trained_tokens
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.metrics import rollout_metrics
 from penstock.stages.rollout.plugins.filters import load_group_filter
@@ -50,6 +50,7 @@ from penstock.stages.rollout.rollout import (
     samples_to_train,
     state_of_round,
 )
+from penstock.stages.rollout.teacher import open_teacher
 from penstock.storage.failpoints import failpoint
 from penstock.storage.preemption import Preempted
 from penstock.storage.refs import Commit
@@ -216,14 +217,15 @@ class RolloutStream:
         journal.load_finished_groups()
         client = context.connect(urls, timeout=config.rollout_timeout)
         self._num_engines = max(1, len(client.urls))
-        async with client, open_generator(context, client, self.round) as generator:
+        serving = open_teacher(config.opd_teacher_url, context.serving_teacher, self.round)
+        async with client, open_generator(context, client, self.round) as generator, serving as teacher:
             self.runner = GroupRunner(
                 self.round,
                 generator,
                 journal,
                 context.grader.submit_group,
                 hook=self._run_sample_hook if config.rollout_sample_hook_path else None,
-                teacher=make_teacher(config, self.round),
+                teacher=teacher,
                 slots=asyncio.Semaphore(
                     max(1, config.sglang_server_concurrency * self._num_engines // config.n_samples_per_prompt)
                 ),

@@ -89,11 +89,12 @@ class AlgorithmConfig(StageConfig):
     """Coefficient of the policy/teacher log-ratio that --use-opd subtracts from the advantages."""
 
     opd_type: Literal["megatron", "sglang"] | None = option(None)
-    """Where the teacher of --use-opd is: megatron (default), in the trainer (--opd-teacher-load), or sglang, on a
-    server (--opd-teacher-url), whose log-probs are stored with the samples."""
+    """Where the teacher of --use-opd is: megatron (default), in the trainer, or sglang, in an engine of the run
+    (--opd-teacher-load) or on a server (--opd-teacher-url), whose log-probs are stored with the samples."""
 
     opd_teacher_load: str | None = option(None)
-    """Teacher of --use-opd: a Hugging Face checkpoint with the policy's architecture and sizes."""
+    """Teacher of --use-opd: a Hugging Face checkpoint with the policy's architecture and sizes; with --opd-type sglang,
+    of any supported architecture and size with the policy's tokenizer."""
 
     # ---- the policy loss ---------------------------------------------------------------------------------------------
 
@@ -262,8 +263,8 @@ class AlgorithmConfig(StageConfig):
 
     @property
     def auxiliary_models(self) -> dict[str, str]:
-        """Paths of --ref-load and --opd-teacher-load, where given: "reference" or "teacher" -> path."""
-        paths = {"reference": self.ref_load, "teacher": self.opd_teacher_load}
+        """Paths of the frozen models that the trainer loads: "reference" or "teacher" -> path."""
+        paths = {"reference": self.ref_load, "teacher": self.opd_teacher_load if self.loads_teacher else None}
         return {name: path for name, path in paths.items() if path}
 
     @property
@@ -410,7 +411,7 @@ class AlgorithmConfig(StageConfig):
     def _model_rules(self) -> Iterator[tuple[object, str]]:
         """Yield (is violated, error message) for each rule about auxiliary models and expert routing."""
         yield (
-            self.loads_teacher != (self.opd_teacher_load is not None),
+            self.loads_teacher if self.opd_teacher_load is None else not self.use_opd,
             "--use-opd and --opd-teacher-load need each other, unless --opd-type is sglang: give both or neither",
         )
         yield (
