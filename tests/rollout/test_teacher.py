@@ -138,6 +138,11 @@ def test_answer_without_the_log_probs_of_these_tokens_is_refused(answer: dict[st
         token_logprobs(answer, [5, 6])
 
 
+def test_last_token_of_the_vocabulary_which_sglang_reports_as_0_has_its_log_prob() -> None:
+    answer = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-1.5, 0, None]]}}
+    assert token_logprobs(answer, [5, 63]) == [0.0, -1.5]
+
+
 # ---- the column ------------------------------------------------------------------------------------------------------
 
 
