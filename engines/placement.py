@@ -36,15 +36,18 @@ class PlacementOptions:
     trainer_gpus: int = 0  # GPUs of the trainer. All GPUs of a run are reserved when its first process is placed.
     engine_gpus: int = 0  # GPUs of the engines, without those of the trainer
     gpus_per_engine: int = 1
+    teacher_gpus: int = 0  # GPUs of the teacher's engine, after those of the engines
     num_nodes: int = 1  # nodes of a cluster without GPUs over which processes are distributed
     node_timeout: float = 600  # seconds to wait for a node that died
 
     def total_gpus(self, gpus_per_node: int) -> int:
         """Return the number of GPUs to reserve, including those left idle at the end of a node that are too few for an
         engine."""
-        size = min(self.gpus_per_engine, gpus_per_node)
-        starts = first_gpus(self.engine_gpus // size, size, self.trainer_gpus, gpus_per_node)
-        return starts[-1] + size if starts else self.trainer_gpus
+        return _end(self.teacher_gpus, self.teacher_gpus, self.end_of_engines(gpus_per_node), gpus_per_node)
+
+    def end_of_engines(self, gpus_per_node: int) -> int:
+        """Return the index of the first GPU after those of trainer and engines."""
+        return _end(self.engine_gpus, self.gpus_per_engine, self.trainer_gpus, gpus_per_node)
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,13 @@ def first_gpus(num_processes: int, gpus_per_process: int, first_gpu: int, gpus_p
         starts.append(start)
         start += gpus_per_process
     return starts
+
+
+def _end(num_gpus: int, gpus_per_engine: int, first_gpu: int, gpus_per_node: int) -> int:
+    """Return the index of the first GPU after the `num_gpus` of engines that begin at `first_gpu`."""
+    size = max(1, min(gpus_per_engine, gpus_per_node))
+    starts = first_gpus(num_gpus // size, size, first_gpu, gpus_per_node)
+    return starts[-1] + size if starts else first_gpu
 
 
 def num_engine_nodes(gpus_per_engine: int, gpus_per_node: int) -> int:

@@ -172,10 +172,15 @@ class PostTrainConfig(StageConfig):
 
     @model_validator(mode="after")
     def _check_teacher(self) -> PostTrainConfig:
-        """Check that --opd-type sglang and --opd-teacher-url come together, with log-probs at the same temperature."""
+        """Check that --opd-type sglang has one teacher, with log-probs at the same temperature."""
         rollout, train = self.rollout, self.train
-        if train.reads_teacher_logprobs != (rollout.opd_teacher_url is not None):
-            raise OptionError("--opd-type sglang and --opd-teacher-url need each other: give both or neither")
+        if rollout.opd_teacher_url is not None and not train.reads_teacher_logprobs:
+            raise OptionError("--opd-teacher-url has no effect without --opd-type sglang: add it, or omit the address")
+        if train.reads_teacher_logprobs and (rollout.opd_teacher_url is None) == (train.opd_teacher_load is None):
+            raise OptionError(
+                "--opd-type sglang needs either --opd-teacher-load, a model for which the run starts an engine, or "
+                "--opd-teacher-url, the address of a server: give one of them"
+            )
         if train.reads_teacher_logprobs and rollout.rollout_temperature != 1:
             raise OptionError(
                 f"--opd-type sglang returns log-probs at temperature 1, but --rollout-temperature is "

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.runtime.engine_options import engine_options, gpus_per_node
+from penstock.flows.runtime.engine_options import engine_options, gpus_per_node, teacher_options
 from penstock.storage.errors import EngineError, LayoutError, OptionError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class GpuPlan:
     colocated: bool  # whether trainer and engines share GPUs
     offload_train: bool = False
     offload_rollout: bool = False
+    teacher: EngineMemory | None = None  # of the engine of --opd-teacher-load, on GPUs of its own
 
     @property
     def peak_bytes(self) -> int:
@@ -38,7 +40,7 @@ class GpuPlan:
         if self.trainer and self.engine and self.colocated:
             return self.colocated_peak_bytes(self.offload_train, self.offload_rollout)
         sizes = [self.trainer.peak_bytes if self.trainer else 0, self.engine.static_bytes if self.engine else 0]
-        return max(sizes)
+        return max(sizes)  # the teacher's engine is never larger than its share of the GPU
 
     def colocated_peak_bytes(self, offload_train: bool = False, offload_rollout: bool = False) -> int:
         """Return the peak memory use, in bytes, of a GPU that trainer and engine share.
@@ -66,6 +68,7 @@ def plan_gpu_memory(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_b
     Raises:
         InputError: the parallel sizes or an engine's memory options are invalid.
     """
+    from penstock.engines.families import read_shape
     from penstock.engines.megatron.memory.plan import TrainerOptions, estimate_trainer_memory
 
     train, options = config.train, engine_options(config)
@@ -76,15 +79,19 @@ def plan_gpu_memory(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_b
             max_tokens=microbatch_tokens(config),
             log_probs_chunk_size=train.log_probs_chunk_size,
             critic=train.uses_critic,
-            num_frozen=(train.uses_reference and not (train.lora and not train.ref_load)) + train.use_opd,
+            num_frozen=(train.uses_reference and not (train.lora and not train.ref_load)) + train.loads_teacher,
             lora=train.lora,
             megatron=train.megatron,
         )
         trainer = estimate_trainer_memory(shape, train.parallel_layout, train.num_ranks, trainer_options)
     if flow != "sft" and not options.external:
         engine = engine_backend().estimate_memory(options, shape, gpu_bytes)
-    run = config.run
-    return GpuPlan(gpu_bytes, trainer, engine, options.num_gpus is None, run.offloads_trainer, run.offloads_engines)
+    run, teacher = config.run, None
+    if flow == "post_train" and (of_teacher := teacher_options(config)) and Path(of_teacher.spec.model_path).is_dir():
+        teacher_shape = read_shape(of_teacher.spec.model_path, config.convert.model_family_path)
+        teacher = engine_backend().estimate_memory(of_teacher, teacher_shape, gpu_bytes)
+    colocated = options.num_gpus is None
+    return GpuPlan(gpu_bytes, trainer, engine, colocated, run.offloads_trainer, run.offloads_engines, teacher)
 
 
 def microbatch_tokens(config: PostTrainConfig) -> int:
@@ -175,11 +182,14 @@ def check_gpu_count(flow: str, config: PostTrainConfig, num_gpus: int) -> None:
     trainer = 0 if flow == "evaluate" else config.train.num_ranks
     engines = 0 if flow == "sft" or options.external else options.num_engines_to_start(True) * options.gpus_per_engine
     needed = max(trainer, options.first_gpu + engines if engines else 0)
+    of_teacher = ""
+    if flow == "post_train" and (teacher := teacher_options(config)):
+        needed, of_teacher = needed + teacher.gpus_per_engine, ", --opd-teacher-num-gpus for the teacher"
     if needed > num_gpus:
         raise LayoutError(
             f"this machine has {num_gpus} GPUs, but the run needs {needed} (--actor-num-nodes x "
-            "--actor-num-gpus-per-node for the trainer, --rollout-num-gpus for the engines): use fewer GPUs, or join a "
-            "Ray cluster with --ray-address"
+            f"--actor-num-gpus-per-node for the trainer, --rollout-num-gpus for the engines{of_teacher}): use fewer "
+            "GPUs, or join a Ray cluster with --ray-address"
         )
 
 
@@ -206,6 +216,12 @@ def check_memory(plan: GpuPlan) -> None:
             f"an engine needs {format_gib(engine.weight_bytes)} GiB per GPU for weights, but its static share "
             f"(--sglang-mem-fraction-static) is {format_gib(engine.static_bytes)} of {format_gib(plan.gpu_bytes)} GiB: "
             "raise --rollout-num-gpus-per-engine or --sglang-mem-fraction-static"
+        )
+    if plan.teacher and plan.teacher.weight_bytes >= plan.teacher.static_bytes:
+        raise EngineError(
+            f"the engine of --opd-teacher-load needs {format_gib(plan.teacher.weight_bytes)} GiB per GPU for weights, "
+            f"but has {format_gib(plan.teacher.static_bytes)} of {format_gib(plan.gpu_bytes)} GiB: raise "
+            "--opd-teacher-num-gpus"
         )
 
 

@@ -281,7 +281,7 @@ def start_replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -
         store_options=store.options,
         network_interface=config.run.network_interface,
     )
-    placement = replace(run_placement(config), engine_gpus=0)
+    placement = replace(run_placement(config), engine_gpus=0, teacher_gpus=0)
     cluster = Cluster.start(config.run.ray_address, namespace=f"penstock-replay-{keys.run}", options=placement)
     group = TrainerGroup(cluster, spec)
     try:

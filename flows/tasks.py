@@ -20,6 +20,7 @@ from penstock.flows.options.start_weights import starting_weights
 from penstock.flows.promotion import gate_of, promote_policy
 from penstock.flows.runtime.conversion import export_origin, import_model
 from penstock.flows.runtime.display import ProgressCallback
+from penstock.flows.runtime.engine_options import teacher_options
 from penstock.flows.runtime.session import Session
 from penstock.flows.runtime.stage import stage
 from penstock.storage.errors import PromotionRefused
@@ -156,6 +157,7 @@ def rollout_context(
         on_progress=on_progress,
         connect=session.processes.training_client_factory,
         read_counters=session.processes.read_engine_counters,
+        serving_teacher=session.processes.serving_teacher if teacher_options(session.config) else None,
     )
 
 

@@ -68,7 +68,7 @@ class EnginePool:
         self._split_off: list[Replica] = []  # replicas that `split` moved to another pool
         self._serving: Supervisor | None = None  # of the `serving` block that a thread is inside
         owner = uuid.uuid4().hex
-        kill_surplus_replicas(cluster, 0 if external else num_engines, spec.num_nodes)
+        kill_surplus_replicas(cluster, 0 if external else num_engines, spec.num_nodes, spec.role)
         if external:
             self._replicas += [ExternalReplica(address, spec, index, backend) for index, address in enumerate(external)]
             return

@@ -36,9 +36,15 @@ class Replica(ABC):
     """One inference engine, as seen by `EnginePool` and `Supervisor`."""
 
     index: int  # position in the pool
+    spec: ServerSpec
     adopted = False  # True if an earlier driver started the server
     client: EngineClient
     known_url: str | None = None  # address of the server; None while it is starting
+
+    @property
+    def label(self) -> str:
+        """Return the name of the replica in messages, such as "engine 0"."""
+        return f"{self.spec.role} {self.index}"
 
     @abstractmethod
     def launch_server(self) -> None:
@@ -155,7 +161,7 @@ class RayReplica(Replica):
         self._starts: list[Any] = []  # object reference of each actor's `start` or `adopt` call, until all are read
         self._deadline = 0.0
         self._lost: NodeLost | None = None  # while the start waits for a node
-        names = [actor_name(index, rank) for rank in range(spec.num_nodes)]
+        names = [actor_name(index, rank, spec.role) for rank in range(spec.num_nodes)]
         self._actors: list[Any] = [actor for name in names if (actor := cluster.find_actor(name)) is not None]
         if len(self._actors) == spec.num_nodes:
             self._slots = place()
@@ -180,8 +186,8 @@ class RayReplica(Replica):
                 timeout = self.cluster.node_timeout
                 self._deadline = time.monotonic() + timeout
                 logger.warning(
-                    "engine %d cannot start (%s); waiting up to %.0f s for the node (--node-timeout)",
-                    self.index,
+                    "%s cannot start (%s); waiting up to %.0f s for the node (--node-timeout)",
+                    self.label,
                     error,
                     timeout,
                 )
@@ -207,7 +213,7 @@ class RayReplica(Replica):
         import ray
 
         remote_class: Any = ray.remote(self.backend.server_class())
-        options = {**slot.options, **self.cluster.detached_options(actor_name(self.index, rank))}
+        options = {**slot.options, **self.cluster.detached_options(actor_name(self.index, rank, self.spec.role))}
         deadline = time.monotonic() + NAME_TIMEOUT
         while True:
             try:
@@ -254,7 +260,7 @@ class RayReplica(Replica):
         if lost is not None:
             raise lost
         raise RuntimeError(
-            f"engine {self.index} did not start within {self.spec.start_timeout + 60:.0f} s, because a Ray actor that "
+            f"{self.label} did not start within {self.spec.start_timeout + 60:.0f} s, because a Ray actor that "
             "starts its server does not answer; the actor was killed: see Ray's logs on the engine's nodes"
         )
 
@@ -287,13 +293,9 @@ class RayReplica(Replica):
             reports = [str(self._call_actor("exit_report", rank=rank)) for rank in self._ranks]
         except ray.exceptions.RayError:
             tail = read_log_tail(Path(self._log), 25)  # empty if the actor ran on another machine
-            return f"engine {self.index} died because its Ray actor died; tail of {self._log}:\n{tail}"
+            return f"{self.label} died because its Ray actor died; tail of {self._log}:\n{tail}"
         dead = [report for report in reports if report.startswith("died")]
-        return (
-            f"engine {self.index} {[*dead, *reports][0]}"
-            if reports
-            else f"engine {self.index} waits for a dead node to return"
-        )
+        return f"{self.label} {[*dead, *reports][0]}" if reports else f"{self.label} waits for a dead node to return"
 
     def kill(self) -> None:
         """Kill the actors. The server dies with them, even if actor or server is stuck (see `launch.py`)."""
@@ -309,7 +311,7 @@ class RayReplica(Replica):
             try:
                 self.alive()
             except RuntimeError as error:
-                logger.warning("engine %d is not stopped: %s", self.index, error)
+                logger.warning("%s is not stopped: %s", self.label, error)
                 return
         with suppress(ClusterLost):
             self.kill()
@@ -347,12 +349,12 @@ class RayReplica(Replica):
         except (ray.exceptions.RayError, AttributeError) as error:  # AttributeError: the actor runs an older Penstock
             self.kill()
             if self.adopted:
-                logger.warning("engine %d cannot be adopted (%s); starting a new one", self.index, error)
+                logger.warning("%s cannot be adopted (%s); starting a new one", self.label, error)
                 self.launch_server()
                 return
             if isinstance(error, ray.exceptions.RayTaskError):
                 raise error.cause from None
-            raise RuntimeError(f"engine {self.index} did not start, because its Ray actor died: {error}") from error
+            raise RuntimeError(f"{self.label} did not start, because its Ray actor died: {error}") from error
         self.kill()
         self.launch_server()
 
@@ -379,19 +381,21 @@ class RayReplica(Replica):
             raise error.cause from None
 
 
-def actor_name(index: int, node_rank: int = 0) -> str:
+def actor_name(index: int, node_rank: int = 0, role: str = "engine") -> str:
     """Return the Ray name of an engine's detached actor, unique within the run's namespace."""
-    return f"engine-{index}" if node_rank == 0 else f"engine-{index}-node-{node_rank}"
+    return f"{role}-{index}" if node_rank == 0 else f"{role}-{index}-node-{node_rank}"
 
 
-def kill_surplus_replicas(cluster: Cluster, index: int, num_nodes: int = 1) -> None:
+def kill_surplus_replicas(cluster: Cluster, index: int, num_nodes: int = 1, role: str = "engine") -> None:
     """Kill detached actors that an earlier driver of this run, which used more engines or nodes, left on an external
-    Ray cluster: all actors of engines from `index` on, and those of node rank `num_nodes` or higher of every engine."""
+    Ray cluster: all actors of engines from `index` on, and those of node rank `num_nodes` or higher of every engine.
+    Only those whose `ServerSpec.role` is `role`."""
     import ray
 
     for engine in count():
         first = num_nodes if engine < index else 0
-        surplus = list(takewhile(bool, (cluster.find_actor(actor_name(engine, rank)) for rank in count(first))))
+        names = (actor_name(engine, rank, role) for rank in count(first))
+        surplus = list(takewhile(bool, map(cluster.find_actor, names)))
         for actor in surplus:
             cluster.call_ray(ray.kill, actor, no_restart=True)
         if engine >= index and not surplus:

@@ -43,6 +43,8 @@ class ServerSpec(BaseModel):
 
     model_path: str
     """Hugging Face directory with the initial weights, the config and the tokenizer."""
+    role: str = "engine"
+    """Name of the servers in Ray and in messages: "engine", or "teacher"."""
     several_nodes: bool = False
     """Listen on the address of the server's node, which processes on other nodes reach, instead of loopback. SGLang
     unpickles request data, which can execute code: only for a private network. The server always has an API key."""

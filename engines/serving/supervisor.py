@@ -70,7 +70,7 @@ class Supervisor:
             ConnectionError: a weight update failed although all engines are healthy; the caller may retry.
         """
         for replica in restart_dead_engines(self.replicas):
-            logger.warning("engine %d died before generation started; restarted it", replica.index)
+            logger.warning("%s died before generation started; restarted it", replica.label)
         while stale := [replica for replica in self.replicas if _weight_version_or_error(replica) != self.version]:
             try:
                 self.publish([replica.wait_for_url() for replica in stale])
@@ -163,7 +163,7 @@ class Supervisor:
             return
         except Exception as error:
             if not self._stopped.is_set():  # `live_urls` raises the error in the caller's thread
-                logger.warning("supervision of engine %d failed, so the stage fails: %s", replica.index, error)
+                logger.warning("supervision of %s failed, so the stage fails: %s", replica.label, error)
                 self._failure = error
 
     def _restart(self, replica: Replica, cause: str) -> None:
@@ -201,21 +201,19 @@ class Supervisor:
                 cause = f"{error}\n{replica.exit_report()}"
         self._set_live({**self._live, replica.index: url})
         seconds = time.monotonic() - start
-        logger.warning(
-            "engine %d restarted in %.1f s; it serves policy version %s", replica.index, seconds, self.version
-        )
+        logger.warning("%s restarted in %.1f s; it serves policy version %s", replica.label, seconds, self.version)
 
     def _count_restart(self, replica: Replica, cause: str) -> None:
         """Count and log a restart. Raises RuntimeError if all `health.max_restarts` restarts are used up."""
         limit = self.health.max_restarts
         if self._num_restarts >= limit:
             raise RuntimeError(
-                f"engine {replica.index} failed, and this stage has already used all {limit} restarts of engines: fix "
+                f"{replica.label} failed, and this stage has already used all {limit} restarts of engines: fix "
                 f"the cause below, or raise --engine-restarts. Cause: {cause}"
             )
         self._num_restarts += 1
         logger.warning(
-            "restarting engine %d (restart %d of %d in this stage): %s", replica.index, self._num_restarts, limit, cause
+            "restarting %s (restart %d of %d in this stage): %s", replica.label, self._num_restarts, limit, cause
         )
 
     def _check_not_stopped(self) -> None:

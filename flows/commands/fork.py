@@ -24,6 +24,7 @@ from penstock.flows.options.argv import check_run_name, parse_integer, penstock_
 from penstock.flows.options.flags import store_options_from_values, update_config_from_argv
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.options.start_weights import loaded_checkpoint, names_own_run
+from penstock.flows.promotion import with_champion
 from penstock.flows.runtime.runs import create_run_record, open_store, read_flow_and_config, read_record
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.disk import map_in_threads
@@ -126,6 +127,7 @@ def forked_config(parent: PostTrainConfig, argv: Sequence[str], name: str, at_ro
 
     Raises:
         OptionError: an option is invalid, or --num-rollout is less than the number of shared rounds.
+        RunError: --hf-checkpoint champion:MODEL names a model without an exported champion.
     """
     given = flags.parse_values(argv)
     if "run" in given.get("run", {}):
@@ -135,7 +137,7 @@ def forked_config(parent: PostTrainConfig, argv: Sequence[str], name: str, at_ro
     if names_own_run(parent) and loaded_checkpoint(parent) is None:  # it means the new run's own checkpoints, too
         convert = convert.model_copy(update={"load": given.get("convert", {}).get("load")})
     run = config.run.model_copy(update={"run": name})
-    config = with_absolute_paths(config.model_copy(update={"run": run, "convert": convert}))
+    config = with_absolute_paths(with_champion(config.model_copy(update={"run": run, "convert": convert})))
     for option in ("freeze_params_name_list", "only_train_params_name_list"):
         if at_round > 0 and getattr(config.train, option) != getattr(parent.train, option):
             raise OptionError(

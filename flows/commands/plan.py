@@ -59,7 +59,8 @@ def main(argv: list[str]) -> int:
 
 
 def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str, str]) -> None:
-    """Distribute --num-gpus over machines: the trainer gets all GPUs that --rollout-num-gpus leaves.
+    """Distribute --num-gpus over machines: the trainer gets all GPUs that --rollout-num-gpus and the teacher's engine
+    leave.
 
     Args:
         values: config values (section -> option -> value), updated in place.
@@ -72,10 +73,15 @@ def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str,
         return
     total = _parse_positive_integer("--num-gpus", flag_values["--num-gpus"])
     engines = values.get("rollout", {}).get("rollout_num_gpus")
-    trainer = total - (0 if engines is None else parse_integer("--rollout-num-gpus", str(engines)))
+    train, teacher = values.get("train", {}), 0
+    if train.get("opd_type") == "sglang" and train.get("opd_teacher_load"):
+        teacher = parse_integer("--opd-teacher-num-gpus", str(values.get("rollout", {}).get("opd_teacher_num_gpus", 1)))
+    trainer = total - teacher - (0 if engines is None else parse_integer("--rollout-num-gpus", str(engines)))
     if trainer < 1:
+        beside = f" and {teacher} GPUs of the teacher" if teacher else ""
         raise OptionError(
-            f"--num-gpus {total} leaves no GPU for the trainer beside --rollout-num-gpus {engines}: raise --num-gpus"
+            f"--num-gpus {total} leaves no GPU for the trainer beside --rollout-num-gpus {engines}{beside}: raise "
+            "--num-gpus"
         )
     per_node = _parse_positive_integer(
         "--num-gpus-per-node", flag_values.get("--num-gpus-per-node", str(min(GPUS_PER_NODE, trainer)))
@@ -99,11 +105,10 @@ def gpu_bytes_from_flags(flag_values: Mapping[str, str]) -> int:
 
 
 def plan_fits(plan: GpuPlan) -> bool:
-    """Return whether the run fits: the peak memory into a GPU, and the engine's weights into the engine's share of the
-    GPU (--sglang-mem-fraction-static)."""
-    return plan.peak_bytes <= plan.gpu_bytes and not (
-        plan.engine and plan.engine.weight_bytes >= plan.engine.static_bytes
-    )
+    """Return whether the run fits: the peak memory into a GPU, and the weights of engine and teacher into the engine's
+    share of the GPU (--sglang-mem-fraction-static)."""
+    too_large = any(engine and engine.weight_bytes >= engine.static_bytes for engine in (plan.engine, plan.teacher))
+    return plan.peak_bytes <= plan.gpu_bytes and not too_large
 
 
 def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
@@ -126,6 +131,12 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
             ),
             ("engine", format_gib(engine.static_bytes), f"static share {share:.2f} of the GPU"),
         ]
+    if plan.teacher:
+        sizes = f"{config.rollout.opd_teacher_num_gpus} GPUs of its own (--opd-teacher-num-gpus)"
+        rows += [
+            ("teacher, weights", format_gib(plan.teacher.weight_bytes), sizes),
+            ("teacher", format_gib(plan.teacher.static_bytes), "weights and KV cache"),
+        ]
     if plan.trainer and plan.engine:
         separate = max(plan.trainer.peak_bytes, plan.engine.static_bytes)
         rows += [
@@ -139,6 +150,8 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
     placement = "shared by trainer and engines" if plan.colocated and plan.engine else "of the trainer or the engines"
     if plan.engine and plan.engine.weight_bytes >= plan.engine.static_bytes:
         verdict = "does not fit: the engine's weights exceed its share of the GPU (--sglang-mem-fraction-static)"
+    elif plan.teacher and plan.teacher.weight_bytes >= plan.teacher.static_bytes:
+        verdict = "does not fit: the teacher's weights exceed its share of the GPU (--opd-teacher-num-gpus)"
     else:
         verdict = "fits" if plan_fits(plan) else "does not fit"
         verdict += (
@@ -158,7 +171,7 @@ def trainer_rows(trainer: TrainerMemory, config: PostTrainConfig, offload_train:
     )
     recompute = train.megatron.get("recompute_granularity", "none")
     models = " of policy and critic" if train.uses_critic else ""
-    frozen = [name for name, used in (("reference", train.uses_reference), ("teacher", train.use_opd)) if used]
+    frozen = [name for name, used in (("reference", train.uses_reference), ("teacher", train.loads_teacher)) if used]
     on_host = [*frozen, *(["weights", "optimizer"] if offload_train else [])]
     if train.megatron.get("optimizer_cpu_offload") and not offload_train:
         on_host.append("optimizer")

@@ -18,7 +18,7 @@ from penstock.flows.options.argv import format_bytes, short_repr
 from penstock.flows.options.partners import options_without_partner
 from penstock.flows.options.paths import DRAFT_MODEL
 from penstock.flows.runtime.display import print_table
-from penstock.flows.runtime.engine_options import engine_options
+from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.preflight import (
     GENERATING,
     check_algorithm,
@@ -154,6 +154,8 @@ def plan_rows(flow: str, config: PostTrainConfig, shape: ModelShape | None) -> I
     )
     if flow == "post_train":
         yield "engines", describe_engines(config)
+        if teacher := teacher_options(config):
+            yield "teacher", f"{teacher.spec.model_path}, an engine of {teacher.gpus_per_engine} GPUs of its own"
         yield "asynchronous", describe_mode(config)
     if shape is not None:
         dtype = train.params_dtype or "bf16"

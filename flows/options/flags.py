@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.flows.config import PostTrainConfig, flag_of_field, list_options, read_toml, validate_config
 from penstock.flows.options.argv import short_repr
+from penstock.flows.options.paths import FUNCTIONS
 from penstock.flows.options.refused import check_listed_flag, is_listed, is_listed_with_value, log_once, synonym_of
 from penstock.flows.options.yaml_file import read_yaml
 from penstock.flows.run_config import RunConfig
@@ -219,6 +220,11 @@ def apply_own_flag(values: Values, name: str, args: list[str], options_set: set[
         new = {**target[key], **new}
     elif f"{section}.{key}" in options_set and isinstance(new, list):
         new = [*target[key], *new]
+    elif f"{section}.{key}" in options_set and key in FUNCTIONS.get(section, ()) and new != target[key]:
+        raise OptionError(
+            f"{flag_of_field(key)} is given twice, with {short_repr(target[key])} and {short_repr(new)}, but one "
+            "function is called: give one that calls both"
+        )
     target[key] = new  # the first flag replaces a file's value
     options_set.add(f"{section}.{key}")
 

@@ -33,6 +33,12 @@ PARTNERS = (
         lambda config: config.eval.eval_prompt_data,
     ),
     Partner(
+        "rollout",
+        ("eval_function_path",),
+        "a data set: --eval-prompt-data or --eval-config",
+        lambda config: config.eval.eval_prompt_data,
+    ),
+    Partner(
         "train",
         ("gamma",),
         "--advantage-estimator ppo or reinforce_plus_plus",
@@ -59,6 +65,12 @@ PARTNERS = (
     ),
     Partner("train", ("opsm_delta",), "--use-opsm", lambda config: config.train.use_opsm),
     Partner("train", ("opd_kl_coef",), "--use-opd", lambda config: config.train.use_opd),
+    Partner(
+        "rollout",
+        ("opd_teacher_num_gpus",),
+        "--opd-type sglang with --opd-teacher-load",
+        lambda config: config.train.reads_teacher_logprobs and config.train.opd_teacher_load,
+    ),
     Partner(
         "train",
         ("min_lr",),

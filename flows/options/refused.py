@@ -89,14 +89,6 @@ REFUSED: dict[str, str] = {
     "--ref-ckpt-step": "give the checkpoint itself: --ref-load DIR/iter_0000012",
     "--opd-teacher-ckpt-step": "give the checkpoint itself: --opd-teacher-load DIR/iter_0000012",
     # ---- rollouts ----
-    "--eval-function-path": "evaluations generate every prompt of --eval-prompt-data; use "
-    "--custom-generate-function-path (its argument evaluation is then true) and --custom-rm-path",
-    "--rollout-data-postprocess-path": "use --rollout-sample-filter-path to exclude samples or --rollout-sample-hook-"
-    "path to change loss masks before training, or --custom-advantage-function-path for what needs log-probs",
-    "--custom-reward-post-process-path": "use --custom-advantage-function-path, which turns rewards into advantages, "
-    "or --group-rm, whose reward function sees the whole group",
-    "--custom-convert-samples-to-train-data-path": "samples are stored before they are trained on; change them with "
-    "--rollout-sample-hook-path, and weigh them with --custom-advantage-function-path",
     "--buffer-sort-by-staleness": "groups are taken first in, first out; use --buffer-filter-path",
     "--flush-cache-interval": "use --async-mode streaming with --pause-generation-mode in_place, which keeps the KV "
     "cache over weight updates, and --update-weights-interval",
@@ -136,7 +128,7 @@ REFUSED: dict[str, str] = {
     "it",
 }
 
-SAME_ROLLOUT = "rollouts and evaluations are generated in this way without it"
+SAME_ROLLOUT = "rollouts are generated in this way without it"
 SFT_MASK = "SFT always trains on every assistant turn with its end token, as the chat template renders it"
 ACCEPTED: dict[str, str] = {
     "--update-weight-mode full": "weight updates always send all weights",
@@ -149,8 +141,6 @@ ACCEPTED: dict[str, str] = {
     "--finetune": "start weights are always loaded as round 0; a resumed run continues after its last round",
     "--ckpt-format torch_dist": "checkpoints always have this format",
     "--rollout-function-path slime.rollout.sglang_rollout.generate_rollout": SAME_ROLLOUT,
-    "--eval-function-path slime.rollout.sglang_rollout.generate_rollout": SAME_ROLLOUT,
-    "--eval-function-path slime.rollout.sglang_rollout.eval_rollout": SAME_ROLLOUT,
     "--train-backend megatron": "Megatron-core always trains",
     "--qkv-format thd": "sequences are always packed",
     "--pg-loss-type ppo": "the policy loss is that of --advantage-estimator or --policy-loss",

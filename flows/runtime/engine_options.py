@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from penstock.flows.config import PostTrainConfig
 
+TEACHER = "teacher"  # weight version that the teacher's engine reports
+
 if TYPE_CHECKING:
     from penstock.engines.options import EngineOptions
     from penstock.engines.placement import PlacementOptions
@@ -56,17 +58,38 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
     )
 
 
+def teacher_options(config: PostTrainConfig) -> EngineOptions | None:
+    """Return the options of the engine that serves the model of --opd-teacher-load; None if the run starts none."""
+    from penstock.engines.options import EngineOptions
+
+    train, num_gpus = config.train, config.rollout.opd_teacher_num_gpus
+    if not train.reads_teacher_logprobs or train.opd_teacher_load is None:
+        return None
+    engines = engine_options(config)
+    spec = engines.spec.model_copy(
+        update={
+            "model_path": str(Path(train.opd_teacher_load).resolve()),
+            "role": "teacher",
+            "weight_version": TEACHER,
+            "port": 0,
+            "args": {},
+        }
+    )
+    return EngineOptions(spec, num_gpus=num_gpus, gpus_per_engine=num_gpus, health=engines.health)
+
+
 def run_placement(config: PostTrainConfig) -> PlacementOptions:
     """Return how a run's trainer and engines are placed on the nodes of its Ray cluster."""
     from penstock.engines.placement import PlacementOptions
 
-    train, run = config.train, config.run
-    no_engines = config.rollout.rollout_external_engine_addrs or train.loss_type == "sft_loss"
-    engines = 0 if no_engines else engine_options(config).num_gpus or 0
+    train, run, options, teacher = config.train, config.run, engine_options(config), teacher_options(config)
+    no_engines = options.external or train.loss_type == "sft_loss"
+    engines = 0 if no_engines else options.num_gpus or 0
     return PlacementOptions(
         gpus_per_node=gpus_per_node(config),
-        trainer_gpus=train.num_ranks,
+        trainer_gpus=max(train.num_ranks, options.trainer_gpus),  # larger with --debug-rollout-only
         engine_gpus=engines,
+        teacher_gpus=teacher.gpus_per_engine if teacher else 0,
         gpus_per_engine=config.rollout.rollout_num_gpus_per_engine,
         num_nodes=train.actor_num_nodes,
         node_timeout=run.node_timeout,
@@ -78,8 +101,9 @@ def device_counts(flow: str, config: PostTrainConfig) -> tuple[int, int, bool]:
     and whether both use the same GPUs."""
     has_engines = flow != "convert" and config.train.loss_type != "sft_loss" and not config.run.debug_train_only
     has_trainer = flow in ("post_train", "sft") and not config.run.debug_rollout_only
-    options = engine_options(config)
+    options, teacher = engine_options(config), teacher_options(config)
     num_gpus = options.num_gpus or options.num_engines * options.gpus_per_engine
+    num_gpus += teacher.gpus_per_engine if teacher and flow == "post_train" else 0
     return (
         config.train.num_ranks if has_trainer else 0,
         num_gpus if has_engines else 0,

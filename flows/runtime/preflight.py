@@ -32,14 +32,14 @@ from penstock.flows.options.adapters import with_adapters
 from penstock.flows.options.partners import options_without_partner
 from penstock.flows.options.start_weights import check_start_weights, describe_start_weights, loaded_checkpoint
 from penstock.flows.reporting.prometheus import check_prometheus_port
-from penstock.flows.runtime.engine_options import engine_options
+from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
 from penstock.flows.runtime.runs import check_run_may_start, open_store
 from penstock.flows.trackers import check_trackers, tracker_synonyms
 from penstock.stages.eval.config import EvalConfig
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
-from penstock.storage.errors import EngineError, ModelError, OptionError, RewardError, StoreError
+from penstock.storage.errors import EngineError, LayoutError, ModelError, OptionError, RewardError, StoreError
 from penstock.storage.maintenance.removal import is_removed
 from penstock.storage.refs import RunKeys
 from penstock.storage.registry import model_prefix
@@ -273,6 +273,7 @@ def check_group_size(config: PostTrainConfig) -> None:
         and train.advantage_estimator in GROUP_RELATIVE
         and train.custom_advantage_function_path is None
         and not train.disable_rewards_normalization
+        and not rollout.sets_train_rewards
     )
     adds_samples = rollout.custom_generate_function_path or rollout.data_source_path  # user code may add samples
     if compares and rollout.n_samples_per_prompt == 1 and not adds_samples:
@@ -457,12 +458,49 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
         )
         if train.lora_load is not None:
             check_peft_directory(Path(train.lora_load), shape, train.lora)
+    check_teacher(config)
     for path, default_name, words in train.plugins:
         load_checked_function(path, default_name, words)
     if train.use_routing_replay:
         experts_format(shape, "--use-routing-replay")
     if train.use_rollout_routing_replay:
         experts_format(shape, "--use-rollout-routing-replay")
+
+
+def check_teacher(config: PostTrainConfig) -> None:
+    """Check that the run can start the engine of --opd-teacher-load, and that its tokens are those of the policy.
+
+    Raises:
+        InputError: the model is incomplete or not supported, cannot be sharded, or has another tokenizer.
+    """
+    from penstock.engines.families import read_shape
+    from penstock.engines.weights.hf_headers import check_weights
+    from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_same_tokens, check_vocabulary
+
+    options = teacher_options(config)
+    if options is None:
+        return
+    path, num_gpus = options.spec.model_path, options.gpus_per_engine
+    teacher = read_shape(path, config.convert.model_family_path)
+    check_weights(path, teacher)
+    engine_backend().check_options(options)
+    engine_backend().check_sharding(options, teacher)
+    if teacher.num_attention_heads % num_gpus:
+        raise LayoutError(
+            f"--opd-teacher-num-gpus {num_gpus} does not divide the {teacher.num_attention_heads} attention heads of "
+            f"{path}: use a divisor"
+        )
+    longest = config.rollout.rollout_max_context_len or config.rollout.rollout_max_response_len
+    if longest > teacher.max_position_embeddings:
+        raise OptionError(
+            f"the samples may have {longest} tokens (--rollout-max-context-len, --rollout-max-response-len), but the "
+            f"teacher {path} has {teacher.max_position_embeddings} positions: give a smaller limit, or another teacher"
+        )
+    policy, tokenizer = (
+        PromptTokenizer(directory, apply_chat_template=False) for directory in (config.convert.hf_checkpoint, path)
+    )
+    check_vocabulary(tokenizer, teacher.vocab_size, path)
+    check_same_tokens(policy, tokenizer, path)
 
 
 def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:

@@ -26,7 +26,7 @@ from penstock.flows.config import PostTrainConfig
 from penstock.flows.debugging.config import DebugConfig
 from penstock.flows.options.adapters import adapter_of_version, with_adapters
 from penstock.flows.options.start_weights import starting_weights
-from penstock.flows.runtime.engine_options import engine_options, run_placement
+from penstock.flows.runtime.engine_options import TEACHER, engine_options, run_placement, teacher_options
 from penstock.flows.runtime.runs import missing_fork_checkpoint
 from penstock.flows.turns import Turns
 from penstock.storage.failpoints import failpoint
@@ -83,6 +83,7 @@ class Processes:
         self._trainer: TrainerGroup | None = None
         self._engines: EnginePool | None = None
         self._eval_engines: EnginePool | None = None  # with --eval-mode apart
+        self._teacher: EnginePool | None = None  # of --opd-teacher-load with --opd-type sglang
         self._shared_for_evaluation: Callable[[], list[str]] | None = None  # their addresses in `share_engines_at`
         self._switches: list[MemorySwitch] = []  # since the last weight update
         self._counters_at_start = all_counters()
@@ -160,7 +161,7 @@ class Processes:
         with self._starting:
             if self._cluster is not None and not self._cluster.alive():
                 self.note("the run's Ray cluster died; starting a new one")
-                self._trainer = self._engines = self._eval_engines = None
+                self._trainer = self._engines = self._eval_engines = self._teacher = None
                 self._stop_cluster()
             if self._cluster is None:
                 from penstock.engines.cluster import Cluster
@@ -221,7 +222,8 @@ class Processes:
         """Return the energy counters of the engines' GPUs, with `evaluation` of those that evaluate; {} if they are not
         measured."""
         engines = self._eval_engines if evaluation and self.evaluates_apart else self._engines
-        return self._read_counters(engines.gpus() if engines is not None else [])
+        pools = [engines] if evaluation else [engines, self._teacher]
+        return self._read_counters([gpu for pool in pools if pool is not None for gpu in pool.gpus()])
 
     def used_joules(self) -> float | None:
         """Return the energy in joules that the GPUs of trainer and engines have used since this object was created, or
@@ -269,9 +271,33 @@ class Processes:
                 if self.evaluates_apart:
                     self._eval_engines = engines.split(self.config.eval.eval_num_engines)
                 self._engines = engines
+                if self.has_trainer and teacher_options(self.config) is not None:
+                    self._start_teacher()
                 if self.router is not None:
                     self._engines.listener = self.router.set_backends
             return self._engines
+
+    @contextmanager
+    def serving_teacher(self) -> Iterator[Callable[[], list[str]]]:
+        """Keep the engine of --opd-teacher-load running during the block. Yields a function that returns its address,
+        or nothing while it restarts."""
+        with self._start_teacher().serving(TEACHER, _refuse_weights) as urls:
+            yield urls
+
+    def _start_teacher(self) -> EnginePool:
+        """Return the pool with the teacher's engine; the first call starts it and does not wait."""
+        from penstock.engines.serving.pool import start_pool
+
+        with self._starting:
+            cluster = self.cluster
+            if self._teacher is None:
+                options = teacher_options(self.config)
+                assert options is not None, "the run has no engine for a teacher"
+                first_gpu = run_placement(self.config).end_of_engines(cluster.gpus_per_node)
+                log_dir = self._options.spec.log_dir and f"{self._options.spec.log_dir}/teacher"
+                options = replace(options, trainer_gpus=first_gpu).replace_spec_fields(log_dir=log_dir)
+                self._teacher = start_pool(cluster, options, engine_backend())
+            return self._teacher
 
     def describe_engines(self) -> str:
         """Return how many engines have started, and their policy version; "" before their start. Does not wait."""
@@ -578,7 +604,8 @@ class Processes:
         """
         self._entered.close()
         trainer, self._trainer = self._trainer, None
-        pools = [pool for pool in (self._engines, self._eval_engines) if pool is not None]
+        pools = [pool for pool in (self._engines, self._eval_engines, self._teacher) if pool is not None]
+        self._teacher = None
         self._engines = self._eval_engines = None
         if pools and self._options.adapters is not None and (external := self._options.external):
             engine_backend().connect(list(map(engine_url, external))).unload_adapters()
@@ -617,3 +644,8 @@ class Processes:
         if self._cluster is not None:
             self._cluster.stop()
             self._cluster = None
+
+
+def _refuse_weights(urls: list[str]) -> None:
+    """Raise ConnectionError: the teacher's weights are those of its model, so an engine without them has died."""
+    raise ConnectionError(f"the teacher's engine at {', '.join(urls)} does not answer")

@@ -365,6 +365,7 @@ class Session:
         the log-probs of engine and trainer differ and no option corrects it."""
         train = self.config.train
         custom_advantages = train.custom_advantage_function_path or train.disable_rewards_normalization or train.use_opd
+        custom_advantages = custom_advantages or self.config.rollout.sets_train_rewards
         group_relative = (
             train.loss_type == "policy_loss" and train.advantage_estimator in GROUP_RELATIVE and not custom_advantages
         )

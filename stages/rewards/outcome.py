@@ -10,7 +10,7 @@ from typing import Any
 from penstock.stages.rewards.hub import get_builtin_reward
 from penstock.stages.rewards.settings import RewardSettings, builtin_reward_name
 from penstock.storage.errors import RewardError
-from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.sample import TRAIN_REWARD, Sample, Status
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,11 @@ def parse_reward(value: Any, reward_key: str | None, reward_name: str) -> Outcom
             return Outcome(
                 request_error=f"the reward of {reward_name} is a dictionary with the keys {keys}, but one number is "
                 f"needed: select one key with --reward-key (now {reward_key})"
+            )
+        if TRAIN_REWARD in value:
+            return Outcome(
+                request_error=f"the reward of {reward_name} has the key {TRAIN_REWARD!r}, which is reserved for "
+                "--custom-reward-post-process-path: rename it"
             )
         rewards = {str(key): number for key, part in value.items() if (number := _to_float(part)) is not None}
         value = value[reward_key]

@@ -16,6 +16,10 @@ from penstock.storage.secrets import has_credentials, is_secret_name
 
 # Variables of the chat template that Penstock sets; --apply-chat-template-kwargs may not set them.
 TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+# Options that older releases do not have -> their values if they are not set.
+_ADDED: dict[str, Any] = {"plugin_args": {}, "rollout_function_path": None, "eval_function_path": None}
+_ADDED |= {"opd_teacher_num_gpus": 1}
+_ADDED |= {"custom_reward_post_process_path": None, "custom_convert_samples_to_train_data_path": None}
 
 
 class PromptConfig(StageConfig):
@@ -191,7 +195,12 @@ class RolloutConfig(GenerationConfig):
 
     rollout_function_path: str | None = option(None)
     """User-defined function that generates a whole round, `f(args, rollout_id, data_source, evaluation) -> groups`; it
-    may call the built-in rollout. Evaluations use the built-in rollout."""
+    may call the built-in rollout."""
+
+    eval_function_path: str | None = option(None, mutability="schedule")
+    """The same for evaluations, called once per data set with evaluation=True. Default: --rollout-function-path if it
+    has the parameter `evaluation`, otherwise the built-in evaluation, which also has the name
+    slime.rollout.sglang_rollout.eval_rollout."""
 
     # ---- filtering and buffering of groups ---------------------------------------------------------------------------
 
@@ -231,6 +240,14 @@ class RolloutConfig(GenerationConfig):
     rollout_all_samples_process_path: str | None = option(None)
     """User-defined function called with all groups of a round, including dropped ones, `f(args, groups,
     data_source)`."""
+
+    custom_reward_post_process_path: str | None = option(None)
+    """User-defined function called with the graded samples of a round before its commit, `f(args, samples) ->
+    (raw_rewards, rewards)`; estimators use `rewards` as they are, without normalizing them within groups."""
+
+    custom_convert_samples_to_train_data_path: str | None = option(None)
+    """User-defined function called in the same place, `f(args, samples) -> dictionary of lists`, whose rows are trained
+    on in place of the samples: tokens, response_lengths, rewards, loss_masks, and others of docs/plugins.md."""
 
     custom_rollout_log_function_path: str | None = option(None, mutability="placement")
     """User-defined function called with the samples of a round before its commit, `f(rollout_id, args, samples,
@@ -275,7 +292,11 @@ class RolloutConfig(GenerationConfig):
 
     opd_teacher_url: str | None = option(None, mutability="placement", secret=True)
     """With --opd-type sglang: address of an SGLang server with the teacher, such as http://10.0.0.7:30000; its model
-    has the policy's tokenizer."""
+    has the policy's tokenizer. Without it the run starts an engine with the model of --opd-teacher-load."""
+
+    opd_teacher_num_gpus: int = option(1, ge=1, mutability="placement")
+    """GPUs of the engine that the run starts for --opd-type sglang with --opd-teacher-load, after those of trainer and
+    engines. On a machine without GPUs it is a process on the CPU."""
 
     rm_url: str | None = option(None, mutability="placement", secret=True)
     """URL of the server for --rm-type remote_rm. It gets a POST request {prompt, response, label} and returns a number
@@ -386,10 +407,10 @@ class RolloutConfig(GenerationConfig):
 
     @model_serializer(mode="wrap")
     def _leave_out_unset_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit `plugin_args` and `rollout_function_path` from the dumped config if they are not set, so that recorded
-        configs and their hashes equal those of releases without these options."""
+        """Omit the options of _ADDED from the dumped config if they are not set, so that recorded configs and their
+        hashes equal those of releases without these options."""
         dumped: dict[str, Any] = handler(self)
-        for name, unset in (("plugin_args", {}), ("rollout_function_path", None)):
+        for name, unset in _ADDED.items():
             if dumped.get(name, ...) == unset:
                 del dumped[name]
         return dumped
@@ -398,6 +419,11 @@ class RolloutConfig(GenerationConfig):
         """Return the attributes of the `args` of user-defined functions: all options of the rollout, and those of
         --plugin-args."""
         return {**self.plugin_args, **self.model_dump(exclude={"plugin_args"})}
+
+    @property
+    def sets_train_rewards(self) -> bool:
+        """Return whether a user-defined function sets the rewards that advantage estimators use."""
+        return bool(self.custom_reward_post_process_path or self.custom_convert_samples_to_train_data_path)
 
     @field_validator("rollout_external_engine_addrs", mode="before")
     @classmethod
@@ -425,6 +451,11 @@ class RolloutConfig(GenerationConfig):
             raise OptionError(
                 f"--allow-row-code {self.allow_row_code!r} is not the name of a Python package: "
                 "give an importable name, e.g. my_rewards or my_rewards.math"
+            )
+        if self.custom_reward_post_process_path and self.custom_convert_samples_to_train_data_path:
+            raise OptionError(
+                "--custom-reward-post-process-path is not called with --custom-convert-samples-to-train-data-path, "
+                "which returns rewards itself: omit one of them"
             )
         if self.rm_type and self.custom_rm_path:
             raise OptionError(

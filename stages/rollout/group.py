@@ -329,12 +329,6 @@ def num_trained_tokens(group: Group) -> int:
     return sum(sum(sample.loss_mask) for sample in group)
 
 
-def make_teacher(config: RolloutConfig, round: RolloutRound) -> Teacher | None:
-    """Return the client of --opd-teacher-url; None if it is not given, and in evaluations."""
-    url = resolve_secrets(config.opd_teacher_url)
-    return Teacher(url) if url and round.kind != "eval" else None
-
-
 def make_grader(config: RolloutConfig) -> Grader:
     """Return a grader for the reward that `config` names. Raises RewardError for an unknown reward."""
     config = config.model_copy(update={"rm_url": resolve_secrets(config.rm_url)})

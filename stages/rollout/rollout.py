@@ -37,7 +37,6 @@ from penstock.stages.rollout.group import (
     Generator,
     GroupRunner,
     make_grader,
-    make_teacher,
     mask_stale_tokens,
     num_trained_tokens,
     policy_spans,
@@ -53,13 +52,16 @@ from penstock.stages.rollout.metrics import (
 from penstock.stages.rollout.plugins.custom_generation import CustomGeneration
 from penstock.stages.rollout.plugins.custom_source import load_buffer_filter, open_data_source
 from penstock.stages.rollout.plugins.engine_handle import EngineHandle
+from penstock.stages.rollout.plugins.eval_function import find_evaluation_function
 from penstock.stages.rollout.plugins.filters import GroupFilter, load_group_filter
 from penstock.stages.rollout.plugins.hooks import Hooks, run_log_function
 from penstock.stages.rollout.plugins.rollout_function import RolloutFunctionCall
+from penstock.stages.rollout.plugins.train_data import make_train_data
 from penstock.stages.rollout.prompts.data_source import Dataset, Group, PromptIntake, RolloutRound
 from penstock.stages.rollout.prompts.lengths import LengthFilter
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.resume_point import ResumePoint
+from penstock.stages.rollout.teacher import ServingTeacher, open_teacher
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.failpoints import failpoint
 from penstock.storage.preemption import StopRequest
@@ -79,7 +81,8 @@ EVAL_OVERRIDES: dict[str, Any] = {
     "rollout_sample_hook_path": None,
     "rollout_sample_filter_path": None,
     "rollout_all_samples_process_path": None,
-    "rollout_function_path": None,
+    "custom_reward_post_process_path": None,
+    "custom_convert_samples_to_train_data_path": None,
 }
 
 
@@ -98,6 +101,7 @@ class RolloutContext:
     on_progress: Callable[[int, int], None] | None = None  # called with (samples done, samples in total)
     connect: Callable[..., EngineClient] = connect_engines  # creates the client from `engines` and a `timeout`
     read_counters: ReadCounters = no_counters  # reads the energy counters of the engines' GPUs
+    serving_teacher: ServingTeacher | None = None  # None: --opd-teacher-url, or no teacher
 
 
 @dataclass
@@ -158,7 +162,8 @@ def rollout_stage(
     if commit := context.store.committed(prefix):
         return commit
     if round.kind == "eval":
-        context = replace(context, config=context.config.model_copy(update=EVAL_OVERRIDES))
+        function = {"rollout_function_path": find_evaluation_function(context.config)}
+        context = replace(context, config=context.config.model_copy(update=EVAL_OVERRIDES | function))
     config = context.config
     seconds: dict[str, float] = {}
     journal = Journal(context.store, prefix, round, config)
@@ -167,9 +172,11 @@ def rollout_stage(
         journal.load_finished_groups()
     with make_grader(config) if context.grader is None else nullcontext(context.grader) as grader, journal:
         num_prompts = num_prompts or config.rollout_batch_size
-        result = run_blocking(generate_round(context, intake, journal, grader, num_prompts))
+        data_set = data_set_of(prefix, round)
+        result = run_blocking(generate_round(context, intake, journal, grader, num_prompts, data_set))
         seconds, groups = seconds | result.seconds, result.groups
         samples, num_masked = samples_to_train(groups.kept, config, round)
+        samples = make_train_data(samples, config, context.tokenizer)
         intake.source.add_samples(groups.buffered)
         discarded = intake.groups_discarded_by_source(groups.kept, groups.dropped_groups)
         groups.dropped += [(group, DISCARDED) for group in discarded]
@@ -181,7 +188,7 @@ def rollout_stage(
         lambda: (
             summarize(samples)
             | round_metrics(result, intake, round, samples, seconds, num_masked)
-            | run_log_function(config, round.rollout_id, samples, sum(seconds.values()), data_set_of(prefix, round))
+            | run_log_function(config, round.rollout_id, samples, sum(seconds.values()), data_set)
         ),
         buffer=[sample for group in intake.buffered_groups for sample in group],
         kind=round.kind,
@@ -206,9 +213,15 @@ def open_prompt_intake(context: RolloutContext, round: RolloutRound, resume_poin
 
 
 async def generate_round(
-    context: RolloutContext, intake: PromptIntake, journal: Journal, grader: Grader, num_groups: int
+    context: RolloutContext,
+    intake: PromptIntake,
+    journal: Journal,
+    grader: Grader,
+    num_groups: int,
+    data_set: str | None = None,
 ) -> RoundResult:
-    """Generate and grade groups until `num_groups` are kept, then run the hooks of the round."""
+    """Generate and grade groups until `num_groups` are kept, then run the hooks of the round. `data_set` is the name of
+    an evaluation's data set."""
     start, counters = time.perf_counter(), context.read_counters()
     config, round = context.config, journal.round
     hooks, group_filter = Hooks(config), load_group_filter(config)
@@ -220,14 +233,15 @@ async def generate_round(
 
     client = context.connect(context.engines, timeout=config.rollout_timeout)
     num_engines = max(1, len(client.urls))
-    async with client, open_generator(context, client, round) as generator:
+    serving = open_teacher(config.opd_teacher_url, context.serving_teacher, round)
+    async with client, open_generator(context, client, round) as generator, serving as teacher:
         runner = GroupRunner(
             round,
             generator,
             journal,
             grader.submit_group,
             hook=run_sample_hook if config.rollout_sample_hook_path else None,
-            teacher=make_teacher(config, round),
+            teacher=teacher,
             slots=asyncio.Semaphore(max(1, config.sglang_server_concurrency * num_engines // num_samples)),
             partial_rollout=config.partial_rollout,
         )
@@ -242,7 +256,7 @@ async def generate_round(
         )
         by_function = config.rollout_function_path is not None
         groups = await run_with_deadline(
-            call_rollout_function(context, client, runner, intake, collect, num_groups)
+            call_rollout_function(context, client, runner, intake, collect, num_groups, data_set)
             if by_function
             else collect(intake.next_groups),
             [journal.flush_periodically()],
@@ -264,11 +278,13 @@ async def call_rollout_function(
     intake: PromptIntake,
     collect: Callable[[Callable[[int], Sequence[Group]]], Awaitable[CollectedGroups]],
     num_groups: int,
+    data_set: str | None,
 ) -> CollectedGroups:
-    """Return the groups of a round that a user-defined rollout function generates (--rollout-function-path)."""
+    """Return the groups of a round that a user-defined rollout function generates (--rollout-function-path), or those
+    of an evaluation on the data set named `data_set`."""
     handle = EngineHandle(client, context.tokenizer, context.config, runner.round)
     handle.loop = asyncio.get_running_loop()
-    call = RolloutFunctionCall(context.config, runner, intake, collect, handle)
+    call = RolloutFunctionCall(context.config, runner, intake, collect, handle, data_set)
     try:
         kept, buffered, dropped = await call.run(num_groups)
     finally:

@@ -24,11 +24,12 @@ from typing import Any
 from penstock.engines.energy import energy_metric
 from penstock.engines.generation import EngineUrls
 from penstock.stages.rollout.deadline import flatten_errors
-from penstock.stages.rollout.group import GroupRunner, make_teacher, num_trained_tokens
+from penstock.stages.rollout.group import GroupRunner, num_trained_tokens
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.metrics import rollout_metrics
 from penstock.stages.rollout.plugins.filters import load_group_filter
 from penstock.stages.rollout.plugins.hooks import Hooks, run_log_function
+from penstock.stages.rollout.plugins.train_data import make_train_data
 from penstock.stages.rollout.prompts.data_source import (
     Group,
     RolloutRound,
@@ -49,6 +50,7 @@ from penstock.stages.rollout.rollout import (
     samples_to_train,
     state_of_round,
 )
+from penstock.stages.rollout.teacher import open_teacher
 from penstock.storage.failpoints import failpoint
 from penstock.storage.preemption import Preempted
 from penstock.storage.refs import Commit
@@ -215,14 +217,15 @@ class RolloutStream:
         journal.load_finished_groups()
         client = context.connect(urls, timeout=config.rollout_timeout)
         self._num_engines = max(1, len(client.urls))
-        async with client, open_generator(context, client, self.round) as generator:
+        serving = open_teacher(config.opd_teacher_url, context.serving_teacher, self.round)
+        async with client, open_generator(context, client, self.round) as generator, serving as teacher:
             self.runner = GroupRunner(
                 self.round,
                 generator,
                 journal,
                 context.grader.submit_group,
                 hook=self._run_sample_hook if config.rollout_sample_hook_path else None,
-                teacher=make_teacher(config, self.round),
+                teacher=teacher,
                 slots=asyncio.Semaphore(
                     max(1, config.sglang_server_concurrency * self._num_engines // config.n_samples_per_prompt)
                 ),
@@ -316,6 +319,7 @@ class RolloutStream:
             self.hooks.run_round_hook, kept + [group for group, _ in self._dropped], self.intake.source
         )
         samples, num_masked = samples_to_train(kept, config, round)
+        samples = await asyncio.to_thread(make_train_data, samples, config, self.context.tokenizer)
         return self._end_round(kept, samples, num_masked)
 
     async def _wait_for_groups(self, oldest: int, number: int, limit: asyncio.Timeout) -> None:

@@ -1,4 +1,4 @@
-"""Log-probs of a teacher model, from an SGLang server that the run does not manage (--opd-type sglang).
+"""Log-probs of a teacher model, from an engine of the run or another SGLang server (--opd-type sglang).
 
 They are stored in the samples, so training and replay need no teacher. A request contains the tokens of prompt and
 response; the server returns the log-prob of each token given those before it, at temperature 1.
@@ -7,29 +7,45 @@ response; the server returns the log-prob of each token given those before it, a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any
 
 import aiohttp
 
+from penstock.engines.serving.keys import auth_headers
+from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.secret_references import resolve_secrets
 from penstock.storage.secrets import redact
 
 TIMEOUT = 600.0  # seconds of one request
 TRIES = 5  # the first is followed by waits of 1, 2, 4 and 8 s
 CONCURRENCY = 64  # requests in flight
+POLL_SECONDS = 0.5  # between checks whether the server has restarted
+
+# Keeps an engine of the run with the teacher running, and yields a function that returns its address (`Teacher.urls`).
+ServingTeacher = Callable[[], AbstractContextManager[Callable[[], list[str]]]]
 
 
 class Teacher:
     """Client of a teacher's server. Must be created in the event loop that calls `score`.
 
     Args:
-        url: address of the server, such as http://10.0.0.7:30000.
+        urls: returns the address of the server, such as http://10.0.0.7:30000; nothing while it restarts. Raises an
+            error if it cannot restart.
+        name: of the server, in messages.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
+    def __init__(self, urls: Callable[[], list[str]], name: str) -> None:
+        self.urls, self.name = urls, name
         self._slots = asyncio.Semaphore(CONCURRENCY)
+
+    @classmethod
+    def at(cls, url: str) -> Teacher:
+        """Return the client of the server at an address (--opd-teacher-url)."""
+        url = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
+        return cls(lambda: [url], f"--opd-teacher-url {redact(url)}")
 
     async def score(self, samples: Sequence[Sample]) -> None:
         """Set `teacher_logprobs` of all samples that have trained tokens and no teacher log-probs yet.
@@ -60,18 +76,45 @@ class Teacher:
         }
         async with self._slots:
             for attempt in range(TRIES):
+                url = await self._live_url()
                 try:
-                    async with session.post(f"{self.url}/generate", json=body) as response:
+                    async with session.post(f"{url}/generate", json=body, headers=auth_headers(url)) as response:
                         response.raise_for_status()
                         return token_logprobs(await response.json(), token_ids)
                 except (aiohttp.ClientError, TimeoutError) as error:
                     if attempt + 1 == TRIES:
                         raise RuntimeError(
-                            f"--opd-teacher-url {redact(self.url)} failed {TRIES} times, last with "
+                            f"{self.name} failed {TRIES} times, last with "
                             f"{type(error).__name__}: {redact(str(error))[:200]}; check the server, and resume"
                         ) from error
                 await asyncio.sleep(2**attempt)
         raise AssertionError("the last attempt returns or raises")
+
+    async def _live_url(self) -> str:
+        """Return the server's address; wait while it restarts."""
+        while not (urls := self.urls()):  # noqa: ASYNC110  # another thread restarts it
+            await asyncio.sleep(POLL_SECONDS)
+        return urls[0]
+
+
+@asynccontextmanager
+async def open_teacher(
+    url: str | None, serving: ServingTeacher | None, round: RolloutRound
+) -> AsyncIterator[Teacher | None]:
+    """Yield the client of the teacher; None in evaluations, and if the run has no teacher.
+
+    Args:
+        url: --opd-teacher-url.
+        serving: keeps the teacher's engine running, if the run has one; blocks while the engine starts.
+        round: the round to generate.
+    """
+    if round.kind == "eval":
+        yield None
+    elif serving is not None:
+        with serving() as urls:
+            yield Teacher(urls, "the teacher's engine (--opd-teacher-load)")
+    else:
+        yield Teacher.at(resolve_secrets(url)) if url else None
 
 
 def token_logprobs(answer: Any, token_ids: list[int]) -> list[float]:  # [L]
@@ -82,12 +125,14 @@ def token_logprobs(answer: Any, token_ids: list[int]) -> list[float]:  # [L]
     """
     try:
         entries = answer["meta_info"]["input_token_logprobs"]
-        if [entry[1] for entry in entries] != token_ids:
+        scored = [entry[1] for entry in entries]
+        # SGLang reports the last id of the vocabulary, whose log-prob is right, as 0.
+        if len(scored) != len(token_ids) or any(a not in (b, 0) for a, b in zip(scored, token_ids)):
             raise ValueError(f"log-probs of {len(entries)} other tokens")
         return [0.0, *(float(entry[0]) for entry in entries[1:])]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RuntimeError(
-            f"--opd-teacher-url answered without the log-probs of the {len(token_ids)} tokens of a sample "
-            f"({type(error).__name__}: {str(error)[:100]}): give the address of an SGLang server with a model of the "
-            "same tokenizer"
+            f"the teacher answered without the log-probs of the {len(token_ids)} tokens of a sample "
+            f"({type(error).__name__}: {str(error)[:100]}): give an SGLang server with a model of the same tokenizer "
+            "as --opd-teacher-url"
         ) from error

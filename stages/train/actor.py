@@ -225,7 +225,7 @@ class TrainActor:
     def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
         """Train policy `version` on the samples of one rollout, which gives policy `version + 1`. Rank 0 writes the
         log-prob and advantage of every trained token to `attempt`, if it is given."""
-        from penstock.stages.train.batching import Batch, read_teacher_logprobs
+        from penstock.stages.train.batching import Batch, read_teacher_logprobs, spread
         from penstock.stages.train.routing import EngineChoices
         from penstock.stages.train.step import train_rollout
         from penstock.storage.samples.shards import read_table
@@ -260,13 +260,16 @@ class TrainActor:
         start = time.perf_counter()
         digest = self.digest()
         seconds |= trained.seconds | {"digest": time.perf_counter() - start}
-        self.diagnostics.end_round(version, table, batch, trained)
+        self.diagnostics.end_round(version, table, trained.batch, trained)
         files: list[FileRecord] = []
         if attempt is not None and trained.logprobs is not None and self.rank == 0:
             start = time.perf_counter()
-            values = (batch.num_trained_tokens, trained.logprobs.numpy(), trained.estimate.advantages.cpu().numpy())
+            logprobs, advantages = (
+                spread(values, trained.batch, batch).numpy()
+                for values in (trained.logprobs, trained.estimate.advantages.cpu())
+            )
             with self.store.writing(attempt) as out:
-                write_trained_tokens(out.path, table["sample_id"], *values)
+                write_trained_tokens(out.path, table["sample_id"], batch.num_trained_tokens, logprobs, advantages)
             files, seconds["write"] = out.files, time.perf_counter() - start
         return TrainResult(
             metrics=trained.metrics,

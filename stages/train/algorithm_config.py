@@ -25,6 +25,7 @@ PLUGINS = {
     "custom_loss_function_path": ("loss", ("logprobs", "entropy", "fields", "samples", "options")),
     "custom_tis_function_path": ("correction", ("old_logprobs", "rollout_logprobs", "samples", "options")),
     "custom_pg_loss_reducer_function_path": ("weights", ("trajectory_index", "sample_index", "num_trajectories")),
+    "rollout_data_postprocess_path": ("postprocess", ("args", "rollout_id", "rollout_data")),
 }
 
 
@@ -32,7 +33,7 @@ PLUGINS = {
 LATER_OPTIONS = (
     *("policy_loss", "freeze_params_name_list", "only_train_params_name_list", "reset_optimizer_states", "opd_type"),
     *("lr_warmup_fraction", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_use_rslora"),
-    *("lora_publish", "lora_load"),
+    *("lora_publish", "lora_load", "rollout_data_postprocess_path"),
 )
 
 
@@ -55,6 +56,10 @@ class AlgorithmConfig(StageConfig):
 
     custom_advantage_function_path: str | None = option(None)
     """User-defined advantage estimator, in place of the built-in one, as file.py:name or pkg.module:name."""
+
+    rollout_data_postprocess_path: str | None = option(None)
+    """User-defined function that changes loss masks, advantages or log-probs of a rollout before the update, `f(args,
+    rollout_id, rollout_data)`, as file.py:name or pkg.module:name."""
 
     disable_compute_advantages_and_returns: bool = option(False, mutability="placement")
     """Accepted with --loss-type sft_loss, which never computes advantages."""
@@ -84,11 +89,12 @@ class AlgorithmConfig(StageConfig):
     """Coefficient of the policy/teacher log-ratio that --use-opd subtracts from the advantages."""
 
     opd_type: Literal["megatron", "sglang"] | None = option(None)
-    """Where the teacher of --use-opd is: megatron (default), in the trainer (--opd-teacher-load), or sglang, on a
-    server (--opd-teacher-url), whose log-probs are stored with the samples."""
+    """Where the teacher of --use-opd is: megatron (default), in the trainer, or sglang, in an engine of the run
+    (--opd-teacher-load) or on a server (--opd-teacher-url), whose log-probs are stored with the samples."""
 
     opd_teacher_load: str | None = option(None)
-    """Teacher of --use-opd: a Hugging Face checkpoint with the policy's architecture and sizes."""
+    """Teacher of --use-opd: a Hugging Face checkpoint with the policy's architecture and sizes; with --opd-type sglang,
+    of any supported architecture and size with the policy's tokenizer."""
 
     # ---- the policy loss ---------------------------------------------------------------------------------------------
 
@@ -258,8 +264,8 @@ class AlgorithmConfig(StageConfig):
 
     @property
     def auxiliary_models(self) -> dict[str, str]:
-        """Paths of --ref-load and --opd-teacher-load, where given: "reference" or "teacher" -> path."""
-        paths = {"reference": self.ref_load, "teacher": self.opd_teacher_load}
+        """Paths of the frozen models that the trainer loads: "reference" or "teacher" -> path."""
+        paths = {"reference": self.ref_load, "teacher": self.opd_teacher_load if self.loads_teacher else None}
         return {name: path for name, path in paths.items() if path}
 
     @property
@@ -402,7 +408,7 @@ class AlgorithmConfig(StageConfig):
     def _model_rules(self) -> Iterator[tuple[object, str]]:
         """Yield (is violated, error message) for each rule about auxiliary models and expert routing."""
         yield (
-            self.loads_teacher != (self.opd_teacher_load is not None),
+            self.loads_teacher if self.opd_teacher_load is None else not self.use_opd,
             "--use-opd and --opd-teacher-load need each other, unless --opd-type is sglang: give both or neither",
         )
         yield (
@@ -435,4 +441,9 @@ class AlgorithmConfig(StageConfig):
             self.use_routing_replay and self.use_rollout_routing_replay,
             "--use-routing-replay (the trainer's experts) and --use-rollout-routing-replay (the engine's) exclude each "
             "other: keep one of them",
+        )
+        yield (
+            self.use_routing_replay and self.rollout_data_postprocess_path is not None,
+            "--use-routing-replay records experts in micro-batches, which --rollout-data-postprocess-path may change: "
+            "use --use-rollout-routing-replay",
         )

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,7 +23,7 @@ from penstock.engines.megatron.packing import PackedStream
 from penstock.stages.train.algorithms.experience import SegmentReducer, TokenFields
 from penstock.stages.train.routing import EngineChoices
 from penstock.storage.errors import RunError
-from penstock.storage.samples.sample import to_current_schema
+from penstock.storage.samples.sample import TRAIN_REWARD, to_current_schema
 
 PAD_TOKEN = 0
 
@@ -38,6 +39,8 @@ class Batch:
     rewards: np.ndarray  # [B] float64, NaN = not graded
     group_index: np.ndarray  # [B] int64, numbered in order of appearance
     trajectory_index: np.ndarray  # [B] int64, numbered in order of appearance
+    rollout_id: int = 0  # number of the round
+    train_rewards: np.ndarray | None = None  # [B] float64, in place of `rewards`, if the rollout has set them
     teacher_logprobs: np.ndarray | None = None  # [S] float32, if they were computed with the rollout
     engine_choices: EngineChoices | None = None  # expert ids of the engine's routers, if the trainer replays them
 
@@ -65,6 +68,8 @@ class Batch:
             rewards=rewards,
             group_index=_number_by_first_appearance(table, "group_id"),
             trajectory_index=_number_by_first_appearance(table, "trajectory_id"),
+            rollout_id=pc.max(table["rollout_id"]).as_py() or 0,
+            train_rewards=_read_train_rewards(table, rewards),
         )
 
     @cached_property
@@ -116,6 +121,33 @@ def read_teacher_logprobs(table: pa.Table, batch: Batch) -> np.ndarray:  # [S] f
         )
     result = np.zeros(len(batch.token_ids), np.float32)
     result[np.repeat(has_values, batch.lengths)] = values
+    return result
+
+
+def spread(values: Tensor, trained: Batch, recorded: Batch) -> Tensor:  # [N] -> [M]
+    """Return values of the N tokens that `trained` trains for the M tokens that `recorded`, the same rollout, trains: 0
+    for those that a user-defined function has masked since."""
+    full = torch.zeros(len(recorded.token_ids), dtype=values.dtype)
+    full[torch.from_numpy(trained.trained_positions)] = values
+    return full[torch.from_numpy(recorded.trained_positions)]
+
+
+def _read_train_rewards(table: pa.Table, rewards: np.ndarray) -> np.ndarray | None:  # [B] float64
+    """Return the rewards that a user-defined function of the rollout has set for training, NaN for samples without a
+    reward; None if no sample has one.
+
+    Raises:
+        RunError: only some of the samples with a reward (not NaN in `rewards`) have one.
+    """
+    values = pc.map_lookup(table["rewards"], TRAIN_REWARD, "first")
+    if values.null_count == len(values):
+        return None
+    result = values.to_numpy().astype(np.float64)
+    if np.isnan(result[~np.isnan(rewards)]).any():
+        raise RunError(
+            f"the rollout has samples with and without a {TRAIN_REWARD}, which only --custom-reward-post-process-path "
+            f"sets, for all samples: rename this component of the reward"
+        )
     return result
 
 

@@ -327,8 +327,8 @@ def _check_agreement(committed: Commit, trained: TrainResult, prefix: str) -> No
         if why := _describe_weight_difference(committed, trained):
             raise ReplayError(
                 f"retraining {prefix} produced weights that differ from the committed ones, although hardware, "
-                f"libraries and parallel layout are the same: {why}. Check for faulty hardware or nondeterministic "
-                "kernels; the commits are unchanged"
+                f"libraries and parallel layout are the same: {why}. Check for user-defined functions that have "
+                "changed or use random numbers, faulty hardware and nondeterministic kernels; the commits are unchanged"
             )
     elif why := _describe_metric_beyond_tolerance(committed, trained):
         raise ReplayError(

@@ -24,6 +24,7 @@ from penstock.stages.train.algorithms.advantages import estimate_advantages
 from penstock.stages.train.algorithms.experience import Estimate, Experience, TokenFields
 from penstock.stages.train.algorithms.logprobs import LMHead, token_logprobs
 from penstock.stages.train.algorithms.losses import LOSSES, value_loss
+from penstock.stages.train.algorithms.postprocess import postprocess_rollout
 from penstock.stages.train.batching import Batch, PackedMicrobatch
 from penstock.stages.train.build import Models
 from penstock.stages.train.config import TrainConfig
@@ -49,6 +50,7 @@ class TrainedRound:
     metrics: Metrics  # means over the optimizer steps
     steps: list[Metrics]  # metrics of each optimizer step, in order
     seconds: dict[str, float]  # phase -> wall-clock seconds
+    batch: Batch  # with the loss masks that were trained
     experience: Experience
     estimate: Estimate
     logprobs: Tensor | None  # [N] float64 of the trainer: before the update or, if those are not computed, in its pass
@@ -85,6 +87,11 @@ def train_rollout(
         experience = gather_experience(models, steps, batch, config, temperature, clock)
     with clock("advantages"):
         estimate = estimate_advantages(experience, config)
+        if path := config.rollout_data_postprocess_path:
+            masked, experience, estimate = postprocess_rollout(path, batch, experience, estimate, config)
+            if masked is not batch:
+                batch, steps = masked, plan_steps(models.policy, masked, config)
+                weights = compute_loss_weights(batch, config)
         attach_token_fields(steps, experience, estimate, weights, models.policy.device)
     loss = partial(policy_microbatch_loss, engine=models.policy, config=config, temperature=temperature)
     before = None if config.use_rollout_logprobs else experience.old_logprobs
@@ -100,7 +107,7 @@ def train_rollout(
     rollout_metrics = {"rollout/advantages": estimate.advantages, **estimate.metrics}
     metrics |= {name: weights.mean_over_steps(values) for name, values in rollout_metrics.items()}
     metrics |= speed_metrics(models.policy, batch, clock.seconds)
-    return TrainedRound(metrics, per_step, clock.seconds, experience, estimate, logprobs)
+    return TrainedRound(metrics, per_step, clock.seconds, batch, experience, estimate, logprobs)
 
 
 def train_models(
@@ -134,7 +141,8 @@ def gather_experience(
     and values of the critic."""
     experience = Experience(
         sample_index=torch.from_numpy(batch.sample_index),
-        rewards=torch.from_numpy(batch.rewards),
+        rewards=torch.from_numpy(batch.rewards if batch.train_rewards is None else batch.train_rewards),
+        normalize_rewards=batch.train_rewards is None,
         group_index=torch.from_numpy(batch.group_index),
         rollout_logprobs=torch.from_numpy(batch.rollout_logprobs[batch.trained_positions]).double(),
     )
@@ -169,7 +177,8 @@ def needs_old_logprobs(config: TrainConfig, num_steps: int) -> bool:
     """Return whether the policy's log-probs before the update need a separate forward pass. With one optimizer step
     they equal the log-probs of the training pass, so the separate pass is needed only if the advantages depend on
     them."""
-    needed_by_advantages = config.kl_coef > 0 or config.use_opd or config.custom_advantage_function_path is not None
+    functions = (config.custom_advantage_function_path, config.rollout_data_postprocess_path)
+    needed_by_advantages = config.kl_coef > 0 or config.use_opd or any(functions)
     return config.loss_type != "sft_loss" and (num_steps > 1 or needed_by_advantages)
 
 

@@ -21,6 +21,9 @@ from penstock.storage.errors import PluginError, RunError
 
 SCHEMA_VERSION = 3  # 2 adds routed_experts, 3 adds teacher_logprobs
 _VERSION_KEY = b"penstock_schema_version"
+# Component of `rewards` that user-defined functions of a rollout set (--custom-reward-post-process-path): advantage
+# estimators use it in place of the reward, without normalizing it within groups.
+TRAIN_REWARD = "train_reward"
 
 
 class Status(StrEnum):

@@ -14,6 +14,7 @@ from harness import POINTS, ROUNDS, Pipeline, World, tiny_flags
 from matrix import kill_at, verdict
 from soak import soak
 
+from penstock.flows.commands.demo_model import make_tiny_model
 from penstock.storage.samples.shards import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
@@ -65,6 +66,21 @@ def test_run_with_adapters_survives_kills(world: World, kills: list[tuple[str, s
     if mode == "plain":  # otherwise older policies have generated some tokens
         assert max(metric["train/train_rollout_logprob_abs_diff"] for metric in metrics) < 1e-5
     assert metrics[-1]["train/kl_loss"] > 1e-6
+
+
+@pytest.mark.full
+def test_run_with_the_engine_of_a_teacher_survives_kills(world: World) -> None:
+    teacher = make_tiny_model(world.root / "teacher", seed=1)
+    flags = [*tiny_flags(world, rounds=3), "--use-opd", "--opd-type", "sglang", "--opd-teacher-load", str(teacher)]
+    pipeline = Pipeline(world, "taught", str(world.root / "store"), flags)
+    kills = kill_at(pipeline, [("publish-after", "engine"), ("train-mid-step", "tree"), ("publish-after", "teacher")])
+    assert all(kill["num_killed"] for kill in kills)
+    assert verdict(pipeline)["replayed_rounds"] == 3
+    for number in range(3):
+        commit = pipeline.store.committed(pipeline.keys.rollout_prefix(number))
+        assert commit is not None
+        for sample in read_samples(pipeline.store, commit):
+            assert not any(sample.loss_mask) or sample.teacher_logprobs is not None
 
 
 @pytest.mark.full

@@ -15,6 +15,7 @@ from aiohttp import web
 from penstock.engines.backends import engine_backend
 from penstock.engines.ports import reserve_free_port
 from penstock.engines.serving.replica import Replica, StartCancelled
+from penstock.engines.serving.server import ServerSpec
 from penstock.engines.weights.routes import ProcessPlace
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -185,6 +186,7 @@ class SmallReplica(Replica):
 
     def __init__(self, index: int, make_server: Callable[[], SmallServer] = SmallServer) -> None:
         self.index, self.make_server = index, make_server
+        self.spec = ServerSpec(model_path="/model")
         self.client = engine_backend().connect(lambda: [])
         self.num_starts = 0
         self.starts = True  # whether servers come up

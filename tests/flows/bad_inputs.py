@@ -588,6 +588,10 @@ def rows_of_requests() -> Iterator[Bad]:
         ("--num-experts 8", "num_moe_experts"), ("--moe-layer-freq zz", "moe_layer_freq"),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
         "--recompute-num-layers"), ("--position-embedding-type learned", "position_embedding_type"),
+        ("--use-opd --opd-type sglang", "--opd-teacher-load"),
+        ("--use-opd --opd-type sglang --opd-teacher-load {root}/directory", "directory"),
+        ("--use-opd --opd-type sglang --opd-teacher-load {root}/model --opd-teacher-num-gpus 3",
+        "--opd-teacher-num-gpus 3"),
         ("--sglang-tp-size 2", "--sglang-tp-size"), ("--sglang-model-path x", "--sglang-model-path"),
         ("--sglang-host 0.0.0.0", "--sglang-host"), ("--router-host x", "--router-host"),
         ("--rollout-sampling top_pp=0.9", "top_p"), ("--rollout-sampling temperature=0.5", "temperature"),
@@ -620,7 +624,9 @@ def rows_of_requests() -> Iterator[Bad]:
         ("--dynamic-sampling-filter-path", "one"), ("--data-source-path", "Empty"),
         ("--buffer-filter-path", "many"), ("--rollout-sample-hook-path", "one"),
         ("--rollout-sample-filter-path", "one"), ("--custom-advantage-function-path", "many"),
-        ("--rollout-all-samples-process-path", "one"),
+        ("--rollout-all-samples-process-path", "one"), ("--eval-function-path", "one"),
+        ("--custom-reward-post-process-path", "one"), ("--custom-convert-samples-to-train-data-path", "one"),
+        ("--rollout-data-postprocess-path", "one"),
     ):  # fmt: skip
         yield train(word, f"{{root}}/functions.py:{path}", culprit="functions.py")
 

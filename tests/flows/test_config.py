@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.flows.config import PostTrainConfig, config_hash, list_options, options_by_mutability, validate_config
-from penstock.flows.options.flags import parse_config, penstock_flags, split_flags
+from penstock.flows.options.flags import parse_config, parse_values, penstock_flags, split_flags
 from penstock.flows.runtime.conversion import export_origin
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
@@ -40,6 +40,13 @@ def test_own_flags_set_converted_values_in_their_sections() -> None:
     )
     assert config.rollout.rollout_stop == ["a", "b"]
     assert (config.train.global_batch_size, config.train.num_steps_per_rollout) == (32, 1)
+
+
+def test_second_user_defined_function_is_refused_and_not_silently_taken() -> None:
+    twice = ["--rollout-sample-hook-path", "a.py:f", "--rollout-sample-hook-path"]
+    with pytest.raises(OptionError, match=r"--rollout-sample-hook-path is given twice, with 'a.py:f' and 'b.py:f'"):
+        parse_values([*twice, "b.py:f"])
+    assert parse_values([*twice, "a.py:f"])["rollout"]["rollout_sample_hook_path"] == "a.py:f"
 
 
 def test_aliases_set_the_option_and_repeated_flags_extend_it() -> None:

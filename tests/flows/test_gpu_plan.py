@@ -161,6 +161,25 @@ def test_doctor_plans_separate_gpus_and_sft(
     assert "does not fit: the engine's weights exceed" in capsys.readouterr().out
 
 
+def test_doctor_plans_the_engine_of_a_teacher(
+    model_dir: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--hf-checkpoint", model_dir("qwen3-0.6B"), "--gpu-memory-gib", "80", *FULL.split(), "--num-gpus", "8"]
+    words += ["--rollout-num-gpus", "2", "--use-opd", "--opd-type", "sglang", "--opd-teacher-load"]
+    assert main(["doctor", "--plan", *words, model_dir("qwen3-32B"), "--opd-teacher-num-gpus", "2"]) == 0
+    text = capsys.readouterr().out
+    rows = {line[:34].strip(): line[34:].split() for line in text.splitlines()}
+    assert rows["teacher, weights"][:3] == ["30.5", "2", "GPUs"] and "4 GPUs: tensor 1" in text
+    assert rows["host memory of a trainer rank"] == ["0.0"], "the trainer does not load the teacher"
+    assert main(["doctor", "--plan", *words, model_dir("deepseek-v3")]) == 1
+    assert "does not fit: the teacher's weights exceed" in capsys.readouterr().out
+    config = parse_config([*words[:2], *words[-4:], model_dir("deepseek-v3")])
+    with pytest.raises(EngineError, match=r"the engine of --opd-teacher-load needs .* raise --opd-teacher-num-gpus"):
+        plans.check_memory(plans.plan_gpu_memory("post_train", config, read_shape(words[1]), 80 * GIB))
+    with pytest.raises(LayoutError, match=r"the run needs 2 .*--opd-teacher-num-gpus for the teacher"):
+        plans.check_gpu_count("post_train", config, 1)
+
+
 # ---- preflight -------------------------------------------------------------------------------------------------------
 
 

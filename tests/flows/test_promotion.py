@@ -9,6 +9,7 @@ import pytest
 
 from penstock.flows import tasks
 from penstock.flows.cli import main
+from penstock.flows.commands.fork import forked_config
 from penstock.flows.options.flags import parse_config
 from penstock.flows.promotion import promote_policy, with_champion
 from penstock.flows.runtime.preflight import check_promotion_options
@@ -180,6 +181,12 @@ def test_run_starts_from_the_export_of_the_champion_and_keeps_it(store: Store, t
     store.create(RunKeys("next").record, json.dumps(record).encode())
     promote(store, 2)
     assert with_champion(config).convert.hf_checkpoint == path
+    given = ["--hf-checkpoint", "champion:math"]
+    assert forked_config(config, given, "branch", 0).convert.hf_checkpoint == store.path(
+        store.committed(KEYS.export_prefix(2)).attempt
+    )
+    with pytest.raises(RunError, match="model 'other' has no champion"):
+        forked_config(config, ["--hf-checkpoint", "champion:other"], "branch", 0)
     store.delete([commit_key(KEYS.export_prefix(2))])
     other = parse_config(["--hf-checkpoint", "champion:math", "--run", "third", "--store", store.root])
     with pytest.raises(RunError, match="has no export in a local store"):

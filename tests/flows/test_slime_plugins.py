@@ -15,6 +15,8 @@ from penstock_command import penstock
 
 from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.storage.refs import RunKeys
+from penstock.storage.samples.shards import read_samples
+from penstock.storage.samples.trained_tokens import read_trained_tokens
 from penstock.storage.store import Store
 
 FILES = {
@@ -81,6 +83,19 @@ from slime.rollout.sglang_rollout import generate_rollout as built_in
 def generate_rollout(args, rollout_id, data_source, evaluation=False):
     output = built_in(args, rollout_id, data_source, evaluation=evaluation)
     return RolloutFnTrainOutput(samples=output.samples, metrics={"rollout/bonus": args.bonus})
+""",
+    "train.py": """
+import torch
+
+
+def post_process(args, samples):
+    rewards = torch.tensor([sample.get_reward_value(args) for sample in samples])
+    return rewards.tolist(), (rewards - rewards.mean()).tolist()
+
+
+def postprocess(args, rollout_id, rollout_data):
+    for mask in rollout_data["loss_masks"]:
+        mask[:2] = 0
 """,
     "logs.py": """
 from slime.utils.logging_utils import log
@@ -167,6 +182,8 @@ def test_package_for_slime_runs_unchanged_and_trackers_agree(
         --dynamic-sampling-filter-path my_plugins.filters.check --data-source-path my_plugins.source.Source
         --rollout-function-path my_plugins.rollout.generate_rollout --plugin-args bonus=7
         --custom-rollout-log-function-path my_plugins.logs.log_rollout_data
+        --custom-reward-post-process-path my_plugins.train.post_process
+        --rollout-data-postprocess-path my_plugins.train.postprocess
         --use-tensorboard --tb-dir {tmp_path / "tb"} --use-wandb --wandb-mode offline --wandb-dir {tmp_path}
         --mlflow-tracking-uri sqlite:///{tmp_path / "mlflow.db"} --prometheus-port {scraper.port}
         --log-format json
@@ -182,6 +199,15 @@ def test_package_for_slime_runs_unchanged_and_trackers_agree(
         assert rollout.summary["rollout/bonus"] == 7 and rollout.summary["mine/responses"] >= 1
         assert 1 <= rollout.summary["rollout/raw_reward"] <= 3  # the bonus of the data source
         assert step.summary["train/train_rollout_logprob_abs_diff"] < 1e-3
+        assert abs(rollout.summary["rollout/rewards/train_reward"]) < 1e-6
+        advantages = read_trained_tokens(store, step)["advantages"].to_pylist()
+        expected = [sample.rewards["train_reward"] for sample in read_samples(store, rollout)]
+        assert [row[:2] for row in advantages] == [[0.0] * len(row[:2]) for row in advantages]
+        assert [row[-1] for row in advantages if len(row) > 2] == pytest.approx(
+            [reward for reward, row in zip(expected, advantages) if len(row) > 2]
+        )
+    replayed = penstock("replay", "r", "--store", str(tmp_path / "store"), env=prefect_api, cwd=tmp_path)
+    assert "2 of 2 rounds are equal bit for bit" in replayed.stdout
 
     own = points_of_mlflow(tmp_path / "mlflow.db")
     assert ("train/loss", 1) in own and ("mine/responses", 0) in own

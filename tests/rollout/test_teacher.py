@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,14 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
+from penstock.engines.backends import engine_backend
+from penstock.engines.cluster import Cluster
+from penstock.engines.serving.pool import start_pool
 from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.engine_options import TEACHER, device_counts, run_placement, teacher_options
+from penstock.flows.runtime.preflight import check_teacher
 from penstock.stages.rollout import teacher
 from penstock.stages.rollout.teacher import Teacher, token_logprobs
 from penstock.stages.train.batching import Batch, read_teacher_logprobs
 from penstock.stages.train.config import TrainConfig
-from penstock.storage.errors import OptionError, PluginError, RunError
+from penstock.storage.errors import ModelError, OptionError, PluginError, RunError
 from penstock.storage.samples.sample import Sample, Status, from_table, to_table
 
 TRAINED = Sample("a", "g", "t0", 0, token_ids=[5, 6, 7, 8], loss_mask=[0, 0, 1, 1], rollout_logprobs=[0, 0, -1, -2])
@@ -70,7 +79,7 @@ def server() -> Iterator[Server]:
 
 def score(server: Server, *samples: Sample) -> None:
     async def run() -> None:
-        await Teacher(f"127.0.0.1:{server.server_port}").score(samples)
+        await Teacher.at(f"127.0.0.1:{server.server_port}").score(samples)
 
     asyncio.run(run())
 
@@ -88,6 +97,17 @@ def test_trained_tokens_get_the_log_probs_of_the_teacher(server: Server) -> None
     [body] = server.bodies
     assert body["path"] == "/generate" and body["input_ids"] == [5, 6, 7, 8] and body["return_logprob"]
     assert body["logprob_start_len"] == 0 and body["sampling_params"]["max_new_tokens"] == 0
+
+
+def test_request_waits_while_the_engine_of_the_run_restarts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses, first = [[], [], [f"http://127.0.0.1:{server.server_port}"]], sample()
+    monkeypatch.setattr(teacher, "POLL_SECONDS", 0.0)
+
+    async def run() -> None:
+        await Teacher(lambda: addresses.pop(0), "the teacher's engine").score([first])
+
+    asyncio.run(run())
+    assert first.teacher_logprobs == [0.0, 0.0, -7.2, -8.3] and len(server.bodies) == 1
 
 
 def test_failed_requests_are_repeated_until_the_limit(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +136,11 @@ def test_failed_requests_are_repeated_until_the_limit(server: Server, monkeypatc
 def test_answer_without_the_log_probs_of_these_tokens_is_refused(answer: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match="answered without the log-probs of the 2 tokens"):
         token_logprobs(answer, [5, 6])
+
+
+def test_last_token_of_the_vocabulary_which_sglang_reports_as_0_has_its_log_prob() -> None:
+    answer = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-1.5, 0, None]]}}
+    assert token_logprobs(answer, [5, 63]) == [0.0, -1.5]
 
 
 # ---- the column ------------------------------------------------------------------------------------------------------
@@ -160,13 +185,14 @@ def test_teacher_on_a_server_is_not_loaded_by_the_trainer(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--use-opd", "--opd-type", "sglang"], "--opd-type sglang and --opd-teacher-url need each other"),
-        (["--opd-teacher-url", "http://t"], "--opd-type sglang and --opd-teacher-url need each other"),
+        (["--use-opd", "--opd-type", "sglang"], "--opd-type sglang needs either --opd-teacher-load"),
+        (["--opd-teacher-url", "http://t"], "--opd-teacher-url has no effect without --opd-type sglang"),
+        (["--opd-teacher-load", "t"], "--use-opd and --opd-teacher-load need each other"),
         (["--use-opd", "--opd-type", "megatron"], "--use-opd and --opd-teacher-load need each other"),
         (["--opd-type", "sglang"], "--opd-type sglang has no effect without --use-opd"),
         (
             ["--use-opd", "--opd-type", "sglang", "--opd-teacher-load", "t", "--opd-teacher-url", "http://t"],
-            "--use-opd and --opd-teacher-load need each other, unless --opd-type is sglang",
+            "--opd-type sglang needs either --opd-teacher-load, .* or --opd-teacher-url",
         ),
         (
             ["--use-opd", "--opd-type", "sglang", "--opd-teacher-url", "http://t", "--rollout-temperature", "0.8"],
@@ -177,3 +203,60 @@ def test_teacher_on_a_server_is_not_loaded_by_the_trainer(tmp_path: Path) -> Non
 def test_contradictory_options_of_the_teacher_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         parse_config(["--hf-checkpoint", "m", *words])
+
+
+# ---- the engine of the run -------------------------------------------------------------------------------------------
+
+
+def own_teacher(model: Path, *words: str) -> list[str]:
+    return [*WORDS, "--opd-type", "sglang", "--opd-teacher-load", str(model), *words]
+
+
+def test_own_teacher_has_an_engine_beside_those_of_the_policy(tmp_path: Path) -> None:
+    words = ["--opd-teacher-num-gpus", "2", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "6"]
+    words += ["--rollout-num-gpus-per-engine", "3", "--sglang-port", "30000", "--sglang-context-length", "64"]
+    config = parse_config(own_teacher(tmp_path, *words))
+    options = teacher_options(config)
+    assert options is not None and options.spec.model_path == str(tmp_path)
+    assert (options.spec.role, options.spec.port, options.spec.args) == ("teacher", 0, {})
+    assert options.num_engines_to_start(has_gpus=True) == 1 and options.gpus_per_engine == 2
+    assert config.train.auxiliary_models == {}, "the trainer loads no teacher"
+    placement = run_placement(config)
+    assert (placement.end_of_engines(4), placement.total_gpus(4)) == (11, 14)  # engines: GPUs 4-6 and 8-10
+    assert device_counts("post_train", config) == (2, 8, False)
+    assert teacher_options(parse_config([*WORDS, "--opd-type", "sglang", "--opd-teacher-url", "http://t"])) is None
+    assert "opd_teacher_num_gpus" not in parse_config(own_teacher(tmp_path)).rollout.model_dump()
+
+
+def test_teacher_whose_tokens_have_other_ids_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    words = ["--hf-checkpoint", str(tiny_model), "--rollout-max-response-len", "32"]
+    check_teacher(parse_config([*words, *own_teacher(tiny_model)[2:]]))
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match=f"the teacher {other} has the id .* but the policy has"):
+        check_teacher(parse_config([*words, *own_teacher(other)[2:]]))
+
+
+@pytest.mark.integration
+def test_killed_engine_of_the_teacher_is_restarted_and_ends_with_its_pool(
+    cluster: Cluster, tiny_model: Path, tmp_path: Path
+) -> None:
+    options = teacher_options(parse_config(own_teacher(tiny_model)))
+    assert options is not None
+    pool = start_pool(cluster, options.replace_spec_fields(log_dir=str(tmp_path)), engine_backend())
+    first, second = sample(), sample()
+    with pool.serving(TEACHER, lambda urls: None) as urls:
+        asyncio.run(Teacher(urls, "teacher").score([first]))
+        [pid] = pool.pids()
+        os.kill(pid, signal.SIGKILL)
+        asyncio.run(Teacher(urls, "teacher").score([second]))
+        [restarted] = pool.pids()
+    assert first.teacher_logprobs == second.teacher_logprobs and max(first.teacher_logprobs[2:]) < 0
+    assert restarted != pid
+    server = psutil.Process(restarted)
+    pool.stop()
+    server.wait(timeout=30)

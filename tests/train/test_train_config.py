@@ -15,7 +15,7 @@ from penstock.storage.errors import OptionError
 
 
 def test_every_user_defined_function_is_checked_before_anything_starts() -> None:
-    assert set(PLUGINS) == {name for name in TrainConfig.model_fields if name.startswith("custom_")}
+    assert set(PLUGINS) == {name for name in TrainConfig.model_fields if name.endswith("_path")}
 
 
 @pytest.mark.parametrize(

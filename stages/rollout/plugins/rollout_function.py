@@ -7,7 +7,7 @@ groups back for later rounds. The function returns --rollout-batch-size groups t
 without a reward are graded afterwards. A group that it neither returns nor hands back is dropped, with this reason.
 
 `args` has the rollout's options, `args.engine` (engine_handle.py), and `args.rollout`, the parts of the built-in
-rollout, which the functions of slime_api.py call.
+rollout, which the functions of slime_api.py call. Evaluations may call a function, too (eval_function.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from penstock.stages.rewards.outcome import parse_reward
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import GroupRunner
 from penstock.stages.rollout.plugins.engine_handle import EngineHandle
+from penstock.stages.rollout.plugins.eval_function import samples_of_evaluation
 from penstock.stages.rollout.plugins.hooks import numbers_of
 from penstock.stages.rollout.plugins.plugin_runner import PluginRunner
 from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
@@ -90,10 +91,22 @@ class FunctionSource:
 
 class RolloutTools:
     """Parts of the built-in rollout that a rollout function may call (`args.rollout`), from any thread or event
-    loop."""
+    loop.
 
-    def __init__(self, config: RolloutConfig, runner: GroupRunner, collect: Collect) -> None:
-        self.config = config
+    Args:
+        source: prompts of this round.
+        data_set: name of the data set, in an evaluation.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        runner: GroupRunner,
+        collect: Collect,
+        source: FunctionSource,
+        data_set: str | None,
+    ) -> None:
+        self.config, self.source, self.data_set = config, source, data_set
         self._runner, self._collect = runner, collect
         self._loop = asyncio.get_running_loop()
         self.collected: list[Collected] = []
@@ -142,17 +155,26 @@ class RolloutFunctionCall:
         intake: prompts of this round.
         collect: the built-in rollout: takes a function that returns groups.
         handle: the engines, as `args.engine`.
+        data_set: name of the data set, in an evaluation.
     """
 
     def __init__(
-        self, config: RolloutConfig, runner: GroupRunner, intake: PromptIntake, collect: Collect, handle: EngineHandle
+        self,
+        config: RolloutConfig,
+        runner: GroupRunner,
+        intake: PromptIntake,
+        collect: Collect,
+        handle: EngineHandle,
+        data_set: str | None = None,
     ) -> None:
         assert config.rollout_function_path is not None
         self.config, self.runner, self.handle = config, runner, handle
         self.function = load_rollout_function(config.rollout_function_path)
         self.name = describe_function(self.function, config.rollout_function_path)
         self.source = FunctionSource(intake)
-        self.tools = RolloutTools(config, runner, collect)
+        self.data_set = data_set
+        self.tools = RolloutTools(config, runner, collect, self.source, data_set)
+        self.rewards: dict[int, float] = {}  # id() of a returned sample -> reward that an evaluation returned beside it
         self.metrics: dict[str, float] = {}
 
     async def run(self, num_groups: int) -> tuple[list[Group], list[Group], list[tuple[Group, str]]]:
@@ -164,7 +186,10 @@ class RolloutFunctionCall:
         """
         args = SimpleNamespace(**self.config.plugin_arguments(), engine=self.handle, rollout=self.tools)
         args.sglang_router_ip, args.sglang_router_port = self.handle.address
-        options = {"evaluation": False} if "evaluation" in inspect.signature(self.function).parameters else {}
+        if self.data_set is not None:
+            args.eval_prompt_data = [self.data_set, self.config.prompt_data[0]]
+        is_eval = self.data_set is not None
+        options = {"evaluation": is_eval} if "evaluation" in inspect.signature(self.function).parameters else {}
         runner = PluginRunner(self.name, is_async=inspect.iscoroutinefunction(self.function))
         returned = await runner.run(
             lambda: self.function(args, self.runner.round.rollout_id, self.source, **options),
@@ -180,7 +205,10 @@ class RolloutFunctionCall:
 
     def _groups_of(self, returned: Any, num_groups: int) -> list[list[Any]]:
         """Return the groups that the function returned. Raises PluginError if they are not those of a round."""
-        samples = list(_flatten(getattr(returned, "samples", returned)))
+        returned_samples = getattr(returned, "samples", returned)
+        if self.data_set is not None:
+            returned_samples, self.rewards = samples_of_evaluation(returned, self.data_set, self.name)
+        samples = list(_flatten(returned_samples))
         if strange := next((sample for sample in samples if not isinstance(sample, Sample)), None):
             raise PluginError(f"{self.name} returned {type(strange).__name__}: return a list of groups of samples")
         groups = group_by_group_id(samples)
@@ -193,6 +221,9 @@ class RolloutFunctionCall:
             raise PluginError(
                 f"{self.name} returned {len(groups)} groups: return --rollout-batch-size ({num_groups}) groups, and "
                 "hand others back with data_source.add_samples"
+                if self.data_set is None
+                else f"{self.name} returned {len(groups)} of the {num_groups} prompts of the data set {self.data_set}: "
+                "return all of them, because evaluations are compared prompt by prompt"
             )
         return groups
 
@@ -247,6 +278,8 @@ class RolloutFunctionCall:
             components = sample.rewards
             parse_reward(sample.reward, self.config.reward_key, self.name).apply(sample)
             sample.rewards = components
+        if id(part) in self.rewards:
+            sample.reward = self.rewards[id(part)]
         return sample
 
     def _unused(self, kept: set[str]) -> tuple[list[Group], list[tuple[Group, str]]]:

@@ -39,7 +39,8 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """What slime's rollout functions return from evaluations, which Penstock does itself."""
+    """What a rollout function returns from an evaluation: data set -> "samples" and perhaps "rewards", and further
+    metrics of the evaluation."""
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] | None = None
@@ -57,11 +58,29 @@ class GenerateState:
         self.aborted = False
 
 
-def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
-    """Return the groups that the built-in rollout keeps. Call it in a rollout function without `async`."""
-    if evaluation:
-        raise PluginError("evaluations do not call the rollout function: generate_rollout needs evaluation=False")
-    return RolloutFnTrainOutput(_of_args(args, "rollout").generate_rollout(data_source))
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """Return the groups that the built-in rollout keeps, or the results of the built-in evaluation. Call it in a
+    rollout function without `async`."""
+    groups = _of_args(args, "rollout").generate_rollout(data_source)
+    return _eval_output(args, groups) if evaluation else RolloutFnTrainOutput(groups)
+
+
+async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[Any]]:
+    """Return the results of the built-in evaluation on the data set of `args.eval_prompt_data`, and no groups."""
+    tools = _of_args(args, "rollout")
+    return _eval_output(args, await asyncio.to_thread(tools.generate_rollout, tools.source)), []
+
+
+def _eval_output(args: Any, groups: list[list[UserSample]]) -> RolloutFnEvalOutput:
+    samples = [sample for group in groups for sample in group]
+    results = {
+        "rewards": [0.0 if sample.reward is None else sample.reward for sample in samples],
+        "truncated": [sample.status == UserSample.Status.TRUNCATED for sample in samples],
+        "samples": samples,
+    }
+    return RolloutFnEvalOutput({args.rollout.data_set: results})
 
 
 async def generate(args: Any, sample: UserSample, sampling_params: dict[str, Any]) -> UserSample:

@@ -241,6 +241,26 @@ def check_tokenizer(
     return tokenizer
 
 
+def check_same_tokens(policy: PromptTokenizer, teacher: PromptTokenizer, directory: str | Path) -> None:
+    """Check that a teacher knows every token of the policy under the same id; it may have further tokens.
+
+    Args:
+        policy: tokenizer of the policy.
+        teacher: tokenizer of the teacher.
+        directory: model directory of the teacher, for the error message.
+
+    Raises:
+        ModelError: a token of the policy is missing or has another id.
+    """
+    ids = teacher.inner.get_vocab()
+    for token, id in policy.inner.get_vocab().items():
+        if ids.get(token) != id:
+            raise ModelError(
+                f"the teacher {directory} has the id {ids.get(token)} for the token {token[:40]!r}, but the policy has "
+                f"{id}, so that it would score other tokens: give a teacher with the policy's tokenizer"
+            )
+
+
 def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str | Path) -> None:
     """Check that the model has an embedding for every token of the tokenizer.
 

@@ -27,6 +27,7 @@ class Experience:
     ref_logprobs: Tensor | None = None  # [N] log-probs of the frozen reference
     teacher_logprobs: Tensor | None = None  # [N] log-probs of the teacher, for distillation
     values: Tensor | None = None  # [N] values of the critic before its update
+    normalize_rewards: bool = True  # False: a user-defined function of the rollout has done it (TRAIN_REWARD)
 
     def policy_logprobs(self, use_rollout_logprobs: bool) -> Tensor:  # [N]
         """Return the old log-probs (of the policy before the update), computed by the engine with

@@ -41,7 +41,7 @@ def reinforce_plus_plus_baseline(experience: Experience, kl_penalty: Tensor, con
 def _normalize_rewards(
     normalize: Callable[[Tensor, Tensor], Tensor], experience: Experience, config: AlgorithmConfig
 ) -> Tensor:  # [B] float64
-    if config.disable_rewards_normalization:
+    if config.disable_rewards_normalization or not experience.normalize_rewards:
         return experience.rewards.double()
     return normalize(experience.rewards, experience.group_index)
 

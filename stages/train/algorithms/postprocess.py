@@ -1,0 +1,185 @@
+"""Call a user-defined function with the data of a rollout before the update (--rollout-data-postprocess-path):
+
+    def postprocess(args, rollout_id, rollout_data)
+
+`rollout_data` has slime's keys, with one entry per sample. Per-token entries are tensors over the response (from the
+first trained token on), 0 at tokens that are not trained; the function may change them in place or replace them. It is
+called on every rank with the whole rollout. Its result must depend only on its arguments: the results of all ranks are
+compared here, and the weights of a replay with those of the commit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from penstock.stages.plugins import describe_function, load_checked_function
+from penstock.stages.train.algorithm_config import PLUGINS, AlgorithmConfig
+from penstock.stages.train.algorithms.experience import Estimate, Experience
+from penstock.stages.train.batching import Batch
+from penstock.storage.errors import PluginError
+
+EXPERIENCE_KEYS = {  # key of rollout_data -> field of Experience that the update reads
+    "log_probs": "old_logprobs",
+    "ref_log_probs": "ref_logprobs",
+    "rollout_log_probs": "rollout_logprobs",
+    "values": "values",
+}
+TOKEN_FIELDS = ("sample_index", "teacher_logprobs", *EXPERIENCE_KEYS.values())  # of Experience, with N entries
+
+
+def postprocess_rollout(
+    path: str, batch: Batch, experience: Experience, estimate: Estimate, config: AlgorithmConfig
+) -> tuple[Batch, Experience, Estimate]:
+    """Return the rollout as the function of `path` has changed it. The batch is the same object unless the function has
+    masked tokens, which the other results then lack.
+
+    Raises:
+        PluginError: the function returns a value, changes something that is not read back, leaves tensors of other
+            sizes, numbers that are not finite, or a loss mask of 1 on a token that was not trained, or has another
+            result on another rank.
+    """
+    function = load_checked_function(path, *PLUGINS["rollout_data_postprocess_path"])
+    name = describe_function(function, path)
+    responses = _Responses(batch, name)
+    tokens = {key: getattr(experience, field) for key, field in EXPERIENCE_KEYS.items()}
+    if experience.old_logprobs is experience.rollout_logprobs:  # --use-rollout-logprobs: one entry for both
+        del tokens["log_probs"]
+    tokens |= {"advantages": estimate.advantages, "returns": estimate.returns}
+    tokens = {key: values for key, values in tokens.items() if values is not None}
+    data = {key: responses.split(values) for key, values in tokens.items()}
+    data["loss_masks"] = responses.split(torch.ones(len(batch.trained_positions), dtype=torch.int32))
+    fixed, copies = responses.fixed_entries(experience), responses.fixed_entries(experience)
+    data |= fixed
+    if function(SimpleNamespace(**config.model_dump()), batch.rollout_id, data) is not None:
+        raise PluginError(f"{name} returned a value: change the tensors of rollout_data, and return None")
+    if unknown := sorted(data.keys() ^ {*tokens, *fixed, "loss_masks"}):
+        raise PluginError(
+            f"{name} adds or removes {unknown[0]!r} of rollout_data, which is not used: leave it as it is"
+        )
+    if changed := [key for key, values in copies.items() if not _are_equal(data[key], values)]:
+        raise PluginError(
+            f"{name} changes {changed[0]!r} of rollout_data, which the update does not read: change "
+            f"{', '.join(tokens)} or loss_masks"
+        )
+    joined = {key: responses.join(data[key], key) for key in tokens}
+    kept = responses.join_mask(data["loss_masks"])
+    _check_equal_on_ranks([kept, *joined.values()], name)
+    if "log_probs" not in joined and experience.old_logprobs is not None:
+        joined["log_probs"] = joined["rollout_log_probs"]
+    fields: dict[str, Any] = {field: joined[key] for key, field in EXPERIENCE_KEYS.items() if key in joined}
+    experience = replace(experience, **fields)
+    estimate = replace(estimate, advantages=joined["advantages"], returns=joined.get("returns"))
+    if kept.all():
+        return batch, experience, estimate
+    mask = batch.loss_mask.copy()
+    mask[batch.trained_positions[~kept.numpy()]] = False
+    return replace(batch, loss_mask=mask), _experience_of(experience, kept), _estimate_of(estimate, kept)
+
+
+class _Responses:
+    """Splits values of the N trained tokens of a batch into responses, and joins them again.
+
+    Args:
+        batch: the rollout.
+        name: of the function, for messages.
+    """
+
+    def __init__(self, batch: Batch, name: str) -> None:
+        self.batch, self.name = batch, name
+        self.positions = torch.from_numpy(batch.trained_positions)
+        ends = batch.offsets[1:]
+        starts = ends.copy()  # samples without trained tokens have empty responses
+        has_trained = batch.num_trained_tokens > 0
+        first = np.cumsum(batch.num_trained_tokens) - batch.num_trained_tokens
+        starts[has_trained] = batch.trained_positions[first[has_trained]]
+        self.spans = list(zip(starts.tolist(), ends.tolist()))
+
+    def fixed_entries(self, experience: Experience) -> dict[str, list[Any]]:
+        """Return the entries that the update does not read: recorded samples, and inputs of the advantages."""
+        tokens, offsets = torch.from_numpy(self.batch.token_ids), self.batch.offsets.tolist()
+        teacher = experience.teacher_logprobs
+        of_teacher = {} if teacher is None else {"teacher_log_probs": self.split(teacher)}
+        return of_teacher | {
+            "tokens": [tokens[start:end].clone() for start, end in pairwise(offsets)],
+            "total_lengths": self.batch.lengths.tolist(),
+            "response_lengths": [end - start for start, end in self.spans],
+            "rewards": experience.rewards.tolist(),
+            "raw_reward": self.batch.rewards.tolist(),
+        }
+
+    def split(self, values: Tensor) -> list[Tensor]:  # [N] -> B x [response length]
+        """Return values of the trained tokens as one tensor per response."""
+        full = torch.zeros(len(self.batch.token_ids), dtype=values.dtype)
+        full[self.positions] = values.cpu()
+        return [full[start:end].clone() for start, end in self.spans]
+
+    def join(self, parts: Any, key: str) -> Tensor:  # B x [response length] -> [N] float64
+        """Return the values of the trained tokens. Raises PluginError if sizes differ, or a number is not finite."""
+        full = torch.zeros(len(self.batch.token_ids), dtype=torch.float64)
+        if not isinstance(parts, list | tuple) or len(parts) != len(self.spans):
+            raise PluginError(f"{self.name} leaves {key!r} without one tensor for each of {len(self.spans)} samples")
+        for (start, end), part in zip(self.spans, parts):
+            values = torch.as_tensor(part, dtype=torch.float64)
+            if values.shape != (end - start,) or not values.isfinite().all():
+                raise PluginError(
+                    f"{self.name} leaves {key!r} of a sample with the shape {list(values.shape)}, or with numbers that "
+                    f"are not finite: leave {end - start} finite numbers, one for each token of the response"
+                )
+            full[start:end] = values
+        return full[self.positions]
+
+    def join_mask(self, parts: Any) -> Tensor:  # B x [response length] -> [N] bool
+        """Return which of the trained tokens are still trained. Raises PluginError if other tokens are."""
+        kept = self.join(parts, "loss_masks")
+        total = sum(float(torch.as_tensor(part).sum()) for part in parts)
+        if not ((kept == 0) | (kept == 1)).all() or total != float(kept.sum()):
+            raise PluginError(
+                f"{self.name} sets loss_masks to something else than 0, or than 1 where it was 1: set it to 0 for "
+                "tokens that must not be trained"
+            )
+        return kept.bool()
+
+
+def _check_equal_on_ranks(results: list[Tensor], name: str) -> None:
+    """Check that all ranks have the same results of the function `name`. Raises PluginError."""
+    if not dist.is_initialized():
+        return
+    own = xxhash.xxh3_64(b"".join(values.contiguous().numpy().tobytes() for values in results)).hexdigest()
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, own)
+    if len(set(digests)) > 1:
+        raise PluginError(
+            f"{name} has different results on the {len(digests)} ranks of the trainer: make them depend on its "
+            "arguments alone, and not on random numbers or the time"
+        )
+
+
+def _are_equal(values: Any, others: list[Any]) -> bool:
+    """Return whether two lists of tensors or numbers are equal; NaN equals NaN."""
+    if not isinstance(values, list) or len(values) != len(others):
+        return False
+    pairs = [(torch.as_tensor(value), torch.as_tensor(other)) for value, other in zip(values, others)]
+    return all(a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in pairs)
+
+
+def _experience_of(experience: Experience, kept: Tensor) -> Experience:
+    """Return the experience of some of its N tokens."""
+    values = {name: getattr(experience, name) for name in TOKEN_FIELDS}
+    return replace(experience, **{name: value[kept] for name, value in values.items() if value is not None})
+
+
+def _estimate_of(estimate: Estimate, kept: Tensor) -> Estimate:
+    """Return the estimate of some of its N tokens."""
+    returns = None if estimate.returns is None else estimate.returns[kept]
+    return Estimate(
+        estimate.advantages[kept], returns, {name: values[kept] for name, values in estimate.metrics.items()}
+    )
