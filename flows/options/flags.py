@@ -221,10 +221,7 @@ def apply_own_flag(values: Values, name: str, args: list[str], options_set: set[
     elif f"{section}.{key}" in options_set and isinstance(new, list):
         new = [*target[key], *new]
     elif f"{section}.{key}" in options_set and key in FUNCTIONS.get(section, ()) and new != target[key]:
-        raise OptionError(
-            f"{flag_of_field(key)} is given twice, with {short_repr(target[key])} and {short_repr(new)}, but one "
-            "function is called: give one that calls both"
-        )
+        log_once(name, f"{new} replaces {target[key]}, because one function is called")
     target[key] = new  # the first flag replaces a file's value
     options_set.add(f"{section}.{key}")
 

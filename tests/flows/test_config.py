@@ -4,6 +4,7 @@ import pytest
 
 from penstock.flows.config import PostTrainConfig, config_hash, list_options, options_by_mutability, validate_config
 from penstock.flows.options.flags import parse_config, parse_values, penstock_flags, split_flags
+from penstock.flows.options.refused import log_once
 from penstock.flows.runtime.conversion import export_origin
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
@@ -42,11 +43,13 @@ def test_own_flags_set_converted_values_in_their_sections() -> None:
     assert (config.train.global_batch_size, config.train.num_steps_per_rollout) == (32, 1)
 
 
-def test_second_user_defined_function_is_refused_and_not_silently_taken() -> None:
-    twice = ["--rollout-sample-hook-path", "a.py:f", "--rollout-sample-hook-path"]
-    with pytest.raises(OptionError, match=r"--rollout-sample-hook-path is given twice, with 'a.py:f' and 'b.py:f'"):
-        parse_values([*twice, "b.py:f"])
-    assert parse_values([*twice, "a.py:f"])["rollout"]["rollout_sample_hook_path"] == "a.py:f"
+def test_second_user_defined_function_replaces_the_first_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    log_once.cache_clear()
+    words = ["--rollout-sample-hook-path", "a.py:f", "--rollout-sample-hook-path"]
+    assert parse_values([*words, "a.py:f"])["rollout"]["rollout_sample_hook_path"] == "a.py:f"
+    assert not caplog.records
+    assert parse_values([*words, "b.py:f"])["rollout"]["rollout_sample_hook_path"] == "b.py:f"
+    assert "--rollout-sample-hook-path: b.py:f replaces a.py:f" in caplog.text
 
 
 def test_aliases_set_the_option_and_repeated_flags_extend_it() -> None:
