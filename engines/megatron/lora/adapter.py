@@ -116,15 +116,24 @@ class Adapter(nn.Module):
             return torch.cat([part.chunk(self.group.size())[self.group.rank()] for part in full.chunk(2)])
         return full.chunk(self.group.size())[self.group.rank()]
 
-    def forward(self, x: Tensor, ends: Tensor | None = None) -> Tensor | None:
+    def forward(self, x: Tensor, ends: Tensor | None = None, output: Tensor | None = None) -> Tensor | None:
         """Return scale * B (A x), or None while the adapter is disabled. [..., in] -> [..., out / ranks]
 
         Args:
             x: input of the layer.
             ends: of grouped experts, [E] the index after the last row of each expert in `x`.
+            output: the layer's output, which nothing else uses: return it with the adapter's added, possibly in the
+                same memory, and unchanged while the adapter is disabled.
         """
         if not self.enabled:
-            return None
+            return output
+        if output is not None:
+            if self.group.size() == 1:
+                return AddAdapter.apply(output, x, self.lora_A, self.lora_B, self.part_mask, self.scale)
+            return output + self._product(x, ends)
+        return self._product(x, ends)
+
+    def _product(self, x: Tensor, ends: Tensor | None) -> Tensor:
         first: Tensor = self.lora_A
         second: Tensor = self.lora_B
         group = self.group
@@ -134,9 +143,7 @@ class Adapter(nn.Module):
                 first = copy_to_tensor_model_parallel_region(first, group=group)
             else:
                 second = copy_to_tensor_model_parallel_region(second, group=group)
-        if self.part_mask is not None:  # [out, r] -> [out, parts * r], zero outside of the row's part
-            mask: Tensor = self.part_mask  # type: ignore[assignment]
-            second = (second[..., None, :] * mask[:, :, None]).flatten(-2)
+        second = _spread(second, self.part_mask)  # type: ignore[arg-type]
         low_rank = _multiply(x, first, ends)
         if has_ranks and not self.is_dispatched:
             low_rank = self._communicate(low_rank)
@@ -192,6 +199,58 @@ class Adapter(nn.Module):
         return param.detach().unbind() if param.dim() == 3 else [param]
 
 
+class AddAdapter(torch.autograd.Function):
+    """y + scale * B (A x), written over y. One function, because the many small operations of an adapter cost more time
+    on the host than on the GPU."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, x: Tensor, first: Tensor, second: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        """Return `output`, changed in place.
+
+        Args:
+            ctx: autograd's context.
+            output: [..., out] y.
+            x: [..., in].
+            first: [parts * r, in] A.
+            second: [out, r] B.
+            mask: see `_spread`.
+            scale: factor of the adapter's output.
+        """
+        rows = x.reshape(-1, x.shape[-1])
+        low_rank = rows @ first.t()
+        spread = _spread(second, mask)
+        output.view(-1, output.shape[-1]).addmm_(low_rank, spread.t(), alpha=scale)
+        ctx.save_for_backward(x, low_rank, first, spread, mask)
+        ctx.scale = scale
+        return output.detach()  # not `output` itself: autograd refuses changes of what another function returned
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, low_rank, first, spread, mask = ctx.saved_tensors
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        low_rank_grad = grad @ spread
+        second_grad = grad.t() @ low_rank
+        if ctx.scale != 1:
+            low_rank_grad *= ctx.scale
+            second_grad *= ctx.scale
+        if mask is not None:
+            second_grad = (second_grad.view(*mask.shape, -1) * mask[:, :, None]).sum(1)
+        first_grad = low_rank_grad.t() @ x.reshape(-1, x.shape[-1])
+        return grads[0], (low_rank_grad @ first).view(x.shape), first_grad, second_grad, None, None
+
+
+def _spread(second: Tensor, mask: Tensor | None) -> Tensor:
+    """Return B for the stacked A of joined layers. [..., out, r] -> [..., out, parts * r]
+
+    Args:
+        second: B.
+        mask: [out, parts] 1 where a row belongs to a part; None: there is only one.
+    """
+    return second if mask is None else (second[..., None, :] * mask[:, :, None]).flatten(-2)
+
+
 def _multiply(x: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
     """Return x W^T, per expert if `ends` is given."""
     return F.linear(x, weight) if ends is None else F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
@@ -199,12 +258,9 @@ def _multiply(x: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
 
 def _add_adapter(adapter: Adapter, layer: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
     """Add the adapter's output to that of its layer (a forward hook)."""
-    added = adapter(inputs[0])
-    if added is None:
-        return output
     if isinstance(output, tuple):  # Megatron's layers return (output, bias)
-        return output[0] + added, *output[1:]
-    return output + added
+        return adapter(inputs[0], output=output[0]), *output[1:]
+    return adapter(inputs[0], output=output)
 
 
 def add_adapters(chunks: list[PolicyModel], options: LoraOptions, seed: int) -> None:
