@@ -76,8 +76,9 @@ class NormalizeAndRotate(torch.autograd.Function):
         backward_kernel[(programs,)](
             (x_grad, weight_grads), grad, (x, weight), (cosines, sines), sizes, ctx.eps, tile, num_warps=num_warps
         )
-        is_trained = weight_grads is not None and ctx.needs_input_grad[1]  # --lora-rank freezes the weight
-        weight_grad = weight_grads.sum(0).to(weight.dtype) if is_trained else None
+        weight_grad = None
+        if weight_grads is not None and ctx.needs_input_grad[1]:  # --lora-rank freezes the weight
+            weight_grad = weight_grads.sum(0).to(weight.dtype)
         return x_grad, weight_grad, None, None, None, None
 
 
