@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 from pathlib import Path
 from typing import Any
@@ -15,22 +16,37 @@ QWEN3 = {  # name -> sizes of `make_tiny_model`
     "0.6b": {"hidden": 1024, "layers": 28, "heads": 16, "groups": 8, "head_dim": 128, "ffn": 3072, "vocab": 151936},
     "1.7b": {"hidden": 2048, "layers": 28, "heads": 16, "groups": 8, "head_dim": 128, "ffn": 6144, "vocab": 151936},
     "4b": {"hidden": 2560, "layers": 36, "heads": 32, "groups": 8, "head_dim": 128, "ffn": 9728, "vocab": 151936},
+    "8b": {"hidden": 4096, "layers": 36, "heads": 32, "groups": 8, "head_dim": 128, "ffn": 12288, "vocab": 151936},
     "small": {"hidden": 768, "layers": 6, "heads": 12, "groups": 4, "head_dim": 64, "ffn": 2304, "vocab": 16384},
     "tiny": {"hidden": 256, "layers": 4, "heads": 4, "groups": 2, "head_dim": 64, "ffn": 768, "vocab": 1024},
 }
-MODELS = [*QWEN3, "moe"]
+MODELS = [*QWEN3, "llama-8b", "moe", "30b-a3b"]
 
 
 def make_model(name: str, directory: Path) -> Path:
-    """Write the bf16 model `name` to `directory`/`name`, if it is not there, and return this path: a shape of Qwen3, or
-    "moe", Qwen3-30B-A3B cut to two layers."""
+    """Write the bf16 model `name` to `directory`/`name`, if it is not there, and return this path: a shape of Qwen3,
+    "llama-8b" (Llama-3.1-8B), "30b-a3b" (Qwen3-30B-A3B), or "moe", the latter cut to two layers. It is made on a GPU if
+    there is one, in a process of its own, which then frees the GPU's memory."""
     path = directory / name
     if not (path / "config.json").exists():
-        if name == "moe":
-            make_mixture_of_experts(path)
-        else:
-            make_tiny_model(path, **QWEN3[name], dtype="bfloat16", max_length=40960)
+        process = multiprocessing.get_context("spawn").Process(target=_write_model, args=(name, path))
+        process.start()
+        process.join()
+        assert process.exitcode == 0, f"the model {name} could not be written"
     return path
+
+
+def _write_model(name: str, path: Path) -> None:
+    import torch
+
+    torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_default_dtype(torch.bfloat16)  # 30b-a3b in fp32 is larger than a GPU
+    if name in QWEN3:
+        make_tiny_model(path, **QWEN3[name], tied=name != "8b", dtype="bfloat16", max_length=40960)
+    elif name == "llama-8b":
+        make_llama(path)
+    else:
+        make_mixture_of_experts(path, layers=2 if name == "moe" else 48)
 
 
 def train_arguments(directory: Path, model: str, run: str, prompt_tokens: int = PROMPT_TOKENS) -> list[str]:
@@ -47,32 +63,39 @@ def train_arguments(directory: Path, model: str, run: str, prompt_tokens: int = 
     return [*where, *inputs, "--rollout-sampling", "ignore_eos=true", *dtype]
 
 
-def make_mixture_of_experts(path: Path, layers: int = 2) -> None:
-    """Write Qwen3-30B-A3B cut to `layers` layers: 128 experts of width 768, 8 for each token."""
-    import torch
+def make_mixture_of_experts(path: Path, layers: int) -> None:
+    """Write Qwen3-30B-A3B with this number of layers (it has 48): 128 experts of width 768, 8 for each token."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    tokenizer = make_tokenizer(40960)
     sizes: dict[str, Any] = dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, head_dim=128)
-    config = Qwen3MoeConfig(
-        **sizes,
-        vocab_size=151936,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        dtype="bfloat16",
-    )
+    sizes |= dict(num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4)
+    experts: dict[str, Any] = dict(num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)
+    _write(Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes, **experts, vocab_size=151936, **_common()), path)
+
+
+def make_llama(path: Path) -> None:
+    """Write Llama-3.1-8B."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, head_dim=128)
+    sizes |= dict(num_attention_heads=32, num_key_value_heads=8, vocab_size=128256)
+    _write(LlamaForCausalLM, LlamaConfig(**sizes, **_common()), path)
+
+
+def _common() -> dict[str, Any]:
+    """Return the config values that all models have."""
+    tokenizer = make_tokenizer(40960)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    return {"max_position_embeddings": 40960, "tie_word_embeddings": False, "dtype": "bfloat16", **ends}
+
+
+def _write(architecture: Any, config: Any, path: Path) -> None:
+    """Write a model with random weights and its tokenizer."""
+    import torch
+
     torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    architecture(config).to(torch.bfloat16).save_pretrained(path)
+    make_tokenizer(40960).save_pretrained(path)
 
 
 def write_prompts(path: Path, prompt_tokens: int = PROMPT_TOKENS) -> Path:

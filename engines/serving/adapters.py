@@ -46,13 +46,22 @@ def version_of(name: str) -> str:
 
 
 def other_adapters(name: str, loaded: Iterable[str]) -> list[str]:
-    """Return those of the adapters `loaded` that belong to the same run as `name`, without `name`."""
+    """Return those of the adapters `loaded` that belong to the same run as `name`, without `name` and later versions of
+    the same driver, which it is about to use."""
 
-    def run_of(adapter: str) -> tuple[str, str]:
+    def parts(adapter: str) -> tuple[str, str, str, int]:
         version, _, suffix = adapter.rpartition("@")
-        return version.rpartition("/")[0], suffix.partition("-")[0]
+        run, _, number = version.rpartition("/")
+        owner, _, driver = suffix.partition("-")
+        return run, owner, driver, int(number) if number.isdigit() else -1
 
-    return [adapter for adapter in loaded if adapter != name and run_of(adapter) == run_of(name)]
+    run, owner, driver, number = parts(name)
+    others = [(adapter, parts(adapter)) for adapter in loaded if adapter != name]
+    return [
+        adapter
+        for adapter, other in others
+        if other[:2] == (run, owner) and not (other[2] == driver and other[3] > number)
+    ]
 
 
 def set_adapter(url: str, name: str | None) -> None:

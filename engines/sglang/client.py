@@ -321,7 +321,7 @@ class _RetryableError(Exception):
 
 def unload_other_adapters(urls: list[str], name: str, *, also_current: bool = False, wait: bool = False) -> None:
     """Unload from each server the adapters of the same run as `name` that no request of this process uses, except
-    `name`, in a thread. An adapter that is still in use, or of a server that does not answer, is left to a later call.
+    `name`, in a thread. Adapters that are in use, or of a server that does not answer, stay loaded until the next call.
 
     Args:
         urls: addresses of the servers.
@@ -339,7 +339,7 @@ def unload_other_adapters(urls: list[str], name: str, *, also_current: bool = Fa
                     if not adapters.is_requested(adapter) and adapters.adapter_of(url) != adapter:
                         control.unload_adapter(url, adapter, UNLOAD_TIMEOUT)
         except (EngineGone, EngineRefused) as error:
-            logger.warning("old adapters of %s are not unloaded (%s); the next weight update retries", url, error)
+            logger.warning("old adapters of %s stay loaded (%s)", url, error)
 
     threads = [threading.Thread(target=unload, args=(url,), daemon=True) for url in urls]
     for thread in threads:

@@ -27,6 +27,7 @@ RESERVED = {
     "lora_target_modules": "--lora-target-modules",
 }
 _ONE_ROLE = "every engine does both prefill and decode; omit it"
+_ADAPTERS = "engines get their adapters from the trainer; omit it"
 _WEIGHTS = "weights come from --hf-checkpoint and then from the trainer; omit it"
 # Names, or beginnings of names that end with "_", of flags that Penstock cannot serve -> reason and what to do.
 REFUSED = {
@@ -35,13 +36,15 @@ REFUSED = {
     "encoder_": "only text models are supported; omit it",
     "load_format": _WEIGHTS,
     "remote_instance_weight_loader_": _WEIGHTS,
-    "lora_paths": "engines get their adapters from the trainer; omit it",
+    "lora_": _ADAPTERS,
+    "enable_lora_": _ADAPTERS,
     "max_loaded_loras": "it would unload adapters that requests still use; omit it",
     "skip_tokenizer_init": "requests are made of token ids in any case; omit it",
     "tokenizer_path": "the tokenizer is that of --hf-checkpoint; omit it",
     "elastic_ep_": "an engine's GPUs do not change; omit it",
     "ep_join_": "an engine's GPUs do not change; omit it",
 }
+ALLOWED = {"lora_backend"}  # although the beginning of the name is in REFUSED
 # Flags of older releases -> the flag and value that replace them (... is the value that was given).
 RENAMED: dict[str, tuple[str, Any]] = {
     "cuda_graph_bs": ("cuda_graph_bs_decode", ...),
@@ -65,6 +68,8 @@ def reason_for_refusal(name: str) -> str:
     """Return why Penstock refuses a flag (underscores, without prefix) and what to do, or "" if it does not."""
     if name in RESERVED:
         return f"omit it, Penstock sets it from {RESERVED[name]}"
+    if name in ALLOWED:
+        return ""
     beginnings = (key for key in REFUSED if key.endswith("_") and name.startswith(key))
     return REFUSED.get(name) or next((REFUSED[key] for key in beginnings), "")
 

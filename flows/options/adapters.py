@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.engines.backends import engine_backend
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.start_weights import starting_weights
+from penstock.stages.rollout.plugins.eval_function import BUILT_IN
 from penstock.storage.errors import OptionError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def with_adapters(options: EngineOptions, config: PostTrainConfig, record: dict[
     train, run = config.train, config.run
     if train.lora is None or train.lora_publish == "merged" or run.debug_rollout_only or run.debug_train_only:
         return options
-    if train.lora_publish is None and calls_engines_itself(config):
+    if train.lora_publish is None and (options.external or calls_engines_itself(config)):
         return options
     if reason := reason_against_adapters(config, options, record):
         if train.lora_publish == "adapter":
@@ -54,7 +55,8 @@ def with_adapters(options: EngineOptions, config: PostTrainConfig, record: dict[
 def calls_engines_itself(config: PostTrainConfig) -> bool:
     """Return whether user-defined functions generate, which may send requests to the engines without an adapter."""
     rollout = config.rollout
-    return bool(rollout.custom_generate_function_path or rollout.rollout_function_path)
+    paths = (rollout.custom_generate_function_path, rollout.rollout_function_path, rollout.eval_function_path)
+    return any(path is not None and path not in BUILT_IN for path in paths)
 
 
 def reason_against_adapters(
@@ -72,6 +74,8 @@ def reason_against_adapters(
         start = "a checkpoint of the run that it continues"
     if start != config.convert.hf_checkpoint:
         return f"the adapters are trained on {start}, but engines start with the weights of --hf-checkpoint"
+    if run.streams and options.router is not None:
+        return "engines behind a router may have adapters of different versions (--async-mode streaming)"
     if run.update_weight_transport == "nccl":
         return "SGLang has no broadcast of adapters (--update-weight-transport nccl)"
     if run.check_weight_update_equal and run.update_weight_transport == "disk":

@@ -490,11 +490,15 @@ def check_teacher(config: PostTrainConfig) -> None:
             f"--opd-teacher-num-gpus {num_gpus} does not divide the {teacher.num_attention_heads} attention heads of "
             f"{path}: use a divisor"
         )
-    longest = config.rollout.rollout_max_context_len or config.rollout.rollout_max_response_len
-    if longest > teacher.max_position_embeddings:
+    rollout = config.rollout
+    longest = (
+        rollout.rollout_max_context_len or (rollout.rollout_max_prompt_len or 0) + rollout.rollout_max_response_len
+    )
+    if longest >= teacher.max_position_embeddings:  # SGLang also refuses a prompt of just this length
         raise OptionError(
-            f"the samples may have {longest} tokens (--rollout-max-context-len, --rollout-max-response-len), but the "
-            f"teacher {path} has {teacher.max_position_embeddings} positions: give a smaller limit, or another teacher"
+            f"the samples may have {longest} tokens (--rollout-max-context-len, --rollout-max-prompt-len, "
+            f"--rollout-max-response-len), but must have fewer than the {teacher.max_position_embeddings} positions of "
+            f"the teacher {path}: give a smaller limit, or another teacher"
         )
     policy, tokenizer = (
         PromptTokenizer(directory, apply_chat_template=False) for directory in (config.convert.hf_checkpoint, path)
@@ -523,7 +527,9 @@ def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
         return warnings
     pauses = config.run.streams and config.run.pause_generation_mode == "in_place"
     if pauses and with_adapters(engine_options(config), config, None).adapters is not None:
-        warnings.append("--pause-generation-mode has no effect with --lora-publish adapter, which pauses nothing")
+        warnings.append(
+            "--pause-generation-mode has no effect with --lora-publish adapter, which does not pause generation"
+        )
     rollout = config.rollout
     sampling = {"top_p": rollout.rollout_top_p, "top_k": rollout.rollout_top_k, **rollout.rollout_sampling}
     truncating = engine_backend().find_biasing_params(sampling)

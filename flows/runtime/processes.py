@@ -271,10 +271,10 @@ class Processes:
                 if self.evaluates_apart:
                     self._eval_engines = engines.split(self.config.eval.eval_num_engines)
                 self._engines = engines
-                if self.has_trainer and teacher_options(self.config) is not None:
-                    self._start_teacher()
                 if self.router is not None:
                     self._engines.listener = self.router.set_backends
+                if self.has_trainer and teacher_options(self.config) is not None:
+                    self._start_teacher()
             return self._engines
 
     @contextmanager

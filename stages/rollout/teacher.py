@@ -127,7 +127,8 @@ def token_logprobs(answer: Any, token_ids: list[int]) -> list[float]:  # [L]
         entries = answer["meta_info"]["input_token_logprobs"]
         scored = [entry[1] for entry in entries]
         # SGLang reports the last id of the vocabulary, whose log-prob is right, as 0.
-        if len(scored) != len(token_ids) or any(a not in (b, 0) for a, b in zip(scored, token_ids)):
+        last = max(token_ids)
+        if len(scored) != len(token_ids) or any(a != b and (a, b) != (0, last) for a, b in zip(scored, token_ids)):
             raise ValueError(f"log-probs of {len(entries)} other tokens")
         return [0.0, *(float(entry[0]) for entry in entries[1:])]
     except (KeyError, IndexError, TypeError, ValueError) as error:

@@ -82,7 +82,7 @@ def test_names_contain_the_version_and_belong_to_one_driver_of_one_run() -> None
     assert adapters.version_of(name) == "run/12" and name == NAMES.name("run/12")
     assert len({name, other, earlier.replace("/11@", "/12@")}) == 3
     loaded = [name, other, earlier, "run/3", "run-2/11@" + name.partition("@")[2], NAMES.name("run/13")]
-    assert adapters.other_adapters(name, loaded) == [earlier, NAMES.name("run/13")]
+    assert adapters.other_adapters(name, [*loaded, NAMES.name("run/3")]) == [earlier, NAMES.name("run/3")]
 
 
 def test_update_loads_without_a_pause_and_resumes_after_a_failure() -> None:

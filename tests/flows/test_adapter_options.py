@@ -43,6 +43,8 @@ def test_engines_get_adapters_by_default(tiny_model: Path) -> None:
     [
         (["--update-weight-transport", "nccl"], "no broadcast of adapters"),
         (["--sglang-dp-size", "2"], "--sglang-dp-size"),
+        (["--sglang-speculative-algorithm", "NGRAM"], "--sglang-speculative-algorithm"),
+        (["--async-mode", "streaming", "--max-staleness", "1", "--use-router"], "behind a router"),
         (["--check-weight-update-equal", "--update-weight-transport", "disk"], "--check-weight-update-equal"),
         (["--ref-load", "OTHER", "--use-kl-loss"], "trained on .*, but engines start with"),
     ],
@@ -66,7 +68,15 @@ def test_fork_of_full_training_gets_merged_weights(tiny_model: Path) -> None:
 
 
 def test_functions_that_may_call_engines_get_merged_weights_by_default(tiny_model: Path) -> None:
-    words = ["--custom-generate-function-path", "module.function"]
+    for option in ("--custom-generate-function-path", "--rollout-function-path", "--eval-function-path"):
+        words = [option, "module.function"]
+        assert options_of(tiny_model, *words).adapters is None
+        assert options_of(tiny_model, *words, "--lora-publish", "adapter").adapters is not None
+    assert options_of(tiny_model, "--eval-function-path", "slime.rollout.sglang_rollout.eval_rollout").adapters
+
+
+def test_engines_of_others_get_merged_weights_by_default(tiny_model: Path) -> None:
+    words = ["--rollout-external-engine-addrs", "127.0.0.1:30000"]
     assert options_of(tiny_model, *words).adapters is None
     assert options_of(tiny_model, *words, "--lora-publish", "adapter").adapters is not None
     assert options_of(tiny_model, "--lora-publish", "merged").adapters is None

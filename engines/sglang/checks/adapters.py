@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.engines.generation import EngineRefused
 from penstock.engines.lora import TARGETS
 from penstock.engines.sglang import control
+from penstock.engines.sglang.checks.speculative import is_speculative
 from penstock.engines.weights.fp8 import fp8_weights
 from penstock.storage.errors import EngineError
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 # Architectures whose log-probs with adapters are compared with the trainer's (tests/engines/test_sglang_adapters.py).
 SERVED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM")
 PAYLOAD_PER_RANK = (0, 5, 21)  # first release with one payload per rank, and with checksums of the tensors
-OTHER_GROUPS = {"enable_dp_attention", "dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size"}
+UNVERIFIED_PARALLELISM = {"enable_dp_attention", "dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size"}
 
 
 def installed_release() -> tuple[int, ...]:
@@ -56,7 +57,9 @@ def reason_against_adapters(
         return f"SGLang's adapters are verified for the attention of a mixture of experts only ({TARGETS} attention)"
     if fp8_weights(options.spec.model_path) or args.get("quantization"):
         return "SGLang's adapters are not verified with quantized weights"
-    if others := sorted(OTHER_GROUPS & args.keys()):
+    if is_speculative(args):
+        return "SGLang's adapters are not verified with speculative decoding (--sglang-speculative-algorithm)"
+    if others := sorted(UNVERIFIED_PARALLELISM & args.keys()):
         return f"SGLang's adapters are not verified with --sglang-{others[0].replace('_', '-')}"
     return None
 

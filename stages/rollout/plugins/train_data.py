@@ -102,7 +102,7 @@ class _Rows:
         for row in range(self.num_rows):
             try:
                 sample = self._sample(row)
-            except ValueError as error:
+            except (TypeError, ValueError) as error:  # PluginError among them
                 raise PluginError(f"{self.name}, row {row}: {error}") from error
             trajectory = sample.trajectory_id
             ids = (f"{trajectory}.{number}" if number else trajectory for number in count())
