@@ -114,7 +114,7 @@ def round_seconds(store: Store, keys: RunKeys, r: int, published: dict[int, floa
         hidden = min(saved.created_at, rollout.created_at) - max(saved.created_at - save, generated_from)
         parts["waiting for the checkpoint"] = save - max(0.0, hidden)
     parts["Prefect, commits, other"] = wall - sum(parts.values())
-    work = sum(parts[label] for label in ("generation", "grading", "training"))
+    work = sum(parts.get(label, 0.0) for label in ("generation", "grading", "training"))
     return {**parts, "round": wall, "overhead": wall - work}
 
 
