@@ -221,7 +221,7 @@ class SGLangClient(EngineClient):
     async def _send_once(self, url: str, body: dict[str, Any], session: str | None) -> list[Generation]:
         """Send a generation request once and return one generation per prompt. Meanwhile it is counted in `_load` and
         listed in `_running`."""
-        # All engines behind a router have the same adapter.
+        # Engines behind a router have the same adapter: streams, whose engines may differ, get merged weights there.
         with adapters.requesting(url if self.router is None else next(iter(self.urls), "")) as adapter:
             if adapter is not None:
                 body = {**body, "lora_path": adapter}

@@ -44,7 +44,8 @@ REFUSED = {
     "elastic_ep_": "an engine's GPUs do not change; omit it",
     "ep_join_": "an engine's GPUs do not change; omit it",
 }
-ALLOWED = {"lora_backend"}  # although the beginning of the name is in REFUSED
+# Exceptions to the beginnings of names in REFUSED.
+PASSED_ON = {"lora_backend"}
 # Flags of older releases -> the flag and value that replace them (... is the value that was given).
 RENAMED: dict[str, tuple[str, Any]] = {
     "cuda_graph_bs": ("cuda_graph_bs_decode", ...),
@@ -68,7 +69,7 @@ def reason_for_refusal(name: str) -> str:
     """Return why Penstock refuses a flag (underscores, without prefix) and what to do, or "" if it does not."""
     if name in RESERVED:
         return f"omit it, Penstock sets it from {RESERVED[name]}"
-    if name in ALLOWED:
+    if name in PASSED_ON:
         return ""
     beginnings = (key for key in REFUSED if key.endswith("_") and name.startswith(key))
     return REFUSED.get(name) or next((REFUSED[key] for key in beginnings), "")

@@ -161,11 +161,8 @@ def rollout_stage(
     """
     if commit := context.store.committed(prefix):
         return commit
-    if round.kind == "eval":
-        function = {"rollout_function_path": find_evaluation_function(context.config)}
-        context = replace(context, config=context.config.model_copy(update=EVAL_OVERRIDES | function))
-    config = context.config
-    seconds: dict[str, float] = {}
+    context = context_of(context, round)
+    config, seconds = context.config, dict[str, float]()
     journal = Journal(context.store, prefix, round, config)
     with record_seconds(seconds, "prepare"):
         intake = open_prompt_intake(context, round, resume_point or ResumePoint())
@@ -199,6 +196,14 @@ def rollout_stage(
     )
     journal.delete_entries()
     return commit
+
+
+def context_of(context: RolloutContext, round: RolloutRound) -> RolloutContext:
+    """Return the context with the options of evaluations, if the round is one."""
+    if round.kind != "eval":
+        return context
+    function = {"rollout_function_path": find_evaluation_function(context.config)}
+    return replace(context, config=context.config.model_copy(update=EVAL_OVERRIDES | function))
 
 
 def open_prompt_intake(context: RolloutContext, round: RolloutRound, resume_point: ResumePoint) -> PromptIntake:
