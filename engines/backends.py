@@ -135,6 +135,17 @@ class EngineBackend(ABC):
         """
 
     @abstractmethod
+    def graph_warning(self, options: EngineOptions, num_samples: int, gpu_bytes: int) -> str | None:
+        """Return a warning if the engines may decode larger batches than they capture CUDA graphs for by default, which
+        makes them slow; else None.
+
+        Args:
+            options: options of the engines.
+            num_samples: maximum number of samples in flight on one engine.
+            gpu_bytes: total memory of each of their GPUs.
+        """
+
+    @abstractmethod
     def reason_against_adapters(
         self, options: EngineOptions, shape: ModelShape, layers: Iterable[str], *, compare: bool
     ) -> str | None:

@@ -1,6 +1,7 @@
 """The GPU plan of a run: which GPUs trainer and engines use, and an estimate of the memory per GPU.
 
-`preflight` checks the plan before a run starts, and `penstock doctor --plan` prints it.
+`preflight` checks the plan before a run starts, and `penstock doctor --plan` prints it. Both also warn of engines that
+would generate slowly on these GPUs (`speed_warnings`).
 """
 
 from __future__ import annotations
@@ -245,6 +246,37 @@ def memory_warnings(plan: GpuPlan) -> list[str]:
         f"{format_gib(plan.gpu_bytes)} GiB; if it fails, lower --max-tokens-per-gpu or --sglang-mem-fraction-static, "
         "or add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     ]
+
+
+def speed_warnings(flow: str, config: PostTrainConfig, gpu_bytes: int) -> list[str]:
+    """Return a list with one warning if the engines of a run would generate slowly, because they may decode larger
+    batches than they capture CUDA graphs for by default, else an empty list. Evaluations are not considered.
+
+    Args:
+        flow: post_train, sft or evaluate.
+        config: config of the run.
+        gpu_bytes: total memory of each GPU.
+    """
+    options = engine_options(config)
+    if flow != "post_train" or config.run.debug_train_only or options.external:
+        return []
+    warning = engine_backend().graph_warning(options, samples_per_engine(config), gpu_bytes)
+    return [warning] if warning else []
+
+
+def samples_per_engine(config: PostTrainConfig) -> int:
+    """Return the maximum number of samples in flight on one engine during a rollout, on a machine with GPUs."""
+    rollout, run = config.rollout, config.run
+    num_engines, num_samples = engine_options(config).num_engines_to_start(True), rollout.n_samples_per_prompt
+    if config.eval.eval_mode == "apart":
+        num_engines -= config.eval.eval_num_engines
+    num_engines = max(1, num_engines)  # too few GPUs or engines are refused elsewhere
+    if run.streams:
+        num_groups = rollout.rollout_batch_size * (run.max_staleness + 1)
+    else:
+        num_groups = max(rollout.rollout_batch_size, rollout.over_sampling_batch_size or 0)
+    slots = max(1, rollout.sglang_server_concurrency * num_engines // num_samples)
+    return -(-min(num_groups, slots) // num_engines) * num_samples
 
 
 def format_gib(num_bytes: int) -> str:

@@ -24,6 +24,7 @@ from penstock.engines.sglang.checks.adapters import (
     reason_against_adapters,
 )
 from penstock.engines.sglang.checks.architectures import check_model
+from penstock.engines.sglang.checks.cuda_graphs import graph_warning
 from penstock.engines.sglang.checks.fp8 import check_fp8_hardware, check_fp8_widths
 from penstock.engines.sglang.checks.speculative import check_speculative, drafts_with_mtp_layer, is_speculative
 from penstock.engines.sglang.sampling import check_sampling, check_sampling_seeds, find_biasing_params
@@ -199,6 +200,9 @@ class SGLangBackend(EngineBackend):
             bytes_per_kv_element=1 if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else 2,
             num_draft_layers=shape.num_mtp_layers if drafts_with_mtp_layer(args) else 0,
         )
+
+    def graph_warning(self, options: EngineOptions, num_samples: int, gpu_bytes: int) -> str | None:
+        return graph_warning(options, num_samples, gpu_bytes)
 
     def reason_against_adapters(
         self, options: EngineOptions, shape: ModelShape, layers: Iterable[str], *, compare: bool

@@ -15,6 +15,7 @@ from penstock.flows.gpu_plan import (
     format_gib,
     microbatch_tokens,
     plan_gpu_memory,
+    speed_warnings,
 )
 from penstock.flows.options.argv import parse_integer, parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_values
@@ -55,6 +56,8 @@ def main(argv: list[str]) -> int:
         check_engine_gpus(config, shape)
     plan = plan_gpu_memory(flow, config, shape, gpu_bytes_from_flags(own))
     print_plan(plan, config)
+    for warning in speed_warnings(flow, config, plan.gpu_bytes):
+        print(f"warning: {warning}")
     return 0 if plan_fits(plan) else 1
 
 

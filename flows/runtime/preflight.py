@@ -27,6 +27,7 @@ from penstock.flows.gpu_plan import (
     check_nodes,
     memory_warnings,
     plan_gpu_memory,
+    speed_warnings,
 )
 from penstock.flows.options.adapters import with_adapters
 from penstock.flows.options.partners import options_without_partner
@@ -509,7 +510,8 @@ def check_teacher(config: PostTrainConfig) -> None:
 
 def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
     """Return warnings about valid settings that may be unintended: options without effect, a run that may need more
-    than the memory of this machine's GPUs, and sampling options (such as top-p) that bias the policy gradient."""
+    than the memory of this machine's GPUs or generates slowly on them, and sampling options (such as top-p) that bias
+    the policy gradient."""
     from penstock.engines.families import read_shape
     from penstock.engines.megatron.options.values import ignored_options
 
@@ -521,6 +523,7 @@ def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
     if flow != "convert" and (gpus := visible_gpu_bytes()):
         shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
         warnings += memory_warnings(plan_gpu_memory(gpu_flow(flow, config), config, shape, min(gpus)))
+        warnings += speed_warnings(flow, config, min(gpus))
     if flow in TRAINING:
         warnings += describe_start_weights(config)
     if flow != "post_train":

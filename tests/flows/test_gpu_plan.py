@@ -259,7 +259,7 @@ def test_activations_above_the_memory_only_warn(
     model_dir: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_gpus(monkeypatch, 40)
-    words = ("--max-tokens-per-gpu", "16384", "--sglang-mem-fraction-static", "0.3")
+    words = ("--max-tokens-per-gpu", "16384", "--sglang-mem-fraction-static", "0.3", "--sglang-cuda-graph-max-bs", "64")
     config = config_of(model_dir("qwen3-0.6B"), *words)
     preflight.check_gpus("post_train", config, read_shape(model_dir("qwen3-0.6B")))
     [warning] = preflight.config_warnings("post_train", config)
@@ -270,6 +270,56 @@ def test_activations_above_the_memory_only_warn(
     assert "(weights, gradients and optimizer 2.2, optimizer step 4.3, engine 3.6)" in warning
     with_gpus(monkeypatch, 80)
     assert preflight.config_warnings("post_train", config) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "num_samples"),
+    [
+        ("", 512),  # 64 x 8 samples
+        ("--sglang-server-concurrency 100", 96),  # whole groups
+        ("--sglang-server-concurrency 4", 8),
+        ("--rollout-batch-size 32", 256),
+        ("--rollout-batch-size 16 --over-sampling-batch-size 24", 192),
+        ("--rollout-batch-size 16 --async-mode streaming --max-staleness 2", 384),
+        ("--actor-num-gpus-per-node 4", 128),
+        ("--actor-num-gpus-per-node 4 --colocate", 128),
+        ("--actor-num-gpus-per-node 4 --rollout-num-gpus-per-engine 2", 256),
+        ("--rollout-num-gpus 3", 176),
+        ("--rollout-num-gpus 3 --eval-mode apart --eval-prompt-data a b.jsonl --eval-interval 1", 256),
+        ("--rollout-num-gpus 2 --debug-rollout-only", 256),
+    ],
+)
+def test_samples_in_flight_on_one_engine(words: str, num_samples: int) -> None:
+    assert plans.samples_per_engine(config_of("model", *words.split())) == num_samples
+
+
+def test_engines_that_would_generate_slowly_are_named_at_start_and_in_the_plan(
+    model_dir: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_dir("qwen3-0.6B")
+    words = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--max-tokens-per-gpu", "4096"]
+    with_gpus(monkeypatch, 48, 48, 48)
+    [warning] = preflight.config_warnings("post_train", config_of(model, *words))
+    assert warning.startswith(
+        "an engine may decode batches of 512 samples, but by default SGLang captures CUDA graphs "
+    )
+    assert "for at most 32 on 2 GPUs of 48 GiB; " in warning and "give --sglang-cuda-graph-max-bs 512 if" in warning
+    enough = ["--sglang-cuda-graph-max-bs", "512"]
+    external = ["--rollout-external-engine-addrs", "host:1"]
+    for flow, more in [
+        ("post_train", enough),
+        ("post_train", ["--rollout-batch-size", "4"]),
+        ("post_train", ["--debug-train-only"]),
+        ("post_train", external),
+        ("evaluate", []),
+        ("sft", []),
+    ]:
+        assert preflight.config_warnings(flow, config_of(model, *words, *more)) == [], (flow, more)
+    given = ["--hf-checkpoint", model, "--rollout-batch-size", "64", "--n-samples-per-prompt", "8", *words]
+    assert main(["doctor", "--plan", *given, "--gpu-memory-gib", "48"]) == 0
+    assert f"\nwarning: {warning}\n" in capsys.readouterr().out
+    assert main(["doctor", "--plan", *given, *enough, "--gpu-memory-gib", "48"]) == 0
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_tokens_of_a_micro_batch() -> None:
