@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 from penstock.flows.commands.demo_model import CHARACTERS, make_tiny_model, make_tokenizer
 
 PROMPT_TOKENS = 128
-RECIPE = Path(__file__).parent.parent / "configs/recipes/1gpu.toml"
+RECIPE = Path(__file__).parent / "gpu.toml"
 QWEN3 = {  # name -> sizes of `make_tiny_model`
     "0.6b": {"hidden": 1024, "layers": 28, "heads": 16, "groups": 8, "head_dim": 128, "ffn": 3072, "vocab": 151936},
     "1.7b": {"hidden": 2048, "layers": 28, "heads": 16, "groups": 8, "head_dim": 128, "ffn": 6144, "vocab": 151936},
@@ -26,13 +27,21 @@ MODELS = [*QWEN3, "llama-8b", "moe", "30b-a3b"]
 def make_model(name: str, directory: Path) -> Path:
     """Write the bf16 model `name` to `directory`/`name`, if it is not there, and return this path: a shape of Qwen3,
     "llama-8b" (Llama-3.1-8B), "30b-a3b" (Qwen3-30B-A3B), or "moe", the latter cut to two layers. It is made on a GPU if
-    there is one, in a process of its own, which then frees the GPU's memory."""
-    path = directory / name
-    if not (path / "config.json").exists():
-        process = multiprocessing.get_context("spawn").Process(target=_write_model, args=(name, path))
+    there is one, in a process of its own, which then frees the GPU's memory, and is renamed from `name`.unfinished, so
+    that an interrupted write is not taken for a model.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
+    path, unfinished = directory / name, directory / f"{name}.unfinished"
+    if not path.exists():
+        shutil.rmtree(unfinished, ignore_errors=True)
+        process = multiprocessing.get_context("spawn").Process(target=_write_model, args=(name, unfinished))
         process.start()
         process.join()
-        assert process.exitcode == 0, f"the model {name} could not be written"
+        if process.exitcode != 0:
+            raise RuntimeError(f"the model {name} could not be written: exit code {process.exitcode}")
+        unfinished.rename(path)
     return path
 
 
@@ -51,8 +60,8 @@ def _write_model(name: str, path: Path) -> None:
 
 def train_arguments(directory: Path, model: str, run: str, prompt_tokens: int = PROMPT_TOKENS) -> list[str]:
     """Make a model and prompts in `directory`, and return the options of `penstock train` with which the run `run`
-    trains it by the recipe for one GPU, in the store `directory`/`run`, on responses of exactly the maximum length;
-    without CUDA in fp32."""
+    trains it by the recipe of the benchmarks (gpu.toml), in the store `directory`/`run`, on responses of exactly the
+    maximum length; without CUDA in fp32."""
     import torch
 
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,93 @@
+"""The parts of scaling.py: models, GPUs, samples, and options with which they fit GPUs of 80 GB."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+GROUPS = ("dense", "moe", "llama", "apart", "kills")
+# Options with which `penstock doctor --plan` says that a model fits GPUs of 80 GB: 1.7b one of them, 4b two, 8b four,
+# and 30b-a3b eight. Micro-batches of 2 or 4 whole sequences; 1.7b as measured in docs/benchmarks.md.
+MEMORY = {
+    "1.7b": "--max-tokens-per-gpu 16384 --sglang-mem-fraction-static 0.8",
+    "4b": "--max-tokens-per-gpu 4352 --sglang-mem-fraction-static 0.75",
+    "8b": "--max-tokens-per-gpu 8704 --sglang-mem-fraction-static 0.75",
+    "llama-8b": "--max-tokens-per-gpu 8448 --sglang-mem-fraction-static 0.75",
+    # Without the reference model, whose copies (77 GiB) would leave too little of a host's memory to the optimizer.
+    "30b-a3b": "--max-tokens-per-gpu 8448 --sglang-mem-fraction-static 0.75 --optimizer-cpu-offload --no-use-kl-loss "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+DENSE = {"1.7b": 1, "4b": 2, "8b": 4}  # model -> smallest number of GPUs of 80 GB that it fits
+COLOCATE = "--colocate --rollout-num-gpus-per-engine 1"
+TENSOR_2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One run.
+
+    Attributes:
+        group: one of GROUPS.
+        model: name in `gpu_models`.
+        gpus: GPUs of the run.
+        length: maximum number of response tokens; all responses have it.
+        options: further options of `penstock train`, without those of MEMORY.
+        samples: samples of a prompt.
+        engine_gpus: GPUs of an engine.
+        note: what distinguishes it from others of the group.
+    """
+
+    group: str
+    model: str
+    gpus: int
+    length: int
+    options: str
+    samples: int = 8
+    engine_gpus: int = 1
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the run and of its store."""
+        return "-".join(filter(None, (self.group, self.model, str(self.gpus), self.note)))
+
+
+def all_parts(gpus: int) -> Iterator[Part]:
+    """Yield the parts of a host with this number of GPUs."""
+    numbers = [number for number in (1, 2, 4, 8) if number <= gpus]
+    for model, smallest in DENSE.items():
+        for number in numbers:
+            if number >= smallest:
+                layout = TENSOR_2 if model == "8b" else ""
+                yield Part("dense", model, number, 2048, f"{COLOCATE} {ranks(number)} {layout}")
+    if gpus >= 8:
+        wide = f"--colocate --rollout-num-gpus-per-engine 2 {ranks(8)} --expert-model-parallel-size"
+        yield Part("moe", "30b-a3b", 8, 4096, f"{wide} 8", engine_gpus=2, note="ep8")
+        yield Part("moe", "30b-a3b", 8, 4096, f"{wide} 4 {TENSOR_2}", engine_gpus=2, note="tp2ep4")
+        yield Part("llama", "llama-8b", 8, 4096, f"{COLOCATE} {ranks(8)} {TENSOR_2}")
+    yield from parts_apart(gpus)
+    yield Part("kills", "1.7b", numbers[-1], 512, f"{COLOCATE} {ranks(numbers[-1])} --deterministic-mode", samples=4)
+
+
+def parts_apart(gpus: int) -> Iterator[Part]:
+    """Yield the parts with half, and with a quarter, of the GPUs for the engines."""
+    for engines in sorted({gpus // 2, gpus // 4} - {0}, reverse=True):
+        trainer = gpus - engines
+        model = "4b" if trainer >= DENSE["4b"] else "1.7b"
+        for staleness in (1, 2):
+            options = f"--rollout-num-gpus {engines} --update-weight-transport nccl {ranks(trainer)}"
+            options += f" --async-mode streaming --max-staleness {staleness}"
+            yield Part("apart", model, gpus, 2048, options, note=f"{trainer}and{engines}-stale{staleness}")
+
+
+def ranks(number: int) -> str:
+    """Return the option of a trainer with this number of ranks."""
+    return f"--actor-num-gpus-per-node {number}"
+
+
+def cuda_graph_batch(gpu_bytes: int, engine_gpus: int) -> int:
+    """Return the largest batch for which SGLang (0.5.15 to 0.5.21) captures CUDA graphs by default. A larger batch is
+    decoded 3 to 4 times slower."""
+    gib = gpu_bytes / (1 << 30)
+    small, large = (8, 8) if gib < 20 else (48, 160) if gib < 35 else (32, 160) if gib < 60 else (256, 512)
+    return small if engine_gpus < 4 else large
