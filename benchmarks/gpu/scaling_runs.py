@@ -86,9 +86,7 @@ class PartRun:
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         """Start a `penstock` command that sees only the GPUs of the part, with a Prefect server of its own; SGLang's
         ports are reserved by Penstock."""
-        home = self.directory / "prefect" / self.part.name
-        home.mkdir(parents=True, exist_ok=True)
-        env = os.environ | {"PREFECT_HOME": str(home)}
+        env = os.environ | {"PREFECT_HOME": str(make_prefect_home(self.directory / "prefect", self.part.name))}
         if self.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
         with self.log.open("ab") as log:
@@ -139,6 +137,20 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
         child.kill()
 
 
+def make_prefect_home(directory: Path, name: str) -> Path:
+    """Return `directory`/`name`, a copy of the Prefect home `directory`/empty. That one is made by the first call: its
+    database takes longer to create than a run to start, and two servers must not create the same one."""
+    empty, home = directory / "empty", directory / name
+    if not (empty / "created").exists():
+        empty.mkdir(parents=True, exist_ok=True)
+        words = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "-y"]
+        subprocess.run(words, env=os.environ | {"PREFECT_HOME": str(empty)}, capture_output=True, check=True)
+        (empty / "created").touch()
+    if not home.exists():
+        shutil.copytree(empty, home)
+    return home
+
+
 def make_arguments(part: Part, directory: Path, rehearse: bool, further: list[str]) -> list[str]:
     """Make model and prompts of a part, and return the arguments of `penstock train`. A measured run would train 100
     rounds, and is stopped before it saves a checkpoint, which can be larger than the disk."""
@@ -146,6 +158,7 @@ def make_arguments(part: Part, directory: Path, rehearse: bool, further: list[st
     if rehearse:
         length, prompts, options = 16, 4, f"{options} --max-tokens-per-gpu 4096 --sglang-mem-fraction-static 0.1"
     rounds = ROUNDS if part.group == "kills" else 100
+    make_prefect_home(directory / "prefect", part.name)
     words = train_arguments(directory, "tiny" if rehearse else part.model, part.name)
     words += ["--num-rollout", str(rounds), "--rollout-batch-size", str(prompts), "--grace-period", "1"]
     words += ["--n-samples-per-prompt", str(part.samples), "--rollout-max-response-len", str(length)]

@@ -137,7 +137,8 @@ def test_efficiency_compares_gpus_of_one_kind() -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> PartRun:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PartRun:
+    monkeypatch.setattr(scaling_runs, "make_prefect_home", lambda directory, name: directory / name)
     return PartRun(Part("dense", "1.7b", 1, 1, ""), tmp_path, [], [], threading.Event())
 
 
@@ -183,3 +184,27 @@ def test_part_that_fails_is_reported_and_its_store_is_removed(
     scaling.run_part(run, report)
     assert report.parts[run.part.name]["failed"] == "penstock: no GPU"
     assert not run.store.exists() and (tmp_path / "dense-1.7b-1-logs/engine.log").read_text() == "text"
+
+
+@pytest.mark.parametrize(
+    "verdicts, equal",
+    [
+        (["equal bit for bit"] * 2, True),
+        (["equal bit for bit", "within tolerance"], False),
+        (["equal bit for bit"], False),
+    ],
+)
+def test_only_missing_checks_are_made_and_replay_must_be_equal_bit_for_bit(
+    run: PartRun, verdicts: list[str], equal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.store.mkdir()
+    monkeypatch.setattr(PartRun, "num_trained", lambda run: 2)
+    content = json.dumps({index: {"verdict": verdict} for index, verdict in enumerate(verdicts)})
+    print_and_exit(
+        monkeypatch,
+        f"import sys, pathlib; sys.argv[1] == 'replay' or exit(3); pathlib.Path(sys.argv[-1]).write_text({content!r})",
+    )
+    saved: list[dict[str, bool]] = []
+    scaling_runs.kill_and_replay(run, {check: True for check in CHECKS[:3]}, lambda checks: saved.append(dict(checks)))
+    assert saved == [{check: check != CHECKS[3] or equal for check in CHECKS}]
+    assert run.store.exists() == (not equal)
