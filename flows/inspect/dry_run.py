@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
+
 from penstock.engines.backends import engine_backend
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.flows.commands.plan import DEFAULT_GPU_BYTES, print_plan
@@ -30,6 +32,7 @@ from penstock.flows.runtime.preflight import (
 )
 from penstock.flows.runtime.schedule import with_rounds_of_epochs
 from penstock.flows.trackers import check_trackers
+from penstock.stages.rollout.prompts.check import render_first_prompt
 from penstock.stages.rollout.prompts.files import parse_slice
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 BYTES_PER_TOKEN = 4 + 1 + 4 + 4 + 4  # id, mask, log-probs of engine and trainer, advantage; before compression
 BYTES_PER_WEIGHT = {"bf16": 2, "fp32": 4}
 MOMENTS_AND_MAIN_WEIGHT = {"bf16": 12, "fp32": 8}  # Adam's moments, and fp32 weights beside those in bf16
+MAX_PROMPT = 400  # characters of the first prompt
 Row = tuple[str, str]
 
 
@@ -61,13 +65,17 @@ def dry_run(flow: str, config: PostTrainConfig) -> int:
         config = with_rounds_of_epochs(flow, config)
     check_options(flow, config)
     check_secrets(config)
-    shape = None
+    shape, prompt = None, list[Row]()
     if (Path(config.convert.hf_checkpoint).expanduser() / "config.json").is_file():
         shape = check_model(flow, config)
     if not missing and shape is not None:
         check_algorithm(config, shape)
-        check_data(flow, config, shape)
-    print_table(("plan", ""), [*plan_rows(flow, config, shape), *option_rows(given)])
+        tokenizer = check_data(flow, config, shape)
+        if flow == "post_train" and config.rollout.prompt_data:
+            text, label = render_first_prompt(config.rollout, tokenizer)
+            prompt = [("first prompt", short_repr(text, MAX_PROMPT)), ("its label", short_repr(label))]
+    rows = [*plan_rows(flow, config, shape), *prompt, *option_rows(given)]
+    print_table(("plan", ""), [(title, escape(text)) for title, text in rows])
     if shape is not None:
         print()
         gpu_bytes = min(visible_gpu_bytes(), default=DEFAULT_GPU_BYTES)

@@ -147,10 +147,10 @@ def format_bytes(num_bytes: int) -> str:
     return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
 
 
-def short_repr(value: object) -> str:
-    """Return `repr(value)`, shortened in the middle to MAX_VALUE characters (the end of a path is kept)."""
-    text, half = repr(value), (MAX_VALUE - 3) // 2
-    return text if len(text) <= MAX_VALUE else f"{text[:half]}...{text[-half:]}"
+def short_repr(value: object, limit: int = MAX_VALUE) -> str:
+    """Return `repr(value)`, shortened in the middle to `limit` characters (the end of a path is kept)."""
+    text, half = repr(value), (limit - 3) // 2
+    return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 
 
 def to_one_line(text: str) -> str:

@@ -48,6 +48,7 @@ from penstock.storage.secret_references import resolve_secrets
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
+    from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 
 GENERATING = ("post_train", "evaluate")  # flows that need engines
 TRAINING = ("post_train", "sft")
@@ -372,8 +373,8 @@ def _context_length(config: PostTrainConfig, shape: ModelShape) -> int:
     return served if isinstance(served, int) and served > 0 else shape.max_position_embeddings
 
 
-def check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
-    """Check tokenizer, prompts and rewards of training and evaluations. Raises InputError."""
+def check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> PromptTokenizer:
+    """Check tokenizer, prompts and rewards of training and evaluations. Return the tokenizer. Raises InputError."""
     from penstock.stages.rollout.plugins.check import check_rollout_functions
     from penstock.stages.rollout.prompts.check import check_prompt_data
     from penstock.stages.rollout.text.tokenizer import check_tokenizer, check_vocabulary
@@ -402,14 +403,20 @@ def check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
     for rollout in evaluated:
         check_prompt_data(rollout, tokenizer=tokenizer, max_seq_len=positions)
     for rollout in [*([config.rollout] if flow == "post_train" else []), *evaluated]:
-        check_row_rewards(rollout)
+        check_row_rewards(rollout, tokenizer.chat_template_source() if rollout.apply_chat_template else "")
+    return tokenizer
 
 
-def check_row_rewards(rollout: RolloutConfig) -> None:
+def check_row_rewards(rollout: RolloutConfig, template: str) -> None:
     """Check that each of the first rows has a reward and the label that the reward needs; call a user-defined reward
-    on test samples."""
+    on test samples. `template` is the source of the chat template, or "" without one."""
     from penstock.stages.rewards.grading import check_reward_options
-    from penstock.stages.rewards.preflight import RewardRow, check_reward_rows, try_reward_on_test_samples
+    from penstock.stages.rewards.preflight import (
+        RewardRow,
+        check_reward_rows,
+        try_reward_on_test_samples,
+        unrequested_format_warning,
+    )
     from penstock.stages.rollout.prompts.check import read_first_rows
 
     rollout = rollout.model_copy(update={"rm_url": resolve_secrets(rollout.rm_url)})
@@ -418,6 +425,9 @@ def check_row_rewards(rollout: RolloutConfig) -> None:
         return  # the generate function may grade its samples
     rows = [RewardRow(where, label, metadata, prompt) for where, prompt, label, metadata in read_first_rows(rollout)]
     check_reward_rows(rollout, rows)
+    warning = unrequested_format_warning(rollout, rows, template)
+    if warning and not rollout.custom_generate_function_path:  # the function may make its own prompts
+        logger.warning(warning)
     for reason in try_reward_on_test_samples(rollout, rows, rollout.plugin_arguments()):
         logger.warning("the reward function did not return a number for a test sample (%s); continuing", reason)
 

@@ -21,6 +21,8 @@ from penstock.storage.samples.sample import Sample, Status
 
 NUM_SAMPLES = 3  # number of test samples
 _CONNECT_TIMEOUT = 5.0  # seconds
+# Built-in reward -> what a response must contain to get more than the lowest reward.
+_GRADED_FORMAT = {"math": r"\boxed", "deepscaler": r"\boxed", "dapo": "Answer:"}
 _WITHOUT_LABEL = ("random", "remote_rm", "ifbench", "gpqa")  # gpqa's answer may be in the metadata instead
 
 
@@ -76,6 +78,29 @@ def _check_reward_of_row(options: RowOptions, row: RewardRow) -> None:
         raise RewardError(f"the row has no label, which the reward {name} needs: {fix}")
     if base_name == "dapo":
         to_minerva_number(row.label)
+
+
+def unrequested_format_warning(options: RewardOptions, rows: Sequence[RewardRow], template: str = "") -> str | None:
+    r"""Return a warning if a built-in reward grades only the answer in \boxed{} (`dapo`: after "Answer:"), but neither
+    the prompts nor the chat template ask for it. Otherwise return None.
+
+    Args:
+        options: the rollout's configuration.
+        rows: rows of the prompt data.
+        template: source of the chat template, whose default system message may ask for the format.
+    """
+    graded = [row for row in rows if not (options.custom_rm_path or row.metadata.get("custom_rm_path"))]
+    rewards = [builtin_reward_name(row.metadata, options.rm_type) or "" for row in graded]
+    for name in dict.fromkeys(rewards):
+        text = r"\boxed" if name.startswith(BOXED_PREFIX) else _GRADED_FORMAT.get(name)
+        prompts = [row.prompt for row, reward in zip(graded, rewards) if reward == name]
+        if text and not any(text.lstrip("\\") in source for source in [template, *prompts]):
+            return (
+                f"the reward {name} grades only the answer that a response has in {text}, and none of the first "
+                f"{len(prompts)} prompts contains {text}: unless the model writes it without being asked, all rewards "
+                "will be equal and nothing is learned; ask for it in the prompts, or use another reward"
+            )
+    return None
 
 
 def try_reward_on_test_samples(

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from penstock.stages.rewards import process
-from penstock.stages.rewards.preflight import RewardRow, check_reward_rows, try_reward_on_test_samples
+from penstock.stages.rewards.preflight import (
+    RewardRow,
+    check_reward_rows,
+    try_reward_on_test_samples,
+    unrequested_format_warning,
+)
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import InputError, PluginError, RewardError
 
@@ -153,3 +158,31 @@ def test_built_in_rewards_are_not_called() -> None:
         == []
         == try_reward_on_test_samples(options(rm_type="math"), [])
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompts", "template", "named"),
+    [
+        ({"rm_type": "math"}, ["2 + 3 =", "1 + 1 ="], "", r"none of the first 2 prompts contains \boxed"),
+        ({"rm_type": "boxed_f1"}, ["capital of Kenya?"], "{{ messages }}", "boxed_f1"),
+        ({"rm_type": "dapo", "reward_key": "score"}, ["2 + 3 ="], "", "Answer:"),
+        ({"rm_type": "math"}, ["2 + 3 =", r"1 + 1 = ? Use \boxed{}."], "", None),
+        ({"rm_type": "math"}, ["2 + 3 ="], r"put your final answer within \\boxed{}", None),
+        ({"rm_type": "exact_number"}, ["2 + 3 ="], "", None),
+        ({"custom_rm_path": "mine.py"}, ["2 + 3 ="], "", None),
+    ],
+)
+def test_warning_if_no_prompt_asks_for_the_graded_format(
+    fields: dict[str, Any], prompts: list[str], template: str, named: str | None
+) -> None:
+    rows = [RewardRow("d.jsonl row 0", "5", prompt=prompt) for prompt in prompts]
+    warning = unrequested_format_warning(options(**fields), rows, template)
+    assert warning is None if named is None else named in (warning or "")
+
+
+def test_warning_names_the_reward_of_the_rows() -> None:
+    rows = [GOOD, RewardRow("d.jsonl row 1", "5", {"rm_type": "math"}, "2 + 3 =")]
+    warning = unrequested_format_warning(options(rm_type="exact_number"), rows)
+    assert warning is not None and "the reward math" in warning and "first 1 prompts" in warning
+    rows[1].metadata["custom_rm_path"] = "package.module:function"
+    assert unrequested_format_warning(options(rm_type="exact_number"), rows) is None

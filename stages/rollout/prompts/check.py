@@ -123,6 +123,16 @@ def read_first_rows(config: PromptConfig) -> list[tuple[str, str, str, dict[str,
     return rows
 
 
+def render_first_prompt(config: PromptConfig, tokenizer: PromptTokenizer) -> tuple[str, str]:
+    """Return the first prompt of --prompt-data as the model gets it, and its label."""
+    config = config.model_copy(update={"streaming_data": False})
+    path = config.prompt_data[0]
+    part = path if parse_slice(path)[1:] != (None, None) else f"{path}@[:1]"
+    content, label, _, *rest = json.loads(read_entry(part, config).rows[0])
+    [text] = tokenizer.render([content], [rest[0] if rest else None])
+    return text, label
+
+
 def _check_entry(entry: PromptEntry, config: PromptConfig, *, is_sft: bool, needs_labels: bool) -> None:
     chat, unanswered, unlabelled = (entry.first[key] for key in FIRST_ROW_KEYS)
     if is_sft and unanswered is not None:
