@@ -85,7 +85,7 @@ def check_demo(targets: Targets) -> Use:
 def check_one_gpu(targets: Targets) -> Use:
     """Check the driver, the packages for CUDA and the shared memory for a run on a GPU of this machine."""
     recipe = "configs/recipes/1gpu.toml"
-    data = "--hf-checkpoint MODEL_DIR --prompt-data FILE.jsonl --rm-type math"
+    data = "--hf-checkpoint MODEL_DIR --prompt-data FILE.jsonl"
     use = Use("one GPU", f"{penstock_command()} train --config {recipe} --run first {data}")
     if has_cuda():
         use.lacks += missing_packages("cuda")

@@ -86,6 +86,39 @@ def test_recipe_has_a_consistent_plan_for_8_64_and_512_gpus(path: Path, tiny_mod
     assert peaks == sorted(peaks, reverse=True)
 
 
+OPTIONS = {  # letters of docs/howto/one-gpu.md -> options
+    "C": "--colocate --sglang-mem-fraction-static 0.7",
+    "M": "--max-tokens-per-gpu 8192",
+    "R": FULL,
+    "O": "--optimizer-cpu-offload",
+}
+MODELS = {
+    "up to 0.6B": "qwen3-0.6B",
+    "1.5B to 1.7B": "qwen3-1.7B",
+    "3B": "llama3.2-3B-Instruct",
+    "4B": "qwen3-4B",
+    "7B to 8B": "qwen3-8B",
+}
+PAGE = (RECIPES.parents[1] / "docs/howto/one-gpu.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("parameters", MODELS)
+def test_options_of_the_page_on_one_gpu_fit_with_7_percent_left(
+    parameters: str, model_dir: Callable[[str], str]
+) -> None:
+    assert all(f"`{options}`" in PAGE for options in OPTIONS.values())
+    sizes = [size * GIB for size in (24, 40, 48, 80, 141)]
+    [row] = [line for line in PAGE.splitlines() if line.startswith(f"| {parameters} |")]
+    shape = read_shape(model_dir(MODELS[parameters]))
+    cells = [cell.strip() for cell in row.strip("|").split("|")][1:]
+    assert len(cells) == len(sizes)
+    for size, cell in zip(sizes, cells):
+        letters = "" if cell == "nothing" else "C R O" if cell == "-" else cell
+        options = " ".join(OPTIONS[letter] for letter in letters.split())
+        plan = plans.plan_gpu_memory("post_train", parse_config([*recipe_words("1gpu"), *options.split()]), shape, size)
+        assert (plan.peak_bytes <= 0.93 * size) == (cell != "-"), (size // GIB, cell)
+
+
 LARGE = [
     ("qwen3-8B", 8, "--tensor-model-parallel-size 2 --sequence-parallel --params-dtype bf16"),
     ("qwen3-30B-A3B", 64, "--expert-model-parallel-size 8 --pipeline-model-parallel-size 2"),
