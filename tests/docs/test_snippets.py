@@ -224,6 +224,12 @@ def test_reward_of_the_how_to_page_grades() -> None:
     assert {text: grade(None, SimpleNamespace(response=text, label="45")) for text in answers} == answers
 
 
+def test_reward_of_the_page_on_one_gpu_grades() -> None:
+    grade = module_of("howto/one-gpu.md", "my_reward.py")["grade"]
+    answers = {r"15 + 27 = \boxed{42}.<|im_end|>": 1.0, "41": 0.1, "": 0.0}
+    assert {text: grade(None, SimpleNamespace(response=text, label="42")) for text in answers} == answers
+
+
 @pytest.mark.parametrize(
     "replies, results", [(["<call>12+30.5</call>", "42.5"], ["<result>42.5</result>"]), (["42"], [])]
 )
@@ -246,15 +252,30 @@ def test_generate_function_of_the_how_to_page_calls_its_tool(replies: list[str],
 
 def test_adapters_of_the_migration_pages_call_the_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     verl, trl = ModuleType("my_verl_reward"), ModuleType("my_trl_reward")
-    verl.compute_score = lambda source, text, truth, extra: (source, text, truth, extra) == ("s", "r", "l", {"a": 1})
-    trl.reward_func = lambda completions, **columns: [len(text) + columns["n"][0] for text in completions]
+
+    def compute_score(data_source: str, solution_str: str, ground_truth: object, extra_info: object = None) -> object:
+        right = (data_source, solution_str, ground_truth, extra_info) == ("s", "r", 4, {"a": 1})
+        return {"score": float(right), "acc": right} if right else 0
+
+    verl.compute_score = compute_score
+    trl.reward_func = lambda prompts, completions, **columns: [
+        len(prompt + text) + n for prompt, text, n in zip(prompts, completions, columns["n"])
+    ]
     monkeypatch.setitem(sys.modules, "my_verl_reward", verl)
     monkeypatch.setitem(sys.modules, "my_trl_reward", trl)
-    metadata = {"data_source": "s", "extra_info": {"a": 1}}
-    sample = SimpleNamespace(response="r", label="l", metadata=metadata)
-    assert module_of("howto/from-verl.md", "adapter.py")["grade"](None, sample) == 1.0
-    samples = [SimpleNamespace(response=text, metadata={"n": 2}) for text in ("a", "abc")]
-    assert module_of("howto/from-trl.md", "adapter.py")["grade"](None, samples) == [3.0, 5.0]
+    metadata = {"data_source": "s", "ground_truth": 4, "extra_info": {"a": 1}}
+    grade = module_of("howto/from-verl.md", "adapter.py")["grade"]
+    rewards = [grade(None, SimpleNamespace(response=text, metadata=metadata)) for text in ("r", "r<|im_end|>")]
+    assert rewards == [1.0, 0.0]
+    sample = SimpleNamespace(prompt="p", response="abc", metadata={"n": 2})
+    assert module_of("howto/from-trl.md", "adapter.py")["grade"](None, sample) == 6.0
+
+
+def test_conversion_of_trl_data_sets(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "2+2?"}], "solution": "4", "level": 1}]
+    module_of("howto/from-trl.md", "trl_to_jsonl.py")["write_rows"](rows, str(tmp_path / "train.jsonl"), "solution")
+    [row] = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert row == {"prompt": rows[0]["prompt"], "label": "4", "metadata": {"solution": "4", "level": 1}}
 
 
 def test_conversion_of_verl_files(
@@ -266,4 +287,5 @@ def test_conversion_of_verl_files(
     monkeypatch.setattr(sys, "argv", ["verl_to_jsonl.py", str(tmp_path / "train.parquet")])
     module_of("howto/from-verl.md", "verl_to_jsonl.py")
     written = json.loads(capsys.readouterr().out)
-    assert written == {"prompt": prompt, "label": "4", "metadata": {"data_source": "sums", "extra_info": {"index": 7}}}
+    metadata = {"data_source": "sums", "ground_truth": 4, "extra_info": {"index": 7}}
+    assert written == {"prompt": prompt, "label": 4, "metadata": metadata}
