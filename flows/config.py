@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from penstock.engines.megatron.options.values import options_that_change_results
 from penstock.flows.debugging.config import DebugConfig
 from penstock.flows.options.argv import short_repr
 from penstock.flows.options.refused import REFUSED
@@ -32,6 +33,7 @@ from penstock.storage.near_names import nearest_name
 from penstock.storage.secret_references import contains_hidden_secret, hide_literal_secrets, resolve_secrets
 from penstock.storage.secrets import has_credentials
 
+MEGATRON = "train.megatron"  # the option that has Megatron's options
 MAX_CONFIG_BYTES = 4 << 20  # size limit of a --config file; the longest recipe has 3 kB
 
 
@@ -348,23 +350,33 @@ def check_known_section(path: str | Path, name: str, entries: Any) -> None:
 def options_by_mutability(config: PostTrainConfig, mutability: Mutability) -> dict[str, Any]:
     """Return the options of one mutability class: `section.name` -> JSON value.
 
-    A resumed run cannot change `identity` options; it may change `schedule` and `placement` options.
+    A resumed run cannot change `identity` options; it may change `schedule` and `placement` options. Of Megatron's
+    options, `train.megatron`, only those that can change results are identity options.
     """
     dumped = config.model_dump(mode="json")
-    return {
+    options = {
         f"{section}.{name}": dumped[section].get(name)  # a section may leave out options that are not given
         for section, name, field in list_options()
         if field_meta(field).mutability == mutability
     }
+    if MEGATRON in options:
+        options[MEGATRON] = options_that_change_results(options[MEGATRON])
+    return options
 
 
-def config_hash(config: PostTrainConfig) -> str:
+def config_hash(config: PostTrainConfig, *, all_megatron_options: bool = False) -> str:
     """Return a hash of the options that a resumed run cannot change (mutability `identity`).
 
     Options that `model_dump` omits are not hashed, so that a new option does not change the hash of existing runs.
+
+    Args:
+        config: the config to hash.
+        all_megatron_options: hash all of Megatron's options, as older releases did.
     """
     dumped = {f"{section}.{name}" for section, values in config.model_dump().items() for name in values}
     identity = {field: value for field, value in options_by_mutability(config, "identity").items() if field in dumped}
+    if all_megatron_options:
+        identity[MEGATRON] = config.train.megatron
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -21,6 +21,7 @@ from prefect import State, flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
 
+from penstock.engines.megatron.options.values import check_option_values, options_that_change_results
 from penstock.flows.config import PostTrainConfig, flag_of_field, training_options, validate_config
 from penstock.flows.options.argv import parse_integer, parse_run_argument, split_args
 from penstock.flows.options.flags import parse_config
@@ -44,8 +45,9 @@ USAGE = """penstock replay RUN [--from A] [--to B] [--json FILE] [--store URI] [
   --json FILE
            write {round: {verdict, digest, metrics}} to a file
 
-Placement options of the trainer (--trainer-threads, --ray-address, parallel sizes ...) replace the run's. Bitwise
-equality is expected with the placement and the hardware of the run. Exit code 1 if any round differs."""
+Placement options of the trainer (--trainer-threads, --ray-address, parallel sizes ...) and Megatron's options that
+change no result (--recompute-granularity, --optimizer-cpu-offload ...) replace the run's. Bitwise equality is expected
+with the placement and the hardware of the run. Exit code 1 if any round differs."""
 
 
 def main(argv: list[str]) -> int:
@@ -197,6 +199,7 @@ def check_replay(
     from penstock.stages.train.restore import newest_checkpoint
 
     config = _replay_config(run, where, placement)
+    check_option_values(config.train.megatron)
     store, keys = open_store(config.run, probe=False), RunKeys(run)
     trained = len(store.committed_indices(f"{keys.prefix}/steps"))
     _check_versions_are_replayable(
@@ -208,25 +211,40 @@ def check_replay(
 def placement_options(given: PostTrainConfig) -> dict[str, Any]:
     """Return the trainer's placement options among those given on the command line.
 
+    The options of Megatron are compared with the recorded ones later (`_replay_config`).
+
     Raises:
         OptionError: another option of the trainer is given; a replay uses the recorded value.
     """
     derived = {"global_batch_size", "num_steps_per_rollout"}  # filled in by the config's validator, not given
     placement = {}
     for name in given.train.model_fields_set - derived:
-        if field_meta(type(given.train).model_fields[name]).mutability != "placement":
-            raise OptionError(
-                f"{flag_of_field(name)} changes the result, but a replay uses the recorded options: "
-                "leave it out, or fork the run"
-            )
+        if name != "megatron" and field_meta(type(given.train).model_fields[name]).mutability != "placement":
+            raise _fixed_option_error(name)
         placement[name] = getattr(given.train, name)
     return placement
 
 
+def _fixed_option_error(name: str) -> OptionError:
+    return OptionError(
+        f"{flag_of_field(name)} changes the result, but a replay uses the recorded options: leave it out, or fork "
+        "the run"
+    )
+
+
 def _replay_config(run: str, where: RunConfig, placement: dict[str, Any]) -> PostTrainConfig:
-    """Return the run's recorded config with the placement and the Ray address of the replay."""
+    """Return the run's recorded config with the placement and the Ray address of the replay.
+
+    Raises:
+        OptionError: an option of Megatron that can change the result differs from the recorded one.
+    """
     values = read_flow_and_config(where, run)[1].model_dump(mode="json")
-    values["train"] |= placement
+    recorded = values["train"]["megatron"]
+    megatron = recorded | placement.get("megatron", {})
+    before, now = options_that_change_results(recorded), options_that_change_results(megatron)
+    if changed := [name for name in now | before if now.get(name) != before.get(name)]:
+        raise _fixed_option_error(changed[0])
+    values["train"] |= placement | {"megatron": megatron}
     for name in ("ray_address", "network_interface", "num_gpus_per_node", "node_timeout"):
         values["run"][name] = getattr(where, name)
     return validate_config(values)

@@ -5,7 +5,8 @@ The flag of a field is its name with dashes: `rollout_batch_size` is `--rollout-
 
 The mutability of a field determines whether a resumed run may change it:
 
-    identity    model, seed, data, algorithm: cannot change; fork the run instead
+    identity    model, seed, data, algorithm: cannot change; fork the run instead. Exception: those of Megatron's
+                options that change no result (`options_by_mutability` in flows/config.py)
     schedule    number of rounds, intervals of checkpoints and evaluations: may change; the change is recorded
     placement   GPUs, engines, threads, time limits: may change; results differ only by floating-point rounding
 """

@@ -14,7 +14,8 @@ from penstock.storage.errors import OptionError
 USAGE = """penstock resume RUN [--store URI ...]
 
   Resumes a run after its last committed stage, with the configuration recorded in the store. Number of rounds,
-  intervals, engines, GPUs and time limits may change: `penstock resume --help-all` lists these options."""
+  intervals, engines, GPUs, memory options and time limits may change: `penstock resume --help-all` lists these options.
+  Options of placement and memory are not recorded: give them again at the next start."""
 
 
 def main(argv: list[str]) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.engines.megatron.options.table import EFFECTIVE, KEEPS_RESULTS
 from penstock.flows.config import flag_of_field, list_options
 from penstock.storage.config import field_meta
 
@@ -89,8 +90,8 @@ _PROGRAMS = (
     "Megatron-core's flags are accepted unchanged, SGLang's with the prefix --sglang-, its router's with --router-."
 )
 _RESUME = (
-    "A resumed run keeps its model, data and algorithm options. Number of rounds, intervals, engines, GPUs and time "
-    "limits may change."
+    "A resumed run keeps its model, data and algorithm options. Number of rounds, intervals, engines, GPUs, memory "
+    "options and time limits may change."
 )
 
 
@@ -131,17 +132,21 @@ def full_help(command: str, usage: str, *, may_change_only: bool = False) -> str
             lines += ["", f"[{section}]"]
         spellings = " ".join([flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)])
         lines += [f"  {spellings}{_default(field)}", *_wrap(field.description or "", " " * 6)]
-    return "\n".join([*lines, "", *(_wrap(_PROGRAMS) if may_change_only else _other_families()), *_wrap(_RESUME)])
+    others = [*_megatron_options(KEEPS_RESULTS), "", *_wrap(_PROGRAMS)] if may_change_only else _other_families()
+    return "\n".join([*lines, "", *others, *_wrap(_RESUME)])
+
+
+def _megatron_options(names: Iterable[str]) -> Iterator[str]:
+    """Yield help lines about these options of Megatron-core."""
+    yield from ("OPTIONS OF MEGATRON-CORE, under its own names; in a file below [train.megatron]", "")
+    for name in names:
+        yield f"  {flag_of_field(name)}"
+        yield from _wrap(f"{EFFECTIVE[name][0].upper()}{EFFECTIVE[name][1:]}.", " " * 6)
 
 
 def _other_families() -> Iterator[str]:
     """Yield help lines about the options of Megatron-core that have an effect, and about those of SGLang."""
-    from penstock.engines.megatron.options.table import EFFECTIVE
-
-    yield from ("OPTIONS OF MEGATRON-CORE, under its own names; in a file below [train.megatron]", "")
-    for name, text in EFFECTIVE.items():
-        yield f"  {flag_of_field(name)}"
-        yield from _wrap(f"{text[0].upper()}{text[1:]}.", " " * 6)
+    yield from _megatron_options(EFFECTIVE)
     yield from (
         "",
         "  Options that describe the model (--num-layers, --rotary-base, ...) are checked against config.json.",

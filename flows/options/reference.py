@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from penstock.engines.megatron.options.args import ALIASES
-from penstock.engines.megatron.options.table import TABLE
+from penstock.engines.megatron.options.table import KEEPS_RESULTS, ROUNDING_MODULE, TABLE
 from penstock.engines.sglang.args import ROUTER_RESERVED
 from penstock.engines.sglang.server_options import DROPPED, REFUSED, RENAMED, RESERVED
 from penstock.flows.config import flag_of_field
@@ -58,6 +58,14 @@ def megatron_lines() -> Iterator[str]:
     yield from table(
         ("name", "effect"),
         [(flag_of_field(name), rule.text) for name, rule in TABLE.items() if rule.kind == "effective"],
+    )
+    yield ""
+    names = ", ".join(f"`{flag_of_field(name)}`" for name in KEEPS_RESULTS)
+    yield from textwrap.wrap(
+        f"These change no bit of a result and may change on resume, as may those without effect: {names}. "
+        f"Exception: `--recompute-modules {ROUNDING_MODULE}`, which changes rounding.",
+        180,
+        break_on_hyphens=False,
     )
     checked = [f"`{flag_of_field(name)}`" for name, rule in TABLE.items() if rule.kind == "checked"]
     yield ""

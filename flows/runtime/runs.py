@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.flows.config import (
+    MEGATRON,
     PostTrainConfig,
     config_hash,
     flag_of_field,
@@ -213,11 +214,19 @@ def describe_difference(record: dict[str, Any], flow: str, config: PostTrainConf
     moved_new = options_by_mutability(with_relative_paths(now, str(Path.cwd())), "identity")
     for field, value in new.items():
         if old[field] != value and moved_old[field] != moved_new[field]:
-            recorded_value, given = (
-                text if len(text) <= 60 else f"{text[:57]}..." for text in (repr(old[field]), repr(value))
-            )
-            return f"run {run!r} has {flag_of_field(field.split('.')[1])} {recorded_value}, this command has {given}"
+            return f"run {run!r} has {_name_difference(field, old[field], value)}"
     return None
+
+
+def _name_difference(field: str, recorded: Any, given: Any) -> str:
+    """Return `--flag A, this command has B` for an option `section.name` with two values; for the options of Megatron,
+    the flag of the first one that differs."""
+    name = field.split(".")[1]
+    if field == MEGATRON:
+        name = next(name for name in {**recorded, **given} if recorded.get(name) != given.get(name))
+        recorded, given = recorded.get(name), given.get(name)
+    before, now = (text if len(text) <= 60 else f"{text[:57]}..." for text in (repr(recorded), repr(given)))
+    return f"{flag_of_field(name)} {before}, this command has {now}"
 
 
 def check_commits_without_record(store: Store, keys: RunKeys, flow: str, config: PostTrainConfig) -> None:
@@ -234,8 +243,12 @@ def check_commits_without_record(store: Store, keys: RunKeys, flow: str, config:
     rollouts = [commit for commit in commits if commit.kind == "rollout"]
     demonstrated = rollouts and rollouts[0].policy_version == -1 and DEBUG_DATA not in rollouts[0].inputs
     same_flow = flow == ("sft" if demonstrated else "post_train") if rollouts else flow == "evaluate"
-    # The second hash, of relative paths, is the one that older releases recorded.
-    ours = {config_hash(config), config_hash(with_relative_paths(config, str(Path.cwd())))}
+    # Older releases recorded the hash of relative paths, or of all options of Megatron.
+    ours = {
+        config_hash(same, all_megatron_options=older)
+        for same in (config, with_relative_paths(config, str(Path.cwd())))
+        for older in (False, True)
+    }
     if not shared and same_flow and {commit.config_hash for commit in commits} <= ours:
         return  # the commits were made with these options
     raise RunError(

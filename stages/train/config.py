@@ -127,7 +127,8 @@ class TrainConfig(AlgorithmConfig):
     """Split the activations of norms and residuals by position over the tensor-parallel ranks."""
 
     megatron: dict[str, Any] = option(default_factory=dict)
-    """Further fields of Megatron-core's configuration classes, by Megatron's names."""
+    """Further fields of Megatron-core's configuration classes, by Megatron's names. Those that change no result, such
+    as --recompute-granularity and --optimizer-cpu-offload, may change on resume."""
 
     mtp_num_layers: int | None = option(None, mutability="placement", ge=0)
     """Number of multi-token prediction layers of --hf-checkpoint, which is checked; they are not trained (--mtp)."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engines.families.shape import Experts, LatentAttention, ModelShape
+from penstock.engines.megatron.options.values import options_that_change_results
 from penstock.storage.errors import OptionError
 from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, Pack, make_pack, targets_of
 
@@ -182,13 +183,32 @@ def test_fraction_above_one_is_an_error() -> None:
         (MIXTURE, {**FULL, "recompute_method": "uniform"}),
         (MIXTURE, {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]}),
         (MIXTURE, {"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]}),
+        (
+            MIXTURE,
+            {"moe_grouped_gemm": True, "recompute_granularity": "selective", "recompute_modules": ["moe_act", "mlp"]},
+        ),
         (LATENT, {**FULL, "recompute_method": "uniform", "recompute_num_layers": 2}),
         (LATENT, {"recompute_activations": True}),
         (LATENT, {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}),
     ],
 )
-def test_recomputation_gives_identical_results(shape: ModelShape, overrides: dict[str, Any]) -> None:
-    assert train(make_engine(shape, **overrides), range(2)) == train(make_engine(shape), range(2))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_recomputation_gives_identical_results(shape: ModelShape, overrides: dict[str, Any], dtype: str) -> None:
+    """Without the options that a resumed run may change, the results are the same."""
+    fixed = options_that_change_results(overrides)
+    assert set(fixed) == set(overrides) & {"moe_grouped_gemm"}
+    assert train(make_engine(shape, dtype, **overrides), range(2)) == train(
+        make_engine(shape, dtype, **fixed), range(2)
+    )
+
+
+def test_options_that_change_no_result_are_recognized_in_every_spelling() -> None:
+    free = {"--recompute-activations": True, "optimizer-cpu-offload": True, "log_interval": 1, "no_rope_fusion": True}
+    fixed = {"attention_backend": "flash", "overlap_grad_reduce": True, "grad_reduce_in_bf16": True, "of_tomorrow": 1}
+    assert options_that_change_results(free | fixed) == fixed
+    for modules in (["mlp", "layernorm"], "layernorm"):
+        options = {"recompute_granularity": "selective", "--recompute-modules": modules}
+        assert options_that_change_results(options) == {"recompute_modules": ["layernorm"]}
 
 
 @pytest.mark.parametrize("shape", [SHAPE, MIXTURE, LATENT])

@@ -59,6 +59,7 @@ def test_help_all_of_resume_has_only_options_that_may_change(capsys: pytest.Capt
     assert cli.main(["resume", "--help-all"]) == 0
     out = capsys.readouterr().out
     assert "\n  --num-rollout" in out and "\n  --lr" not in out
+    assert "\n  --recompute-granularity" in out and "\n  --grad-reduce-in-fp32" not in out
 
 
 def test_first_sentence_of_an_option_is_cut_outside_parentheses() -> None:

@@ -13,10 +13,10 @@ from random_rollouts import commit_rollouts
 from penstock.engines.cluster import Cluster
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.flags import parse_config
-from penstock.flows.replay import parse_own_flags, placement_options
+from penstock.flows.replay import check_replay, parse_own_flags, placement_options
 from penstock.flows.runtime.runs import create_run_record
-from penstock.storage.errors import OptionError
-from penstock.storage.refs import RunKeys
+from penstock.storage.errors import OptionError, RunError
+from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.samples.trained_tokens import read_trained_tokens
 from penstock.storage.store import Store
@@ -45,6 +45,28 @@ def test_replay_accepts_only_placement_options() -> None:
     assert placement_options(parse_config(["--trainer-threads", "2", "--store", "x"])) == {"trainer_threads": 2}
     with pytest.raises(ValueError, match=r"--lr .*recorded"):
         placement_options(parse_config(["--lr", "1e-3"]))
+
+
+RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+
+
+def test_replay_accepts_options_of_megatron_that_change_no_result(tmp_path: Path) -> None:
+    recorded = parse_config(["--hf-checkpoint", "m", "--run", KEYS.run, "--store", str(tmp_path), *RECOMPUTE])
+    store = Store(str(tmp_path))
+    create_run_record(store, "post_train", recorded)
+    store.commit(KEYS.step_prefix(0), Commit(kind="step", run=KEYS.run, index=0, policy_version=1))
+
+    def check(*words: str) -> None:
+        check_replay(KEYS.run, recorded.run, placement_options(parse_config(list(words))))
+
+    for words in (["--optimizer-cpu-offload"], ["--recompute-method", "block"], ["--trainer-threads", "1"]):
+        with pytest.raises(RunError, match="no initial weights"):  # the next check
+            check(*words)
+    for words in (["--attention-backend", "flash"], ["--recompute-modules", "layernorm"]):
+        with pytest.raises(OptionError, match=f"{words[0]} changes the result"):
+            check(*words)
+    with pytest.raises(OptionError, match="--recompute-num-layers 0"):
+        check("--recompute-num-layers", "0")
 
 
 @pytest.fixture
@@ -124,6 +146,8 @@ def test_replay_equals_the_run_and_detects_a_tampered_commit(
     replayed = json.loads((tmp_path / "replayed.json").read_text())
     last = store.committed(KEYS.step_prefix(2))
     assert last is not None and replayed["2"]["digest"] == last.state["digest"]
+    recomputed = penstock_replay(store, prefect_api, "--from", "2", *RECOMPUTE, "--optimizer-cpu-offload")
+    assert "1 of 1 rounds are equal bit for bit" in recomputed.stdout, recomputed.stdout + recomputed.stderr
     assert files(store) == before
 
     record = Path(store.path(f"{KEYS.step_prefix(2)}.commit.json"))

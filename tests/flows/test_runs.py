@@ -10,7 +10,7 @@ import pytest
 
 from penstock.flows.cli import main
 from penstock.flows.commands.resume import read_flow_and_resumed_config
-from penstock.flows.config import PostTrainConfig, config_hash
+from penstock.flows.config import PostTrainConfig, config_hash, training_options
 from penstock.flows.inspect.run_table import print_runs
 from penstock.flows.options.flags import parse_config
 from penstock.flows.options.paths import FILES, FUNCTIONS, with_absolute_paths
@@ -161,6 +161,18 @@ def test_lost_record_is_written_again_by_the_options_of_the_run(lost) -> None:
     assert read_flow_and_config(first.run, "r")[1].train == first.train
 
 
+def test_lost_record_of_an_older_release_is_written_again(tmp_path: Path) -> None:
+    """Its commits have a hash of all options of Megatron."""
+    first = config(tmp_path, *FULL)
+    store, absolute = open_store(first.run), with_absolute_paths(first)
+    assert config_hash(absolute) != config_hash(absolute, all_megatron_options=True)
+    hashed = {"config_hash": config_hash(absolute, all_megatron_options=True)}
+    store.commit(KEYS.rollout_prefix(0), Commit(kind="rollout", run="r", index=0, policy_version=0, **hashed))
+    with pytest.raises(RunError, match=r"run\.json"):
+        open_run(store, "post_train", config(tmp_path, *FULL, "--grad-reduce-in-bf16"))
+    open_run(store, "post_train", first)
+
+
 def test_a_damaged_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = config(tmp_path)
     store = open_store(first.run)
@@ -240,6 +252,47 @@ def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
         read_flow_and_resumed_config("r", [*where, "--run", "s"])
     with pytest.raises(OptionError):
         read_flow_and_resumed_config("r", [*where, "--num-rollout", "-1"])
+
+
+FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+MEMORY = [*FULL, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5", "--max-tokens-per-gpu", "99"]
+
+
+def test_memory_options_that_change_no_result_may_change_on_resume(tmp_path: Path) -> None:
+    """After an out-of-memory error, or back when there is more memory."""
+    base = ["--num-rollout", "3", "--attention-backend", "torch"]
+    first = config(tmp_path, *base)
+    store = open_store(first.run)
+    open_run(store, "post_train", first)
+    commit_round(store, first)
+    flow, again = read_flow_and_resumed_config("r", ["--store", str(tmp_path), *MEMORY])
+    assert again.train.megatron["recompute_granularity"] == "full" and again.train.max_tokens_per_gpu == 99
+    open_run(store, flow, again)
+    open_run(store, flow, config(tmp_path, *base, "--recompute-activations", "--log-interval", "7"))
+    assert config_hash(again) == config_hash(first)
+    assert training_options(again) == training_options(first)
+    assert store.list(f"{KEYS.prefix}/changes") == []
+    assert "recompute_granularity" not in read_flow_and_config(first.run, "r")[1].train.megatron
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--grad-reduce-in-bf16"], r"--grad-reduce-in-bf16 None, this command has True"),
+        (["--attention-backend", "flash"], r"--attention-backend 'torch', this command has 'flash'"),
+        (
+            ["--recompute-granularity", "selective", "--recompute-modules", "layernorm", "mlp"],
+            r"--recompute-modules None, this command has \['layernorm'\]",
+        ),
+    ],
+)
+def test_options_of_megatron_that_change_results_are_fixed(tmp_path: Path, words: list[str], sentence: str) -> None:
+    first = config(tmp_path, "--attention-backend", "torch", *FULL)
+    store = open_store(first.run)
+    open_run(store, "post_train", first)
+    commit_round(store, first)
+    with pytest.raises(RunError, match=sentence):
+        check_run_may_start(store, "post_train", config(tmp_path, "--attention-backend", "torch", *words))
 
 
 # ---- a run without a committed round ---------------------------------------------------------------------------------

@@ -43,6 +43,17 @@ EFFECTIVE = {
     "optimizer_offload_fraction": "share of the optimizer states in host memory",
 }
 
+# Effective options that only move, delay or recompute data and change no bit of a result, so a resumed run may change
+# them. Evidence: tests/engines/test_megatron_optimizer.py and gather_ranks.py. Offloaded optimizer states are updated
+# on the GPU by the ordinary kernel (`memory/optimizer_offload.py`). Not here: overlap_grad_reduce and bucket_size,
+# which can change the order in which gradients are summed over more than two ranks.
+KEEPS_RESULTS = (
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    *("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_param_gather"),
+)
+# The exception among the values of recompute_modules: gradients of a norm's input are summed in another order.
+ROUNDING_MODULE = "layernorm"
+
 # The checkpoint determines these; `model_options` returns those of one model.
 CHECKED = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),

@@ -12,8 +12,8 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.engines.megatron.options.args import megatron_flags, normalize_megatron_args
-from penstock.engines.megatron.options.table import ACCEPTED_VALUES, TABLE
+from penstock.engines.megatron.options.args import ALIASES, megatron_flags, normalize_megatron_args
+from penstock.engines.megatron.options.table import ACCEPTED_VALUES, KEEPS_RESULTS, ROUNDING_MODULE, TABLE
 from penstock.storage.errors import OptionError
 
 NUMBERS = {"bool": (bool,), "int": (int,), "float": (int, float)}
@@ -83,6 +83,26 @@ def ignored_options(options: dict[str, Any]) -> list[str]:
     """Return the flags of user-defined options that have no effect, each with the reason."""
     rules = {name: TABLE[name] for name in normalize_megatron_args(options) if name in TABLE}
     return [f"{_to_flag(name)} ({rule.text})" for name, rule in rules.items() if rule.kind == "ignored"]
+
+
+def options_that_change_results(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the user-defined options that can change a bit of the results; a resumed run keeps them.
+
+    The others are those in `KEEPS_RESULTS` and the ignored ones. Of --recompute-modules only layernorm is returned. The
+    options may be in any of Megatron's spellings, also unknown ones of another release.
+    """
+    kept: dict[str, Any] = {}
+    for spelling, value in options.items():
+        name = spelling.lstrip("-").replace("-", "_")
+        if name == "recompute_modules" and ROUNDING_MODULE in str(value):
+            kept[name] = [ROUNDING_MODULE]
+        elif any(_changes_results(field) for field in ALIASES.get(name, (name,))):
+            kept[spelling] = value
+    return kept
+
+
+def _changes_results(name: str) -> bool:
+    return name not in KEEPS_RESULTS and not (name in TABLE and TABLE[name].kind == "ignored")
 
 
 def _asks_for_nothing(name: str, value: Any) -> bool:
