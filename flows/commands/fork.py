@@ -20,6 +20,7 @@ from typing import Any
 
 from penstock.flows.config import SECTIONS, PostTrainConfig, RunConfig, flag_of_field
 from penstock.flows.options import flags
+from penstock.flows.options.adapters import check_fork_can_publish
 from penstock.flows.options.argv import check_run_name, parse_integer, penstock_command, split_args
 from penstock.flows.options.flags import store_options_from_values, update_config_from_argv
 from penstock.flows.options.paths import with_absolute_paths
@@ -93,12 +94,14 @@ def create_fork(
 
     Raises:
         RunError: the parent has fewer trained rounds, the name is taken, or the parent is being removed.
+        OptionError: the engines of the fork cannot get its adapters (--lora-publish adapter).
         StoreError: a commit record of the parent does not match its digest.
     """
     parent, config = with_absolute_paths(parent), with_absolute_paths(config)
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
     check_rounds_are_trained(store, old, at_round)
     entry = make_parent_record(store, parent, at_round, restart_data)
+    check_fork_can_publish(flow, config, {"parent": entry})
     reserve_run_name(store, new, {"flow": flow, "config": _config_to_json_values(config), "parent": entry})
     if is_removed(store, old) or describe_removing_process(store, old):
         store.delete([unfinished_fork_key(new)])

@@ -41,7 +41,7 @@ def with_adapters(options: EngineOptions, config: PostTrainConfig, record: dict[
         return options
     if reason := reason_against_adapters(config, options, record):
         if train.lora_publish == "adapter":
-            raise OptionError(f"--lora-publish adapter is not possible: {reason}; use merged")
+            raise _adapters_error(reason)
         return options
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     adapters = ServedAdapters(
@@ -69,11 +69,8 @@ def reason_against_adapters(
 
     run, lora = config.run, config.train.lora
     assert lora is not None, "the run trains all weights"
-    start = starting_weights(config)
-    if record is not None and trains_on_own_checkpoint(record):
-        start = "a checkpoint of the run that it continues"
-    if start != config.convert.hf_checkpoint:
-        return f"the adapters are trained on {start}, but engines start with the weights of --hf-checkpoint"
+    if reason := describe_other_base(config, record):
+        return reason
     if run.streams and options.router is not None:
         return "engines behind a router may have adapters of different versions (--async-mode streaming)"
     if run.update_weight_transport == "nccl":
@@ -83,6 +80,35 @@ def reason_against_adapters(
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     targets = adapter_targets(shape, lora.target_modules)
     return engine_backend().reason_against_adapters(options, shape, targets, compare=run.check_weight_update_equal)
+
+
+def describe_other_base(config: PostTrainConfig, record: dict[str, Any] | None) -> str | None:
+    """Return a sentence about the base of the adapters, if it is not the model with whose weights engines start."""
+    ancestor = None if record is None else fully_trained_ancestor(record)
+    start = f"the weights that run {ancestor} has trained" if ancestor else starting_weights(config)
+    if start == config.convert.hf_checkpoint:
+        return None
+    return f"the adapters are trained on {start}, but engines start with the weights of --hf-checkpoint"
+
+
+def check_fork_can_publish(flow: str, config: PostTrainConfig, record: dict[str, Any]) -> None:
+    """Check that a fork with --lora-publish adapter trains its adapters on the model with which engines start.
+
+    Args:
+        flow: flow of the fork.
+        config: config of the fork.
+        record: the fork's record.
+
+    Raises:
+        OptionError: it does not.
+    """
+    has_engines = flow == "post_train" and not (config.run.debug_rollout_only or config.run.debug_train_only)
+    if has_engines and config.train.lora_publish == "adapter" and (reason := describe_other_base(config, record)):
+        raise _adapters_error(reason)
+
+
+def _adapters_error(reason: str) -> OptionError:
+    return OptionError(f"--lora-publish adapter is not possible: {reason}; use merged")
 
 
 def adapter_of_version(
@@ -106,9 +132,9 @@ def adapter_of_version(
     return PublishedAdapter(names.name(version), served_config(train.lora, shape, model_path), num_tensors, compare)
 
 
-def trains_on_own_checkpoint(record: dict[str, Any]) -> bool:
-    """Return whether the base of a run's adapters is a checkpoint of an earlier run that trained all weights, which it
-    continues (`penstock fork`).
+def fully_trained_ancestor(record: dict[str, Any]) -> str | None:
+    """Return the name of the earlier run whose checkpoint is the base of a run's adapters: the run continues it
+    (`penstock fork`), and it has trained all weights. Return None if the base is the model that the run starts from.
 
     Args:
         record: the run's record.
@@ -116,6 +142,6 @@ def trains_on_own_checkpoint(record: dict[str, Any]) -> bool:
     parent = record.get("parent")
     while parent is not None and parent["at"] > 0:
         if parent["config"].get("train", {}).get("lora_rank") is None:
-            return True
+            return str(parent["run"])
         parent = parent.get("parent")
-    return False
+    return None

@@ -12,7 +12,7 @@ import os
 import re
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.engines.backends import engine_backend
 from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilities
@@ -35,7 +35,7 @@ from penstock.flows.options.start_weights import check_start_weights, describe_s
 from penstock.flows.reporting.prometheus import check_prometheus_port
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
-from penstock.flows.runtime.runs import check_run_may_start, open_store
+from penstock.flows.runtime.runs import check_run_may_start, open_store, read_record
 from penstock.flows.trackers import check_trackers, tracker_synonyms
 from penstock.stages.eval.config import EvalConfig
 from penstock.stages.rollout.config import RolloutConfig
@@ -90,7 +90,7 @@ def _run_checks_once(flow: str, config_json: str) -> None:
     if flow in GENERATING and not config.run.debug_train_only:
         options = engine_options(config)
         if flow == "post_train":
-            options = with_adapters(options, config, None)
+            options = with_adapters(options, config, read_current_record(config))
         engine_backend().check_options(options)
         on_this_machine = config.run.ray_address is None and not options.external
         capabilities = visible_gpu_capabilities() if on_this_machine else None  # None: unknown
@@ -144,6 +144,12 @@ def check_run_record(flow: str, config: PostTrainConfig) -> None:
         raise StoreError(
             f"store {store.uri!r} cannot be read ({error.strerror}): give --store a directory or a URI"
         ) from error
+
+
+def read_current_record(config: PostTrainConfig) -> dict[str, Any] | None:
+    """Return the record of the run that this config continues; None if it starts a new one."""
+    store, keys = open_store(config.run, probe=False), RunKeys(config.run.run)
+    return None if is_removed(store, keys) else read_record(store, keys)
 
 
 def check_options(flow: str, config: PostTrainConfig) -> None:

@@ -236,6 +236,8 @@ def rows_of_commands() -> Iterator[Bad]:
         (("fork", "old", "--at", "1", "--name", "n", "--run", "m", *run), "--run"),
         (("fork", "old", "--at", "1", "--name", "n", "--lr", "-1", *run), "--lr"),
         (("fork", "old", "--at", "2", "--name", "n", "--num-rollout", "1", *run), "--num-rollout"),
+        (("fork", "old", "--at", "1", "--name", "n", "--lora-rank", "4", "--lora-publish", "adapter", *run),
+        "--lora-publish"),
         (("fork", "old", "--at", "1", "--name", "n", "--store-single-writer", "maybe", *run), "--store-single-writer"),
         (("verify",), "verify"), (("verify", "ghost", *run), "ghost"), (("verify", "a", "b", *run), "a b"),
         (("verify", "../old", *run), "../old"),

@@ -10,7 +10,7 @@ import pytest
 from penstock.engines.backends import engine_backend
 from penstock.engines.options import EngineOptions
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.options.adapters import trains_on_own_checkpoint, with_adapters
+from penstock.flows.options.adapters import fully_trained_ancestor, with_adapters
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.preflight import config_warnings
@@ -59,10 +59,10 @@ def test_other_runs_get_merged_weights_or_are_refused(
 
 
 def test_fork_of_full_training_gets_merged_weights(tiny_model: Path) -> None:
-    full = {"config": {"train": {}}, "at": 3, "parent": None}
-    adapters = {"config": {"train": {"lora_rank": 4}}, "at": 5, "parent": full}
-    assert trains_on_own_checkpoint({"parent": full}) and trains_on_own_checkpoint({"parent": adapters})
-    assert not trains_on_own_checkpoint({"parent": full | {"at": 0}}) and not trains_on_own_checkpoint({})
+    full = {"run": "full", "config": {"train": {}}, "at": 3, "parent": None}
+    adapters = {"run": "adapters", "config": {"train": {"lora_rank": 4}}, "at": 5, "parent": full}
+    assert fully_trained_ancestor({"parent": full}) == fully_trained_ancestor({"parent": adapters}) == "full"
+    assert fully_trained_ancestor({"parent": full | {"at": 0}}) is None and fully_trained_ancestor({}) is None
     assert options_of(tiny_model, record={"parent": full}).adapters is None
     assert options_of(tiny_model, record={"parent": adapters | {"parent": None}}).adapters is not None
 

@@ -14,6 +14,7 @@ from penstock.flows.commands import fork
 from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import config_of_round, missing_fork_checkpoint, open_run, read_flow_and_config
+from penstock.storage.errors import OptionError
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.retention import unfinished_fork_key
 from penstock.storage.refs import RunKeys, commit_key
@@ -121,6 +122,26 @@ def test_invalid_fork_is_refused_and_writes_nothing(store: Store, words: list[st
     with pytest.raises(ValueError, match=sentence):
         command(store, *words)
     assert [found.key for found in store.walk("")] == before
+
+
+LORA = ["--lora-rank", "4"]
+
+
+def test_fork_of_full_training_cannot_publish_adapters(store: Store) -> None:
+    """The engines have the weights of --hf-checkpoint, not the base, which the parent or its parent has trained."""
+    publish = ["--lora-publish", "adapter"]
+    assert command(store, "r", "--at", "3", "--name", "child", *LORA) == 0
+    go_on(store, "child", 4)
+    before = [found.key for found in store.walk("")]
+    for words in (["r", "--at", "2", *LORA], ["child", "--at", "2"], ["child", "--at", "4"]):
+        with pytest.raises(OptionError, match=r"--lora-publish adapter .* run r has trained.*use merged"):
+            command(store, *words, "--name", "f", *publish)
+    assert [found.key for found in store.walk("")] == before
+    assert command(store, "r", "--at", "0", "--name", "from-start", *LORA, *publish) == 0
+    go_on(store, "from-start", 2)
+    assert command(store, "from-start", "--at", "2", "--name", "f") == 0, "the rounds of r are not shared"
+    assert command(store, "child", "--at", "4", "--name", "merged", "--lora-publish", "merged") == 0
+    assert command(store, "r", "--at", "2", "--name", "no-engines", *LORA, *publish, "--debug-train-only") == 0
 
 
 def test_unfinished_fork_is_not_taken_for_another_fork(store: Store) -> None:
