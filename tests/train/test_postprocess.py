@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,24 +131,60 @@ def test_log_probs_of_the_teacher_cannot_change_after_the_advantages(rollout: tu
         run("rollout_data['teacher_log_probs'][0][0] = -1.0", (batch, distilled, estimate), tmp_path)
 
 
-@pytest.mark.parametrize("other", ["same", "different"])
-def test_ranks_with_different_results_are_refused(
-    other: str, rollout: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def all_gather(digests: list[str], own: str) -> None:
-        digests[:] = [own, own if other == "same" else "0"]
+Outcome = tuple[str, str]  # hash of the results, or description of the error
 
-    for name, value in (
-        ("is_initialized", lambda: True),
-        ("get_world_size", lambda: 2),
-        ("all_gather_object", all_gather),
-    ):
-        monkeypatch.setattr(torch.distributed, name, value)
-    if other == "same":
-        run("pass", rollout, tmp_path)
-        return
-    with pytest.raises(PluginError, match="different results on the 2 ranks"):
-        run("pass", rollout, tmp_path)
+
+@pytest.fixture
+def set_other_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[Outcome | None], None]:
+    """Sets the outcome of rank 1, while this process is rank 0; None: the same as that of rank 0."""
+
+    def set_outcome(other: Outcome | None) -> None:
+        def all_gather(outcomes: list[Outcome], own: Outcome) -> None:
+            outcomes[:] = [own, own if other is None else other]
+
+        monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather)
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    return set_outcome
+
+
+@pytest.mark.parametrize(
+    ("body", "other", "error", "message"),
+    [
+        ("pass", ("0", ""), PluginError, "different results on the 2 ranks .*arguments alone"),
+        ("pass", ("", "OSError: x"), PluginError, r"fails on rank 1 .*\(OSError: x\).*arguments alone"),
+        ("open('/absent')", ("0", ""), PluginError, r"fails on rank 0 .*FileNotFoundError.*arguments alone"),
+        ("return 1", ("0", ""), PluginError, "fails on rank 0 .*returned a value.*arguments alone"),
+        ("open('/absent')", None, FileNotFoundError, "/absent"),
+        ("return 1", None, PluginError, "^postprocess of .* returned a value"),
+    ],
+)
+def test_ranks_that_differ_are_named_in_the_error(
+    body: str,
+    other: Outcome | None,
+    error: type[Exception],
+    message: str,
+    rollout: tuple,
+    tmp_path: Path,
+    set_other_rank: Callable[[Outcome | None], None],
+) -> None:
+    set_other_rank(None)
+    run("pass", rollout, tmp_path)
+    set_other_rank(other)
+    with pytest.raises(error, match=message):
+        run(body, rollout, tmp_path)
+
+
+@pytest.mark.parametrize("body", ["return 1 / 0", "return experience.rewards.new_ones(len(experience.sample_index))"])
+def test_advantages_that_differ_between_ranks_are_refused(
+    body: str, rollout: tuple, tmp_path: Path, set_other_rank: Callable[[Outcome | None], None]
+) -> None:
+    set_other_rank(("0", ""))
+    path = tmp_path / "own.py"
+    path.write_text(f"def advantages(experience, options):\n    {body}\n")
+    with pytest.raises(PluginError, match=r"own\.py .*rank.*arguments alone"):
+        estimate_advantages(rollout[1], TrainConfig(custom_advantage_function_path=str(path)))
 
 
 def test_routing_replay_of_the_trainer_is_refused() -> None:

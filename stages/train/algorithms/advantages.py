@@ -16,6 +16,7 @@ from penstock.stages.train.algorithm_config import AlgorithmConfig
 from penstock.stages.train.algorithms.experience import Estimate, Experience
 from penstock.stages.train.algorithms.losses import kl_estimate
 from penstock.stages.train.algorithms.registry import ESTIMATORS
+from penstock.stages.train.algorithms.same_on_ranks import call_on_every_rank
 from penstock.storage.errors import PluginError
 
 VARIANCE_EPSILON = 1e-8
@@ -25,10 +26,16 @@ def estimate_advantages(experience: Experience, config: AlgorithmConfig) -> Esti
     """Return the advantages of all trained tokens of a rollout.
 
     Raises:
-        PluginError: the user-defined estimator does not return one finite number per token.
+        PluginError: the user-defined estimator does not return one finite number per token, or fails or has another
+            result on some of the ranks.
     """
     if config.custom_advantage_function_path is not None:
-        estimate = call_custom_estimator(config.custom_advantage_function_path, experience, config)
+        path = config.custom_advantage_function_path
+        estimate = call_on_every_rank(
+            lambda: call_custom_estimator(path, experience, config),
+            lambda estimate: (estimate.advantages, estimate.returns),
+            f"--custom-advantage-function-path {path}",
+        )
     else:
         kl_penalty, metrics = torch.zeros_like(experience.rollout_logprobs, dtype=torch.float64), {}
         if config.kl_coef:

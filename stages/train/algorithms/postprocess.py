@@ -17,13 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
 from penstock.stages.plugins import describe_function, load_checked_function
 from penstock.stages.train.algorithm_config import PLUGINS, AlgorithmConfig
 from penstock.stages.train.algorithms.experience import Estimate, Experience
+from penstock.stages.train.algorithms.same_on_ranks import call_on_every_rank
 from penstock.stages.train.batching import Batch
 from penstock.storage.errors import PluginError
 
@@ -44,9 +43,32 @@ def postprocess_rollout(
 
     Raises:
         PluginError: the function returns a value, changes something that is not read back, leaves tensors of other
-            sizes, numbers that are not finite, or a loss mask of 1 on a token that was not trained, or has another
-            result on another rank.
+            sizes, numbers that are not finite, or a loss mask of 1 on a token that was not trained, or fails or has
+            another result on some of the ranks.
     """
+    joined = call_on_every_rank(
+        lambda: _call_function(path, batch, experience, estimate, config),
+        lambda joined: joined.values(),
+        f"--rollout-data-postprocess-path {path}",
+    )
+    kept = joined.pop("loss_masks").bool()
+    if "log_probs" not in joined and experience.old_logprobs is not None:
+        joined["log_probs"] = joined["rollout_log_probs"]
+    fields: dict[str, Any] = {field: joined[key] for key, field in EXPERIENCE_KEYS.items() if key in joined}
+    experience = replace(experience, **fields)
+    estimate = replace(estimate, advantages=joined["advantages"], returns=joined.get("returns"))
+    if kept.all():
+        return batch, experience, estimate
+    mask = batch.loss_mask.copy()
+    mask[batch.trained_positions[~kept.numpy()]] = False
+    return replace(batch, loss_mask=mask), _experience_of(experience, kept), _estimate_of(estimate, kept)
+
+
+def _call_function(
+    path: str, batch: Batch, experience: Experience, estimate: Estimate, config: AlgorithmConfig
+) -> dict[str, Tensor]:  # of the N trained tokens
+    """Call the function with the data of the rollout, and return what it has changed it to, by key of rollout_data:
+    the entries that the update reads, and "loss_masks". Raises PluginError; see `postprocess_rollout`."""
     function = load_checked_function(path, *PLUGINS["rollout_data_postprocess_path"])
     name = describe_function(function, path)
     responses = _Responses(batch, name)
@@ -71,18 +93,7 @@ def postprocess_rollout(
             f"{', '.join(tokens)} or loss_masks"
         )
     joined = {key: responses.join(data[key], key) for key in tokens}
-    kept = responses.join_mask(data["loss_masks"])
-    _check_equal_on_ranks([kept, *joined.values()], name)
-    if "log_probs" not in joined and experience.old_logprobs is not None:
-        joined["log_probs"] = joined["rollout_log_probs"]
-    fields: dict[str, Any] = {field: joined[key] for key, field in EXPERIENCE_KEYS.items() if key in joined}
-    experience = replace(experience, **fields)
-    estimate = replace(estimate, advantages=joined["advantages"], returns=joined.get("returns"))
-    if kept.all():
-        return batch, experience, estimate
-    mask = batch.loss_mask.copy()
-    mask[batch.trained_positions[~kept.numpy()]] = False
-    return replace(batch, loss_mask=mask), _experience_of(experience, kept), _estimate_of(estimate, kept)
+    return joined | {"loss_masks": responses.join_mask(data["loss_masks"])}
 
 
 class _Responses:
@@ -147,20 +158,6 @@ class _Responses:
                 "tokens that must not be trained"
             )
         return kept.bool()
-
-
-def _check_equal_on_ranks(results: list[Tensor], name: str) -> None:
-    """Check that all ranks have the same results of the function `name`. Raises PluginError."""
-    if not dist.is_initialized():
-        return
-    own = xxhash.xxh3_64(b"".join(values.contiguous().numpy().tobytes() for values in results)).hexdigest()
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, own)
-    if len(set(digests)) > 1:
-        raise PluginError(
-            f"{name} has different results on the {len(digests)} ranks of the trainer: make them depend on its "
-            "arguments alone, and not on random numbers or the time"
-        )
 
 
 def _are_equal(values: Any, others: list[Any]) -> bool:
