@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,11 @@ from penstock.storage.errors import EngineError
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+ANSWER_SECONDS = (
+    30.0  # for the control service of an external Ray, which answers at once if its machine is not overloaded
+)
+SETTINGS = b"\x04"  # type of the frame with which both sides of an HTTP/2 connection begin: 4th byte of its header
+HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + SETTINGS + bytes(5)  # preface and empty SETTINGS
 POLL_SECONDS = 0.5  # interval at which a blocking Ray call checks that the local Ray is alive
 
 
@@ -69,7 +75,7 @@ class Cluster:
             options: how processes are placed on nodes.
 
         Raises:
-            EngineError: no Ray cluster answers at `address`.
+            EngineError: no Ray cluster answers at `address`, or it does not accept this process's token.
             ClusterLost: the local Ray did not start in START_TRIES tries.
         """
         # Other users of this machine can connect to its loopback ports: a random token keeps them out.
@@ -87,9 +93,10 @@ class Cluster:
         quiet: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
         if address is not None:
             try:
+                check_ray_answers(address)
                 with preserve_sigterm_handler():
                     ray.init(address=address, **quiet)
-            except (ConnectionError, ray.exceptions.RayError) as error:
+            except (OSError, ray.exceptions.RayError) as error:
                 raise EngineError(
                     f"no Ray cluster answers at {address!r} ({error}): start one with `ray start --head` and set the "
                     "same RAY_AUTH_MODE and RAY_AUTH_TOKEN for this process, or omit --ray-address to start a local "
@@ -325,6 +332,57 @@ class Cluster:
             ) from error
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
+
+
+def check_ray_answers(address: str) -> None:
+    """Check that the control service (GCS) of a Ray cluster answers at `address` and accepts this process's token.
+
+    Ray 2.60 tries 20 times for 40 s to connect to a service that does not answer or does not accept the token. An
+    address "ray://..." is not checked: Ray's client has a timeout.
+
+    Raises:
+        OSError: nothing listens at the address, or what listens does not answer like Ray.
+        EngineError: the cluster does not accept the token.
+        ray.exceptions.RayError: the cluster does not answer a request.
+    """
+    import ray
+    from ray._private.services import canonicalize_bootstrap_address, parse_address
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+    if address.startswith("ray://") or os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
+        return
+    service = canonicalize_bootstrap_address(address)  # as `ray.init`: "auto" is the address of a Ray on this machine
+    if service is None:  # "local": `ray.init` starts a Ray
+        return
+    host, port = parse_address(service)
+    check_speaks_http2(host, int(port))
+    try:
+        GcsClient(address=service)
+    except ray.exceptions.AuthenticationError as error:
+        mode = os.environ.get("RAY_AUTH_MODE", "disabled")
+        raise EngineError(
+            f"the Ray cluster at {service} does not accept the token of this process (RAY_AUTH_MODE={mode}): set "
+            "RAY_AUTH_MODE and RAY_AUTH_TOKEN to those of the cluster, give the address of another cluster as "
+            "--ray-address HOST:PORT, or omit --ray-address to start a local Ray that ends with this process"
+        ) from error
+
+
+def check_speaks_http2(host: str, port: int) -> None:
+    """Check that an HTTP/2 server, as every gRPC server is, listens at host:port. With RAY_USE_TLS only the connection
+    is checked. Raises OSError."""
+    place = f"{host}:{port}"
+    try:
+        with socket.create_connection((host, port), ANSWER_SECONDS) as connection:
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                return
+            connection.sendall(HTTP2_HELLO)
+            answer = connection.recv(4, socket.MSG_WAITALL)
+    except TimeoutError:
+        raise TimeoutError(f"{place} does not answer in {ANSWER_SECONDS:g} s") from None
+    except OSError as error:
+        raise ConnectionError(f"{place}: {error.strerror or error}") from None
+    if answer[3:] != SETTINGS:
+        raise ConnectionError(f"what listens at {place} is not a Ray cluster")
 
 
 def cpu_count() -> int:

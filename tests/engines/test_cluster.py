@@ -5,20 +5,31 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from penstock_command import HANG
 
 import penstock.engines.cluster
 from penstock.engines.backends import engine_backend
-from penstock.engines.cluster import Cluster, ClusterLost, cpu_count, cpu_threads_per_process
+from penstock.engines.cluster import (
+    HTTP2_HELLO,
+    SETTINGS,
+    Cluster,
+    ClusterLost,
+    check_speaks_http2,
+    cpu_count,
+    cpu_threads_per_process,
+)
 from penstock.engines.placement import Slot
 from penstock.engines.serving.replica import RayReplica
 from penstock.engines.serving.server import ServerSpec
@@ -113,6 +124,84 @@ def test_engine_start_raises_cluster_lost_when_the_local_ray_dies(
     with pytest.raises(ClusterLost):
         engine.wait_for_url()
     assert sum(silent_ray) < 20
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def answer_with(listener: socket.socket, data: bytes) -> threading.Thread:
+    """Accept one connection in a thread, read what a gRPC client sends first, and answer with `data`."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            received = connection.recv(len(HTTP2_HELLO), socket.MSG_WAITALL)
+            assert received.startswith(b"PRI * HTTP/2.0")
+            connection.sendall(data)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return thread
+
+
+def test_address_where_nothing_listens_is_refused() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # and does not listen: nobody else gets the port
+        host, port = bound.getsockname()
+        with pytest.raises(ConnectionError, match=rf"^127\.0\.0\.1:{port}: Connection refused$"):
+            check_speaks_http2(host, port)
+
+
+def test_server_that_never_answers_is_not_ray(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.engines.cluster, "ANSWER_SECONDS", 0.05)
+    with pytest.raises(TimeoutError, match=r"does not answer in 0\.05 s"):
+        check_speaks_http2(*listener.getsockname())
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"-ER"])
+def test_server_of_another_protocol_is_not_ray(listener: socket.socket, answer: bytes) -> None:
+    server = answer_with(listener, answer)
+    with pytest.raises(ConnectionError, match="is not a Ray cluster"):
+        check_speaks_http2(*listener.getsockname())
+    server.join()
+
+
+def test_http2_server_may_be_ray(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = answer_with(listener, bytes(3) + SETTINGS + bytes(5))
+    check_speaks_http2(*listener.getsockname())
+    server.join()
+    monkeypatch.setenv("RAY_USE_TLS", "1")  # only the connection is checked
+    check_speaks_http2(*listener.getsockname())
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("listens", [False, True])
+def test_start_at_a_foreign_address_fails_with_one_error(listens: bool) -> None:
+    """`auto` takes the address from RAY_ADDRESS here; Ray alone would try for minutes."""
+    with socket.socket() as foreign:
+        foreign.bind(("", 0))  # Ray replaces 127.0.0.1 by the machine's address
+        if listens:
+            foreign.listen()
+        address = f"127.0.0.1:{foreign.getsockname()[1]}"
+        program = (
+            "import sys; from penstock.engines import cluster; cluster.ANSWER_SECONDS = 1.0\n"
+            "try: cluster.Cluster.start('auto')\n"
+            "except cluster.EngineError as error: sys.exit(str(error))"
+        )
+        result = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=HANG,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "RAY_ADDRESS": address},
+        )
+    reason = "does not answer" if listens else "Connection refused"
+    assert result.returncode == 1 and "no Ray cluster answers at 'auto'" in result.stderr, result.stderr
+    assert reason in result.stderr and "--ray-address" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_cpu_threads_are_as_configured_or_an_even_share() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from penstock_command import HANG
 from random_rollouts import commit_rollouts
 
 from penstock.engines.cluster import Cluster
@@ -83,13 +84,15 @@ def address(environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
         ]
         ray = str(Path(sys.executable).with_name("ray"))
         head = subprocess.Popen([ray, "start", *words], stdout=log, stderr=subprocess.STDOUT, env=environment)
-        deadline = time.monotonic() + 60
-        while "Ray runtime started" not in (tmp_path / "head").read_text():
-            assert head.poll() is None and time.monotonic() < deadline, (tmp_path / "head").read_text()
-            time.sleep(0.1)
-        yield f"127.0.0.1:{port}"
-        head.terminate()
-        head.wait(30)
+        try:
+            deadline = time.monotonic() + HANG
+            while "Ray runtime started" not in (tmp_path / "head").read_text():
+                assert head.poll() is None and time.monotonic() < deadline, (tmp_path / "head").read_text()
+                time.sleep(0.1)
+            yield f"127.0.0.1:{port}"
+        finally:
+            head.terminate()
+            head.wait(HANG)
 
 
 @pytest.fixture
@@ -150,3 +153,17 @@ def test_new_driver_takes_over_the_ranks_and_the_earlier_one_is_refused(
     fourth = start(lr=1e-4)
     assert not set(fourth.tell("ensure 0")["pids"]) & set(held["pids"])
     assert fourth.tell("kill") == {"left": [False, False, False]}
+
+
+def test_driver_with_another_token_is_refused_at_once(address: str, environment: dict[str, str]) -> None:
+    program = (
+        "import sys; from penstock.engines.cluster import Cluster, EngineError\n"
+        f"try: Cluster.start({address!r}).stop()\n"
+        "except EngineError as error: sys.exit(str(error))"
+    )
+    for change, accepted in (({}, True), ({"RAY_AUTH_TOKEN": "b" * 64}, False), ({"RAY_AUTH_MODE": "disabled"}, False)):
+        result = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env={**environment, **change}, timeout=HANG
+        )
+        assert result.returncode == (0 if accepted else 1), result.stderr
+        assert accepted or "does not accept the token of this process (RAY_AUTH_MODE=" in result.stderr, result.stderr
