@@ -31,9 +31,7 @@ from penstock.storage.errors import EngineError
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-ANSWER_SECONDS = (
-    30.0  # for the control service of an external Ray, which answers at once if its machine is not overloaded
-)
+ANSWER_SECONDS = 30.0  # deadline for a silent address; Ray's control service answers at once on an idle machine
 SETTINGS = b"\x04"  # type of the frame with which both sides of an HTTP/2 connection begin: 4th byte of its header
 HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + SETTINGS + bytes(5)  # preface and empty SETTINGS
 POLL_SECONDS = 0.5  # interval at which a blocking Ray call checks that the local Ray is alive
