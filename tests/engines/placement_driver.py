@@ -42,8 +42,8 @@ def main() -> None:
             addresses = ray.get([each.address.remote() for each in actors], timeout=120)
             places = [[where, *slot.gpu_ids] for where, slot in zip(addresses, slots, strict=True)]
             answer = [*places, cluster.spans_nodes]
-        except NodeLost as error:
-            answer = error.code
+        except (NodeLost, ray.exceptions.ActorDiedError):  # ActorDied: Ray saw the death after assigning the GPUs
+            answer = NodeLost.code
         print("placed", json.dumps(answer), flush=True)
 
 
