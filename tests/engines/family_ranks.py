@@ -2,7 +2,7 @@
 compared with transformers' eager implementation: logits, gradients, weights. `tests/train/layout_ranks.py` runs every
 layout, for three families, and loads checkpoints of one layout under another.
 
-usage: family_ranks.py RANK DIRECTORY [some]      with `some`, only the families of SOME
+usage: family_ranks.py RANK DIRECTORY SELECTION      `some` are the families of SOME, `others` all others
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def gradients_of(engine: Any) -> dict[str, Tensor]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     rank, directory = int(sys.argv[1]), Path(sys.argv[2])
-    names = SOME if "some" in sys.argv else list(MODELS)
+    names = SOME if sys.argv[3] == "some" else [name for name in MODELS if name not in SOME]
     init_parallel(0, 1, f"file://{directory}/alone-{rank}")
     for name in names[rank::2]:
         prepare(directory, name)

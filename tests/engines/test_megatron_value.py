@@ -165,7 +165,7 @@ def test_bf16_values_are_float32(base: tuple[Any, Path]) -> None:
 def test_every_layout_of_two_ranks_trains_the_same_critic(run_two_ranks: Callable[..., str], selection: str) -> None:
     """`value_ranks.py` compares losses and gradient norms of four steps, weights after a step, and checkpoints of
     other layouts."""
-    run_two_ranks("value_ranks.py", 240, selection)
+    run_two_ranks("value_ranks.py", selection)
 
 
 def load_engine(directory: Path, **options: Any) -> Any:

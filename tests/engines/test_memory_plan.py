@@ -78,7 +78,7 @@ def test_plan_equals_a_built_model(world: None, name: str, dtype: Any, options: 
 def test_plan_equals_built_models_of_two_ranks(
     run_two_ranks: Callable[..., str], selection: str, num_layouts: int
 ) -> None:
-    assert f"{num_layouts} layouts equal" in run_two_ranks("built_memory.py", 300, selection)
+    assert f"{num_layouts} layouts equal" in run_two_ranks("built_memory.py", selection)
 
 
 @pytest.mark.parametrize("name", REAL_MODELS)

@@ -188,5 +188,5 @@ def test_replay_under_every_layout_of_two_ranks(
     run_two_ranks: Callable[..., str], selection: str, num_layouts: int
 ) -> None:
     """`replay_ranks.py` compares replayed results, and records of all ranks together, with one rank's."""
-    log = run_two_ranks("replay_ranks.py", 120, selection)
+    log = run_two_ranks("replay_ranks.py", selection)
     assert log.count(" ok") == 2 * num_layouts
