@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -23,7 +24,11 @@ from penstock.storage.store import Store
 
 pytestmark = [pytest.mark.integration, pytest.mark.full]
 REPOSITORY = Path(__file__).parents[2]
-Run = Callable[[str], tuple[Path, list[str]]]
+Run = Callable[..., tuple[Path, list[str]]]
+PENSTOCK = """penstock() {
+    case $1 in train*) set -- "$@" ${ROUNDS:+--num-rollout $ROUNDS} ;; esac
+    python -m penstock "$@"
+}"""
 
 
 def commands(readme: Path) -> list[str]:
@@ -35,7 +40,7 @@ def commands(readme: Path) -> list[str]:
 def shell(block: str, directory: Path, env: dict[str, str]) -> str:
     """Run a shell block in a directory, and return its output."""
     script = Path(env["SCRATCH"]) / "block.sh"
-    script.write_text(f'set -e\npenstock() {{ python -m penstock "$@"; }}\n{block}')
+    script.write_text(f"set -e\n{PENSTOCK}\n{block}")
     with script.with_suffix(".out").open("w+") as output:
         result = subprocess.run(
             ["bash", str(script)], cwd=directory, env=env, stdout=output, stderr=output, timeout=HANG, check=False
@@ -56,17 +61,25 @@ def environment(prefect_api: dict[str, str], tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="module")
 def demo(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The models and data that examples/README.md makes with the demo."""
-    directory = tmp_path_factory.mktemp("demo")
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # one for all xdist workers
     [block] = commands(REPOSITORY / "examples/README.md")
-    shell(block, directory, environment)
-    return directory / "tiny"
+    with (folder / "demo.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "demo").exists():
+            making = tmp_path_factory.mktemp("making")
+            shell(block, making, environment)
+            making.rename(folder / "demo")
+    return folder / "demo/tiny"
 
 
 @pytest.fixture
 def run(environment: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest) -> Run:
-    """A function that runs all commands of an example in an empty directory."""
+    """A function that runs all commands of an example in an empty directory; if `rounds` are given, it trains as many
+    instead of the recipe's."""
 
-    def run_example(name: str) -> tuple[Path, list[str]]:
+    def run_example(name: str, rounds: int | None = None) -> tuple[Path, list[str]]:
+        env = {**environment, **({"ROUNDS": str(rounds)} if rounds else {})}
         for folder in ("examples", "configs", "Makefile"):
             (tmp_path / folder).symlink_to(REPOSITORY / folder)
         if name == "verifiers":
@@ -75,7 +88,7 @@ def run(environment: dict[str, str], tmp_path: Path, request: pytest.FixtureRequ
         readme = REPOSITORY / "examples" / name / "README.md"
         if "../README.md for tiny/" in readme.read_text(encoding="utf-8"):
             shutil.copytree(request.getfixturevalue("demo"), tmp_path / "tiny")
-        return tmp_path / "penstock-store", [shell(block, tmp_path, environment) for block in commands(readme)]
+        return tmp_path / "penstock-store", [shell(block, tmp_path, env) for block in commands(readme)]
 
     return run_example
 
@@ -97,15 +110,17 @@ def mean(values: list[float]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "run_name", "metric", "first", "last"),
+    ("name", "rounds", "run_name", "metric", "first", "last"),
     [
-        ("search", "search", "rollout/raw_reward", 0.3, 0.8),
-        ("multi_agent", "agents", "rollout/rewards/answer", 0.06, 0.1),
-        ("on_policy_distillation", "distilled", "rollout/rewards/right", 0.5, 0.8),
+        ("search", 30, "search", "rollout/raw_reward", 0.3, 0.5),
+        ("multi_agent", None, "agents", "rollout/rewards/answer", 0.06, 0.1),
+        ("on_policy_distillation", 20, "distilled", "rollout/rewards/right", 0.5, 0.65),
     ],
 )
-def test_example_learns(run: Run, name: str, run_name: str, metric: str, first: float, last: float) -> None:
-    store, _ = run(name)
+def test_example_learns(
+    run: Run, name: str, rounds: int | None, run_name: str, metric: str, first: float, last: float
+) -> None:
+    store, _ = run(name, rounds)
     values = curve(store, run_name, metric)
     assert mean(values[:3]) < first and mean(values[-5:]) > last, values
 
@@ -113,8 +128,8 @@ def test_example_learns(run: Run, name: str, run_name: str, metric: str, first: 
 @pytest.mark.parametrize("name", ["retool", "customer"])
 def test_example_trains_on_the_models_tokens_only(run: Run, name: str) -> None:
     """What a random tiny model learns here within minutes is not claimed."""
-    store, _ = run(name)
-    assert len(curve(store, name)) > 1
+    store, _ = run(name, rounds=4)
+    assert len(curve(store, name)) == 4
     samples = samples_of(store, name, 0)
     assert any(0 in sample.loss_mask[sample.loss_mask.index(1) :] for sample in samples if 1 in sample.loss_mask)
     for sample in samples:
@@ -142,14 +157,14 @@ def test_agent_of_strands_is_trained(
     (packages / "penstock.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (own / "sglang-site").symlink_to(sglang_site())  # torchvision for the engine
     monkeypatch.setitem(environment, "PATH", f"{own / 'bin'}:{environment['PATH']}")
-    store, _ = run("strands_agent")
+    store, _ = run("strands_agent", rounds=4)
     samples = samples_of(store, "strands", 0)
     assert sum("<|system|>" in sample.response for sample in samples) > 3, (
         "the agent runs the tool"
     )  # of a random model
     for sample in samples:
         assert [logprob < 0 for logprob in sample.rollout_logprobs] == [mask == 1 for mask in sample.loss_mask]
-    assert len(curve(store, "strands")) > 1
+    assert len(curve(store, "strands")) == 4
 
 
 def test_geometry_removes_the_mistake(run: Run) -> None:
@@ -164,9 +179,9 @@ def test_geometry_removes_the_mistake(run: Run) -> None:
 
 
 def test_streaming_is_stale_within_its_bound_and_learns(run: Run) -> None:
-    store, _ = run("fully_async")
+    store, _ = run("fully_async", rounds=20)
     values = curve(store, "stream")
-    assert mean(values[:3]) < 0.5 and mean(values[-5:]) > 0.8, values
+    assert mean(values[:3]) < 0.5 and mean(values[-5:]) > 0.7, values
     assert 0 < max(curve(store, "stream", "rollout/staleness/max")) <= 2
 
 
@@ -189,7 +204,7 @@ def test_evaluations_compare_two_checkpoints(run: Run) -> None:
 
 
 def test_bf16_learns_and_fp8_is_planned(run: Run) -> None:
-    store, [_, plan] = run("low_precision")
+    store, [_, plan] = run("low_precision", rounds=20)
     values, gaps = curve(store, "bf16"), []
     opened = Store(str(store))
     for index in range(len(values)):
@@ -198,6 +213,6 @@ def test_bf16_learns_and_fp8_is_planned(run: Run) -> None:
                 "train/train_rollout_logprob_abs_diff"
             ]
         )
-    assert mean(values[:3]) < 0.5 and mean(values[-5:]) > 0.75, values
+    assert mean(values[:3]) < 0.5 and mean(values[-5:]) > 0.7, values
     assert all(1e-4 < gap < 0.05 for gap in gaps), gaps
     assert "fits" in plan and not (store / "runs/fp8").exists()
