@@ -1,5 +1,5 @@
-"""The kill matrix: every target killed at every boundary, on a local disk and on a real S3 API. A program; a test runs
-it in short form.
+"""The kill matrix: every target killed at every boundary, on a local disk and on a real S3 API. A program; tests
+kill several targets in turn at the boundaries of one run.
 
     python tests/durability/matrix.py --results matrix.jsonl                everything (hours on 2 cores), resumable
     python tests/durability/matrix.py --results matrix.jsonl --table        the table of what was done so far
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -78,25 +79,26 @@ def verdict(pipeline: Pipeline, mode: str = "synchronous") -> dict[str, Any]:
     return {"starts": pipeline.num_starts, "replayed_rounds": pipeline.replay(), **counts}
 
 
-def one_run(root: Path, store: str, target: str, points: Sequence[str], mode: str = "synchronous") -> dict[str, Any]:
-    """Kill one target at all boundaries."""
-    with World(root) as world:
-        if target != "prefect":  # else every run starts its own, which is the one to kill
-            world.start_prefect()
-        world.start_mlflow()
-        options = world.start_s3() if store == "s3" else None
-        address = world.start_ray() if target == "driver, standing Ray" else None
-        uri = "s3://bucket/store" if store == "s3" else str(root / "store")
-        pipeline = Pipeline(world, "matrix", uri, tiny_flags(world, ROUNDS[mode], mode), options, address)
-        start = time.monotonic()
-        kills = kill_at(pipeline, [(point, target) for point in points])
-        return {
-            "store": store,
-            "target": target,
-            "kills": kills,
-            "verdict": verdict(pipeline, mode),
-            "seconds": time.monotonic() - start,
-        }
+def one_run(
+    world: World, store: str, targets: Sequence[str], points: Sequence[str], mode: str = "synchronous"
+) -> dict[str, Any]:
+    """Kill a target at each boundary of one run: the first of `targets` at the first one, and so on, in turn."""
+    if "prefect" not in targets:  # else every run starts its own, which is the one to kill
+        world.start_prefect()
+    world.start_mlflow()
+    options = world.start_s3() if store == "s3" else None
+    address = world.start_ray() if "driver, standing Ray" in targets else None
+    uri = "s3://bucket/store" if store == "s3" else str(world.root / "store")
+    pipeline = Pipeline(world, "matrix", uri, tiny_flags(world, ROUNDS[mode], mode), options, address)
+    start = time.monotonic()
+    kills = kill_at(pipeline, list(zip(points, cycle(targets))))
+    return {
+        "store": store,
+        "target": " and ".join(targets),
+        "kills": kills,
+        "verdict": verdict(pipeline, mode),
+        "seconds": time.monotonic() - start,
+    }
 
 
 def table(results: Sequence[dict[str, Any]], points: Sequence[str]) -> str:
@@ -136,7 +138,8 @@ def main() -> int:
             print(f"{target} on {store}", flush=True)
             root = Path(tempfile.mkdtemp(prefix="penstock-matrix-"))
             try:
-                result = one_run(root, store, target, points, options.mode)
+                with World(root) as world:
+                    result = one_run(world, store, [target], points, options.mode)
             except AssertionError as error:
                 failed += 1
                 print(f"  FAILED: {error}\n  everything is kept in {root}", flush=True)

@@ -36,6 +36,7 @@ def test_kill_of_an_offloaded_trainer_in_a_colocated_run(world: World) -> None:
 @pytest.mark.integration
 @pytest.mark.full
 def test_kills_at_each_switch_of_memory_in_a_colocated_run(world: World) -> None:
+    world.start_prefect()
     targets = ("engine", "trainer", "engine", "trainer", "tree", "engine")
     check_kills(world, FLAGS, 4, list(zip(SWITCHES, targets)))
 

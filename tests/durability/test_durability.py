@@ -8,11 +8,11 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from itertools import cycle
 
 import pytest
 from harness import POINTS, ROUNDS, Pipeline, World, tiny_flags
 from matrix import kill_at, verdict
-from soak import soak
 
 from penstock.flows.commands.demo_model import make_tiny_model
 from penstock.storage.samples.shards import read_samples
@@ -43,11 +43,10 @@ ADAPTER_POINTS = tuple(name for point in POINTS for name in (point, *("adapter-l
     ("kills", "mode"),
     [
         ([("adapter-loaded", "engine"), ("checkpoint-before-commit", "tree")], "plain"),
-        pytest.param([(point, "tree") for point in ADAPTER_POINTS], "synchronous", marks=pytest.mark.full),
-        pytest.param([(point, "engine") for point in ADAPTER_POINTS], "synchronous", marks=pytest.mark.full),
+        pytest.param(list(zip(ADAPTER_POINTS, cycle(("tree", "engine")))), "synchronous", marks=pytest.mark.full),
         pytest.param([("adapter-loaded", "engine"), ("adapter-loaded", "tree")], "streaming", marks=pytest.mark.full),
     ],
-    ids=["two kills", "tree at every boundary", "engine at every boundary", "streaming"],
+    ids=["two kills", "every boundary", "streaming"],
 )
 def test_run_with_adapters_survives_kills(world: World, kills: list[tuple[str, str]], mode: str) -> None:
     """The engines apply each version's adapters, also those that restart: log-probs of engine and trainer agree to
@@ -55,8 +54,9 @@ def test_run_with_adapters_survives_kills(world: World, kills: list[tuple[str, s
     rounds = ROUNDS if len(kills) > 2 else 5 if mode == "streaming" else 3
     flags = [*tiny_flags(world, rounds, mode), "--lora-rank", "4", "--lora-publish", "adapter"]
     flags += ["--kl-loss-type", "low_var_kl"]
+    world.start_prefect()
     pipeline = Pipeline(world, "adapters", str(world.root / "store"), flags)
-    assert sum(kill["num_killed"] > 0 for kill in kill_at(pipeline, kills)) >= len(kills) - 1
+    assert all(kill["num_killed"] for kill in kill_at(pipeline, kills))
     assert verdict(pipeline, mode)["replayed_rounds"] == rounds
     checkpoint = pipeline.store.committed(pipeline.keys.checkpoint_prefix(rounds))
     assert checkpoint is not None and checkpoint.state["lora"]["rank"] == 4
@@ -72,6 +72,7 @@ def test_run_with_adapters_survives_kills(world: World, kills: list[tuple[str, s
 def test_run_with_the_engine_of_a_teacher_survives_kills(world: World) -> None:
     teacher = make_tiny_model(world.root / "teacher", seed=1)
     flags = [*tiny_flags(world, rounds=3), "--use-opd", "--opd-type", "sglang", "--opd-teacher-load", str(teacher)]
+    world.start_prefect()
     pipeline = Pipeline(world, "taught", str(world.root / "store"), flags)
     kills = kill_at(pipeline, [("publish-after", "engine"), ("train-mid-step", "tree"), ("publish-after", "teacher")])
     assert all(kill["num_killed"] for kill in kills)
@@ -141,16 +142,3 @@ def half_done(pipeline: Pipeline) -> int:
             return rollout_id
         pipeline.release("checkpoint-saving")
     raise AssertionError(f"nothing was journalled in {LONG_ROUNDS - 1} rollouts:\n{pipeline.tail()}")
-
-
-@pytest.mark.full
-def test_repeated_random_kills_lose_nothing(world: World) -> None:
-    """The short form of soak.py, which uses a model that learns and a longer outage."""
-    world.start_prefect()
-    pipeline = Pipeline(world, "soaked", str(world.root / "store"), tiny_flags(world))
-    killed = soak(pipeline, ROUNDS, probability=0.5, seed=2, outage=10)
-    assert sum(killed.values()) >= 2, killed
-    *crashed, last = world.flow_states()
-    assert last == "Completed" and len(crashed) == pipeline.num_starts - 1
-    found = verdict(pipeline)
-    assert found["replayed_rounds"] == ROUNDS and found["num_samples"] == ROUNDS * 8 * 4

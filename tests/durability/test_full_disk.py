@@ -16,6 +16,7 @@ from matrix import verdict
 @pytest.mark.full
 @pytest.mark.parametrize("small_disk", ["256m"], indirect=True)
 def test_a_run_waits_for_disk_space_and_resumes(world: World, small_disk: Path, fill: Callable[[Path], Path]) -> None:
+    world.start_prefect()
     pipeline = Pipeline(world, "full", str(small_disk / "store"), tiny_flags(world, rounds=2))
     pipeline.arm("rollout-before-upload")
     assert pipeline.run_until(lambda: pipeline.is_at("rollout-before-upload"))

@@ -15,6 +15,7 @@ from pairs import PATIENCE, SLOW, Progress, one_pair
 @pytest.mark.timeout(3600)
 def test_a_run_completes_after_ray_dies_during_an_engine_restart(world: World) -> None:
     """Regression test: while waiting for the new engine, the death of Ray was not noticed for up to 22 minutes."""
+    world.start_prefect()
     pipeline = Pipeline(world, "twice", str(world.root / "store"), [*tiny_flags(world, rounds=2), *SLOW])
     journal = f"{pipeline.keys.rollout_prefix(0)}.journal"
     assert pipeline.run_until(lambda: bool(pipeline.store.list(journal))), "the run is generating"
@@ -32,10 +33,9 @@ def test_a_run_completes_after_ray_dies_during_an_engine_restart(world: World) -
 @pytest.mark.full
 @pytest.mark.integration
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", [100, 101])
-def test_random_pairs_of_faults_lose_nothing(world: World, seed: int) -> None:
-    """The short form of pairs.py."""
-    rounds, rng = 5, random.Random(seed)
+def test_random_pairs_of_faults_lose_nothing(world: World) -> None:
+    """The short form of pairs.py, which has more seeds."""
+    rounds, rng = 5, random.Random(100)
     pipeline = Pipeline(world, "paired", str(world.root / "store"), [*tiny_flags(world, rounds), *SLOW])
     progress = Progress(pipeline)
     pairs = [one_pair(pipeline, progress, rng) for _ in range(3)]
