@@ -167,6 +167,7 @@ def has_matching_digest(commit_json: bytes) -> bool | None:
     return bool(record.get("digest") == record_digest(record))
 
 
+JOURNAL = ".journal"  # end of the prefix of a round's journal
 ADAPTERS = "lora"  # in the state of a checkpoint's commit: the options of its adapters, if it has only adapters
 ORIGINS = ("base", "reference", "teacher", "adapter")  # roles of the models that a run starts with
 
@@ -209,6 +210,26 @@ class RunKeys:
 def commit_key(prefix: str) -> str:
     """Return the key of the commit record of the stage that writes under `prefix`."""
     return f"{prefix}.commit.json"
+
+
+def split_stage_key(key: str) -> tuple[str, list[str]]:
+    """Split a store key into the prefix of its stage (see RunKeys) and the parts below it.
+
+    The names of runs, data sets and models are arbitrary, so parts are recognized by their position only. The attempts
+    of a converted model have the prefix `models`, and entries of a round's journal the prefix `<round>.journal`. Other
+    keys have the prefix "".
+    """
+    parts = key.split("/")
+    match parts:
+        case ["runs", _, "rollouts" | "steps" | "checkpoints" | "exports", _, *_]:
+            length = 4
+        case ["runs", _, "evals", _, _, *_]:
+            length = 5
+        case ["models", name, *_]:
+            length = 1 if name.startswith("attempt-") else 2
+        case _:
+            length = 0
+    return "/".join(parts[:length]), parts[length:]
 
 
 def attempt_in_path(path: str) -> str | None:

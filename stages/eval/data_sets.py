@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError
 
 from penstock.storage.config import StageConfig
 from penstock.storage.errors import OptionError
+from penstock.storage.refs import JOURNAL, commit_key
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _MAX_NAME = 100  # characters: a name is part of file names, which have at most 255 bytes
@@ -159,6 +160,11 @@ def check_data_set_names(names: list[str]) -> None:
             raise OptionError(
                 f"{name[:60]!r} cannot name a data set: use letters, digits, dot, dash and underscore, "
                 "with a letter or digit first"
+            )
+        if name.endswith((JOURNAL, commit_key(""))):
+            raise OptionError(
+                f"{name[:60]!r} cannot name a data set, because its evaluation would look like the journal or the "
+                "commit record of another one: give it another name"
             )
         if len(name) > _MAX_NAME:
             raise OptionError(f"data set {name[:60]}... has a name of {len(name)} characters: use at most {_MAX_NAME}")

@@ -22,7 +22,7 @@ from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample
 from penstock.storage.errors import StoreError
 from penstock.storage.preemption import Preempted
-from penstock.storage.refs import Commit
+from penstock.storage.refs import JOURNAL, Commit
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_samples, write_shards
 from penstock.storage.store import Store
@@ -44,7 +44,7 @@ class Journal:
 
     def __init__(self, store: Store, prefix: str, round: RolloutRound, config: RolloutConfig) -> None:
         self.store = store
-        self.prefix = f"{prefix}.journal"
+        self.prefix = f"{prefix}{JOURNAL}"
         self.round = round
         self.interval = config.rollout_journal_interval
         depends_on = [  # options that change responses; journal entries written with other values are ignored

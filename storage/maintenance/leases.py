@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from penstock.storage import disk
 from penstock.storage.errors import StoreError
-from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.refs import JOURNAL, Commit, RunKeys, split_stage_key
 
 TTL = 600.0  # seconds after the last renewal at which a lease expires
 RENEW = 60.0  # seconds between renewals
@@ -201,7 +201,8 @@ def claim_key(attempt: str) -> str:
 def needs_lease(attempt: str) -> bool:
     """Return whether `penstock gc` may delete the directory `attempt` while its commit is missing, so that its writer
     must protect it with a lease and a claim. False for journals, and for directories not named `attempt-*`."""
-    return attempt.rpartition("/")[2].startswith("attempt-") and ".journal/" not in attempt
+    prefix, names = split_stage_key(attempt)
+    return bool(prefix) and not prefix.endswith(JOURNAL) and len(names) == 1 and names[0].startswith("attempt-")
 
 
 @contextmanager

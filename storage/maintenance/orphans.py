@@ -27,9 +27,9 @@ from penstock.storage.maintenance.leases import (
     try_claim_for_deletion,
     withdraw_deletion_claim,
 )
-from penstock.storage.maintenance.removal import remove_run
+from penstock.storage.maintenance.removal import removal_marker_key, remove_run
 from penstock.storage.maintenance.retention import Tombstone, tombstone_key, unfinished_fork_key
-from penstock.storage.refs import Commit, RunKeys, commit_key, decode_record
+from penstock.storage.refs import JOURNAL, Commit, RunKeys, commit_key, decode_record, split_stage_key
 from penstock.storage.store import Store, StoredFile
 
 NUM_READS = 16  # concurrent reads of small files, since latency dominates on an object store
@@ -39,12 +39,7 @@ R = TypeVar("R", bound=BaseModel)
 _COMMIT = commit_key("")
 _WITHOUT_GRACE = ("expired checkpoint", "removed run")  # kinds without a minimum age
 _TEMPORARY = re.compile(r"\.[0-9a-f]{12}\.tmp$")  # temporary files of Store.create on a local disk
-_ATTEMPT = re.compile(r"^(?P<unit>(?P<prefix>.+)/attempt-[^/]+?)(\.parts)?/")
-_JOURNAL = re.compile(r"^(?P<unit>(?P<prefix>.+)\.journal)/")
-_GUARD = re.compile(r"^(?P<unit>.+/attempt-[^/]+)\.(lease|claim)$")  # leases and claims of attempts
-_LEASE = re.compile(r"^runs/[^/]+/(drivers/[^/]+|removing)\.lease$")
-_WEIGHTS = re.compile(r"^(?P<unit>runs/[^/]+/published/weights-[^/]+)/")  # weights that engines load from disk
-_RUN = re.compile(r"^runs/(?P<run>[^/]+)/")
+_GUARDS = (".lease", ".claim")  # ends of the names of an attempt's lease and claim
 
 
 @dataclass(frozen=True)
@@ -106,25 +101,25 @@ def remove_orphan(store: Store, orphan: Orphan, now: float | None = None) -> boo
     now = store_time(store) if now is None else now
     if orphan.kind == "unfinished attempt":
         return _remove_unfinished_attempt(store, orphan, now)
-    run = _RUN.match(orphan.key + "/")
-    if orphan.kind == "removed run" and run:
-        try:
-            remove_run(store, RunKeys(run["run"]))
-        except RunError:  # another process is removing it
-            return False
-        return True
-    if orphan.kind == "half-made fork" and run and store.exists(RunKeys(run["run"]).record):
-        return False
-    if orphan.kind == "published weights" and run and describe_live_drivers(store, RunKeys(run["run"])):
-        return False
-    if orphan.kind == "old lease" and describe_lease_holder(store, orphan.key, now):
-        return False
-    if orphan.kind == "expired checkpoint" and (attempt := _ATTEMPT.match(orphan.files[0])):
-        committed = _committed_files(store, attempt["prefix"])
-        if not committed.isdisjoint(orphan.files):
-            return False
-    store.delete(orphan.files)
-    return True
+    in_use = False
+    match orphan.kind, orphan.key.split("/"):
+        case "removed run", [_, run]:
+            try:
+                remove_run(store, RunKeys(run))
+            except RunError:  # another process is removing it
+                return False
+            return True
+        case "half-made fork", [_, run]:
+            in_use = store.exists(RunKeys(run).record)
+        case "published weights", [_, run, *_]:
+            in_use = bool(describe_live_drivers(store, RunKeys(run)))
+        case "old lease", _:
+            in_use = describe_lease_holder(store, orphan.key, now) is not None
+        case "expired checkpoint", [*prefix, _]:
+            in_use = not _committed_files(store, "/".join(prefix)).isdisjoint(orphan.files)
+    if not in_use:
+        store.delete(orphan.files)
+    return not in_use
 
 
 def _remove_unfinished_attempt(store: Store, orphan: Orphan, now: float) -> bool:
@@ -160,48 +155,58 @@ class _Contents:
 
     def __init__(self, store: Store) -> None:
         self.files = files = {file.key: file for file in store.walk("")}
-        tombstones = _read_records(store, [key for key in files if key.endswith(tombstone_key(""))], Tombstone)
+        # Only records of stages: copies of commit records are also among MLflow's artifacts and in users' files.
+        records = [key for key in files if split_stage_key(key) == (key, [])]
+        tombstones = _read_records(store, [key for key in records if key.endswith(tombstone_key(""))], Tombstone)
         self.expired = {tombstone.commit.attempt for tombstone in tombstones.values()}  # keys of attempts
-        runs = {match["run"] for key in files if (match := _RUN.match(key))}
+        runs = {key.split("/")[1] for key in files if key.startswith("runs/")}
         self.half_made = {  # runs: forks whose creation was not finished
             run for run in runs if unfinished_fork_key(RunKeys(run)) in files and RunKeys(run).record not in files
         }
-        commits = _read_records(
-            store, [key for key in files if key.endswith(_COMMIT) and not _JOURNAL.match(key)], Commit
-        )
-        self.committed_files = {  # without those of checkpoints that have expired in the same run
-            record.path
-            for key, commit in commits.items()
+        commits = [  # without those of checkpoints that have expired in the same run
+            commit
+            for key, commit in _read_records(store, [key for key in records if key.endswith(_COMMIT)], Commit).items()
             if commit.attempt not in self.expired or tombstone_key(key.removesuffix(_COMMIT)) not in files
-            for record in commit.files
-        }
-        self.committed = {match["unit"] for key in self.committed_files if (match := _ATTEMPT.match(key))}
+        ]
+        self.committed_files = {record.path for commit in commits for record in commit.files}
+        self.committed = {commit.attempt for commit in commits}  # keys of attempts
 
     def orphan_kind_and_key(self, key: str) -> tuple[str, str] | None:
         """Return the kind and the key of the orphan to which an uncommitted file belongs, or None if it is not an
         orphan."""
-        if run := _RUN.match(key):
-            unit = f"runs/{run['run']}"
-            if f"{unit}/removed.json" in self.files:
-                return "removed run", unit
-            if run["run"] in self.half_made:
-                return "half-made fork", unit
-        if journal := _JOURNAL.match(key):  # needed until its round is committed
-            finished = commit_key(journal["prefix"]) in self.files
-            return ("journal of a finished round", journal["unit"]) if finished else None
-        if _TEMPORARY.search(key) or (run and key == unfinished_fork_key(RunKeys(run["run"]))):
+        match key.split("/"):
+            case ["runs", run, _, *_] if removal_marker_key(RunKeys(run)) in self.files:
+                return "removed run", RunKeys(run).prefix
+            case ["runs", run, _, *_] if run in self.half_made:
+                return "half-made fork", RunKeys(run).prefix
+            case ["runs", _, "fork.json"]:
+                return "temporary file", key
+            case ["runs", _, "removing.lease"]:
+                return "old lease", key
+            case ["runs", _, "drivers", name] if name.endswith(".lease"):
+                return "old lease", key
+            case ["runs", run, "published", weights, _, *_]:  # weights that engines load from disk
+                return "published weights", f"{RunKeys(run).prefix}/published/{weights}"
+            case [name] if name.startswith(".penstock-probe-"):
+                return "probe file", key
+        return self._orphan_of_stage(key)
+
+    def _orphan_of_stage(self, key: str) -> tuple[str, str] | None:
+        """Return the result of `orphan_kind_and_key` for a file below the prefix of a stage, or a temporary file."""
+        prefix, names = split_stage_key(key)
+        if names and prefix.endswith(JOURNAL):  # needed until its round is committed
+            finished = commit_key(prefix.removesuffix(JOURNAL)) in self.files
+            return ("journal of a finished round", prefix) if finished else None
+        if _TEMPORARY.search(key):
             return "temporary file", key
-        if guard := _GUARD.match(key):
-            committed = guard["unit"] in self.committed
-            return ("temporary file", key) if committed else ("unfinished attempt", guard["unit"])
-        if _LEASE.match(key):
-            return "old lease", key
-        if attempt := _ATTEMPT.match(key):
-            expired = attempt["unit"] in self.expired
-            return "expired checkpoint" if expired else "unfinished attempt", attempt["unit"]
-        if weights := _WEIGHTS.match(key):
-            return "published weights", weights["unit"]
-        return ("probe file", key) if key.startswith(".penstock-probe-") else None
+        match names:
+            case [name] if name.startswith("attempt-") and name.endswith(_GUARDS):
+                attempt = f"{prefix}/{name.rpartition('.')[0]}"
+                return ("temporary file", key) if attempt in self.committed else ("unfinished attempt", attempt)
+            case [name, _, *_] if name.startswith("attempt-"):
+                attempt = f"{prefix}/{name.removesuffix('.parts')}"
+                return "expired checkpoint" if attempt in self.expired else "unfinished attempt", attempt
+        return None
 
 
 def _read_records(store: Store, keys: list[str], model: type[R]) -> dict[str, R]:

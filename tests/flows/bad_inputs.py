@@ -351,6 +351,8 @@ def rows_of_evaluations() -> Iterator[Bad]:
         (("--eval-prompt-data", "a/b", "{root}/prompts.jsonl"), "a/b"),
         (("--eval-prompt-data", LONG, "{root}/prompts.jsonl"), "xxx"),
         (("--eval-prompt-data", "..", "{root}/prompts.jsonl"), ".."),
+        (("--eval-prompt-data", "sums.journal", "{root}/prompts.jsonl"), "sums.journal"),
+        (("--eval-prompt-data", "sums.commit.json", "{root}/prompts.jsonl"), "sums.commit.json"),
         (("--eval-prompt-data", "sums", "{root}/nowhere.jsonl"), "nowhere.jsonl"),
         (("--eval-prompt-data", "sums", "{root}/directory"), "{root}/directory"),
         (("--eval-prompt-data", "sums", "{root}/empty.jsonl"), "empty.jsonl"),

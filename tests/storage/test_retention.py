@@ -12,6 +12,7 @@ from penstock.flows.commands import gc
 from penstock.flows.commands.fork import create_fork
 from penstock.storage.errors import StoreError
 from penstock.storage.maintenance.audit import audit_run
+from penstock.storage.maintenance.leases import lease_key
 from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
 from penstock.storage.maintenance.retention import (
     expire_checkpoints,
@@ -22,6 +23,7 @@ from penstock.storage.maintenance.retention import (
     unfinished_fork_key,
 )
 from penstock.storage.refs import Commit, RunKeys, commit_key
+from penstock.storage.registry import Decision, Policy, champion, record_decision
 from penstock.storage.store import Store
 
 
@@ -228,6 +230,43 @@ def test_gc_deletes_exactly_the_orphans(kind: str, tmp_path: Path, data: Path, r
     }
     assert before <= {found.key for found in store.walk("")}, "nothing that was needed went"
     assert audit_run(store, keys).problems == []
+
+
+@pytest.mark.parametrize("run", ["attempt-3", "attempt-3.lease", "r.journal", "rollouts", "evals", "drivers", "models"])
+def test_gc_keeps_a_run_named_like_a_part_of_a_key(store: Store, data: Path, run: str) -> None:
+    keys = make_run(store, config_of(store, data, run), 2, save=(1, 2), score=(2,))
+    fork_keys = shared(store, data, at=2, name="f", parent=run)
+    expire_checkpoints(store, keys, num_to_keep=1)
+    decision = Decision(action="promoted", champion=Policy(run=run, version=2, checkpoint="x"))
+    record_decision(store, run, 0, decision)
+    store.create(f"tensorboard/{run}/events", b"x")
+    attempt = store.new_attempt(keys.rollout_prefix(9))
+    with store.writing(attempt) as out:
+        (out.path / "part").write_bytes(b"x")
+        assert store.exists(lease_key(attempt)), "its writer is protected"
+    later = time.time() + 7200
+    found = find_orphans(store, older_than=0, now=later)
+    assert [(orphan.kind, orphan.key) for orphan in found] == [("unfinished attempt", attempt)]
+    assert remove_orphan(store, found[0], later)
+    assert audit_run(store, keys).problems == audit_run(store, fork_keys).problems == []
+    assert champion(store, run) == decision.champion and store.exists(f"tensorboard/{run}/events")
+
+
+def test_a_fork_named_like_a_journal_keeps_its_parents_checkpoint(store: Store, data: Path) -> None:
+    keys = make_run(store, config_of(store, data), 2, save=(1, 2))
+    fork_keys = shared(store, data, at=2, name="f.journal")
+    expire_checkpoints(store, keys, num_to_keep=1)
+    assert find_orphans(store, older_than=0, now=time.time() + 1) == []
+    assert audit_run(store, fork_keys).problems == []
+
+
+def test_gc_reads_only_commit_records_of_stages(store: Store, data: Path) -> None:
+    keys = make_run(store, config_of(store, data), 1)
+    torn = ["mlflow/artifacts/1/abc/artifacts/commits/rollouts/000000.commit.json", "notes.expired.json"]
+    for key in [*torn, f"{keys.rollout_prefix(9)}/attempt-x/000000.commit.json"]:
+        store.create(key, b"{")
+    found = find_orphans(store, older_than=0, now=time.time() + 1)
+    assert [orphan.key for orphan in found] == [f"{keys.rollout_prefix(9)}/attempt-x"]
 
 
 def test_an_orphan_that_became_needed_is_kept(store: Store, data: Path) -> None:
