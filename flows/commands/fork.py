@@ -30,6 +30,7 @@ from penstock.flows.runtime.runs import create_run_record, open_store, read_flow
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import OptionError, RunError, StoreError
+from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.maintenance.removal import describe_removing_process, is_removed
 from penstock.storage.maintenance.retention import unfinished_fork_key
 from penstock.storage.refs import Commit, RunKeys, commit_key, decode_record, has_matching_digest
@@ -107,14 +108,13 @@ def create_fork(
         store.delete([unfinished_fork_key(new)])
         raise RunError(f"run {old.run!r} is being removed and cannot be forked: give another run")
     if not store.read(new.record):
-        prefixes = [prefix for prefix in committed_prefixes(store, old) if _fork_shares_commit(old, prefix, at_round)]
-        map_in_threads(lambda prefix: copy_commit_to_fork(store, old, new, prefix), prefixes, _NUM_COPIES)
-        same_auxiliary = parent.train.auxiliary_models.items() & config.train.auxiliary_models.items()
-        adapter = ["adapter"] if parent.train.lora_load == config.train.lora_load else []
-        for name in ("base", *dict(same_auxiliary), *adapter):
-            if model := store.read(old.origin_key(name)):  # missing if the parent has not converted its model yet
-                store.create(new.origin_key(name), model)
-        create_run_record(store, flow, config, parent=entry)
+        lease = Lease(store, new_driver_lease_key(new))  # `penstock gc` keeps the unfinished fork
+        try:
+            check_fork_is_reserved(store, new)
+            copy_records_to_fork(store, parent, config, at_round)
+            create_run_record(store, flow, config, parent=entry)
+        finally:
+            lease.release()
     store.delete([unfinished_fork_key(new)])
     shared = [
         prefix.split("/")[2] for prefix in committed_prefixes(store, new) if _fork_shares_commit(new, prefix, at_round)
@@ -237,6 +237,25 @@ def _fork_shares_commit(parent: RunKeys, prefix: str, at_round: int) -> bool:
     """Return whether a fork at round `at_round` shares the commit at `prefix` of the run `parent`."""
     directory, index = prefix.removeprefix(f"{parent.prefix}/").split("/")[:2]
     return directory in _LAST_SHARED and int(index) <= at_round + _LAST_SHARED[directory]
+
+
+def check_fork_is_reserved(store: Store, new: RunKeys) -> None:
+    """Check that `penstock gc` has not removed the unfinished fork between `reserve_run_name` and the creation of the
+    fork's lease. Raises RunError if it has."""
+    if describe_removing_process(store, new) or is_removed(store, new) or not store.exists(unfinished_fork_key(new)):
+        raise RunError(f"`penstock gc` has removed the unfinished fork {new.run!r}: repeat the command")
+
+
+def copy_records_to_fork(store: Store, parent: PostTrainConfig, config: PostTrainConfig, at_round: int) -> None:
+    """Copy the commit records of the shared rounds, and the records of the models that parent and fork start with."""
+    old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
+    prefixes = [prefix for prefix in committed_prefixes(store, old) if _fork_shares_commit(old, prefix, at_round)]
+    map_in_threads(lambda prefix: copy_commit_to_fork(store, old, new, prefix), prefixes, _NUM_COPIES)
+    same_auxiliary = parent.train.auxiliary_models.items() & config.train.auxiliary_models.items()
+    adapter = ["adapter"] if parent.train.lora_load == config.train.lora_load else []
+    for name in ("base", *dict(same_auxiliary), *adapter):
+        if model := store.read(old.origin_key(name)):  # missing if the parent has not converted its model yet
+            store.create(new.origin_key(name), model)
 
 
 def copy_commit_to_fork(store: Store, parent: RunKeys, forked: RunKeys, prefix: str) -> None:

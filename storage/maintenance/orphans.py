@@ -103,14 +103,12 @@ def remove_orphan(store: Store, orphan: Orphan, now: float | None = None) -> boo
         return _remove_unfinished_attempt(store, orphan, now)
     in_use = False
     match orphan.kind, orphan.key.split("/"):
-        case "removed run", [_, run]:
+        case "removed run" | "half-made fork", [_, run]:
             try:
-                remove_run(store, RunKeys(run))
-            except RunError:  # another process is removing it
+                remove_run(store, RunKeys(run), only_remains=True)
+            except RunError:  # another process is removing it, or has started it again or completed the fork
                 return False
             return True
-        case "half-made fork", [_, run]:
-            in_use = store.exists(RunKeys(run).record)
         case "published weights", [_, run, *_]:
             in_use = bool(describe_live_drivers(store, RunKeys(run)))
         case "old lease", _:

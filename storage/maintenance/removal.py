@@ -35,16 +35,20 @@ def describe_removing_process(store: Store, keys: RunKeys) -> str | None:
     return describe_lease_holder(store, key, store_time(store)) if store.exists(key) else None
 
 
-def remove_run(store: Store, keys: RunKeys, *, own_lease: str | None = None) -> list[StoredFile]:
+def remove_run(
+    store: Store, keys: RunKeys, *, own_lease: str | None = None, only_remains: bool = False
+) -> list[StoredFile]:
     """Delete all files of a run and return them. Can be repeated after a kill.
 
     Args:
         store: the run's store.
         keys: of the run.
         own_lease: key of the caller's lease, if the caller is a driver that restarts the run from scratch.
+        only_remains: remove only what an earlier removal or an unfinished fork has left.
 
     Raises:
-        RunError: a driver is running, another process is removing the run, or a fork needs its files.
+        RunError: a driver is running, another process is removing the run, a fork needs its files, or with
+            `only_remains` the run exists.
         StoreError: the store is not writable.
     """
     if other := describe_removing_process(store, keys):
@@ -56,6 +60,8 @@ def remove_run(store: Store, keys: RunKeys, *, own_lease: str | None = None) -> 
                 raise RunError(f"run {keys.run!r} has a running driver, {drivers[0]}: stop it first")
             if forks := dependent_runs(store, keys):
                 raise RunError(f"run {keys.run!r} has files that its fork {forks[0]!r} needs: remove the fork first")
+            if only_remains and store.exists(keys.record):  # after the check for drivers, which create it
+                raise RunError(f"run {keys.run!r} exists: remove it with `penstock rm {keys.run}`")
             store.create(removal_marker_key(keys), b"")  # empty, so that it can be created on a full disk
         kept = {removal_marker_key(keys), lease.key, own_lease}
         files = [file for file in store.walk(keys.prefix) if file.key not in kept]

@@ -14,10 +14,12 @@ from penstock.flows.commands import fork
 from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import config_of_round, missing_fork_checkpoint, open_run, read_flow_and_config
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.audit import audit_run
+from penstock.storage.maintenance.leases import store_time
+from penstock.storage.maintenance.orphans import find_orphans, remove_orphan
 from penstock.storage.maintenance.retention import unfinished_fork_key
-from penstock.storage.refs import RunKeys, commit_key
+from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.store import Store
 
 ROUNDS = 5
@@ -101,6 +103,45 @@ class Dying(Store):
             raise KeyboardInterrupt
         self.left -= 1
         return super().create(key, data)
+
+
+def collect(store: Store, run: str) -> set[str]:
+    """Run `gc RUN --delete --older-than 0`, a minute later by the store's clock. Return the keys of what it deleted."""
+    now = store_time(store) + 60
+    orphans = find_orphans(store, run, older_than=0, now=now)
+    return {orphan.key for orphan in orphans if remove_orphan(store, orphan, now)}
+
+
+def test_gc_during_a_fork_keeps_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command(store, "r", "--at", "4", "--name", "whole") == 0
+    collected, commit = [], Store.commit
+
+    def commit_and_collect(self: Store, prefix: str, record: Commit) -> Commit:
+        collected.append(collect(store, "f"))
+        return commit(self, prefix, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "commit", commit_and_collect)
+        assert command(store, "r", "--at", "4", "--name", "f") == 0
+    assert len(collected) > 4 and not any(collected)
+    names = [{found.key.removeprefix(f"runs/{run}") for found in store.walk(f"runs/{run}")} for run in ("f", "whole")]
+    assert names[0] == names[1] and audit_run(store, RunKeys("f")).problems == []
+
+
+def test_a_fork_removed_by_gc_before_its_lease_fails_and_can_be_repeated(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reserve_and_collect(store: Store, new: RunKeys, record: dict) -> None:
+        reserve(store, new, record)
+        assert collect(store, "f") == {"runs/f"}
+
+    reserve = fork.reserve_run_name
+    with monkeypatch.context() as patch:
+        patch.setattr(fork, "reserve_run_name", reserve_and_collect)
+        with pytest.raises(RunError, match="has removed the unfinished fork 'f'"):
+            command(store, "r", "--at", "4", "--name", "f")
+    assert list(store.walk("runs/f")) == []
+    assert command(store, "r", "--at", "4", "--name", "f") == 0
 
 
 @pytest.mark.parametrize(

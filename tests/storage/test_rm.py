@@ -14,7 +14,7 @@ from penstock.flows.runtime.runs import open_run, read_flow_and_config
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
-from penstock.storage.maintenance.orphans import find_orphans
+from penstock.storage.maintenance.orphans import find_orphans, remove_orphan
 from penstock.storage.maintenance.removal import describe_removing_process, is_removed, removal_marker_key, remove_run
 from penstock.storage.maintenance.retention import unfinished_fork_key
 from penstock.storage.refs import RunKeys
@@ -128,6 +128,16 @@ def test_gc_does_not_touch_a_running_removal(store: Store) -> None:
     remover.release()
     assert gc.main(["r", "--delete", "--store", store.root]) == 0
     assert files(store, KEYS.prefix) == set()
+
+
+def test_gc_keeps_a_run_started_again_after_its_listing(store: Store, tmp_path: Path) -> None:
+    store.create(removal_marker_key(KEYS), b"")
+    found = find_orphans(store, "r", older_than=86400)
+    assert [(orphan.kind, orphan.key) for orphan in found] == [("removed run", KEYS.prefix)]
+    make_run(store, config_of(store, tmp_path / "data.jsonl"), 3, save=(2,))
+    before = files(store, KEYS.prefix)
+    assert not remove_orphan(store, found[0])
+    assert files(store, KEYS.prefix) == before and audit_run(store, KEYS).problems == []
 
 
 class Dying(Store):
