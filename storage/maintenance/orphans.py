@@ -28,7 +28,12 @@ from penstock.storage.maintenance.leases import (
     withdraw_deletion_claim,
 )
 from penstock.storage.maintenance.removal import removal_marker_key, remove_run
-from penstock.storage.maintenance.retention import Tombstone, tombstone_key, unfinished_fork_key
+from penstock.storage.maintenance.retention import (
+    Tombstone,
+    is_checkpoint_used,
+    tombstone_key,
+    unfinished_fork_key,
+)
 from penstock.storage.refs import JOURNAL, Commit, RunKeys, commit_key, decode_record, split_stage_key
 from penstock.storage.store import Store, StoredFile
 
@@ -113,8 +118,8 @@ def remove_orphan(store: Store, orphan: Orphan, now: float | None = None) -> boo
             in_use = bool(describe_live_drivers(store, RunKeys(run)))
         case "old lease", _:
             in_use = describe_lease_holder(store, orphan.key, now) is not None
-        case "expired checkpoint", [*prefix, _]:
-            in_use = not _committed_files(store, "/".join(prefix)).isdisjoint(orphan.files)
+        case "expired checkpoint", [_, run, _, version, _]:
+            in_use = is_checkpoint_used(store, RunKeys(run), int(version), orphan.key)
     if not in_use:
         store.delete(orphan.files)
     return not in_use

@@ -159,6 +159,17 @@ def unfinished_fork_key(keys: RunKeys) -> str:
     return f"{keys.prefix}/fork.json"
 
 
+def is_checkpoint_used(store: Store, keys: RunKeys, version: int, attempt: str | None) -> bool:
+    """Return whether the record of a run's checkpoint, or its copy in a fork, lists the files of `attempt`. The run's
+    record is read first: once it is deleted, no fork can begin to use the files."""
+
+    def has_attempt(run: str) -> bool:
+        commit = store.committed(RunKeys(run).checkpoint_prefix(version))
+        return commit is not None and commit.attempt == attempt
+
+    return has_attempt(keys.run) or any(has_attempt(run) for run in store.list("runs"))
+
+
 def _expire_checkpoint(store: Store, keys: RunKeys, version: int, why: str) -> None:
     prefix = keys.checkpoint_prefix(version)
     commit = store.committed(prefix)
@@ -182,7 +193,5 @@ def _delete_expired_checkpoint(store: Store, keys: RunKeys, version: int, tombst
     commit = store.committed(prefix)
     if commit is not None and commit.attempt == attempt:
         store.delete([commit_key(prefix)])
-    # A fork of this run has the checkpoint under the same version, with the same files.
-    others = (store.committed(RunKeys(run).checkpoint_prefix(version)) for run in store.list("runs") if run != keys.run)
-    if not any(other is not None and other.attempt == attempt for other in others):
+    if not is_checkpoint_used(store, keys, version, attempt):
         store.delete([record.path for record in tombstone.commit.files])

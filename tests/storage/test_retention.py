@@ -300,6 +300,18 @@ def test_a_killed_expiry_is_listed_without_grace_and_finished(store: Store, data
     assert store.exists(tombstone_key(keys.checkpoint_prefix(1)))
 
 
+def test_gc_keeps_an_expired_checkpoint_that_a_fork_shares_since_its_listing(store: Store, data: Path) -> None:
+    keys = make_run(store, config_of(store, data), 6, save=(2, 4, 6))
+    with pytest.raises(Killed):
+        expire_checkpoints(DyingStore(store.uri, 1), keys, num_to_keep=2)
+    (found,) = find_orphans(store, older_than=3600)
+    fork_keys = shared(store, data, at=3)
+    finish_interrupted_expiries(store, keys)
+    assert kept(store, keys) == [4, 6] and kept(store, fork_keys) == [2]
+    assert not remove_orphan(store, found)
+    assert audit_run(store, fork_keys).problems == []
+
+
 def test_an_unreadable_record_stops_gc(store: Store, data: Path) -> None:
     keys = make_run(store, config_of(store, data), 1)
     Path(store.path(commit_key(keys.rollout_prefix(0)))).write_text("{")
