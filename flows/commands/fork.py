@@ -249,6 +249,7 @@ def check_fork_is_reserved(store: Store, new: RunKeys) -> None:
 def copy_records_to_fork(store: Store, parent: PostTrainConfig, config: PostTrainConfig, at_round: int) -> None:
     """Copy the commit records of the shared rounds, and the records of the models that parent and fork start with."""
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
+    delete_expired_copies(store, old, new)
     prefixes = [prefix for prefix in committed_prefixes(store, old) if _fork_shares_commit(old, prefix, at_round)]
     map_in_threads(lambda prefix: copy_commit_to_fork(store, old, new, prefix), prefixes, _NUM_COPIES)
     same_auxiliary = parent.train.auxiliary_models.items() & config.train.auxiliary_models.items()
@@ -256,6 +257,15 @@ def copy_records_to_fork(store: Store, parent: PostTrainConfig, config: PostTrai
     for name in ("base", *dict(same_auxiliary), *adapter):
         if model := store.read(old.origin_key(name)):  # missing if the parent has not converted its model yet
             store.create(new.origin_key(name), model)
+
+
+def delete_expired_copies(store: Store, parent: RunKeys, forked: RunKeys) -> None:
+    """Delete the checkpoint records that a killed fork has copied and whose originals have expired: their files may be
+    gone."""
+    for version in store.committed_indices(f"{forked.prefix}/checkpoints"):
+        original, copy = (store.committed(keys.checkpoint_prefix(version)) for keys in (parent, forked))
+        if copy is not None and (original is None or original.attempt != copy.attempt):
+            store.delete([commit_key(forked.checkpoint_prefix(version))])
 
 
 def copy_commit_to_fork(store: Store, parent: RunKeys, forked: RunKeys, prefix: str) -> None:

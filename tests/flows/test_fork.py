@@ -18,7 +18,7 @@ from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.leases import store_time
 from penstock.storage.maintenance.orphans import find_orphans, remove_orphan
-from penstock.storage.maintenance.retention import unfinished_fork_key
+from penstock.storage.maintenance.retention import expire_checkpoints, unfinished_fork_key
 from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.store import Store
 
@@ -103,6 +103,28 @@ class Dying(Store):
             raise KeyboardInterrupt
         self.left -= 1
         return super().create(key, data)
+
+
+def test_killed_fork_drops_a_checkpoint_that_expired_while_it_was_copied(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = Store.commit
+
+    def expire_commit_and_die(self: Store, prefix: str, record: Commit) -> Commit:
+        if prefix == RunKeys("f").checkpoint_prefix(2):
+            assert expire_checkpoints(self, RunKeys("r"), num_to_keep=1) == [2]
+            commit(self, prefix, record)
+            raise KeyboardInterrupt
+        return commit(self, prefix, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "commit", expire_commit_and_die)
+        with pytest.raises(KeyboardInterrupt):
+            command(store, "r", "--at", "4", "--name", "f")
+    assert store.committed_indices("runs/f/checkpoints") != [], "the copy has no files"
+    assert command(store, "r", "--at", "4", "--name", "f") == 0
+    assert store.committed_indices("runs/f/checkpoints") == [4]
+    assert audit_run(store, RunKeys("f")).problems == []
 
 
 def collect(store: Store, run: str) -> set[str]:
