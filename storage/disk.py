@@ -12,7 +12,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import c_int64
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -30,6 +30,7 @@ _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux;
 SYNC_FILE_RANGE_WRITE = 2  # begin to write the range, and do not wait
 WRITEBACK = 16 << 20  # bytes that are written to the disk at once while a file grows
 _NUM_READERS = min(8, os.cpu_count() or 1)  # hashing threads; xxh3 releases the GIL (measured: 27 GB/s per core)
+_NUM_TRIES = 20  # of creating a file whose directory another process removes
 # Error codes of link(2) on file systems without hard links: FAT, some FUSE and CIFS mounts.
 NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -44,10 +45,9 @@ def create(target: Path, data: bytes, *, single_writer: bool = False) -> bool:
     `single_writer`: no other process creates `target`, so that hard links are not needed.
     """
     with translate_disk_full(target.parent):
-        make_directory(target.parent)
         temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:12]}.tmp")
         try:
-            with open(temporary, "wb") as file:
+            with _open_in_new_directory(temporary) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -81,13 +81,24 @@ def _link_or_rename(temporary: Path, target: Path, single_writer: bool) -> bool:
 
 def replace(target: Path, data: bytes) -> None:
     """Write a file atomically, replacing an existing one, without fsync."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        temporary.write_bytes(data)
+        with _open_in_new_directory(temporary) as file:
+            file.write(data)
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _open_in_new_directory(path: Path) -> BinaryIO:
+    """Create the directory of `path` if necessary, and open `path` for writing. Repeated if `delete` in another process
+    removes the directory while it is empty."""
+    for _ in range(_NUM_TRIES):
+        with suppress(FileNotFoundError, FileExistsError):
+            make_directory(path.parent)
+            return open(path, "wb")
+    make_directory(path.parent)
+    return open(path, "wb")
 
 
 @contextmanager
@@ -152,7 +163,7 @@ def delete(paths: Iterable[Path], root: Path) -> None:
     for directory in sorted(parents, key=lambda path: len(path.parts), reverse=True):
         while directory != root and _remove_if_empty(directory):
             directory = directory.parent
-        fsync(directory)  # makes these deletions durable before any later one
+        _fsync_nearest(directory)  # makes these deletions durable before any later one
 
 
 def remove_empty_directories(top: Path) -> None:
@@ -170,6 +181,14 @@ def _remove_if_empty(directory: Path) -> bool:
     except OSError:  # not empty
         return False
     return True
+
+
+def _fsync_nearest(directory: Path) -> None:
+    """Call fsync for a directory or, if another process has removed it, for its nearest existing parent."""
+    try:
+        fsync(directory)
+    except FileNotFoundError:
+        _fsync_nearest(directory.parent)
 
 
 def fsync(path: str | Path) -> None:

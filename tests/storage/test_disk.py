@@ -1,8 +1,10 @@
-"""Files that are written to the disk while they grow."""
+"""Durable files on a local disk: growing files, and directories that another process removes."""
 
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable
 from ctypes import c_int64
 from pathlib import Path
 
@@ -31,3 +33,42 @@ def test_a_growing_file_is_written_back_in_pieces_of_at_least_the_given_size(
             written_back = disk.write_back(file, written_back, file.tell())
     assert ranges == [(0, 10000), (10000, 10000), (20000, 10000)]
     assert (tmp_path / "file").read_bytes() == content
+
+
+@pytest.mark.parametrize("write", [disk.create, disk.replace])
+def test_a_directory_removed_before_the_write_is_created_again(
+    write: Callable[[Path, bytes], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, mkdir, removals = tmp_path / "drivers" / "a.lease", Path.mkdir, iter([True, True])
+
+    def mkdir_and_remove(path: Path, *args: object, **options: object) -> None:
+        mkdir(path, *args, **options)
+        if path == target.parent and next(removals, False):
+            path.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_and_remove)
+    write(target, b"x")
+    assert target.read_bytes() == b"x" and next(removals, None) is None
+    assert [path.name for path in target.parent.iterdir()] == ["a.lease"]
+
+
+@pytest.mark.parametrize("write", [disk.create, disk.replace])
+def test_a_file_in_place_of_the_directory_is_an_error(write: Callable[[Path, bytes], object], tmp_path: Path) -> None:
+    (tmp_path / "drivers").write_bytes(b"")
+    with pytest.raises(OSError):
+        write(tmp_path / "drivers" / "a.lease", b"x")
+
+
+def test_delete_in_a_directory_that_another_process_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk.create(tmp_path / "r" / "drivers" / "a.lease", b"x")
+    disk.create(tmp_path / "r" / "drivers" / "b.lease", b"x")
+    remove_if_empty = disk._remove_if_empty
+
+    def keep_and_lose(directory: Path) -> bool:
+        assert not remove_if_empty(directory), "b.lease exists"
+        shutil.rmtree(directory)
+        return False
+
+    monkeypatch.setattr(disk, "_remove_if_empty", keep_and_lose)
+    disk.delete([tmp_path / "r" / "drivers" / "a.lease"], tmp_path)
+    assert not (tmp_path / "r" / "drivers").exists()
