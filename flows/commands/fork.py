@@ -24,7 +24,7 @@ from penstock.flows.options.adapters import check_fork_can_publish
 from penstock.flows.options.argv import check_run_name, parse_integer, penstock_command, split_args
 from penstock.flows.options.flags import store_options_from_values, update_config_from_argv
 from penstock.flows.options.paths import with_absolute_paths
-from penstock.flows.options.start_weights import loaded_checkpoint, names_own_run
+from penstock.flows.options.start_weights import loaded_checkpoint, names_own_run, starting_weights
 from penstock.flows.promotion import with_champion
 from penstock.flows.runtime.runs import create_run_record, open_store, read_flow_and_config, read_record
 from penstock.storage.commits import committed_prefixes
@@ -95,12 +95,14 @@ def create_fork(
 
     Raises:
         RunError: the parent has fewer trained rounds, the name is taken, or the parent is being removed.
-        OptionError: the engines of the fork cannot get its adapters (--lora-publish adapter).
+        OptionError: --load is not a checkpoint, or engines cannot get the adapters of the fork (--lora-publish adapter).
         StoreError: a commit record of the parent does not match its digest.
     """
     parent, config = with_absolute_paths(parent), with_absolute_paths(config)
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
     check_rounds_are_trained(store, old, at_round)
+    # Otherwise the fork shares nothing: version 0, its checkpoint and its evaluations are those of the parent's model.
+    shares_start = at_round > 0 or starting_weights(parent) == starting_weights(config)
     entry = make_parent_record(store, parent, at_round, restart_data)
     check_fork_can_publish(flow, config, {"parent": entry})
     reserve_run_name(store, new, {"flow": flow, "config": _config_to_json_values(config), "parent": entry})
@@ -111,7 +113,8 @@ def create_fork(
         lease = Lease(store, new_driver_lease_key(new))  # `penstock gc` keeps the unfinished fork
         try:
             check_fork_is_reserved(store, new)
-            copy_records_to_fork(store, parent, config, at_round)
+            if shares_start:
+                copy_records_to_fork(store, parent, config, at_round)
             create_run_record(store, flow, config, parent=entry)
         finally:
             lease.release()
