@@ -143,7 +143,8 @@ class StreamedRollouts(RolloutsAhead):
 
 
 class StreamOfRun:
-    """The stream of groups of a run. It is started by the first round, and again by the next one after a failure."""
+    """The stream of groups of a run. It is started by the first round, and again by the next one after a failure or
+    after a round that another driver of the run has committed: an old one that was presumed dead, or its successor."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -151,13 +152,24 @@ class StreamOfRun:
         self._report: ProgressCallback = lambda done, total: None
 
     def run_round(self, rollout_id: int) -> Commit:
-        """Commit the next round; see `RolloutStream.run_round`."""
+        """Commit the next round, and return its commit; see `RolloutStream.run_round`."""
+        from penstock.stages.rollout.stream import LostRound
+
         with self.session.display.progress(f"rollout, round {rollout_id}: groups", "rollout") as self._report:
             try:
+                if self._stream is not None and self._stream.round.rollout_id != rollout_id:
+                    self.close()  # another driver has committed the rounds in between
                 if self._stream is None:
                     self._stream = self._open(rollout_id)
                     self._stream.start()
                 return self._stream.run_round(rollout_id)
+            except LostRound:
+                self.close()
+                self.session.display.note(
+                    f"another driver of this run has committed round {rollout_id}; the groups in flight are discarded "
+                    "and the next round continues from its commit"
+                )
+                return self.session.read_existing_commit(self.session.keys.rollout_prefix(rollout_id))
             except BaseException:
                 self.close()
                 raise

@@ -454,7 +454,8 @@ def commit_samples(
     """Write samples and buffered samples as shards of a new attempt, then create the commit that names them.
 
     `summary` computes the commit's metrics after the shards are written, so it can include the seconds spent writing.
-    `fields` are further fields of the commit.
+    `fields` are further fields of the commit. If another attempt has committed first, its commit is returned; a caller
+    that must know this gives `attempt`, from `Store.new_attempt`, and compares it.
     """
 
     def rollout_failpoint(name: str) -> None:
@@ -462,16 +463,14 @@ def commit_samples(
             failpoint(name)
 
     with record_seconds(seconds, "write"):
-        attempt = store.new_attempt(prefix)
+        attempt = fields.setdefault("attempt", store.new_attempt(prefix))
         rollout_failpoint("rollout-before-upload")
         with store.writing(attempt) as out:
             write_shards(out.path, samples)
             if buffer:
                 write_shards(out.path, buffer, BUFFER)
         rollout_failpoint("rollout-after-upload")
-    commit = store.commit(
-        prefix, Commit(kind=kind, attempt=attempt, files=out.files, seconds=seconds, summary=summary(), **fields)
-    )
+    commit = store.commit(prefix, Commit(kind=kind, files=out.files, seconds=seconds, summary=summary(), **fields))
     rollout_failpoint("rollout-after-commit")
     return commit
 

@@ -60,6 +60,10 @@ REPEATED = "generated_again"  # metadata of the samples of a group whose first r
 FILL_INTERVAL = 0.05  # seconds between checks whether more groups may be started
 
 
+class LostRound(Exception):
+    """Another driver of the run has committed the round first, with other groups and another position in the data."""
+
+
 @dataclass(eq=False)
 class Flight:
     """A group from its start to its use."""
@@ -152,6 +156,7 @@ class RolloutStream:
                 groups.
             TimeoutError: the groups were not finished within `config.rollout_timeout`.
             Preempted: a stop was requested.
+            LostRound: another driver of the run has committed this round.
         """
         self._raise_failure()
         try:
@@ -161,11 +166,13 @@ class RolloutStream:
             self._raise_failure()
             raise Preempted("the stream was closed") from None
         fields = {"run": self.round.run, "inputs": prompt_files_by_name(self.context.config), **self.context.provenance}
+        prefix = self.prefix_of(rollout_id)
+        attempt = self.context.store.new_attempt(prefix)
         with taken.journal:
             failpoint("stream-round-taken")
             commit = commit_samples(
                 self.context.store,
-                self.prefix_of(rollout_id),
+                prefix,
                 taken.samples,
                 taken.seconds,
                 lambda: (
@@ -178,9 +185,12 @@ class RolloutStream:
                 index=rollout_id,
                 policy_version=max(sample.policy_versions[1] for sample in taken.samples),
                 state=taken.state,
+                attempt=attempt,
                 **fields,
             )
         taken.journal.delete_entries()
+        if commit.attempt != attempt:  # the stream's state continues from groups that this commit does not have
+            raise LostRound
         return commit
 
     def _run_in_loop(self, coroutine: Coroutine[Any, Any, Taken]) -> Taken:

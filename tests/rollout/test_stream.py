@@ -9,12 +9,15 @@ import math
 import random
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from scripted_engine import KEYS
 from simulated_stream import Clock, SimulatedBench, SimulatedStream, clock, lengths_of, number_of, short_lengths
 
+from penstock.flows.ahead import StreamOfRun
 from penstock.stages.rollout.group import policy_spans
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.maintenance.audit import audit_run
@@ -22,6 +25,7 @@ from penstock.storage.preemption import Preempted, StopRequest
 from penstock.storage.refs import BUFFER, Commit
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_samples
+from penstock.storage.store import Store
 
 __all__ = ["clock"]  # a fixture
 
@@ -375,6 +379,50 @@ def test_unfinished_groups_begin_again_without_their_tokens(bench: SimulatedBenc
     for sample in pending:
         assert sample.status is Status.PENDING and sample.reward is None and not sample.response
         assert not any(sample.loss_mask) and "policy_spans" not in sample.metadata
+
+
+# ---- two drivers -----------------------------------------------------------------------------------------------------
+
+
+def stream_of_second_driver(
+    directory: Path, tokenizer: PromptTokenizer, clock: Clock, store: Store
+) -> tuple[SimulatedBench, StreamOfRun]:
+    """Return another driver of the run in `store`, whose engines finish other groups first, with its stream already
+    opened at round 0."""
+    other = SimulatedBench(directory, tokenizer, clock, rollout_shuffle=False)
+    other.length = lambda prompt, index: short_lengths(prompt[::-1], index)
+    other.store = store
+    streams, notes = [other.open(0)], list[str]()
+    session = SimpleNamespace(
+        display=SimpleNamespace(progress=lambda *_: nullcontext(lambda done, total: None), note=notes.append),
+        keys=KEYS,
+        read_existing_commit=store.committed,
+    )
+    run = StreamOfRun(session)  # type: ignore[arg-type]
+    run._open = lambda r: streams.pop() if streams else other.open(r)  # type: ignore[method-assign]
+    return other, run
+
+
+@pytest.mark.parametrize("rounds_of_first", [{0}, {0, 2, 3}, {1, 4}])
+def test_stream_continues_from_rounds_that_another_driver_has_committed(
+    bench: SimulatedBench, tokenizer: PromptTokenizer, clock: Clock, tmp_path: Path, rounds_of_first: set[int]
+) -> None:
+    """An old driver that was suspended and presumed dead wakes up. Regression test: the driver that lost a round used
+    some groups twice and lost others, because it continued with its own state."""
+    (tmp_path / "second").mkdir()
+    other, second = stream_of_second_driver(tmp_path / "second", tokenizer, clock, bench.store)
+    for r in range(6):
+        if r in rounds_of_first:
+            bench.round(r)
+            bench.close()
+        if r not in rounds_of_first or r in (0, 3):  # the second driver loses rounds 0 and 3; others it does not take
+            commit = second.run_round(r)
+            assert commit == bench.store.committed(KEYS.rollout_prefix(r))
+        other.train(r)
+        if r not in rounds_of_first:
+            bench.train(r)
+    second.close()
+    check_every_prompt_is_used_once(bench)
 
 
 # ---- failures and stops ----------------------------------------------------------------------------------------------
