@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.stages.rollout.prompts.data_source import group_by_group_id, resized_group
 from penstock.stages.rollout.prompts.state import SourceState
 from penstock.storage.errors import RunError
 from penstock.storage.refs import BUFFER, RunKeys
@@ -29,6 +30,8 @@ def read_resume_point(store: Store, keys: RunKeys, rollout_id: int) -> ResumePoi
 
     In a run forked with new data (`restart_data`), the first round after the fork starts at the beginning of the data
     without buffered groups; only the count of issued prompts continues, because group ids are derived from this count.
+    In a run forked with other options of the rollout (`discard_responses`), the buffered groups lose their responses
+    and get the fork's number of samples.
 
     Raises:
         RunError: the previous round is not committed.
@@ -42,7 +45,13 @@ def read_resume_point(store: Store, keys: RunKeys, rollout_id: int) -> ResumePoi
             f"run round {rollout_id - 1} first"
         )
     state = previous.state["data_source"]
-    parent = (store.read_json(keys.record) or {}).get("parent") or {}
-    if parent.get("restart_data") and parent["at"] == rollout_id:
+    record = store.read_json(keys.record) or {}
+    parent = record.get("parent") or {}
+    is_fork_point = parent.get("at") == rollout_id
+    if is_fork_point and parent.get("restart_data"):
         return ResumePoint(SourceState(issued=state["issued"], segments=()).model_dump(mode="json"))
-    return ResumePoint(state, read_samples(store, previous, BUFFER) if previous.num_samples(BUFFER) else ())
+    buffer = read_samples(store, previous, BUFFER) if previous.num_samples(BUFFER) else []
+    if is_fork_point and parent.get("discard_responses"):
+        num_samples = record["config"]["rollout"]["n_samples_per_prompt"]
+        buffer = [sample for group in group_by_group_id(buffer) for sample in resized_group(group, num_samples)]
+    return ResumePoint(state, buffer)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "storage"))
-from made_run import BATCH, ROWS, config_of, make_run, write_data
+from made_run import BATCH, ROWS, SAMPLES, config_of, make_run, write_data
 from penstock_command import penstock
 
 from penstock.flows import cli
@@ -14,12 +14,15 @@ from penstock.flows.commands import fork
 from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import config_of_round, missing_fork_checkpoint, open_run, read_flow_and_config
+from penstock.stages.rollout.resume_point import read_resume_point
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.leases import store_time
 from penstock.storage.maintenance.orphans import find_orphans, remove_orphan
 from penstock.storage.maintenance.retention import expire_checkpoints, unfinished_fork_key
-from penstock.storage.refs import Commit, RunKeys, commit_key
+from penstock.storage.refs import BUFFER, Commit, RunKeys, commit_key
+from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.shards import read_samples, write_shards
 from penstock.storage.store import Store
 
 ROUNDS = 5
@@ -251,7 +254,76 @@ def test_fork_with_other_data_restarts_at_its_first_row_and_continues_prompt_num
     assert store.read_json(RunKeys("g").record)["parent"]["restarts"] == restarts
     assert audit_run(store, go_on(store, "g", ROUNDS + 3)).problems == []
     assert command(store, "f", "--at", "2", "--name", "h") == 0, "from before the data restarted"
-    assert store.read_json(RunKeys("h").record)["parent"]["restarts"] == []
+    assert store.read_json(RunKeys("h").record)["parent"]["restarts"] == [2], "the position is one in other data"
+    assert audit_run(store, go_on(store, "h", ROUNDS)).problems == []
+
+
+def test_fork_of_a_fork_at_its_fork_point_also_restarts_the_data(store: Store, tmp_path: Path) -> None:
+    """Regression test: the data position of round 2 is one in the data of `r`, in its order."""
+    assert command(store, "r", "--at", "3", "--name", "f", "--rollout-seed", "7") == 0
+    assert command(store, "f", "--at", "3", "--name", "g", "--lr", "2e-6") == 0
+    assert command(store, "g", "--at", "3", "--name", "h", "--lr", "3e-6") == 0
+    assert [store.read_json(RunKeys(run).record)["parent"]["restarts"] for run in "fgh"] == [[3], [3], [3]]
+    sources = [sources_of_round(store, go_on(store, run, ROUNDS), 3) for run in "fgh"]
+    assert sources[0] == sources[1] == sources[2]
+    assert command(store, "h", "--at", "4", "--name", "i") == 0, "after it, the position is one in its own data"
+    assert store.read_json(RunKeys("i").record)["parent"]["restart_data"] is False
+
+
+def sources_of_round(store: Store, keys: RunKeys, rollout_id: int) -> list[dict[str, int]]:
+    commit = store.committed(keys.rollout_prefix(rollout_id))
+    assert commit is not None
+    return [sample.metadata["source"] for sample in read_samples(store, commit)]
+
+
+# ---- groups that the parent has not trained --------------------------------------------------------------------------
+
+
+def add_buffer(store: Store, keys: RunKeys, rollout_id: int) -> None:
+    """Commit a rollout again with a graded group in its buffer."""
+    prefix = keys.rollout_prefix(rollout_id)
+    commit = store.committed(prefix)
+    assert commit is not None
+    samples, attempt = read_samples(store, commit), store.new_attempt(prefix)
+    names = [f"000000099-{index:02d}" for index in range(SAMPLES)]
+    tokens = {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "rollout_logprobs": [0.0, -1.0, -1.0]}
+    graded = {"reward": 1.0, "status": Status.COMPLETED}
+    buffered = [Sample(name, "000000099", name, rollout_id, prompt="a prompt", **tokens, **graded) for name in names]
+    with store.writing(attempt) as out:
+        write_shards(out.path, samples)
+        write_shards(out.path, buffered, BUFFER)
+    store.delete([commit_key(prefix)])
+    store.commit(prefix, commit.model_copy(update={"attempt": attempt, "files": out.files}))
+
+
+@pytest.mark.parametrize(
+    ("words", "num_samples", "is_generated_again"),
+    [
+        ("--lr 1e-3 --num-engines 2", SAMPLES, False),
+        ("--n-samples-per-prompt 4", 4, True),
+        ("--n-samples-per-prompt 1 --global-batch-size 3", 1, True),
+        ("--rm-type math", SAMPLES, True),
+        ("--rollout-temperature 0.5", SAMPLES, True),
+        ("--rollout-max-response-len 7", SAMPLES, True),
+        ("--use-rollout-routing-replay", SAMPLES, True),
+    ],
+)
+def test_groups_in_the_buffer_are_generated_again_if_the_fork_changes_the_rollout(
+    store: Store, words: str, num_samples: int, is_generated_again: bool
+) -> None:
+    """Regression test: the fork took the rewards of another function, and could not start with another group size."""
+    add_buffer(store, RunKeys("r"), 2)
+    assert command(store, "r", "--at", "3", "--name", "f", *words.split()) == 0
+    assert command(store, "f", "--at", "3", "--name", "g") == 0, "a fork of the fork has the same buffer"
+    for run in "fg":
+        buffer = read_resume_point(store, RunKeys(run), 3).buffer
+        assert [sample.sample_id for sample in buffer] == [f"000000099-{index:02d}" for index in range(num_samples)]
+        assert len({sample.trajectory_id for sample in buffer}) == num_samples
+        for sample in buffer:
+            assert (sample.reward, sample.status) == (
+                (None, Status.PENDING) if is_generated_again else (1.0, Status.COMPLETED)
+            )
+            assert sample.prompt == "a prompt" and len(sample.token_ids) == (1 if is_generated_again else 3)
 
 
 def test_changed_rows_are_refused_without_prompt_data(store: Store, tmp_path: Path) -> None:

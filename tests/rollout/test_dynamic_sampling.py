@@ -107,6 +107,23 @@ def test_unneeded_groups_are_buffered_and_restart(tmp_path: Path, tokenizer: Pro
     assert second.summary["rollout/num_buffered_groups"] == len(groups(buffered(bench, second)))
 
 
+@pytest.mark.parametrize("num_samples", [1, 4])
+def test_fork_with_another_group_size_generates_buffered_groups_again(
+    tmp_path: Path, tokenizer: PromptTokenizer, num_samples: int
+) -> None:
+    bench = bench_with(tmp_path, tokenizer, over_sampling_batch_size=10)
+    aside = groups(buffered(bench, bench.round(0, client=SlowClient)))
+    bench.config = bench.config.model_copy(update={"n_samples_per_prompt": num_samples})
+    parent = {"run": "parent", "at": 1, "discard_responses": True}
+    record = {"run": "run", "parent": parent, "config": {"rollout": bench.config.model_dump(mode="json")}}
+    bench.store.create(KEYS.record, json.dumps(record).encode())
+    second = bench.round(1, client=SlowClient)
+    samples = trained(bench, second) + buffered(bench, second)
+    assert groups(samples) >= aside
+    assert set(Counter(sample.group_id for sample in samples).values()) == {num_samples}
+    assert {sample.policy_versions for sample in samples} == {(1, 1)}
+
+
 def test_partial_rollouts_continue_where_they_were_aborted(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
     bench = bench_with(tmp_path, tokenizer, over_sampling_batch_size=10, partial_rollout=True)
     halves: dict[str, Sample] = {}

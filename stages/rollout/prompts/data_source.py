@@ -129,6 +129,15 @@ def without_responses(group: Group) -> Group:
     return copies
 
 
+def resized_group(group: Group, num_samples: int) -> Group:
+    """Return a group of `num_samples` samples without responses; added samples are copies of the first one."""
+    samples = without_responses(group)[:num_samples]
+    for index in range(len(samples), num_samples):
+        name = f"{samples[0].group_id}-{index:02d}"
+        samples.append(replace(copy_sample(samples[0]), sample_id=name, trajectory_id=name))
+    return samples
+
+
 def group_by_group_id(samples: Iterable[Any]) -> list[Group]:
     """Group samples by group id, in order of first occurrence. The elements of `samples` are samples or lists of
     samples."""
