@@ -266,16 +266,15 @@ def _check_versions_are_replayable(
             f"run {keys.run!r} has trained {num_trained} rounds and cannot be replayed from version {first_version} "
             f"to {last_version}: give --from and --to with 0 <= from < to <= {num_trained}"
         )
-    record = store.read_json(keys.record)
-    parent = (record or {}).get("parent")
-    if parent and checkpoint_version < parent["at"] and last_version > checkpoint_version:
-        origin = store.read_json(RunKeys(parent["run"]).record)
-        if origin is not None and training_options(validate_config(origin["config"])) != training_options(config):
+    end, entry = last_version, (store.read_json(keys.record) or {}).get("parent")
+    while entry is not None:
+        end, ancestor, entry = min(end, entry["at"]), entry, entry.get("parent")
+        has_rounds = max(checkpoint_version, entry["at"] if entry else 0) < end  # which the ancestor trained
+        if has_rounds and training_options(validate_config(ancestor["config"])) != training_options(config):
             raise RunError(
-                f"run {keys.run!r} is a fork of {parent['run']!r} with other training options, and its first "
-                f"{parent['at']} rounds were trained with the options of {parent['run']!r}: replay those rounds with "
-                f"`penstock replay {parent['run']} --to {parent['at']}`, and this run with --from {parent['at']} "
-                f"(needs a checkpoint of version {parent['at']})"
+                f"the rounds of run {keys.run!r} before {end} were trained by {ancestor['run']!r}, from which it was "
+                f"forked, with other training options: replay those rounds with `penstock replay {ancestor['run']} "
+                f"--to {end}`, and this run with --from {end} (needs a checkpoint of version {end})"
             )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -233,15 +233,27 @@ def save(session: Session, version: int) -> CheckpointRef:
     if session.store.committed(prefix) is None:
         session.processes.policy_restorer.save_checkpoint(version)
     commit = session.print_and_track(prefix, session.read_existing_commit(prefix))
-    run = session.config.run
-    if run.keep_checkpoints is not None:
-        expired = expire_checkpoints(
-            session.store, session.keys, num_to_keep=run.keep_checkpoints, best_metric=run.keep_best
-        )
-        if expired:
-            session.display.note(f"removed old checkpoints: {', '.join(map(str, expired))}")
+    remove_old_checkpoints(session)
     uri = session.store.path(commit.attempt or "")
     return CheckpointRef(key=commit_key(prefix), uri=uri, format="torch_dist", policy_version=version)
+
+
+def remove_old_checkpoints(session: Session) -> None:
+    """Remove the checkpoints that --keep-checkpoints does not keep. With --keep-best, keep also those whose scores are
+    not known yet, because an evaluation is running or postponed."""
+    run = session.config.run
+    if run.keep_checkpoints is None:
+        return
+    versions = session.store.committed_indices(f"{session.keys.prefix}/checkpoints") if run.keep_best else []
+    expired = expire_checkpoints(
+        session.store,
+        session.keys,
+        num_to_keep=run.keep_checkpoints,
+        best_metric=run.keep_best,
+        keep_versions={version for version, _ in postponed_evaluations(session, versions)},
+    )
+    if expired:
+        session.display.note(f"removed old checkpoints: {', '.join(map(str, expired))}")
 
 
 @stage("eval-{version:06d}-{name}", needs=lambda session, version, name: [published_policy(version, version)])
@@ -380,18 +392,28 @@ def evaluate_in_turn(session: Session, version: int) -> None:
 
 
 def evaluate_skipped(session: Session) -> None:
-    """Score the policies whose evaluations a failure or a kill has prevented, each restored from the store. Data sets
-    that were added to the run later are not evaluated for earlier policies."""
+    """Score the policies whose evaluations a failure or a kill has prevented, each restored from the store."""
     session.processes.turns.wait_for_evaluation()
+    for version, name in postponed_evaluations(session, range(1, session.num_trained_rounds())):
+        evaluate_one(session, version, name)
+    if session.config.run.keep_best:
+        remove_old_checkpoints(session)
+
+
+def postponed_evaluations(session: Session, versions: Iterable[int]) -> Iterator[tuple[int, str]]:
+    """Yield those of the policies `versions` that `evaluate_skipped` scores, with the names of their data sets. Data
+    sets that were added to the run later are not evaluated for earlier policies. A fork does not evaluate its parent's
+    policies: with its options, training could not reproduce them."""
     due, keys = build_stage_schedule(session), session.keys
     skips_first = session.config.eval.skip_eval_before_train
-    for version in range(1, session.num_trained_rounds()):
-        if request_evaluation in due(version):
+    parent = (session.store.read_json(keys.record) or {}).get("parent") or {"at": 0}
+    for version in versions:
+        if version >= max(1, parent["at"]) and request_evaluation in due(version):
             trained_at = session.read_existing_commit(keys.step_prefix(version - 1)).created_at
             for name in missing_evaluations(session, version):
                 first = session.store.committed(keys.eval_prefix(0, name))
                 if skips_first or (first is not None and first.created_at < trained_at):
-                    evaluate_one(session, version, name)
+                    yield version, name
 
 
 @stage("export-{version:06d}", needs=lambda session, version: [[f"checkpoint-{version:06d}"]], after_save=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import ValidationInfo, field_serializer, field_validator, model_validator
@@ -9,6 +10,18 @@ from pydantic import ValidationInfo, field_serializer, field_validator, model_va
 from penstock.stages.eval.data_sets import EvalFile, check_data_set_names, parse_eval_file, read_eval_file
 from penstock.storage.config import StageConfig, option
 from penstock.storage.errors import OptionError
+
+_MEAN = r"(-pass@\d+|-majority@\d+)?(-ci_low|-ci_high)?"
+_METRIC = re.compile(rf"{_MEAN}|-(truncated|failed)_ratio|/response_len/(mean|median|max)|/num_(samples|prompts)")
+
+
+def is_eval_metric(metric: str, name: str, *, any_suffix: bool = False) -> bool:
+    """Return whether `metric` is a metric of the data set `name` (score.py); with `any_suffix` also whether it may be
+    one that a user-defined function adds."""
+    start, suffix = f"eval/{name}", metric.removeprefix(f"eval/{name}")
+    return metric.startswith(start) and bool(
+        _METRIC.fullmatch(suffix) or (any_suffix and len(suffix) > 1 and suffix[0] in "-/")
+    )
 
 
 class EvalConfig(StageConfig):

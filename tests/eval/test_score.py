@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from penstock.stages.eval.config import EvalConfig
+from penstock.stages.eval.config import EvalConfig, is_eval_metric
 from penstock.stages.eval.score import compute_eval_metrics, pass_at_k, pass_rates
 from penstock.storage.samples.sample import Sample, Status
 
@@ -35,6 +35,20 @@ def test_score() -> None:
     assert found["eval/aime-truncated_ratio"] == found["eval/aime-failed_ratio"] == 0.25
     assert found["eval/aime/response_len/mean"] == 3 and found["eval/aime/response_len/max"] == 6
     assert found["eval/aime-pass@1"] == 0.5 and found["eval/aime-pass@2"] == 1.0
+
+
+def test_keep_best_accepts_every_metric_of_an_evaluation_and_nothing_else() -> None:
+    samples = [make(f"{i % 2}", float(i % 3 == 0)) for i in range(16)]
+    for sample in samples:
+        sample.rewards = {"correct": sample.reward or 0.0}
+        sample.metadata["answer"] = "1"
+    metrics = compute_eval_metrics(samples, "gsm8k")
+    assert {"eval/gsm8k", "eval/gsm8k-pass@8", "eval/gsm8k-pass@2-ci_low"} <= metrics.keys()
+    assert all(is_eval_metric(metric, "gsm8k") for metric in [*metrics, "eval/gsm8k-majority@4-ci_high"])
+    typos = ["eval/gsm8k2", "eval/gsm8k-pas@1", "eval/gsm8k-pass@", "eval/gsm8k/", "eval/gsm", "gsm8k", "eval/gsm8k-"]
+    assert [typo for typo in typos if is_eval_metric(typo, "gsm8k")] == []
+    assert is_eval_metric("eval/gsm8k-mine", "gsm8k", any_suffix=True)
+    assert not is_eval_metric("eval/gsm8k2", "gsm8k", any_suffix=True)
 
 
 def test_order_of_samples_does_not_matter() -> None:

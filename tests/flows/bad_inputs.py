@@ -540,6 +540,7 @@ def rows_of_requests() -> Iterator[Bad]:
         "--num-rollout 0", "--rollout-max-response-len 256", "--rollout-max-response-len 100000",
         "--rollout-max-context-len 10000",
         "--sglang-context-length 8", "--keep-best eval/x", "--keep-best eval/x --keep-checkpoints 2",
+        "--keep-best eval/sums2 --keep-checkpoints 2", "--keep-best eval/sums-pas@1 --keep-checkpoints 2",
         "--rollout-top-k 0", "--mask-offpolicy-in-partial-rollout",
         "--kl-loss-coef 0.1", "--kl-coef 0.1", "--eps-clip-c 3 --advantage-estimator cispo", "--use-unbiased-kl",
         "--advantage-estimator reinforce_plus_plus",

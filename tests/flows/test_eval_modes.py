@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "storage"))
+from made_run import config_of, make_run, score_one, write_data
 from penstock_command import penstock
 
 from penstock.engines.serving.pool import EnginePool
@@ -97,6 +102,33 @@ def test_only_evaluations_of_data_sets_that_the_run_had_are_made_up_for(
     )
     tasks.evaluate_skipped(session)  # type: ignore[arg-type]
     assert evaluated == [(1, "old"), (2, "old"), (3, "old"), (3, "new")]
+    evaluated.clear()
+    store.create(KEYS.record, json.dumps({"parent": {"run": "parent", "at": 2}}).encode())
+    tasks.evaluate_skipped(session)  # type: ignore[arg-type]
+    assert evaluated == [(2, "old"), (3, "old"), (3, "new")], "a fork cannot train its parent's rounds again"
+
+
+@pytest.mark.parametrize("mode", ["--async-buffer-size 1", "--eval-mode apart --num-engines 2"])
+def test_checkpoint_is_kept_until_its_postponed_evaluation_is_done(tmp_path: Path, mode: str) -> None:
+    """Regression test: the best checkpoint was removed before its score was known."""
+    store, notes = Store(str(tmp_path / "store")), list[str]()
+    data, words = write_data(tmp_path / "data.jsonl"), "--keep-checkpoints 1 --keep-best eval/sums --eval-interval 1"
+    config = config_of(store, data, "r", "--eval-prompt-data", "sums", str(data), *words.split(), *mode.split())
+    keys = make_run(store, config, 4, save=(1, 2, 3, 4), score=(0, 1))
+    session = SimpleNamespace(
+        config=config,
+        store=store,
+        keys=keys,
+        processes=SimpleNamespace(evaluates_apart="apart" in mode),
+        display=SimpleNamespace(note=notes.append),
+        read_existing_commit=store.committed,
+    )
+    for version, reward, kept in ((2, 9.0, [2, 3, 4]), (3, 5.0, [2, 4])):
+        tasks.remove_old_checkpoints(session)  # type: ignore[arg-type]
+        score_one(store, keys, config, version, reward)
+        tasks.remove_old_checkpoints(session)  # type: ignore[arg-type]
+        assert store.committed_indices(f"{keys.prefix}/checkpoints") == kept
+    assert notes == ["removed old checkpoints: 1", "removed old checkpoints: 3"]
 
 
 @pytest.mark.integration

@@ -1,6 +1,7 @@
 """Forks: shared rounds, changed options, kills, and the order of the data."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from penstock.flows import cli
 from penstock.flows.commands import fork
 from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.options.flags import parse_config
+from penstock.flows.replay import _check_versions_are_replayable
 from penstock.flows.runtime.runs import config_of_round, missing_fork_checkpoint, open_run, read_flow_and_config
 from penstock.stages.rollout.resume_point import read_resume_point
 from penstock.storage.errors import OptionError, RunError
@@ -348,6 +350,25 @@ def test_shared_rounds_are_replayed_with_the_config_that_trained_them(store: Sto
     assert command(store, "r", "--at", "3", "--name", "same", "--num-engines", "2") == 0
     assert missing_fork_checkpoint(store, store.read_json(RunKeys("same").record)) is None, "same training options"
     assert missing_fork_checkpoint(store, store.read_json(RunKeys("r").record)) is None, "not a fork"
+
+
+def test_replay_refuses_rounds_that_an_ancestor_trained_with_other_options(store: Store) -> None:
+    """Regression test: only the options of the direct parent were compared."""
+    for parent, at, run, lr in (("r", 3, "f", "1e-3"), ("f", 4, "g", "1e-3"), ("f", 4, "h", "1e-6")):
+        assert command(store, parent, "--at", str(at), "--name", run, "--lr", lr) == 0
+        go_on(store, run, ROUNDS)
+    for run, begin, culprit in (
+        ("r", 0, None),
+        *(("f", 2, "penstock replay r --to 3.*--from 3"), ("f", 3, None)),
+        *(("g", 0, "penstock replay r --to 3.*--from 3"), ("g", 3, None)),
+        *(("h", 0, "penstock replay f --to 4.*--from 4"), ("h", 4, None)),
+    ):
+        _, config = read_flow_and_config(parse_config(["--store", store.root]).run, run)
+        versions = {"first_version": begin, "last_version": ROUNDS, "num_trained": ROUNDS, "checkpoint_version": begin}
+        with pytest.raises(RunError, match=culprit) if culprit else nullcontext():
+            _check_versions_are_replayable(store, RunKeys(run), config, **versions)
+    _, config = read_flow_and_config(parse_config(["--store", store.root]).run, "h")
+    _check_versions_are_replayable(store, RunKeys("h"), config, 0, 3, ROUNDS, 0)  # all trained by r, with these options
 
 
 def test_fork_at_zero_shares_only_the_initial_weights(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
