@@ -104,7 +104,7 @@ def create_fork(
 
     Raises:
         RunError: the parent has fewer trained rounds, the name is taken, or the parent is being removed.
-        OptionError: --load is not a checkpoint, or engines cannot get the adapters of the fork (--lora-publish adapter).
+        OptionError: --load is not a checkpoint, or engines cannot get the adapters (--lora-publish adapter).
         StoreError: a commit record of the parent does not match its digest.
     """
     parent, config = with_absolute_paths(parent), with_absolute_paths(config)

@@ -437,7 +437,8 @@ class Processes:
         turns, run = self.turns, self.config.run
         if turns.is_evaluating and not self.evaluates_apart:
             sent = turns.engine_version
-            assert sent is not None
+            if sent is None:  # the engines of the evaluation are starting, after a restart of the driver
+                return
             if during_evaluation and version + run.update_weights_interval - sent <= run.max_staleness:
                 return
             turns.wait_for_evaluation()

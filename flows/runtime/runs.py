@@ -190,7 +190,7 @@ def check_run_may_start(store: Store, flow: str, config: PostTrainConfig, *, own
     if record.get("parent"):
         raise RunError(f"{problem}: a fork cannot change it; fork again with other options, or give another --run")
     if prefixes := committed_prefixes(store, keys):
-        steps = [prefix for prefix in prefixes if "/steps/" in prefix]
+        steps = [prefix for prefix in prefixes if prefix.startswith(f"{keys.prefix}/steps/")]
         advice = f"fork it (`penstock fork {keys.run}`)" if steps else f"remove it (`penstock rm {keys.run}`)"
         raise RunError(f"{problem}: a resumed run cannot change it; {advice}, or start a new run with another --run")
     if drivers := describe_live_drivers(store, keys, own_lease=own_lease):

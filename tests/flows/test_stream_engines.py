@@ -97,6 +97,21 @@ def train(processes: Processes, rollout_id: int) -> None:
         pass
 
 
+def test_policy_published_before_any_weights_is_left_to_the_start_of_the_engines(
+    processes: Processes, pool: ScriptedPool
+) -> None:
+    """Regression test: a round trained while the engines of an evaluation were starting ended the run."""
+    processes.turns.begin_evaluation()
+    processes.turns.num_trained = 4
+    processes.publish_in_flight(4)
+    assert pool.updates == []
+    processes.turns.end_evaluation()
+    pool.may_serve.set()
+    stream = Stream(processes)
+    assert stream.serves.wait(HANG) and pool.updates == ["run/4"]
+    stream.end()
+
+
 @pytest.mark.parametrize("version", [3, 2])
 def test_evaluation_that_finds_a_starting_stream_uses_its_engines(
     processes: Processes, pool: ScriptedPool, version: int
