@@ -37,7 +37,7 @@ from penstock.flows.runtime.engine_options import engine_options, teacher_option
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
 from penstock.flows.runtime.runs import check_run_may_start, open_store, read_record
 from penstock.flows.trackers import check_trackers, tracker_synonyms
-from penstock.stages.eval.config import EvalConfig
+from penstock.stages.eval.config import EvalConfig, is_eval_metric
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import EngineError, LayoutError, ModelError, OptionError, RewardError, StoreError
@@ -119,6 +119,22 @@ def check_promotion_options(evals: EvalConfig) -> None:
         )
 
 
+def check_keep_best(config: PostTrainConfig) -> None:
+    """Check that --keep-best is a metric of a data set. Raises OptionError. Not part of the config's validation, which
+    must accept what earlier releases have recorded."""
+    best, names = config.run.keep_best, [name for name, _ in config.eval.eval_prompt_data]
+    rollout = config.rollout
+    adds_metrics = bool(
+        rollout.custom_eval_rollout_log_function_path or rollout.eval_function_path or rollout.rollout_function_path
+    )
+    if best is not None and not any(is_eval_metric(best, name, any_suffix=adds_metrics) for name in names):
+        metrics = ", ".join(f"eval/{name}" for name in names)
+        raise OptionError(
+            f"--keep-best {best} is not an evaluation metric of this run: give one of {metrics}, or another metric of "
+            "these data sets (docs/metrics.md)"
+        )
+
+
 def check_eval_engines(config: PostTrainConfig, num_engines: int) -> None:
     """Check that --eval-mode apart leaves engines for the rollouts. Raises InputError."""
     evals = config.eval
@@ -171,6 +187,7 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
         )
     check_loop_options(flow, config)
     check_promotion_options(config.eval)
+    check_keep_best(config)
     if run.check_weight_update_equal and config.speculates:
         raise OptionError(
             "--check-weight-update-equal cannot be combined with --sglang-speculative-algorithm, because it overwrites "

@@ -92,7 +92,7 @@ def test_fallback_keeps_groups_instead_of_another_sampling_batch(fallback: bool,
 
 def test_unneeded_groups_are_buffered_and_restart(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
     bench = bench_with(tmp_path, tokenizer, over_sampling_batch_size=10)
-    first = bench.round(0, client=SlowClient)
+    first = bench.round(0, client=SlowClient, longest=40)  # so that some groups are unfinished at its end
     aside = buffered(bench, first)
     assert (
         len(groups(trained(bench, first))) == 4
