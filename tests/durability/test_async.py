@@ -33,13 +33,10 @@ def rollouts_of(pipeline: Pipeline, rounds: int) -> list[Commit]:
 
 
 def check_overlap(pipeline: Pipeline, mode: str, rounds: int) -> None:
-    """Check that rollouts were committed before the steps of earlier rounds, with the policies of that time."""
+    """Check that rollouts were generated with earlier policies than the newest, so while the trainer worked."""
     rollouts = rollouts_of(pipeline, rounds)
-    steps = [pipeline.store.committed(pipeline.keys.step_prefix(rollout_id)) for rollout_id in range(rounds)]
-    ahead = [
-        rollout.index for rollout, step in zip(rollouts[1:], steps) if step and rollout.created_at < step.created_at
-    ]
-    assert ahead, "no rollout was ahead of the trainer"
+    staleness = [rollout.summary["rollout/staleness/max"] for rollout in rollouts]
+    assert any(staleness), "no rollout was ahead of the trainer"
     for rollout in rollouts:
         assert rollout.state["max_staleness"] == MODES[mode][1]
         assert rollout.state.get("updates_in_flight", False) == (mode == "streaming")
