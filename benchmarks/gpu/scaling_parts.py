@@ -83,11 +83,3 @@ def parts_apart(gpus: int) -> Iterator[Part]:
 def ranks(number: int) -> str:
     """Return the option of a trainer with this number of ranks."""
     return f"--actor-num-gpus-per-node {number}"
-
-
-def cuda_graph_batch(gpu_bytes: int, engine_gpus: int) -> int:
-    """Return the largest batch for which SGLang (0.5.15 to 0.5.21) captures CUDA graphs by default. A larger batch is
-    decoded 3 to 4 times slower."""
-    gib = gpu_bytes / (1 << 30)
-    small, large = (8, 8) if gib < 20 else (48, 160) if gib < 35 else (32, 160) if gib < 60 else (256, 512)
-    return small if engine_gpus < 4 else large

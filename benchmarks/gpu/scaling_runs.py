@@ -16,9 +16,10 @@ from threading import Event
 from typing import Any
 
 import psutil
-from scaling_parts import MEMORY, Part, cuda_graph_batch
+from scaling_parts import MEMORY, Part
 
 from penstock.engines.local_gpus import visible_gpu_bytes
+from penstock.engines.sglang.checks.cuda_graphs import graph_limit
 from penstock.flows.commands.demo_kill import EQUAL, TARGETS, command_line, num_trained
 from penstock.storage.refs import RunKeys
 from penstock.storage.samples.shards import read_samples
@@ -163,7 +164,7 @@ def make_arguments(part: Part, directory: Path, rehearse: bool, further: list[st
     words += ["--num-rollout", str(rounds), "--rollout-batch-size", str(prompts), "--grace-period", "1"]
     words += ["--n-samples-per-prompt", str(part.samples), "--rollout-max-response-len", str(length)]
     if sizes := visible_gpu_bytes():
-        words += ["--sglang-server-concurrency", str(cuda_graph_batch(min(sizes), part.engine_gpus))]
+        words += ["--sglang-server-concurrency", str(graph_limit(min(sizes), part.engine_gpus))]
     return [*words, *options.split(), *further]
 
 

@@ -149,7 +149,7 @@ def answer_with(listener: socket.socket, data: bytes) -> threading.Thread:
 
 def test_address_where_nothing_listens_is_refused() -> None:
     with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))  # and does not listen: nobody else gets the port
+        bound.bind(("127.0.0.1", 0))  # reserved, but not listening
         host, port = bound.getsockname()
         with pytest.raises(ConnectionError, match=rf"^127\.0\.0\.1:{port}: Connection refused$"):
             check_speaks_http2(host, port)

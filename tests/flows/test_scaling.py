@@ -26,7 +26,7 @@ import scaling
 import scaling_runs
 from gpu_models import RECIPE
 from scaling import Report, efficiencies, run_side_by_side
-from scaling_parts import DENSE, MEMORY, Part, all_parts, cuda_graph_batch
+from scaling_parts import DENSE, MEMORY, Part, all_parts
 from scaling_runs import CHECKS, DoesNotFit, Interrupted, PartRun, RunFailed
 
 NAMES = {"1.7b": "qwen3-1.7B", "4b": "qwen3-4B", "8b": "qwen3-8B", "30b-a3b": "qwen3-30B-A3B"}
@@ -58,11 +58,6 @@ def test_dense_models_do_not_fit_fewer_gpus(tmp_path: Path) -> None:
         if smallest > 1:
             fewer = part.options.replace(f"per-node {smallest}", f"per-node {smallest // 2}")
             assert not fits(Part("dense", model, smallest // 2, part.length, fewer), tmp_path)
-
-
-def test_samples_in_flight_are_limited_to_the_batches_of_cuda_graphs() -> None:
-    sizes = [cuda_graph_batch(gib * GIB, engine_gpus) for gib in (24, 48, 80) for engine_gpus in (1, 4)]
-    assert sizes == [48, 160, 32, 160, 256, 512]
 
 
 def test_parts_run_side_by_side_on_gpus_of_their_own() -> None:
