@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,23 +79,3 @@ def test_real_rollout(engine_pool: EnginePool, tiny_model: Path, tmp_path: Path)
         ended = sample.token_ids[-1] == tokenizer.end_token_id
         assert sample.status is (Status.COMPLETED if ended else Status.TRUNCATED)
         assert ended or len(sample.token_ids) - length == 8
-
-    start = time.perf_counter()
-    commit = rollout("rollouts/000001", 0)
-    whole = time.perf_counter() - start
-    bare = bare_requests(engine_pool.urls, samples[::8], config)
-    print(f"stage {whole:.3f} s {commit.seconds}, the same requests alone {bare:.3f} s")
-    assert whole - commit.seconds["generate"] < 0.5  # about 0.02 s on an idle machine
-
-
-def bare_requests(urls: list[str], prompts: list[Sample], config: RolloutConfig) -> float:
-    """Seconds for one request per prompt, sent straight to the engines."""
-
-    async def run() -> None:
-        async with SGLangClient(urls) as client:
-            calls = [client.generate(s.token_ids[: s.prompt_length], config.sampling_params(), 8) for s in prompts]
-            await asyncio.gather(*calls)
-
-    start = time.perf_counter()
-    asyncio.run(run())
-    return time.perf_counter() - start
