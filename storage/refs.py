@@ -136,6 +136,11 @@ class Commit(BaseModel):
                 validate_key(key)
         return self
 
+    @property
+    def is_rescore(self) -> bool:
+        """Whether `penstock eval --rescore` graded an evaluation's samples again: no stage of the run took its time."""
+        return self.kind == "eval" and "samples" in self.inputs
+
     def num_samples(self, name: str = TRAINED) -> int:
         """Return the number of rows in the committed shards `<name>-*.parquet` (TRAINED or BUFFER)."""
         return sum(file.rows or 0 for file in self.files if file.path.rpartition("/")[2].startswith(f"{name}-"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 USAGE = """penstock query "SQL" [--run NAME ...] [--format table|csv|json|jsonl] [--limit N] [--store URI ...]
 
   Runs a DuckDB query over the commits and samples of the runs in a store, for example
-  penstock query "select rollout_id, avg(reward) from samples group by 1 order by 1". Writes nothing to the store.
+  penstock query "select run, rollout_id, avg(reward) from samples group by all order by all"
+  Writes nothing to the store. Warns if a query aggregates over several runs together.
   Without SQL, lists the views and their columns; docs/queries.md describes them, with examples.
 
   -          read the SQL from standard input
@@ -70,6 +72,12 @@ def main(argv: list[str]) -> int:
         print_views(connection)
         return 0
     columns, cursor = execute(connection, sql)
+    if len(names) > 1 and aggregates_without_run(connection, sql):
+        print(
+            f"warning: this query aggregates over {len(names)} runs together: group by run, add a condition on run, or "
+            "choose one with --run NAME",
+            file=sys.stderr,
+        )
     rows = fetch_rows(cursor)
     _WRITERS[output_format](columns, itertools.islice(rows, limit))
     if limit is not None and next(rows, None) is not None:
@@ -106,6 +114,16 @@ def read_sql(positional: Sequence[str], file: str | None) -> str | None:
     if not sql.strip():
         raise OptionError("the SQL is empty: write a statement, for example 'select * from runs'")
     return sql
+
+
+def aggregates_without_run(connection: duckdb.DuckDBPyConnection, sql: str) -> bool:
+    """Return whether SQL computes an aggregate over a view with the column `run`, except `runs`, and never names it."""
+    sql = re.sub(r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'", " ", sql, flags=re.S).lower()
+    aggregates = "select distinct function_name from duckdb_functions() where function_type = 'aggregate'"
+    calls = {name for (name,) in connection.cursor().execute(aggregates).fetchall()} & set(
+        re.findall(r"(\w+)\s*\(", sql)
+    )
+    return bool(calls and set(VIEWS) - {"runs"} & (words := set(re.findall(r"\w+", sql))) and "run" not in words)
 
 
 def fetch_rows(cursor: duckdb.DuckDBPyConnection) -> Iterator[Row]:

@@ -127,10 +127,11 @@ def costs_at_end(store: Store, keys: RunKeys, number: int | None = None) -> Iter
 
 
 def read_own_commits(store: Store, keys: RunKeys) -> list[Commit]:
-    """Return the commits of a run without those that a fork shares with its parent."""
+    """Return the commits of a run without those that a fork shares with its parent, and without rescored evaluations,
+    which are made when no driver is alive."""
     parent = (store.read_json(keys.record) or {}).get("parent") or {}
     here = f"{keys.prefix}/"
-    own = (commit for commit in read_commits(store, keys) if (commit.attempt or here).startswith(here))
+    own = (c for c in read_commits(store, keys) if not c.is_rescore and (c.attempt or here).startswith(here))
     return [commit for commit in own if commit.kind != "step" or commit.index >= parent.get("at", 0)]
 
 

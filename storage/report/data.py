@@ -56,8 +56,9 @@ def collect_overview(store: Store, keys: RunKeys, given: ReportInput) -> tuple[d
     """
     commits = read_commits(store, keys)
     rollouts, steps = ({c.index: c for c in commits if c.kind == kind} for kind in ("rollout", "step"))
-    stages = [stage_entry(commit, is_inherited(keys, given.record, commit)) for commit in commits]
-    gaps = find_gaps(store, keys, [commit for commit in commits if not is_inherited(keys, given.record, commit)])
+    of_run = [commit for commit in commits if not commit.is_rescore]
+    stages = [stage_entry(commit, is_inherited(keys, given.record, commit)) for commit in of_run]
+    gaps = find_gaps(store, keys, [commit for commit in of_run if not is_inherited(keys, given.record, commit)])
     rounds = collect_rounds(rollouts, steps)
     overview = {
         "header": collect_header(keys, given, rollouts, steps, commits),

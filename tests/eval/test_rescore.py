@@ -9,9 +9,12 @@ from evaluated_run import config_of, evaluate, keys_of, write_sums
 
 from penstock.flows import cli
 from penstock.flows.commands import rescore
+from penstock.flows.runtime.runs import read_existing_record
 from penstock.stages.eval.rescore import Scoring
 from penstock.storage.maintenance.audit import audit_run
+from penstock.storage.query import execute, open_connection
 from penstock.storage.refs import RunKeys
+from penstock.storage.report.data import ReportInput, collect_overview
 from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store
@@ -59,6 +62,21 @@ def test_rescoring_commits_beside_the_old_evaluation(store: Store, capsys: pytes
     assert [s.sample_id for s in samples][:1] == [f"eval-000020-{name}-000000000-00"]
     assert [s.token_ids for s in samples] == [s.token_ids for s in read_samples(store, old)]
     assert audit_run(store, keys).problems == problems
+
+
+def test_seconds_of_a_rescored_evaluation_are_not_those_of_an_evaluation(store: Store) -> None:
+    def seconds() -> tuple[list[tuple], dict]:
+        connection, _ = open_connection(store, ["r"])
+        rows = execute(connection, "select sum(seconds), count(*) from commits where kind = 'eval'")[1].fetchall()
+        report = collect_overview(store, RunKeys("r"), ReportInput(read_existing_record(store, RunKeys("r")), 0, []))[0]
+        return rows, {"stages": report["stages"], "gaps": report["gaps"], "parts": report["costs"]["parts"]}
+
+    before = seconds()
+    assert command(store, "--eval-rm-type", "boxed_exact_number") == 0
+    assert len(scored_again(store, 0)) == 1 and seconds() == before
+    connection, _ = open_connection(store, ["r"])
+    assert execute(connection, "select count(*) from commits where kind = 'rescore'")[1].fetchall() == [(2,)]
+    assert execute(connection, "select count(*) from evaluations")[1].fetchall() == [(4,)]
 
 
 def test_samples_whose_grader_failed_are_graded_again(store: Store) -> None:

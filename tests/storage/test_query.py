@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.flows.cli import main
+from penstock.flows.inspect.query import USAGE
 from penstock.storage.maintenance.retention import Tombstone, tombstone_key
 from penstock.storage.query import VIEWS, execute, list_columns, open_connection
 from penstock.storage.refs import Commit, RunKeys, commit_key
@@ -260,6 +261,44 @@ def test_documented_question_is_answered(number: int, sql) -> None:
 
 def test_at_least_ten_questions_are_documented() -> None:
     assert list(QUESTIONS) == list(range(1, 12))
+
+
+# ---- several runs ----------------------------------------------------------------------------------------------------
+
+MIXES = [
+    "select rollout_id, avg(reward) from samples group by 1",
+    "SELECT COUNT ( * ) FROM eval_samples",
+    "with s as (select * from samples) select quantile_cont(reward, 0.9) from s -- of each run",
+    "select sum(seconds) over (order by rollout_id) from steps where rollout_id = 1 /* run */",
+    "select max(value) from metrics where name <> 'run'",
+    "create temp table t as select mode(status) as m from samples; select * from t",
+]
+KEEPS_APART = [
+    "select run, rollout_id, avg(reward) from samples group by all",
+    "select avg(reward) from samples as s where s.\"run\" = 'my-run'",
+    "select avg(reward) from samples join steps using (run, rollout_id)",
+    "select count(*) from runs",
+    "select count(*) from range(3)",
+    "select reward from samples limit 1",
+]
+
+
+@pytest.mark.parametrize("text", MIXES + KEEPS_APART)
+def test_aggregate_over_several_runs_warns_unless_run_is_named(
+    text: str, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert query(store, text) == 0
+    assert capsys.readouterr().err.startswith("warning: ") == (text in MIXES)
+    assert query(store, text, "--run", "my-run") == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "text", re.findall(r'penstock query "(select .*?)"', USAGE + DOC) + QUESTIONS[1] + QUESTIONS[7]
+)
+def test_printed_queries_do_not_mix_runs(text: str, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert query(store, text) == 0
+    assert capsys.readouterr().err == ""
 
 
 # ---- what SQL may not do ---------------------------------------------------------------------------------------------
