@@ -138,11 +138,14 @@ def _flow_command(name: str) -> Command:
     """Return a command that parses its arguments into a config and runs the flow `name` with it."""
 
     def call(argv: list[str]) -> int:
+        from penstock.flows.config import validate_config, with_sft_loss
         from penstock.flows.options import flags
 
         if asks_for_help(argv):
             return print_flow_help({"post_train": "train", "evaluate": "eval"}.get(name, name), argv)
-        return _run_or_plan(name, flags.parse_config(_without(argv, "--dry-run")), dry_run="--dry-run" in argv)
+        values = flags.parse_values(_without(argv, "--dry-run"))
+        config = validate_config(with_sft_loss(values) if name == "sft" else values)
+        return _run_or_plan(name, config, dry_run="--dry-run" in argv)
 
     return call
 

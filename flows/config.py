@@ -26,6 +26,7 @@ from penstock.flows.run_config import RunConfig
 from penstock.stages.convert.config import ConvertConfig
 from penstock.stages.eval.config import EvalConfig
 from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.train.algorithms.registry import ESTIMATORS
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.config import Mutability, StageConfig, field_meta, option
 from penstock.storage.errors import InputError, OptionError
@@ -34,6 +35,7 @@ from penstock.storage.secret_references import contains_hidden_secret, hide_lite
 from penstock.storage.secrets import has_credentials
 
 MEGATRON = "train.megatron"  # the option that has Megatron's options
+GROUP_SIZE = 8  # default of --n-samples-per-prompt with a group-relative estimator
 MAX_CONFIG_BYTES = 4 << 20  # size limit of a --config file; the longest recipe has 3 kB
 
 
@@ -68,6 +70,20 @@ class PostTrainConfig(StageConfig):
                 if name in fields:
                     check_value(flag_of_field(name), value, fields[name])
         return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_group_size(cls, values: Any) -> Any:
+        """Give --n-samples-per-prompt its default with a group-relative estimator, which compares the samples of a
+        prompt."""
+        sections = {name: values.get(name) or {} for name in ("train", "rollout")} if isinstance(values, dict) else {}
+        if not all(isinstance(section, dict) for section in sections.values()):
+            return values
+        train = {name: field.default for name, field in TrainConfig.model_fields.items()} | sections.get("train", {})
+        estimator = ESTIMATORS.get(train["advantage_estimator"])
+        if train["loss_type"] != "policy_loss" or estimator is None or not estimator.group_relative:
+            return values
+        return values | {"rollout": {"n_samples_per_prompt": GROUP_SIZE} | sections["rollout"]}
 
     @model_validator(mode="after")
     def _load_rollouts(self) -> PostTrainConfig:
@@ -261,6 +277,13 @@ def validate_config(values: dict[str, Any]) -> PostTrainConfig:
     except ValidationError as error:
         cause = error.errors()[0].get("ctx", {}).get("error")
         raise (type(cause) if isinstance(cause, InputError) else OptionError)(describe_error(error)) from error
+
+
+def with_sft_loss(values: Any) -> Any:
+    """Return the values of a config (section -> option -> value) with the loss of the flow `sft`, unless they have one;
+    a config that is validated already unchanged."""
+    train = values.get("train", {}) if isinstance(values, dict) else None
+    return values | {"train": {"loss_type": "sft_loss"} | train} if isinstance(train, dict) else values
 
 
 def check_secrets(config: PostTrainConfig, *, allow_literal: bool = True) -> None:

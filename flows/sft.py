@@ -3,10 +3,13 @@ on the next rows of the data set."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from prefect import State, flow
+from pydantic import BeforeValidator
 
 from penstock.flows import tasks
-from penstock.flows.config import PostTrainConfig
+from penstock.flows.config import PostTrainConfig, with_sft_loss
 from penstock.flows.reporting.prefect_page import report_end
 from penstock.flows.runtime.session import Session
 
@@ -18,7 +21,7 @@ from penstock.flows.runtime.session import Session
     on_failure=[report_end],
     on_crashed=[report_end],
 )
-def sft(config: PostTrainConfig) -> State[None]:
+def sft(config: Annotated[PostTrainConfig, BeforeValidator(with_sft_loss)]) -> State[None]:
     """Fine-tune on demonstrations: prompts with responses, from --prompt-data.
 
     Args:

@@ -172,7 +172,12 @@ def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
     commit = session.store.committed(prefix)
     if commit is None:
         context = RolloutContext(
-            session.store, session.config.rollout, session.prompts, session.tokenizer, provenance=session.provenance
+            session.store,
+            session.config.rollout,
+            session.prompts,
+            session.tokenizer,
+            provenance=session.provenance,
+            max_seq_len=session.processes.shape.max_position_embeddings,
         )
         state = read_resume_point(session.store, session.keys, rollout_id).state
         commit = sft_data_stage(context, prefix, session.keys.run, rollout_id, state)

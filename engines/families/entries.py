@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from penstock.engines.families.shape import Llama3Scaling, Rotary, YarnScaling
 from penstock.storage.errors import ModelError
 
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # OWNER/NAME
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # OWNER/NAME
 LARGEST = 2**31 - 1  # maximum of integer entries: Megatron's kernels cannot index more rows or columns
 LARGEST_NUMBER = 1e30  # maximum of other numeric entries; excludes NaN and infinity
 MAX_LAYERS = 10_000
@@ -124,6 +124,25 @@ FOREIGN: dict[str, Any] = {
 SPELLINGS = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}
 
 
+def check_not_hub_id(flag: str, path: str | Path) -> None:
+    """Check that a path that does not exist is not the name of a model or data set on the Hugging Face hub, OWNER/NAME.
+
+    Raises:
+        ModelError: it looks like one; the message has the download command.
+    """
+    directory, here = Path(path), Path.cwd()
+    hub_id = str(directory.relative_to(here) if directory.is_relative_to(here) else directory)
+    is_data = flag.endswith("prompt-data")
+    if is_data and directory.suffix:
+        return  # a file in a directory that does not exist
+    if _HUB_ID.fullmatch(hub_id) and not directory.parent.exists():
+        what, kind = ("data", " --repo-type dataset") if is_data else ("models", "")
+        raise ModelError(
+            f"{flag} {hub_id} does not exist and Penstock does not download {what}: run `hf download {hub_id}{kind} "
+            f"--local-dir {directory.name}` and give {flag} {directory.name}{'/FILE' * is_data}"
+        )
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Return the entries of a config.json.
 
@@ -131,13 +150,7 @@ def read_config(path: Path) -> dict[str, Any]:
         ModelError: the file is missing or does not contain a JSON object. If its directory looks like a Hugging Face
             hub id, the message has the download command.
     """
-    directory, here = path.parent, Path.cwd()
-    hub_id = str(directory.relative_to(here) if directory.is_relative_to(here) else directory)
-    if HUB_ID.fullmatch(hub_id) and not directory.parent.exists():
-        raise ModelError(
-            f"{hub_id} is not a directory and Penstock does not download models: run `hf download {hub_id} --local-dir "
-            f"{directory.name}` and give --hf-checkpoint {directory.name}"
-        )
+    check_not_hub_id("--hf-checkpoint", path.parent)
     if not path.exists():
         raise ModelError(
             f"{path} does not exist: give --hf-checkpoint a Hugging Face model directory (config.json, *.safetensors, "

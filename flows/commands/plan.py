@@ -19,6 +19,7 @@ from penstock.flows.gpu_plan import (
 )
 from penstock.flows.options.argv import parse_integer, parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_values
+from penstock.flows.promotion import with_champion
 from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.preflight import check_layout
 from penstock.storage.errors import OptionError
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
         raise OptionError(f"penstock doctor --plan takes only options; found {short_repr(' '.join(positional))}")
     values = parse_values(rest)
     distribute_gpus(values, own)
-    config = validate_config(values)
+    config = with_champion(validate_config(values))
     if not config.convert.hf_checkpoint:
         raise OptionError("--hf-checkpoint is missing: give a directory with the model's config.json")
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)

@@ -1,6 +1,7 @@
 """`penstock train --dry-run`: check a run and print its plan, without starting or writing anything.
 
-Checks that need a file which does not exist on this machine are left out, and named at the end.
+Checks that need a file which does not exist on this machine are left out. The last line names these files, or says that
+the run is ready.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from penstock.engines.backends import engine_backend
+from penstock.engines.families.entries import check_not_hub_id
 from penstock.engines.local_gpus import visible_gpu_bytes
-from penstock.flows.commands.plan import DEFAULT_GPU_BYTES, print_plan
+from penstock.flows.commands.plan import print_plan
 from penstock.flows.config import PostTrainConfig, check_secrets, list_options
 from penstock.flows.gpu_plan import check_engine_gpus, check_nodes, plan_gpu_memory
 from penstock.flows.options.argv import format_bytes, short_repr
 from penstock.flows.options.partners import options_without_partner
 from penstock.flows.options.paths import DRAFT_MODEL
+from penstock.flows.promotion import with_champion
 from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.preflight import (
@@ -32,13 +35,15 @@ from penstock.flows.runtime.preflight import (
 )
 from penstock.flows.runtime.schedule import with_rounds_of_epochs
 from penstock.flows.trackers import check_trackers
-from penstock.stages.rollout.prompts.check import render_first_prompt
+from penstock.stages.rollout.prompts.check import render_first_prompt, split_first_conversation
 from penstock.stages.rollout.prompts.files import parse_slice
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
+    from penstock.stages.rewards.outcome import Outcome
+    from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 
 BYTES_PER_TOKEN = 4 + 1 + 4 + 4 + 4  # id, mask, log-probs of engine and trainer, advantage; before compression
 BYTES_PER_WEIGHT = {"bf16": 2, "fp32": 4}
@@ -53,6 +58,7 @@ def dry_run(flow: str, config: PostTrainConfig) -> int:
     Raises:
         InputError: the run would be refused.
     """
+    config = with_champion(config)
     missing, given = list(missing_files(config)), config
     try:
         check_trackers(config.run)
@@ -65,27 +71,53 @@ def dry_run(flow: str, config: PostTrainConfig) -> int:
         config = with_rounds_of_epochs(flow, config)
     check_options(flow, config)
     check_secrets(config)
-    shape, prompt = None, list[Row]()
+    shape, examples = None, list[Row]()
     if (Path(config.convert.hf_checkpoint).expanduser() / "config.json").is_file():
         shape = check_model(flow, config)
     if not missing and shape is not None:
         check_algorithm(config, shape)
-        tokenizer = check_data(flow, config, shape)
-        if flow == "post_train" and config.rollout.prompt_data:
-            text, label = render_first_prompt(config.rollout, tokenizer)
-            prompt = [("first prompt", short_repr(text, MAX_PROMPT)), ("its label", short_repr(label))]
-    rows = [*plan_rows(flow, config, shape), *prompt, *option_rows(given)]
+        tokenizer, tried = check_data(flow, config, shape)
+        if config.rollout.prompt_data:
+            examples = list(example_rows(flow, config, tokenizer, tried))
+    rows = [*plan_rows(flow, config, shape), *examples, *option_rows(given)]
     print_table(("plan", ""), [(title, escape(text)) for title, text in rows])
-    if shape is not None:
+    if shape is not None and (gpus := visible_gpu_bytes()):
         print()
-        gpu_bytes = min(visible_gpu_bytes(), default=DEFAULT_GPU_BYTES)
-        print_plan(plan_gpu_memory(flow, config, shape, gpu_bytes), config)
+        print_plan(plan_gpu_memory(flow, config, shape, min(gpus)), config)
     warnings = config_warnings(flow, config) if shape is not None else options_without_partner(config)
     for warning in warnings:
         print(f"warning: {warning}")
-    for flag, path in missing:
-        print(f"not checked: {flag} {path}" + (" does not exist here" if flag.startswith("--") else ""))
+    absent = [flag + f" {path}" + " does not exist here" * flag.startswith("--") for flag, path in missing]
+    if absent:
+        print(f"not ready here: {'; '.join(absent)}; everything that does not need this was checked")
+    else:
+        print("ready: the same command without --dry-run starts the run")
     return 0
+
+
+def example_rows(
+    flow: str, config: PostTrainConfig, tokenizer: PromptTokenizer, tried: list[tuple[str, Outcome]]
+) -> Iterator[Row]:
+    """Yield the first prompt and the rewards of test responses, or the first conversation of demonstrations."""
+    if flow == "sft":
+        pieces = split_first_conversation(config.rollout, tokenizer)
+        marked = [f"«{_shorten(text)}»" if is_trained else _shorten(text) for text, is_trained in pieces]
+        yield "first row", "".join(marked)[: 4 * MAX_PROMPT]
+        yield "", "what is trained stands in « »"
+        return
+    text, label = render_first_prompt(config.rollout, tokenizer)
+    yield "first prompt", short_repr(text, MAX_PROMPT)
+    yield "its label", short_repr(label)
+    title = "test rewards"
+    for response, outcome in tried:
+        yield title, f"{short_repr(response)} gets {outcome.error if outcome.reward is None else outcome.reward}"
+        title = ""
+
+
+def _shorten(text: str) -> str:
+    """Return a piece of a conversation as one line, with its middle cut out if it is long."""
+    line, half = repr(text)[1:-1], MAX_PROMPT // 2
+    return line if len(line) <= MAX_PROMPT else f"{line[:half]} ... {line[-half:]}"
 
 
 def check_model(flow: str, config: PostTrainConfig) -> ModelShape:
@@ -111,9 +143,14 @@ def has_weights(config: PostTrainConfig) -> bool:
 
 
 def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
-    """Yield (flag, path) of every local input of a run that does not exist on this machine."""
+    """Yield (flag, path) of every local input of a run that does not exist on this machine.
+
+    Raises:
+        ModelError: an input is a name on the Hugging Face hub.
+    """
     model = config.convert.hf_checkpoint
     if model and not has_weights(config):
+        check_not_hub_id("--hf-checkpoint", model)
         yield "--hf-checkpoint", f"{model} (weights)"
     paths = [("--prompt-data", parse_slice(entry)[0]) for entry in config.rollout.prompt_data]
     paths += [("--eval-prompt-data", parse_slice(path)[0]) for _, path in config.eval.eval_prompt_data]
@@ -127,6 +164,7 @@ def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
     for flag, path in paths:
         pattern = Path(path).expanduser()
         if path and "://" not in path and not pattern.exists() and not any(pattern.parent.glob(pattern.name)):
+            check_not_hub_id(flag, path)
             yield flag, path
 
 

@@ -48,6 +48,7 @@ from penstock.storage.secret_references import resolve_secrets
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
+    from penstock.stages.rewards.outcome import Outcome
     from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 
 GENERATING = ("post_train", "evaluate")  # flows that need engines
@@ -183,7 +184,7 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
     if (flow == "sft") != (train.loss_type == "sft_loss") and flow in TRAINING:
         raise OptionError(
             f"--loss-type {train.loss_type} does not match the flow `{flow}`: `penstock sft` trains on demonstrations "
-            "(sft_loss), `penstock train` on graded samples (policy_loss)"
+            "(sft_loss), `penstock train` on graded samples (policy_loss); leave out --loss-type"
         )
     check_loop_options(flow, config)
     check_promotion_options(config.eval)
@@ -396,8 +397,11 @@ def _context_length(config: PostTrainConfig, shape: ModelShape) -> int:
     return served if isinstance(served, int) and served > 0 else shape.max_position_embeddings
 
 
-def check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> PromptTokenizer:
-    """Check tokenizer, prompts and rewards of training and evaluations. Return the tokenizer. Raises InputError."""
+def check_data(
+    flow: str, config: PostTrainConfig, shape: ModelShape
+) -> tuple[PromptTokenizer, list[tuple[str, Outcome]]]:
+    """Check tokenizer, prompts and rewards of training and evaluations. Return the tokenizer, and the test responses of
+    the first rewards with their outcomes. Raises InputError."""
     from penstock.stages.rollout.plugins.check import check_rollout_functions
     from penstock.stages.rollout.prompts.check import check_prompt_data
     from penstock.stages.rollout.text.tokenizer import check_tokenizer, check_vocabulary
@@ -425,14 +429,16 @@ def check_data(flow: str, config: PostTrainConfig, shape: ModelShape) -> PromptT
         )
     for rollout in evaluated:
         check_prompt_data(rollout, tokenizer=tokenizer, max_seq_len=positions)
-    for rollout in [*([config.rollout] if flow == "post_train" else []), *evaluated]:
-        check_row_rewards(rollout, tokenizer.chat_template_source() if rollout.apply_chat_template else "")
-    return tokenizer
+    graded = [*([config.rollout] if flow == "post_train" else []), *evaluated]
+    templates = [tokenizer.chat_template_source() if rollout.apply_chat_template else "" for rollout in graded]
+    tried = [check_row_rewards(rollout, template) for rollout, template in zip(graded, templates)]
+    return tokenizer, next(iter(tried), [])
 
 
-def check_row_rewards(rollout: RolloutConfig, template: str) -> None:
-    """Check that each of the first rows has a reward and the label that the reward needs; call a user-defined reward
-    on test samples. `template` is the source of the chat template, or "" without one."""
+def check_row_rewards(rollout: RolloutConfig, template: str) -> list[tuple[str, Outcome]]:
+    """Check that each of the first rows has a reward and the label that the reward needs; call the reward on test
+    samples. `template` is the source of the chat template, or "" without one. Return the test responses and their
+    outcomes."""
     from penstock.stages.rewards.grading import check_reward_options
     from penstock.stages.rewards.preflight import (
         RewardRow,
@@ -445,14 +451,17 @@ def check_row_rewards(rollout: RolloutConfig, template: str) -> None:
     rollout = rollout.model_copy(update={"rm_url": resolve_secrets(rollout.rm_url)})
     check_reward_options(rollout)
     if rollout.custom_generate_function_path and not (rollout.rm_type or rollout.custom_rm_path):
-        return  # the generate function may grade its samples
+        return []  # the generate function may grade its samples
     rows = [RewardRow(where, label, metadata, prompt) for where, prompt, label, metadata in read_first_rows(rollout)]
     check_reward_rows(rollout, rows)
     warning = unrequested_format_warning(rollout, rows, template)
     if warning and not rollout.custom_generate_function_path:  # the function may make its own prompts
         logger.warning(warning)
-    for reason in try_reward_on_test_samples(rollout, rows, rollout.plugin_arguments()):
-        logger.warning("the reward function did not return a number for a test sample (%s); continuing", reason)
+    tried = try_reward_on_test_samples(rollout, rows, rollout.plugin_arguments())
+    for _, outcome in tried:
+        if outcome.error is not None:
+            logger.warning("the reward returned no number for a test sample (%s); continuing", outcome.error)
+    return tried
 
 
 def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:

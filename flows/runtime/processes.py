@@ -153,7 +153,7 @@ class Processes:
             return self.engine_client_factory
         from penstock.engines.megatron.model.experts import experts_format
 
-        return partial(self.engine_client_factory, experts=experts_format(self._shape, "--use-rollout-routing-replay"))
+        return partial(self.engine_client_factory, experts=experts_format(self.shape, "--use-rollout-routing-replay"))
 
     @property
     def cluster(self) -> Cluster:
@@ -518,7 +518,7 @@ class Processes:
             name, path = self.weight_version(version), self.config.convert.hf_checkpoint
             compare = self.config.run.check_weight_update_equal
             adapter = adapter_of_version(
-                name, self._adapter_names, self.config.train, self._shape, path, compare=compare
+                name, self._adapter_names, self.config.train, self.shape, path, compare=compare
             )
             transport = replace(transport, adapter=adapter)
         if directory is not None:
@@ -618,7 +618,8 @@ class Processes:
         self._stop_cluster()
 
     @property
-    def _shape(self) -> ModelShape:
+    def shape(self) -> ModelShape:
+        """Return the shape of --hf-checkpoint."""
         from penstock.engines.families import read_shape
 
         return read_shape(self.config.convert.hf_checkpoint, self.config.convert.model_family_path)
@@ -629,7 +630,7 @@ class Processes:
 
         spec = TrainerSpec(
             run=self.keys.run,
-            shape=self._shape,
+            shape=self.shape,
             config=config.train,
             temperature=config.rollout.rollout_temperature,
             store=self.store.uri,

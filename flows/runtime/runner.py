@@ -34,14 +34,13 @@ def run_flow(name: str, config: PostTrainConfig) -> int:
 
 
 def _run_flow(name: str, config: PostTrainConfig) -> int:
-    from penstock.flows.promotion import with_champion
     from penstock.flows.runtime.preflight import preflight
-    from penstock.flows.runtime.schedule import with_rounds_of_epochs
+    from penstock.flows.runtime.schedule import resolve_config
 
     assert name in FLOWS
     wait = functools.partial(show_wait, run=config.run.run, as_json=config.run.log_format == "json")
     wait("checking options, model and data", only_on_terminal=True)
-    config = with_rounds_of_epochs(name, with_champion(config))
+    config = resolve_config(name, config)
     preflight(name, config)  # before the import of Prefect, which takes seconds
     wait("loading Prefect")
     from prefect.exceptions import TerminationSignal

@@ -9,12 +9,23 @@ that resumes a killed one keeps the target of the killed one, and retries do not
 from __future__ import annotations
 
 from penstock.flows.config import PostTrainConfig
+from penstock.flows.promotion import with_champion
 from penstock.storage.errors import OptionError
 from penstock.storage.maintenance.removal import is_removed
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
 TARGET, PER_START = "run.num_rollout", "run.num_rollout_per_start"
+
+
+def resolve_config(flow: str, config: PostTrainConfig) -> PostTrainConfig:
+    """Return the config with what is known only when a run starts: the champion of `--hf-checkpoint champion:MODEL`,
+    and the rounds of --num-epoch.
+
+    Raises:
+        InputError: see `with_champion` and `with_rounds_of_epochs`.
+    """
+    return with_rounds_of_epochs(flow, with_champion(config))
 
 
 def with_rounds_of_epochs(flow: str, config: PostTrainConfig) -> PostTrainConfig:

@@ -27,7 +27,6 @@ from penstock.engines.weights.fp8 import fp8_weights
 from penstock.flows.config import PostTrainConfig, config_hash
 from penstock.flows.debug_options import gpu_flow
 from penstock.flows.options.paths import with_absolute_paths
-from penstock.flows.promotion import with_champion
 from penstock.flows.reporting.final_report import write_final_report
 from penstock.flows.reporting.hang_detector import HangDetector
 from penstock.flows.reporting.prefect_page import (
@@ -53,7 +52,7 @@ from penstock.flows.runtime.prefect_api import wait_for_api, with_password_hint
 from penstock.flows.runtime.preflight import config_warnings, preflight
 from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.runs import code_version, keys_of_run, open_run, open_store, read_existing_record
-from penstock.flows.runtime.schedule import with_rounds_of_epochs, with_target_rounds
+from penstock.flows.runtime.schedule import resolve_config, with_target_rounds
 from penstock.flows.runtime.signals import stop_on_sigterm
 from penstock.flows.terminal.lines import describe_commit
 from penstock.flows.trackers import tracked_run, tracking_uris
@@ -82,7 +81,7 @@ class Session:
     """One execution of a flow for a run: a context manager that stops every process it started when the block ends."""
 
     def __init__(self, flow: str, config: PostTrainConfig) -> None:
-        config = with_rounds_of_epochs(flow, with_champion(config))
+        config = resolve_config(flow, config)
         preflight(flow, config)
         self.store = open_store(config.run)
         self.config = config = with_absolute_paths(with_target_rounds(self.store, config))

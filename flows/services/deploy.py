@@ -15,7 +15,7 @@ import zoneinfo
 from pathlib import Path
 from typing import Any
 
-from penstock.flows.config import PostTrainConfig, check_secrets
+from penstock.flows.config import PostTrainConfig, check_secrets, validate_config, with_sft_loss
 from penstock.flows.options.argv import split_args
 from penstock.flows.runtime.prefect_api import flow_run_environment
 from penstock.flows.runtime.runner import FLOWS
@@ -53,9 +53,8 @@ def main(argv: list[str]) -> int:
     if not positional:
         return deploy_all(ensure_prefect_api())
     from penstock.flows.options import flags
-    from penstock.flows.promotion import with_champion
     from penstock.flows.runtime.preflight import preflight
-    from penstock.flows.runtime.schedule import with_rounds_of_epochs
+    from penstock.flows.runtime.schedule import resolve_config
 
     flow = flow_module_name(positional[0])
     if "--name" not in own:
@@ -64,10 +63,11 @@ def main(argv: list[str]) -> int:
             f'penstock deploy {positional[0]} --name nightly --cron "0 2 * * *"'
         )
     schedule = parse_schedule(own)
-    config = flags.parse_config(rest)
+    values = flags.parse_values(rest)
+    config = validate_config(with_sft_loss(values) if flow == "sft" else values)
     check_secrets(config, allow_literal=False)
     # each start finds the champion of its time, and the number of rows
-    preflight(flow, with_rounds_of_epochs(flow, with_champion(config)))
+    preflight(flow, resolve_config(flow, config))
     address = ensure_prefect_api()
     title = deploy_one(flow, own["--name"], config, pool=own.get("--pool", POOL), schedule=schedule)
     ensure_zombie_automation(address)

@@ -105,12 +105,10 @@ def unrequested_format_warning(options: RewardOptions, rows: Sequence[RewardRow]
 
 def try_reward_on_test_samples(
     options: RewardOptions, rows: Sequence[RewardRow], arguments: dict[str, Any] | None = None
-) -> list[str]:
-    """Check the reward: call a user-defined reward on test samples made from the first rows, or connect to the server
-    at --rm-url.
+) -> list[tuple[str, Outcome]]:
+    """Check the reward: call it on test samples made from the first rows, or connect to the server at --rm-url.
 
-    The response of a test sample is empty, the label, or the label in \\boxed{}. Built-in rewards are not called,
-    because `check_reward_rows` checks their requirements.
+    The response of a test sample is empty, the label, or the label in \\boxed{}.
 
     Args:
         options: the rollout's configuration.
@@ -118,8 +116,8 @@ def try_reward_on_test_samples(
         arguments: attributes of the `args` passed to a user-defined reward: `RolloutConfig.plugin_arguments()`.
 
     Returns:
-        The error messages of the test samples that failed. These errors are only returned, not raised, if at least one
-        test sample got a reward, because test samples may differ from real samples.
+        The response and the outcome of each test sample; none if the reward is a server's. An outcome may be an error:
+        test samples may differ from real ones.
 
     Raises:
         RewardError: no test sample got a finite reward, or the connection to --rm-url failed.
@@ -132,7 +130,7 @@ def try_reward_on_test_samples(
         names = {str(sample.metadata.get("rm_type") or options.rm_type or "") for sample in samples}
         if "remote_rm" in {name.removeprefix(BOXED_PREFIX) for name in names}:
             _check_connection(options.rm_url or "")
-        return []
+            return []
     with Grader.from_options(options, 1, arguments) as grader:
         futures = grader.submit_group(samples) if options.group_rm else [grader.submit(sample) for sample in samples]
         outcomes: list[Outcome] = [future.result() for future in futures]
@@ -144,7 +142,7 @@ def try_reward_on_test_samples(
         raise RewardError(
             f"the reward failed on all {len(reasons)} test samples, the first with {reasons[0]:.200}: fix the reward"
         )
-    return reasons
+    return [(sample.response, outcome) for sample, outcome in zip(samples, outcomes, strict=True)]
 
 
 def _make_test_samples(rows: Sequence[RewardRow], *, only_first_row: bool) -> list[Sample]:

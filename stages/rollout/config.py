@@ -91,7 +91,8 @@ class PromptConfig(StageConfig):
     """Prompts per rollout (for SFT: rows per round)."""
 
     n_samples_per_prompt: int = option(1, ge=1)
-    """Responses per prompt. The responses of a prompt form a group, within which GRPO computes advantages."""
+    """Responses per prompt; 8 with a group-relative estimator. The responses of a prompt form a group, within which
+    GRPO computes advantages."""
 
     @field_validator("prompt_data", mode="before")
     @classmethod

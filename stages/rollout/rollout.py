@@ -102,6 +102,7 @@ class RolloutContext:
     connect: Callable[..., EngineClient] = connect_engines  # creates the client from `engines` and a `timeout`
     read_counters: ReadCounters = no_counters  # reads the energy counters of the engines' GPUs
     serving_teacher: ServingTeacher | None = None  # None: --opd-teacher-url, or no teacher
+    max_seq_len: int | None = None  # of the model, in tokens; bounds conversations of SFT
 
 
 @dataclass

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from penstock.stages.rollout.deadline import record_seconds
 from penstock.stages.rollout.metrics import length_metrics
 from penstock.stages.rollout.prompts.source import Prompt
 from penstock.stages.rollout.rollout import RolloutContext, commit_samples, prompt_files_by_name
-from penstock.stages.rollout.text.loss_masks import Piece, drops_reasoning, split_trained_text
+from penstock.stages.rollout.text.loss_masks import Piece, drops_reasoning, join_pieces, split_trained_text
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import DataError
 from penstock.storage.refs import Commit
@@ -38,7 +38,7 @@ def sft_data_stage(
         state: state of the data source, from the commit of the previous round; None: start of the data.
 
     Raises:
-        DataError: rows changed since an earlier round, or a row has no assistant message to train on.
+        DataError: rows changed since an earlier round, or a row is too long or trains no token.
         TemplateError: the chat template fails for a row, or a row's assistant turns cannot be located in the rendered
             text.
     """
@@ -47,7 +47,7 @@ def sft_data_stage(
     seconds: dict[str, float] = {}
     with record_seconds(seconds, "prepare"):
         prompts, after = context.prompts.take(context.prompts.restore(state), context.config.rollout_batch_size)
-        samples = sft_samples(prompts, context.tokenizer, rollout_id)
+        samples = sft_samples(prompts, context.tokenizer, rollout_id, context.max_seq_len)
     return commit_samples(
         context.store,
         prefix,
@@ -66,24 +66,23 @@ def sft_data_stage(
     )
 
 
-def sft_samples(prompts: Sequence[Prompt], tokenizer: PromptTokenizer, rollout_id: int) -> list[Sample]:
+def sft_samples(
+    prompts: Sequence[Prompt], tokenizer: PromptTokenizer, rollout_id: int, max_seq_len: int | None = None
+) -> list[Sample]:
     """Return one sample per conversation. The loss mask is 1 on the assistant turns, including the token that ends each
-    turn.
+    turn. A conversation may have at most `max_seq_len` tokens.
 
     Raises:
         DataError, TemplateError: a row cannot be trained on; the message names the first such row.
     """
     conversations = [_split_conversation(prompt, tokenizer) for prompt in prompts]
-    # Tokenize trained and untrained pieces separately, so that a prompt has the same token ids as in generation.
     encoded = iter(tokenizer.encode([text for text, _ in chain.from_iterable(conversations)]))
     samples = []
     for prompt, pieces in zip(prompts, conversations):
-        token_ids: list[int] = []
-        loss_mask: list[int] = []
-        for _, is_trained in pieces:
-            ids = next(encoded)
-            token_ids += ids
-            loss_mask += [int(is_trained)] * len(ids)
+        try:
+            token_ids, loss_mask = join_pieces(pieces, list(islice(encoded, len(pieces))), max_seq_len)
+        except DataError as error:
+            raise DataError(f"{_where(prompt)}: {error}") from None
         group_id = f"{prompt.issue:09d}"
         num_opening = 1 if pieces and not pieces[0][1] else 0
         samples.append(
@@ -105,9 +104,12 @@ def sft_samples(prompts: Sequence[Prompt], tokenizer: PromptTokenizer, rollout_i
     return samples
 
 
+def _where(prompt: Prompt) -> str:
+    return f"row {prompt.row} of file {prompt.file + 1} of --prompt-data"
+
+
 def _split_conversation(prompt: Prompt, tokenizer: PromptTokenizer) -> list[Piece]:
-    where = f"row {prompt.row} of file {prompt.file + 1} of --prompt-data"
-    messages = prompt.content
+    where, messages = _where(prompt), prompt.content
     if not isinstance(messages, list) or not any(message["role"] == "assistant" for message in messages):
         raise DataError(
             f"{where} has no assistant message, and SFT trains only on assistant messages: name the column of messages "

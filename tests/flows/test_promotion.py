@@ -1,6 +1,7 @@
 """The registry: a policy becomes champion only if it is better; refusals have the numbers; rollback; start from it."""
 
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,6 +192,45 @@ def test_run_starts_from_the_export_of_the_champion_and_keeps_it(store: Store, t
     other = parse_config(["--hf-checkpoint", "champion:math", "--run", "third", "--store", store.root])
     with pytest.raises(RunError, match="has no export in a local store"):
         with_champion(other)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train --dry-run --prompt-data {data} --num-rollout 1 --rm-type random --rollout-max-response-len 16",
+        "train-async --dry-run --prompt-data {data} --num-rollout 1 --rm-type random --rollout-max-response-len 16",
+        "sft --dry-run --prompt-data {chats} --num-rollout 1 --input-key messages",
+        "train --dry-run --prompt-data {absent} --num-rollout 1 --rm-type random --rollout-max-response-len 16",
+        "doctor --plan",
+        "doctor --plan --num-gpus 2",
+    ],
+)
+def test_champion_is_resolved_by_every_command_that_plans(
+    command: str, store: Store, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {
+        "data": {"input": "1+1="},
+        "chats": {"messages": [{"role": role, "content": "2"} for role in ("user", "assistant")]},
+    }
+    paths = {name: tmp_path / f"{name}.jsonl" for name in (*rows, "absent")}
+    for name, row in rows.items():
+        paths[name].write_text(json.dumps(row) + "\n")
+    argv = [
+        *command.format(**paths).split(),
+        "--store",
+        store.root,
+        "--run",
+        "next",
+        "--hf-checkpoint",
+        "champion:math",
+    ]
+    assert main(argv) == 2 and "model 'math' has no champion" in capsys.readouterr().err
+    promote(store, 1)
+    exported = store.path(store.committed(KEYS.export_prefix(1)).attempt)
+    shutil.copytree(tiny_model, exported, dirs_exist_ok=True)
+    assert main(argv) in (0, 1), capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "parameters" in out and "champion:math does not exist" not in out
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,11 @@ def test_reward_is_called_on_finished_samples_and_may_fail_some(tmp_path: Path) 
         "    return 1 / len(sample.response)\n"
     )
     config = options(custom_rm_path=str(path))
-    [reason] = try_reward_on_test_samples(config, [GOOD], config.model_dump())
-    assert "ZeroDivisionError" in reason, "one failed sample must not reject the reward"
+    tried = try_reward_on_test_samples(config, [GOOD], config.model_dump())
+    assert [(response, outcome.reward) for response, outcome in tried[1:]] == [("5", 1.0), (r"\boxed{5}", 1 / 9)]
+    assert tried[0][0] == "" and "ZeroDivisionError" in tried[0][1].error, (
+        "one failed sample must not reject the reward"
+    )
 
 
 def test_group_reward_is_called_on_one_group(tmp_path: Path) -> None:
@@ -122,9 +125,8 @@ def test_group_reward_is_called_on_one_group(tmp_path: Path) -> None:
         "def reward_func(args, samples):\n"
         "    assert len({s.label for s in samples}) == 1\n    return [1.0] * len(samples)\n"
     )
-    assert (
-        try_reward_on_test_samples(options(custom_rm_path=str(path), group_rm=True), [GOOD, RewardRow("r", "6")]) == []
-    )
+    tried = try_reward_on_test_samples(options(custom_rm_path=str(path), group_rm=True), [GOOD, RewardRow("r", "6")])
+    assert [outcome.reward for _, outcome in tried] == [1.0, 1.0, 1.0]
 
 
 def test_reward_of_a_row_is_called_if_row_code_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,12 +154,14 @@ def test_reward_server_that_does_not_listen_is_rejected() -> None:
             try_reward_on_test_samples(options(rm_type="remote_rm", rm_url=wrong), [GOOD])
 
 
-def test_built_in_rewards_are_not_called() -> None:
-    assert (
-        try_reward_on_test_samples(options(rm_type="math"), [GOOD])
-        == []
-        == try_reward_on_test_samples(options(rm_type="math"), [])
-    )
+@pytest.mark.parametrize(
+    ("name", "rewards"), [("math", [0, 0, 1]), ("exact_number", [0, 1, 1]), ("boxed_exact_number", [0, 0, 1])]
+)
+def test_built_in_reward_grades_the_test_responses(name: str, rewards: list[float]) -> None:
+    tried = try_reward_on_test_samples(options(rm_type=name), [GOOD])
+    assert [response for response, _ in tried] == ["", "5", r"\boxed{5}"]
+    assert [outcome.reward for _, outcome in tried] == rewards
+    assert try_reward_on_test_samples(options(rm_type=name), []) == []
 
 
 @pytest.mark.parametrize(

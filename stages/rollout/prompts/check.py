@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from penstock.stages.rollout.config import GenerationConfig, PromptConfig
 from penstock.stages.rollout.prompts.files import PromptEntry, column_names, parse_slice, read_entry, read_prompt_files
 from penstock.stages.rollout.prompts.lengths import max_prompt_tokens
 from penstock.stages.rollout.prompts.rows import FIRST_ROW_KEYS
-from penstock.stages.rollout.text.loss_masks import split_trained_text
+from penstock.stages.rollout.text.loss_masks import Piece, join_pieces, split_trained_text
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import DataError, OptionError, TemplateError
 
@@ -31,7 +32,7 @@ def check_prompt_data(
         config: names the prompt files and their columns.
         is_sft: rows are conversations to train on (SFT), not prompts to answer.
         needs_labels: every row needs a label, because the reward compares responses with labels.
-        tokenizer: renders up to 65 rows of each entry of --prompt-data; None: no row is rendered.
+        tokenizer: renders up to 97 rows of each entry of --prompt-data; None: no row is rendered.
         max_seq_len: maximum sequence length of the model in tokens, which a prompt plus the longest response must not
             exceed; None: lengths are not checked.
 
@@ -69,8 +70,8 @@ def check_rendered_rows(
     is_sft: bool = False,
     max_seq_len: int | None = None,
 ) -> None:
-    """Render some rows of an entry of --prompt-data as a check: the first 32 rows, and 33 rows evenly spaced from first
-    to last.
+    """Render some rows of an entry of --prompt-data as a check: the first 32 rows, 33 rows evenly spaced from first to
+    last, and the 32 longest rows.
 
     Args:
         path: name of the entry, for error messages.
@@ -82,11 +83,12 @@ def check_rendered_rows(
 
     Raises:
         TemplateError: the chat template fails for a row.
-        DataError: a row cannot be trained on.
+        DataError: a row cannot be trained on, because it is too long or trains no token.
         OptionError: a prompt plus the longest response exceeds `max_seq_len`.
     """
     half, last = NUM_TRIED_ROWS // 2, len(rows) - 1
-    for number in sorted({*range(min(half, len(rows))), *(last * i // half for i in range(half + 1))}):
+    longest = heapq.nlargest(half, range(len(rows)), key=lambda number: len(rows[number]))
+    for number in sorted({*range(min(half, len(rows))), *(last * i // half for i in range(half + 1)), *longest}):
         content, _, _, *rest = json.loads(rows[number])
         tools = rest[0] if rest else None
         uses_template = is_sft or config.apply_chat_template
@@ -97,7 +99,8 @@ def check_rendered_rows(
                     "with --tool-key ''"
                 )
             if is_sft:
-                split_trained_text(content, tokenizer, tools)
+                pieces = split_trained_text(content, tokenizer, tools)
+                join_pieces(pieces, tokenizer.encode([text for text, _ in pieces]), max_seq_len)
                 continue
             text = content
             if config.apply_chat_template:
@@ -125,12 +128,22 @@ def read_first_rows(config: PromptConfig) -> list[tuple[str, str, str, dict[str,
 
 def render_first_prompt(config: PromptConfig, tokenizer: PromptTokenizer) -> tuple[str, str]:
     """Return the first prompt of --prompt-data as the model gets it, and its label."""
-    config = config.model_copy(update={"streaming_data": False})
-    path = config.prompt_data[0]
-    part = path if parse_slice(path)[1:] != (None, None) else f"{path}@[:1]"
-    content, label, _, *rest = json.loads(read_entry(part, config).rows[0])
+    content, label, _, *rest = _read_first_row(config)
     [text] = tokenizer.render([content], [rest[0] if rest else None])
     return text, label
+
+
+def split_first_conversation(config: PromptConfig, tokenizer: PromptTokenizer) -> list[Piece]:
+    """Return the first conversation of --prompt-data as (text, whether it is trained) pieces."""
+    content, _, _, *rest = _read_first_row(config)
+    return split_trained_text(content, tokenizer, rest[0] if rest else None)
+
+
+def _read_first_row(config: PromptConfig) -> list[Any]:
+    path = config.prompt_data[0]
+    part = path if parse_slice(path)[1:] != (None, None) else f"{path}@[:1]"
+    row: list[Any] = json.loads(read_entry(part, config.model_copy(update={"streaming_data": False})).rows[0])
+    return row
 
 
 def _check_entry(entry: PromptEntry, config: PromptConfig, *, is_sft: bool, needs_labels: bool) -> None:

@@ -67,6 +67,35 @@ def split_trained_text(messages: Messages, tokenizer: PromptTokenizer, tools: To
     return [piece for piece in (*pieces, (conversation.text[position:], False)) if piece[0]]
 
 
+def join_pieces(
+    pieces: Sequence[Piece], encoded: Sequence[list[int]], max_seq_len: int | None
+) -> tuple[list[int], list[int]]:
+    """Return the token ids and the loss mask (0 or 1 per token) of a conversation.
+
+    Args:
+        pieces: the conversation, from `split_trained_text`.
+        encoded: the token ids of each piece. Pieces are tokenized separately, so that a prompt has the same ids as in
+            generation.
+        max_seq_len: maximum sequence length of the model in tokens; None: not checked.
+
+    Raises:
+        DataError: the conversation is longer than `max_seq_len`, or none of its tokens is trained.
+    """
+    token_ids = [token for ids in encoded for token in ids]
+    loss_mask = [int(is_trained) for (_, is_trained), ids in zip(pieces, encoded, strict=True) for _ in ids]
+    if max_seq_len is not None and len(token_ids) > max_seq_len:
+        raise DataError(
+            f"the conversation has {len(token_ids)} tokens, but the model has only {max_seq_len} positions: shorten or "
+            "remove the row"
+        )
+    if not any(loss_mask):
+        raise DataError(
+            "the conversation trains no token: give an assistant message with content and without "
+            '"step_loss_mask": 0, or remove the row'
+        )
+    return token_ids, loss_mask
+
+
 def drops_reasoning(messages: Messages, pieces: Sequence[Piece]) -> bool:
     """Return whether the rendered text (`pieces`) lacks the reasoning of the last trained assistant message, because
     the chat template drops it."""
