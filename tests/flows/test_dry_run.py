@@ -104,7 +104,8 @@ def test_first_conversation_is_printed_with_what_is_trained(
 ) -> None:
     good = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     code, lines, _ = planned_sft(good, tiny_model, tmp_path, capsys)
-    assert code == 0 and "first row      <|user|>1+1=<|end|><|assistant|>«2<|end|>»" in lines
+    [shown] = [line for line in lines if line.startswith("first row ")]
+    assert code == 0 and shown.endswith(" <|user|>1+1=<|end|><|assistant|>«2<|end|>»")
     assert not any(line.startswith("test rewards") for line in lines)
 
 
