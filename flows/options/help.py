@@ -51,7 +51,7 @@ SHORT: dict[str, ShortHelp] = {
     "train-async": ShortHelp(
         "Trains like `penstock train`, while the next rollouts are generated. Without --async-mode streaming, one "
         "rollout is ahead of the trainer (--async-buffer-size 1).",
-        "penstock train-async --config my-run.toml --async-mode streaming --max-staleness 2",
+        "penstock train-async --config my-run.toml --run my-run --async-mode streaming --max-staleness 2",
         {
             "asynchronous": "--async-mode --async-buffer-size --max-staleness --update-weights-interval "
             "--pause-generation-mode --eval-mode",
@@ -73,7 +73,8 @@ SHORT: dict[str, ShortHelp] = {
     ),
     "eval": ShortHelp(
         "Scores a Hugging Face checkpoint on data sets: generates responses, grades them, commits the metrics.",
-        "penstock eval --hf-checkpoint DIR --eval-prompt-data gsm8k test.jsonl --eval-rm-type math --run my-eval",
+        "penstock eval --hf-checkpoint DIR --eval-prompt-data gsm8k test.jsonl --eval-label-key answer "
+        "--eval-rm-type math --run my-eval",
         {
             "run": "--run --store",
             "model and data": "--hf-checkpoint --eval-prompt-data --eval-input-key --eval-label-key "

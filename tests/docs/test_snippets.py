@@ -13,6 +13,7 @@ import importlib
 import json
 import re
 import shlex
+import shutil
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -28,8 +29,11 @@ from doc_pages import BLOCK, ROOT, Snippet, snippets_of
 from penstock.flows import cli
 from penstock.flows.config import SECTIONS, validate_config
 from penstock.flows.options import flags
+from penstock.flows.options.help import SHORT
+from penstock.flows.runtime.preflight import preflight
 from penstock.stages.eval.config import EvalConfig
 from penstock.storage.errors import PenstockError
+from tests.engines.real_models import REAL_MODELS
 
 PAGES = sorted(
     [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("examples/*/README.md")]
@@ -171,6 +175,85 @@ def check_command(snippet: Snippet, words: list[str], capsys: pytest.CaptureFixt
         code = cli.main([command, *(word.removeprefix("s3://").removeprefix("/") for word in argv)])
         message = capsys.readouterr().err
         assert code == 0 or NOT_THERE.search(message), f"{snippet}: penstock {' '.join(words)}: {message}"
+
+
+# ---- commands that train, as printed, up to the start ----------------------------------------------------------------
+
+PRINTED = [
+    (f"{snippet}", words[1:])
+    for snippet in of_language("bash")
+    if "howto" in str(snippet) or snippet.page.name in ("README.md", "first-curve.md", "tour.md")
+    if "examples" not in str(snippet)
+    for words in commands_of(snippet)
+    if words[0].endswith("penstock") and words[1] in FLOWS and not {"--rescore", "--compare"} & set(words)
+]
+PRINTED += [(f"penstock {name} --help", text.example.split()[1:]) for name, text in SHORT.items()]
+ROW = {
+    **dict.fromkeys(("input", "prompt", "question"), r"What is 15 + 27? Write it in \\boxed{}, after Answer:"),
+    **dict.fromkeys(("label", "answer"), "42"),
+    "messages": [{"role": "user", "content": "37+8="}, {"role": "assistant", "content": "45"}],
+    "metadata": {"data_source": "sums", "ground_truth": "42", "extra_info": {}},
+}
+
+
+@pytest.fixture(scope="module")
+def stocked_workplace(workplace: Path, tiny_model: Path) -> Path:
+    """The workplace with models, and with the functions that pages print."""
+    models = {str(words[words.index("--hf-checkpoint") + 1]) for _, words in PRINTED if "--hf-checkpoint" in words}
+    for name in models | {"/models/Qwen3-4B"}:
+        directory = workplace / name.removeprefix("/")
+        shutil.copytree(tiny_model, directory)
+        config = json.loads((directory / "config.json").read_text()) | {"max_position_embeddings": 65536}
+        if name.rpartition("/")[2] == "GLM-4.5":
+            real = REAL_MODELS["glm4.5-355B-A32B"]
+            config = {"architectures": [real.architecture], **real.config}
+            (directory / "model.safetensors").unlink()
+        (directory / "config.json").write_text(json.dumps(config))
+    recipe = (ROOT / "configs/recipes/1gpu.toml").read_text()
+    (workplace / "rows.jsonl").write_text((json.dumps(ROW) + "\n") * 32)
+    inputs = {"[convert]": 'hf_checkpoint = "models/Qwen3-4B"', "[rollout]": 'prompt_data = "rows.jsonl"'}
+    for section, line in inputs.items():
+        recipe = (
+            recipe.replace(section, f"{section}\n{line}") if section in recipe else f"{recipe}\n{section}\n{line}\n"
+        )
+    (workplace / "my-run.toml").write_text(recipe)
+    (workplace / "my_reward.py").write_text("def grade(args, sample):\n    return 1.0\n")
+    (workplace / "my_verl_reward.py").write_text("def compute_score(*args, **kwargs):\n    return 1.0\n")
+    (workplace / "my_trl_reward.py").write_text(
+        "def reward_func(completions, **kwargs):\n    return [1.0 for _ in completions]\n"
+    )
+    return workplace
+
+
+@pytest.mark.parametrize(("place", "words"), PRINTED, ids=[f"{place}-{n}" for n, (place, _) in enumerate(PRINTED)])
+def test_printed_command_starts_as_printed(
+    place: str,
+    words: list[str],
+    stocked_workplace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(stocked_workplace)
+    monkeypatch.setenv("STORE_KEY", "key")
+    monkeypatch.setenv("STORE_SECRET", "secret")
+    words = [word.replace("/models/", "models/") for word in words]
+    for word in words:
+        if word.endswith(".jsonl"):
+            (stocked_workplace / word).parent.mkdir(parents=True, exist_ok=True)
+            (stocked_workplace / word).write_text((json.dumps(ROW) + "\n") * 32)
+    for snippet in of_language("python"):  # the functions that the page prints
+        if place.startswith(f"{snippet.page.relative_to(ROOT)}:") and (
+            name := re.match(r"# (\w+\.py)\n", snippet.text)
+        ):
+            (stocked_workplace / name[1]).write_text(snippet.text)
+    if words[0] == "eval":
+        preflight("evaluate", validate_config(flags.parse_values([*words[1:], "--store", "store"])))
+        return
+    code = cli.main([*words, *(["--dry-run"] if "--dry-run" not in words else [])])
+    out, err = capsys.readouterr()
+    assert code == 0, f"{place}: penstock {' '.join(words)}: {err}"
+    last = out.splitlines()[-1]
+    assert last.startswith("ready: " if "GLM-4.5" not in str(words) else "not ready here: --hf-checkpoint"), last
 
 
 @pytest.mark.parametrize("snippet", of_language("python"), ids=str)

@@ -174,7 +174,10 @@ def test_last_line_says_whether_the_run_is_ready(
         ("--hf-checkpoint Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
         ("--hf-checkpoint ./Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
         ("--ref-load meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B"),
-        ("--use-opd --opd-type megatron --opd-teacher-load Qwen/Qwen3-4B", "hf download Qwen/Qwen3-4B --local-dir Qwen3-4B"),
+        (
+            "--use-opd --opd-type megatron --opd-teacher-load Qwen/Qwen3-4B",
+            "hf download Qwen/Qwen3-4B --local-dir Qwen3-4B",
+        ),
         ("--prompt-data openai/gsm8k", "hf download openai/gsm8k --repo-type dataset --local-dir gsm8k"),
         ("--eval-prompt-data a openai/gsm8k", "hf download openai/gsm8k --repo-type dataset --local-dir gsm8k"),
     ],
