@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import numpy as np
+
 from penstock.engines.families import tensor_layout
 from penstock.engines.families.ops import TensorLayout
 from penstock.engines.families.shape import ModelShape
@@ -31,6 +33,15 @@ BITS = {
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "U8", "BOOL"), 8),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
+}
+SAMPLED_BYTES = 1 << 30  # weights that preflight reads to find values that are not finite
+# dtype code -> (words of this size, without the sign bit, are NaN or infinite if at least so large)
+NOT_FINITE: dict[str, tuple[Any, int, int]] = {
+    "F64": (np.uint64, (1 << 63) - 1, 0x7FF << 52),
+    "F32": (np.uint32, (1 << 31) - 1, 0xFF << 23),
+    "BF16": (np.uint16, (1 << 15) - 1, 0xFF << 7),
+    "F16": (np.uint16, (1 << 15) - 1, 0x1F << 10),
+    "F8_E4M3": (np.uint8, (1 << 7) - 1, 0x7F),
 }
 
 
@@ -78,6 +89,11 @@ def stored_tensors(directory: Path, files: list[Path]) -> dict[str, StoredTensor
         raise ModelError(
             f"{index} lists the tensor {lost[0]} in {listed[lost[0]]}, but {listed[lost[0]]} does not contain this "
             f"tensor ({len(lost)} tensors are missing): download both files again"
+        )
+    if listed and (unlisted := sorted(tensors.keys() - listed.keys())):
+        raise ModelError(
+            f"{index} does not list the tensor {unlisted[0]} of {tensors[unlisted[0]].location.path.name} "
+            f"({len(unlisted)} tensors are not listed), so other programs would not load it: download the index again"
         )
     return tensors
 
@@ -194,6 +210,41 @@ def check_weights(directory: str | Path, shape: ModelShape) -> None:
         location = tensors[name].location
         if location.dtype not in READABLE and not (location.dtype == "F8_E4M3" and block and name + SCALE in scales):
             raise unsupported_dtype_error(location, name)
+    for name, tensor in tensors.items():
+        check_first_values(name, tensor, SAMPLED_BYTES // len(tensors))
+
+
+def check_first_values(name: str, tensor: StoredTensor, max_bytes: int) -> None:
+    """Check that the first `max_bytes` bytes of a tensor are finite numbers. A conversion checks all of them. Raises
+    ModelError."""
+    dtype = tensor.location.dtype
+    num_bytes = math.prod(tensor.shape) * BITS[dtype] // 8
+    with tensor.location.path.open("rb") as file:
+        file.seek(tensor.location.start)
+        check_finite(tensor.location.path, name, file.read(min(num_bytes, max_bytes // 8 * 8)), dtype)
+
+
+def check_finite(path: Path, name: str, values: bytes | memoryview, dtype: str) -> None:
+    """Check that numbers of a tensor are finite.
+
+    Args:
+        path: file of the tensor, for the error message.
+        name: name of the tensor, for the error message.
+        values: the bytes of the numbers.
+        dtype: dtype code of safetensors; integers are always finite.
+
+    Raises:
+        ModelError: a number is NaN or infinite.
+    """
+    if dtype not in NOT_FINITE:
+        return
+    word, magnitude, limit = NOT_FINITE[dtype]
+    words = np.frombuffer(values, word)
+    if words.size and int((words & word(magnitude)).max()) >= limit:
+        raise ModelError(
+            f"{path}: {name} has values that are NaN or infinite, which no training recovers from: use an intact "
+            "checkpoint"
+        )
 
 
 def unsupported_dtype_error(location: TensorLocation, name: str) -> ModelError:

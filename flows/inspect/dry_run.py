@@ -123,6 +123,7 @@ def _shorten(text: str) -> str:
 def check_model(flow: str, config: PostTrainConfig) -> ModelShape:
     """Return the shape of the model, after checking that it fits the parallel sizes and lengths. Raises InputError."""
     from penstock.engines.families import read_shape
+    from penstock.engines.weights.hf_headers import check_weights
 
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     check_layout(shape, config.train)
@@ -134,6 +135,8 @@ def check_model(flow: str, config: PostTrainConfig) -> ModelShape:
         if not draft_is_missing and (has_weights(config) or not config.drafts_with_mtp_layers):  # they are looked up
             engine_backend().check_options(engine_options(config))
     check_lengths(flow, config, shape)
+    if has_weights(config):
+        check_weights(config.convert.hf_checkpoint, shape)
     return shape
 
 

@@ -468,10 +468,9 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
     """Check that the reference and teacher models and --load have the policy's shape, and that user-defined functions
     load."""
     from penstock.engines.families import read_shape
-    from penstock.engines.families.peft import check_peft_directory
-    from penstock.engines.lora import check_adapters
     from penstock.engines.megatron.model.experts import experts_format
     from penstock.engines.megatron.options.frozen import check_frozen_layers, frozen_parameters
+    from penstock.engines.weights.hf_headers import check_weights
     from penstock.stages.convert.targets import config_directory
     from penstock.stages.plugins import load_checked_function
 
@@ -481,7 +480,10 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
         directory = config_directory(path)
         if directory is None:
             continue  # a Megatron checkpoint: its tensors are compared with the policy's during the import
-        policy_fields, other_fields = shape.model_dump(), read_shape(directory, family_path).model_dump()
+        other = read_shape(directory, family_path)
+        if directory == Path(path):  # not the assets of a converted model
+            check_weights(directory, other)
+        policy_fields, other_fields = shape.model_dump(), other.model_dump()
         for key in sorted(policy_fields.keys() - {"architecture", "max_position_embeddings", "family_path"}):
             if policy_fields[key] != other_fields.get(key):
                 raise ModelError(
@@ -490,6 +492,22 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
                 )
     frozen = frozen_parameters(shape, train.freeze_params_name_list, train.only_train_params_name_list)
     check_frozen_layers(shape, frozen, train.pipeline_model_parallel_size)
+    check_lora(train, shape)
+    check_teacher(config)
+    for path, default_name, words in train.plugins:
+        load_checked_function(path, default_name, words)
+    if train.use_routing_replay:
+        experts_format(shape, "--use-routing-replay")
+    if train.use_rollout_routing_replay:
+        experts_format(shape, "--use-rollout-routing-replay")
+
+
+def check_lora(train: TrainConfig, shape: ModelShape) -> None:
+    """Check that a model can have the adapters of a config, and that --lora-load has them. Raises InputError."""
+    from penstock.engines.families.peft import WEIGHTS, check_peft_directory
+    from penstock.engines.lora import check_adapters
+    from penstock.engines.weights.hf_headers import SAMPLED_BYTES, check_first_values, stored_tensors
+
     if train.lora is not None:
         check_adapters(
             shape,
@@ -500,14 +518,10 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
             grouped=any(train.megatron.get(name) for name in ("moe_grouped_gemm", "moe_permute_fusion")),
         )
         if train.lora_load is not None:
-            check_peft_directory(Path(train.lora_load), shape, train.lora)
-    check_teacher(config)
-    for path, default_name, words in train.plugins:
-        load_checked_function(path, default_name, words)
-    if train.use_routing_replay:
-        experts_format(shape, "--use-routing-replay")
-    if train.use_rollout_routing_replay:
-        experts_format(shape, "--use-rollout-routing-replay")
+            adapter = Path(train.lora_load)
+            check_peft_directory(adapter, shape, train.lora)
+            for name, tensor in stored_tensors(adapter, [adapter / WEIGHTS]).items():
+                check_first_values(name, tensor, SAMPLED_BYTES)
 
 
 def check_teacher(config: PostTrainConfig) -> None:

@@ -25,9 +25,10 @@ from penstock.engines.megatron.checkpoints.layout import (
     checkpoint_layout,
     write_common_files,
 )
+from penstock.engines.weights.hf_headers import check_finite
 from penstock.stages.convert.config import Mtp
 from penstock.stages.convert.hf.assets import CARRIED, copy_assets, header_hash, model_fingerprint, stat_hash
-from penstock.stages.convert.hf.weights import HFWeights, Shard, write_shard
+from penstock.stages.convert.hf.weights import CODES, HFWeights, Shard, write_shard
 from penstock.stages.convert.targets import (
     ASSETS_DIRECTORY,
     DirectoryTarget,
@@ -226,7 +227,10 @@ def write_units(work: Conversion, rank: int = 0, num_ranks: int = 1, on_progress
 
         def content(piece: Slice) -> Iterator[memoryview]:
             for rows in piece.rows:
-                yield from weights.read_rows(rows.name, rows.start, rows.stop)
+                path, dtype = weights.locations[rows.name].path, CODES[weights.info[rows.name].dtype]
+                for chunk in weights.read_rows(rows.name, rows.start, rows.stop):
+                    check_finite(path, rows.name, chunk, dtype)
+                    yield chunk
 
         def process_item(item: SourceHash | WorkUnit) -> WorkRecord:
             if isinstance(item, SourceHash):

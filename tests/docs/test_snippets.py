@@ -234,8 +234,8 @@ def test_printed_command_starts_as_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(stocked_workplace)
-    monkeypatch.setenv("STORE_KEY", "key")
-    monkeypatch.setenv("STORE_SECRET", "secret")
+    monkeypatch.setenv("STORE_KEY", "0a1b2c3d-key")
+    monkeypatch.setenv("STORE_SECRET", "0a1b2c3d-hidden")
     words = [word.replace("/models/", "models/") for word in words]
     for word in words:
         if word.endswith(".jsonl"):

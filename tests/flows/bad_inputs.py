@@ -516,10 +516,10 @@ def rows_of_requests() -> Iterator[Bad]:
     """What belongs to a run and is missing, contradicts itself, or cannot be done with this model."""
     for left_out, culprit in (("--run", "--run"), ("--hf-checkpoint", "--hf-checkpoint"),
     ("--num-rollout", "--num-rollout"), ("--prompt-data", "--prompt-data"),
-                              ("--n-samples-per-prompt", "--n-samples-per-prompt"), ("--rm-type", "--rm-type"),
+                              ("--rm-type", "--rm-type"),
                               ("--label-key", "--label-key"), ("--input-key", "'input'")):  # fmt: skip
         yield on("train", culprit=culprit, without=left_out)
-    for left_out in ("--run", "--hf-checkpoint", "--num-rollout", "--prompt-data", "--loss-type"):
+    for left_out in ("--run", "--hf-checkpoint", "--num-rollout", "--prompt-data"):
         yield on("sft", culprit=left_out, without=left_out)
     yield on("convert", culprit="--hf-checkpoint", without="--hf-checkpoint")
     for estimator in ("grpo", "gspo", "cispo", "rloo"):

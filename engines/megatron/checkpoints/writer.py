@@ -95,7 +95,10 @@ class ArchiveFile:
         `disable_crc` first."""
         placeholder = torch.empty(sizes, dtype=dtype)
         self._address, self._num_written, self._content = placeholder.data_ptr(), 0, content
-        torch.save(placeholder, self)  # type: ignore[arg-type]
+        try:
+            torch.save(placeholder, self)  # type: ignore[arg-type]
+        except RuntimeError as error:  # torch's writer fails once more while an error of `content` or `file` ends it
+            raise error.__context__ or error from None
         assert self._num_written == placeholder.nbytes, (
             f"wrote {self._num_written} bytes of a tensor {list(sizes)} {dtype}, expected {placeholder.nbytes}"
         )

@@ -4,6 +4,7 @@ compute hashes that identify a model and detect changes."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -16,20 +17,30 @@ from penstock.storage.store import hash_file
 # in a converted model's assets: tensors copied unchanged, because Megatron's model lacks them (multi-token prediction)
 CARRIED = "carried.safetensors"
 ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py"}
+NAMED_TEMPLATES = "additional_chat_templates"  # directory of chat templates that are chosen by name
+DOCUMENTS = re.compile(r"(license|notice|readme|use_policy|copying)\b.*", re.IGNORECASE)  # travel with a model
 NUM_HASH_THREADS = 4
 
 
 def asset_files(directory: Path) -> list[Path]:
-    """Return the paths of the directory's config, tokenizer, chat template and generation defaults."""
-    files = (path for path in sorted(directory.iterdir()) if path.is_file() and path.suffix in ASSET_SUFFIXES)
-    return [path for path in files if not path.name.startswith(".") and not path.name.endswith(".index.json")]
+    """Return the paths of the directory's config, tokenizer, chat templates and generation defaults."""
+    named = (directory / NAMED_TEMPLATES).glob("*.jinja")
+    files = (path for path in sorted([*directory.iterdir(), *named]) if path.suffix in ASSET_SUFFIXES)
+    return [
+        path
+        for path in files
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(".index.json")
+    ]
 
 
 def copy_assets(source: Path, target: Path) -> None:
-    """Copy config, tokenizer and chat template from the directory `source` to the directory `target`."""
-    target.mkdir(parents=True, exist_ok=True)
-    for path in asset_files(source):
-        shutil.copyfile(path, target / path.name)
+    """Copy config, tokenizer, chat templates, licence and model card from the directory `source` to the directory
+    `target`."""
+    documents = [path for path in source.iterdir() if path.is_file() and DOCUMENTS.fullmatch(path.name)]
+    for path in [*asset_files(source), *documents]:
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
 
 
 def model_fingerprint(directory: Path, hashes: dict[str, str] | None = None) -> str:
@@ -43,7 +54,7 @@ def model_fingerprint(directory: Path, hashes: dict[str, str] | None = None) -> 
     files = [*asset_files(directory), *weight_files(directory)]
     file_hashes = map_in_threads(lambda path: known.get(path.name) or hash_file(path), files, NUM_HASH_THREADS)
     for path, xxh3 in zip(files, file_hashes, strict=True):
-        digest.update(f"{path.name} {xxh3}\n".encode())
+        digest.update(f"{path.relative_to(directory)} {xxh3}\n".encode())
     return digest.hexdigest()
 
 
@@ -61,7 +72,7 @@ def assets_hash(directory: Path) -> str:
     (`CARRIED`)."""
     digest = xxhash.xxh3_128()
     for path in [*asset_files(directory), *directory.glob(CARRIED)]:
-        digest.update(f"{path.name} {hash_file(path)}\n".encode())
+        digest.update(f"{path.relative_to(directory)} {hash_file(path)}\n".encode())
     return digest.hexdigest()
 
 
@@ -71,5 +82,6 @@ def stat_hash(directory: Path) -> str:
     digest = xxhash.xxh3_128(str(directory.resolve()).encode())
     for path in [*asset_files(directory), *weight_files(directory)]:
         stat = path.stat()
-        digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}\n".encode())
+        name, times = path.relative_to(directory), f"{stat.st_mtime_ns} {stat.st_ctime_ns}"
+        digest.update(f"{name} {stat.st_size} {times} {stat.st_ino}\n".encode())
     return digest.hexdigest()

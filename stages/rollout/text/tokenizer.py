@@ -6,6 +6,7 @@ All prompts are tokenized here. Responses are never tokenized: the engine return
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from penstock.stages.rollout.text.templates import RENDERER, Chat, Messages
 from penstock.storage.errors import ModelError, TemplateError
 
+logger = logging.getLogger(__name__)
 Tools = list[dict[str, Any]] | None
 
 # Without any of these files, AutoTokenizer silently builds an empty tokenizer from config.json (transformers 5.12).
@@ -37,6 +39,7 @@ class PromptTokenizer:
     """
 
     template_options: Mapping[str, Any] = MappingProxyType({})
+    generation_end_ids: Sequence[int] = ()  # that generation_config.json names
 
     def __init__(
         self, directory: str | Path, *, apply_chat_template: bool, template_options: dict[str, Any] | None = None
@@ -57,11 +60,7 @@ class PromptTokenizer:
             )
         self.apply_chat_template = apply_chat_template
         self.template_options = template_options or {}
-        try:
-            ids = json.loads((Path(directory) / "generation_config.json").read_text()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            ids = None
-        self.generation_end_ids = tuple(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
+        self.generation_end_ids = read_token_ids(Path(directory) / "generation_config.json", "eos_token_id")
 
     @property
     def end_token_id(self) -> int | None:
@@ -73,7 +72,7 @@ class PromptTokenizer:
         """Texts of the tokens that can end a turn: special tokens, and those of generation_config.json."""
         added = self.inner.added_tokens_decoder
         texts = {token.content for token in added.values() if token.special} | {self.inner.eos_token}
-        texts |= {added[number].content for number in getattr(self, "generation_end_ids", ()) if number in added}
+        texts |= {added[number].content for number in self.generation_end_ids if number in added}
         return frozenset(text for text in texts if text)
 
     def render(self, prompts: Sequence[str | Messages], tools: Sequence[Tools] | None = None) -> list[str]:
@@ -261,8 +260,30 @@ def check_same_tokens(policy: PromptTokenizer, teacher: PromptTokenizer, directo
             )
 
 
+def read_token_ids(path: Path, name: str) -> list[int]:
+    """Return the token ids of an entry of config.json or generation_config.json: a number, a list of numbers, or null.
+    The file may be missing.
+
+    Raises:
+        ModelError: the file is not a JSON object, or the entry is not a token id.
+    """
+    if not path.exists():
+        return []
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8")).get(name)
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{path} is not a JSON object ({error}): restore the file, or remove it") from None
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    least = -1 if name == "pad_token_id" else 0  # some models write -1 for none
+    if bad := [number for number in ids if type(number) is not int or number < least]:
+        raise ModelError(f"{path} has {name} {bad[0]!r:.40}, which is not a token id: correct it, or use null")
+    return ids
+
+
 def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str | Path) -> None:
-    """Check that the model has an embedding for every token of the tokenizer.
+    """Check that the model has an embedding for every token of the tokenizer, and for the tokens that the model's
+    configuration names, and that tokenizer.json has the ids that the tokenizer uses. Warn if the tokenizer's end token
+    does not end a generation.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -270,11 +291,45 @@ def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str
         directory: model directory, for the error message.
 
     Raises:
-        ModelError: the tokenizer has a token id of `vocab_size` or more.
+        ModelError: a token id is `vocab_size` or more, or is not the one in tokenizer.json.
     """
-    token, largest = max(tokenizer.inner.get_vocab().items(), key=lambda entry: entry[1], default=("", -1))
+    used: dict[str, int] = tokenizer.inner.get_vocab()
+    token, largest = max(used.items(), key=lambda entry: entry[1], default=("", -1))
     if largest >= vocab_size:
         raise ModelError(
             f"the tokenizer in {directory} has token id {largest} ({token[:40]!r}), but vocab_size in config.json is "
             f"{vocab_size}: use the tokenizer files and config.json of the same model"
         )
+    for token, written in _ids_in_file(Path(directory) / "tokenizer.json").items():
+        if used.get(token, written) != written:
+            raise ModelError(
+                f"{directory}/tokenizer.json gives the token {token[:40]!r} the id {written}, but it is loaded with "
+                f"{used[token]}, because ids must follow each other: restore tokenizer.json"
+            )
+    end_ids = []
+    for file in (Path(directory) / "config.json", Path(directory) / "generation_config.json"):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            for number in read_token_ids(file, name):
+                if number >= vocab_size:
+                    raise ModelError(
+                        f"{file} has {name} {number}, but vocab_size in config.json is {vocab_size}: use the files of "
+                        "the same model"
+                    )
+                end_ids += [number] * (name == "eos_token_id")
+    if end_ids and tokenizer.end_token_id not in end_ids:
+        logger.warning(
+            "the tokenizer in %s ends a turn with %r (id %s), but config.json and generation_config.json name %s: "
+            "responses may not end where the chat template ends a turn",
+            directory,
+            tokenizer.inner.eos_token,
+            tokenizer.end_token_id,
+            ", ".join(f"{tokenizer.inner.convert_ids_to_tokens(number)!r} (id {number})" for number in end_ids),
+        )
+
+
+def _ids_in_file(path: Path) -> dict[str, int]:
+    """Return the ids of the added tokens in tokenizer.json: token -> id. {} without such a file."""
+    if not path.is_file():
+        return {}
+    added = json.loads(path.read_text(encoding="utf-8")).get("added_tokens") or []
+    return {token["content"]: token["id"] for token in added}
