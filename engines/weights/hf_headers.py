@@ -210,18 +210,23 @@ def check_weights(directory: str | Path, shape: ModelShape) -> None:
         location = tensors[name].location
         if location.dtype not in READABLE and not (location.dtype == "F8_E4M3" and block and name + SCALE in scales):
             raise unsupported_dtype_error(location, name)
+    check_first_values(tensors)
+
+
+def check_first_values(tensors: Mapping[str, StoredTensor]) -> None:
+    """Check that the first values of every tensor are finite: all of them if the tensors have at most SAMPLED_BYTES. A
+    conversion checks all values. Raises ModelError."""
+    of_file: dict[Path, list[tuple[str, StoredTensor]]] = {}
     for name, tensor in tensors.items():
-        check_first_values(name, tensor, SAMPLED_BYTES // len(tensors))
-
-
-def check_first_values(name: str, tensor: StoredTensor, max_bytes: int) -> None:
-    """Check that the first `max_bytes` bytes of a tensor are finite numbers. A conversion checks all of them. Raises
-    ModelError."""
-    dtype = tensor.location.dtype
-    num_bytes = math.prod(tensor.shape) * BITS[dtype] // 8
-    with tensor.location.path.open("rb") as file:
-        file.seek(tensor.location.start)
-        check_finite(tensor.location.path, name, file.read(min(num_bytes, max_bytes // 8 * 8)), dtype)
+        of_file.setdefault(tensor.location.path, []).append((name, tensor))
+    is_small = sum(path.stat().st_size for path in of_file) <= SAMPLED_BYTES
+    max_bytes = SAMPLED_BYTES if is_small else SAMPLED_BYTES // len(tensors) // 8 * 8
+    for path, named in of_file.items():
+        with path.open("rb") as file:
+            for name, tensor in named:
+                dtype = tensor.location.dtype
+                file.seek(tensor.location.start)
+                check_finite(path, name, file.read(min(math.prod(tensor.shape) * BITS[dtype] // 8, max_bytes)), dtype)
 
 
 def check_finite(path: Path, name: str, values: bytes | memoryview, dtype: str) -> None:
