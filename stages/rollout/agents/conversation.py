@@ -86,7 +86,7 @@ class Conversation:
                     del stream[num_tokens:]
                 sample.response = response
             raise
-        reply = self._parse_reply(sample.token_ids[start:], sampling.get("stop") or ())
+        reply = self._parse_reply(start, sampling.get("stop") or ())
         if sample.status is not Status.ABORTED and len(sample.token_ids) > start:
             if not self.turns:
                 self._num_opening = len(opening)
@@ -129,13 +129,15 @@ class Conversation:
         last = self.sample.token_ids[-1] if self.turns[-1].status is Status.COMPLETED else None
         return self._format.encode_between_replies(*between, last)
 
-    def _parse_reply(self, token_ids: list[int], stops: str | Sequence[str]) -> Message:
-        text = self._format.decode_reply(token_ids, ended=self.sample.status is Status.COMPLETED)
+    def _parse_reply(self, start: int, stops: str | Sequence[str]) -> Message:
+        """Parse the reply whose first token is token `start` of the sample."""
+        token_ids = self.sample.token_ids
+        text = self._format.decode_reply(token_ids[start:], ended=self.sample.status is Status.COMPLETED)
         for stop in [stops] if isinstance(stops, str) else stops:
             text = text.partition(stop)[0]
         if not self.tools or self.sample.status is Status.ABORTED:
             return {"role": "assistant", "content": text}
-        content, calls = parse_tool_calls(text, self.tools)
+        content, calls = parse_tool_calls(text, self.tools, in_thought=self._format.opens_thought(token_ids[:start]))
         if not calls:
             return {"role": "assistant", "content": text}
         # Kimi K2's chat template writes the ids of tool calls and requires this format; other templates accept any id.

@@ -1,16 +1,18 @@
 """Parse tool calls from a model's reply; tries the formats of all common chat models.
 
-A tool call that cannot be parsed (invalid JSON, a truncated call) stays in the text of the reply, which the agent sees.
-Generation is not constrained by a grammar.
+A tool call inside a thought is a draft and is not parsed. A tool call that cannot be parsed (invalid JSON, a truncated
+call) stays in the text of the reply, which the agent sees. Generation is not constrained by a grammar.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from penstock.stages.rollout.text.messages import THOUGHT_TAGS, thought_end_tag
 
 # Tool definitions in OpenAI's format: {"type": "function", "function": {"name", "description", "parameters"}}
 Tools = Sequence[dict[str, Any]]
@@ -24,111 +26,211 @@ class ToolCall:
     arguments: dict[str, Any]
 
 
-CallParser = Callable[["re.Match[str]", Tools], ToolCall | None]  # parses a match of a pattern; None: not a tool call
+FoundCalls = tuple[list[ToolCall], int] | None  # the calls at a position and where they end; None: no call
 
 
-def parse_tool_calls(text: str, tools: Tools) -> tuple[str, list[ToolCall]]:
+def parse_tool_calls(text: str, tools: Tools, *, in_thought: bool = False) -> tuple[str, list[ToolCall]]:
     """Return the text without its tool calls, and the parsed tool calls in order.
 
     Args:
         text: reply of the model, without its end token.
-        tools: tools offered to the model. In formats without tags (Llama, GLM-4), a text counts as a tool call only if
-            it names one of these tools.
+        tools: tools offered to the model. In formats without closing tags (Llama, GLM-4), a text counts as a tool call
+            only if it names one of these tools.
+        in_thought: the reply continues a thought that the prompt has opened.
     """
-    for pattern, read in TAGGED:
-        calls, rest, end = [], "", 0
-        for match, call in _find_calls(pattern, read, text, tools):
-            calls.append(call)
-            rest, end = rest + text[end : match.start()], match.end()
-        if calls:
-            return SECTION_TAGS.sub("", rest + text[end:]).strip(), calls
-    for pattern, read in UNTAGGED:
-        for _, call in _find_calls(pattern, read, text, tools):
-            if any(call.name == _function_schema(tool).get("name") for tool in tools):
-                return "", [call]
-    return text, []
+    calls: list[ToolCall] = []
+    rest, end, position = "", 0, 0  # the text without calls up to `end`
+    answers = [] if in_thought else [0]  # where text begins that is not in a thought
+    wanted = THOUGHT_TAGS if in_thought else _MARKERS
+    while match := wanted.search(text, position):
+        position = match.end()
+        if read := _READERS.get(match[0]):
+            if found := read(text, position, tools):
+                rest, (new_calls, position) = rest + text[end : match.start()], found
+                calls, end = calls + new_calls, position
+        elif "/" not in match[0]:
+            wanted = re.compile(re.escape(thought_end_tag(match[0])))
+        else:
+            if wanted is _MARKERS:  # the prompt has opened this thought, so that all calls so far belong to it
+                calls, rest, end = [], "", 0
+            wanted, answers = _MARKERS, [*answers, position]
+    for start in answers:
+        if found := _read_untagged(text, start, tools):
+            return text[:start].strip(), found[0]
+    return ((rest + text[end:]).strip(), calls) if calls else (text, [])
 
 
-def _find_calls(
-    pattern: re.Pattern[str], read: CallParser, text: str, tools: Tools
-) -> Iterator[tuple[re.Match[str], ToolCall]]:
-    for match in pattern.finditer(text):
-        if (call := read(match, tools)) is not None:
-            yield match, call
+def _make_call(name: Any, arguments: Any) -> ToolCall | None:
+    """Return a tool call; null and empty text are the arguments of a function without arguments."""
+    if isinstance(arguments, str) and (parsed := _read_json(arguments, 0)) and not arguments[parsed[1] :].strip():
+        arguments = parsed[0]
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}
+    valid = isinstance(name, str) and name.strip() and isinstance(arguments, dict)
+    return ToolCall(name.strip(), arguments) if valid else None
 
 
-def _function_schema(tool: dict[str, Any]) -> dict[str, Any]:
-    return tool.get("function", tool)  # some agents omit the outer object
-
-
-def _parse_json_object(text: str) -> dict[str, Any] | None:
+def _read_json(text: str, position: int) -> tuple[Any, int] | None:
+    """Return the JSON value that begins at a position of a text, after white space, and its end."""
+    start = _SPACE.match(text, position)
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
+        return _JSON.raw_decode(text, start.end() if start else position)
+    except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
 
 
-def _parse_json_call(match: re.Match[str], tools: Tools) -> ToolCall | None:
-    """Parse {"name": ..., "arguments": {...}}; Llama writes "parameters" instead of "arguments"."""
-    call = _parse_json_object(match[1]) or {}
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = _parse_json_object(arguments)
-    name = call.get("name")
-    return ToolCall(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
+def _read_json_calls(text: str, position: int) -> FoundCalls:
+    """Read {"name": ..., "arguments": {...}}, or a list of these; Llama writes "parameters" instead of "arguments"."""
+    value, end = _read_json(text, position) or (None, position)
+    calls = []
+    for entry in value if isinstance(value, list) else [value]:
+        function = _function_of(entry) if isinstance(entry, dict) else {}
+        if not (call := _make_call(function.get("name"), function.get("arguments", function.get("parameters")))):
+            return None
+        calls.append(call)
+    return (calls, end) if calls else None
 
 
-def _parse_name_and_json(match: re.Match[str], tools: Tools) -> ToolCall | None:
-    arguments = _parse_json_object(match[2])
-    return None if arguments is None else ToolCall(match[1].strip(), arguments)
+def _read_arguments(text: str, position: int, name: str, end: re.Pattern[str]) -> FoundCalls:
+    """Read a JSON object, or nothing, up to `end`: the arguments of the function `name`."""
+    value, position = _read_json(text, position) or (None, position)
+    call, closing = _make_call(name, value), end.match(text, position)
+    return ([call], closing.end()) if call and closing else None
 
 
-def _parse_name_and_pairs(match: re.Match[str], tools: Tools) -> ToolCall:
-    """Parse GLM-4.5's <arg_key>/<arg_value> pairs: values are JSON, except that strings have no quotes."""
-    schemas = [_function_schema(tool) for tool in tools if _function_schema(tool).get("name") == match[1]]
-    properties = ((schemas[0].get("parameters") or {}).get("properties") or {}) if schemas else {}
+def _read_pairs(
+    text: str, position: int, tools: Tools, name: str, patterns: tuple[re.Pattern[str], re.Pattern[str]]
+) -> FoundCalls:
+    """Read arguments as pairs of tags. Values are JSON, except that strings have no quotes.
+
+    Args:
+        text: reply of the model.
+        position: end of the function's name.
+        tools: tools offered to the model; their schemas tell which arguments are strings.
+        name: name of the function.
+        patterns: pattern of a pair (groups: key and value), and of the end of the call.
+    """
+    functions = [_function_of(tool) for tool in tools]
+    schemas = [function.get("parameters") or {} for function in functions if function.get("name") == name]
+    properties = (schemas[0].get("properties") or {}) if schemas else {}
     arguments: dict[str, Any] = {}
-    for key, value in re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", match[2], re.DOTALL):
-        arguments[key] = value
-        if (properties.get(key) or {}).get("type") != "string":
-            try:
-                arguments[key] = json.loads(value)
-            except json.JSONDecodeError:
-                continue  # not JSON: a string
-    return ToolCall(match[1], arguments)
+    pair, end = patterns
+    while match := pair.match(text, position):
+        key, value, position = match[1].strip(), match[2], match.end()
+        arguments[key] = value if _takes_text(properties.get(key) or {}) else _parse_value(value)
+    closing = end.match(text, position)
+    return ([ToolCall(name, arguments)], closing.end()) if closing else None
 
 
-def _compile_call_format(pattern: str, read: CallParser) -> tuple[re.Pattern[str], CallParser]:
-    return re.compile(pattern, re.DOTALL), read
+def _takes_text(schema: dict[str, Any]) -> bool:
+    """Return whether a value of this JSON schema may be a string."""
+    options = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    types = schema.get("type")
+    return "string" in ([types] if isinstance(types, str) else types or ()) or any(map(_takes_text, options))
 
 
-TAGGED = (
-    # Qwen, Hermes
-    _compile_call_format(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", _parse_json_call),
-    # GLM-4.5 to 4.7
-    _compile_call_format(
-        r"<tool_call>\s*([\w.-]+)\s*((?:<arg_key>.*?</arg_value>\s*)*)</tool_call>", _parse_name_and_pairs
+def _parse_value(text: str) -> Any:
+    if text in _PYTHON_VALUES:  # Qwen3-Coder's template writes Python's names
+        return _PYTHON_VALUES[text]
+    parsed = _read_json(text, 0)
+    return parsed[0] if parsed and not text[parsed[1] :].strip() else text
+
+
+def _function_of(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the inner object of a tool or call; some agents and models omit the outer one."""
+    function = entry.get("function", entry)
+    return function if isinstance(function, dict) else entry
+
+
+# ---- formats: each function gets the position after the tag that begins a call --------------------------------------
+
+
+def _read_tool_call(text: str, position: int, tools: Tools) -> FoundCalls:
+    if match := _FUNCTION.match(text, position):
+        return _read_pairs(text, match.end(), tools, match[1].strip(), _QWEN_CODER)
+    if match := _GLM_NAME.match(text, position):
+        return _read_pairs(text, match.end(), tools, match[1], _GLM)
+    calls, position = _read_json_calls(text, position) or ([], position)  # Qwen, Hermes
+    end = _TOOL_CALL_END.match(text, position)
+    return (calls, end.end()) if calls and end else None
+
+
+def _read_function(text: str, position: int, tools: Tools) -> FoundCalls:
+    """Read a call of Qwen3-Coder that lacks <tool_call>, or of Llama 3.1, whose arguments are JSON."""
+    if (match := _FUNCTION_NAME.match(text, position)) is None:
+        return None
+    json_call = _read_arguments(text, match.end(), match[1].strip(), _QWEN_CODER[1])
+    return json_call or _read_pairs(text, match.end(), tools, match[1].strip(), _QWEN_CODER)
+
+
+def _read_kimi(text: str, position: int, tools: Tools) -> FoundCalls:
+    match = _KIMI_NAME.match(text, position)
+    return _read_arguments(text, match.end(), match[1], _KIMI_END) if match else None
+
+
+def _read_deepseek(text: str, position: int, tools: Tools) -> FoundCalls:
+    match = _DEEPSEEK_NAME.match(text, position)
+    return _read_arguments(text, match.end(), match[1] or match[2], _DEEPSEEK_END) if match else None
+
+
+def _read_llama(text: str, position: int, tools: Tools) -> FoundCalls:
+    """Read JSON objects that are separated by semicolons or white space; each must name a tool."""
+    names = {_function_of(tool).get("name") for tool in tools}
+    calls: list[ToolCall] = []
+    while (found := _read_json_calls(text, position)) and all(call.name in names for call in found[0]):
+        calls += found[0]
+        separator = _SEPARATOR.match(text, found[1])
+        position = separator.end() if separator else found[1]
+    return (calls, position) if calls else None
+
+
+def _read_untagged(text: str, position: int, tools: Tools) -> FoundCalls:
+    """Read the calls of Llama 3 or GLM-4, without any tag, if they are the whole text from `position` on."""
+    if match := _GLM4_NAME.match(text, position):
+        found = _read_arguments(text, match.end(), match[1], _TEXT_END)
+        return found if found and any(_function_of(tool).get("name") == match[1] for tool in tools) else None
+    found = _read_llama(text, position, tools)
+    return found if found and not text[found[1] :].strip() else None
+
+
+_READERS: dict[str, Callable[[str, int, Tools], FoundCalls]] = {
+    "<tool_call>": _read_tool_call,
+    "<function=": _read_function,
+    "<|tool_call_begin|>": _read_kimi,
+    "<｜tool▁call▁begin｜>": _read_deepseek,
+    "<|python_tag|>": _read_llama,
+    **dict.fromkeys(
+        (
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+        ),
+        lambda text, position, tools: ([], position),  # tags around all calls
     ),
-    # Kimi K2
-    _compile_call_format(
-        r"<\|tool_call_begin\|>\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*"
-        r"<\|tool_call_argument_begin\|>\s*(\{.*?\})\s*<\|tool_call_end\|>",
-        _parse_name_and_json,
-    ),
-    # DeepSeek V3, then V3.1
-    _compile_call_format(
-        r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>([^\n]+)\n```json\n(\{.*?\})\n```\s*<｜tool▁call▁end｜>",
-        _parse_name_and_json,
-    ),
-    _compile_call_format(
-        r"<｜tool▁call▁begin｜>([^\n<]+)<｜tool▁sep｜>\s*(\{.*?\})\s*<｜tool▁call▁end｜>", _parse_name_and_json
-    ),
+}
+_MARKERS = re.compile("|".join([THOUGHT_TAGS.pattern, *map(re.escape, _READERS)]))
+_JSON = json.JSONDecoder(strict=False)  # models write raw newlines in strings
+_PYTHON_VALUES = {"True": True, "False": False, "None": None}
+_SPACE, _SEPARATOR, _TEXT_END = re.compile(r"\s*"), re.compile(r"(?:[\s;]|<\|python_tag\|>)*"), re.compile(r"\s*\Z")
+_TOOL_CALL_END = re.compile(r"\s*</tool_call>")
+_FUNCTION_NAME = re.compile(r"([^>\n]{1,256})>")
+_FUNCTION = re.compile(r"\s*<function=" + _FUNCTION_NAME.pattern)
+_QWEN_CODER = (
+    re.compile(r"\s*<parameter=([^>\n]{1,256})>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL),
+    re.compile(r"\s*</function>(?:\s*</tool_call>)?"),
 )
-UNTAGGED = (
-    # Llama 3
-    _compile_call_format(r"\A\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*\Z", _parse_json_call),
-    # GLM-4
-    _compile_call_format(r"\A\s*([\w.-]+)\n(\{.*\})\s*\Z", _parse_name_and_json),
+_GLM_NAME = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|</tool_call>)")  # 4.5 to 4.7
+_GLM = (
+    re.compile(
+        r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</tool_call>))", re.DOTALL
+    ),
+    _TOOL_CALL_END,
 )
-SECTION_TAGS = re.compile(r"<\|tool_calls_section_(?:begin|end)\|>|<｜tool▁calls▁(?:begin|end)｜>")
+_GLM4_NAME = re.compile(r"\s*([\w.-]+)\n\s*(?=\{)")
+_KIMI_NAME = re.compile(r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>")
+_KIMI_END = re.compile(r"\s*<\|tool_call_end\|>")
+_DEEPSEEK_NAME = re.compile(
+    r"\s*(?:function<｜tool▁sep｜>([^\n<]{1,256})\n```json|([^\n<]{1,256})<｜tool▁sep｜>)"
+)  # V3, V3.1
+_DEEPSEEK_END = re.compile(r"\s*(?:```)?\s*<｜tool▁call▁end｜>")

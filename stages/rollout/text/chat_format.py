@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from penstock.stages.rollout.text.messages import THOUGHT_TAGS
 from penstock.stages.rollout.text.templates import RenderLimitError
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import DataError, TemplateError
@@ -48,7 +49,9 @@ class ChatFormat:
                 "the tokenizer has no chat template, which a conversation needs: add chat_template.jinja to the "
                 "checkpoint"
             )
-        self._special = frozenset(i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special)
+        added = self._tokenizer.added_tokens_decoder
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        self._tags = frozenset(i for i, token in added.items() if not THOUGHT_TAGS.fullmatch(token.content))
         self._warn_of_dropped_thoughts()
 
     def render_opening(
@@ -124,6 +127,13 @@ class ChatFormat:
         if ended and token_ids and token_ids[-1] in self._special:
             token_ids = token_ids[:-1]
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def opens_thought(self, prompt: Sequence[int]) -> bool:
+        """Return whether the tokens of a prompt end inside a thought. Only the text after the last added token that is
+        not a tag of a thought counts: earlier messages may mention such tags."""
+        start = next((index for index in range(len(prompt), 0, -1) if prompt[index - 1] in self._tags), 0)
+        tags = THOUGHT_TAGS.findall(self._tokenizer.decode(prompt[start:], skip_special_tokens=False))
+        return bool(tags) and "/" not in tags[-1]
 
     def _render(self, messages: Sequence[Message], tools: Any, options: dict[str, Any], *, open_reply: bool) -> str:
         """Render the messages. Tool calls are written in the first form that the template accepts: arguments as a
