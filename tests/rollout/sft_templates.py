@@ -275,6 +275,52 @@ KIMI_K2 = _KIMI.replace(
 )
 MOONLIGHT = _KIMI.replace("TOOLS", "").replace("CALLS", "")
 
+# Habits of published templates that lose parts of a conversation, or write it in an odd way.
+#
+#     DeepSeek V3, R1     write calls only beside null content; the tags around all calls and outputs are written once in
+#                         a conversation, so that the second round of calls has no <｜Assistant｜> before it
+#     GLM 4 0414          knows neither calls nor tool results
+#     GLM 4.5             writes null content as None
+_CALL_WITH_ODD_TAGS = """
+        {%- for call in message.tool_calls %}
+            {%- if not ns.called %}{{- '<｜Assistant｜>' }}{%- if loop.first %}{{- a }}{%- endif %}{{- '<｜tool▁calls▁begin｜>' }}
+            {%- else %}{%- if loop.first %}{{- a }}{%- endif %}{{- '\n' }}{%- endif %}
+            {{- '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name + '\n```json\n' }}
+            {{- call.function.arguments + '\n```<｜tool▁call▁end｜>' }}
+            {%- if ns.called %}{{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}{%- endif %}
+            {%- set ns.called = true %}
+        {%- endfor %}{{- z }}"""
+ODD_DEEPSEEK_V3 = (
+    """
+{%- set ns = namespace(called=false, after_tool=false, answered=false) %}{{- '<｜begin▁of▁sentence｜>' }}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{{- message.content }}
+    {%- elif message.role == 'user' %}{%- set ns.after_tool = false %}{{- '<｜User｜>' + message.content }}
+    {%- elif message.role == 'tool' %}
+        {%- set ns.after_tool = true %}
+        {{- '\n' if ns.answered else '<｜tool▁outputs▁begin｜>' }}{%- set ns.answered = true %}
+        {{- '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}
+    {%- elif message.content is none %}{%- set ns.after_tool = false %}"""
+    + _CALL_WITH_ODD_TAGS
+    + """
+    {%- else %}
+        {{- '<｜tool▁outputs▁end｜>' if ns.after_tool else '<｜Assistant｜>' }}{%- set ns.after_tool = false %}
+        {{- a }}{{- KEPT + '<｜end▁of▁sentence｜>' }}{{- z }}
+    {%- endif %}
+{%- endfor %}
+{%- if ns.after_tool %}{{- '<｜tool▁outputs▁end｜>' }}
+{%- elif add_generation_prompt %}{{- '<｜Assistant｜>' THOUGHT }}{%- endif %}"""
+)
+ODD_DEEPSEEK_R1 = ODD_DEEPSEEK_V3.replace("KEPT", "message.content.split('</think>')[-1]").replace(
+    "THOUGHT", "+ '<think>\n'"
+)
+ODD_DEEPSEEK_V3 = ODD_DEEPSEEK_V3.replace("KEPT", "message.content").replace("THOUGHT", "")
+GLM4_0414 = """{{- '[gMASK]<sop>' }}
+{%- for message in messages if message.role in ['system', 'user', 'assistant'] %}
+    {{- '<|' + message.role + '|>\n' + (message.content or '') }}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{%- endif %}"""
+GLM45_WITH_NONE = GLM45.replace("message.content or ''", "message.content | string")
+
 FAMILIES = {
     "qwen2.5": QWEN25,
     "qwen3": QWEN3,

@@ -70,7 +70,7 @@ def test_tools_dropped_by_template_raise(tmp_path: Path) -> None:
 
 def test_row_rejected_by_template_is_named(tmp_path: Path) -> None:
     rows = [{"input": USER}] * 200 + [
-        {"input": [*USER, {"role": "assistant", "content": "", "tool_calls": [{}, {}]}, *USER]}
+        {"input": [*USER, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "a"}}] * 2}, *USER]}
     ]
     config = config_of(tmp_path, rows, apply_chat_template=True)
     with pytest.raises(TemplateError, match=r"rows.jsonl row 200: .*single tool-calls"):

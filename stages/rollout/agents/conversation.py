@@ -13,7 +13,8 @@ from typing import Any
 from penstock.stages.rollout.agents.tool_calls import parse_tool_calls
 from penstock.stages.rollout.plugins.engine_calls import EngineCalls
 from penstock.stages.rollout.plugins.user_sample import UserSample
-from penstock.stages.rollout.text.chat_format import ChatFormat, Message, chat_format
+from penstock.stages.rollout.text.chat_format import ChatFormat, chat_format
+from penstock.stages.rollout.text.messages import Message
 from penstock.storage.samples.sample import Status
 
 

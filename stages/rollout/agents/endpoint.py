@@ -24,6 +24,7 @@ from aiohttp import web
 from penstock.stages.rollout.agents.session import AgentSession, Answer, ContextLengthError, SessionClosed
 from penstock.stages.rollout.plugins.engine_calls import EngineCalls
 from penstock.stages.rollout.plugins.user_sample import UserSample
+from penstock.stages.rollout.text.messages import normalize_messages
 from penstock.storage.errors import EngineError
 from penstock.storage.samples.sample import Status
 
@@ -257,17 +258,7 @@ class OpenAIEndpoint:
 
 def _parse_messages_of_request(body: Any) -> list[dict[str, Any]]:
     """Return the messages of a chat request, after checking them. Raises ValueError for an invalid request."""
-    messages = body.get("messages") if isinstance(body, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("the request has no messages: send `messages`, a list of at least one message")
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"{json.dumps(message)[:80]} is not a message: a message needs a role and content")
-        for call in message.get("tool_calls") or ():
-            if not isinstance(call, dict) or not isinstance((call.get("function") or {}).get("name"), str):
-                raise ValueError(
-                    f"{json.dumps(call)[:80]} is not a tool call: send a dictionary with a `function` that has a name"
-                )
+    messages = normalize_messages(body.get("messages") if isinstance(body, dict) else None)
     if body.get("n") not in (None, 1):
         raise ValueError(f"n is {body['n']}, but only one choice per request is supported: send n=1")
     # "developer" is OpenAI's newer name of the system role, which chat templates of open models do not know.

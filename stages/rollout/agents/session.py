@@ -19,7 +19,7 @@ from typing import Any
 from penstock.stages.rollout.agents.conversation import Conversation, Turn
 from penstock.stages.rollout.plugins.engine_calls import EngineCalls
 from penstock.stages.rollout.plugins.user_sample import UserSample
-from penstock.stages.rollout.text.chat_format import Message, content_as_text
+from penstock.stages.rollout.text.messages import CALL_FORMS, Message, convert_tool_calls, normalize_messages
 from penstock.storage.samples.sample import Status
 
 
@@ -190,12 +190,12 @@ class AgentSession:
 def _message_comparison_key(message: Message) -> tuple[str, ...]:
     """Return a key that is equal for equal messages, also if an agent trimmed the white space of a reply or reformatted
     the JSON arguments of a tool call."""
-    text = content_as_text(message)
+    [message] = convert_tool_calls(normalize_messages([message]), CALL_FORMS[0])
+    role, text = message["role"], message["content"] or ""
     calls = [
-        (call["function"]["name"], _normalize_arguments(call["function"].get("arguments")))
+        (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
         for call in message.get("tool_calls") or ()
     ]
-    role = message["role"]
     return (
         role,
         text.strip() if role == "assistant" else text,
@@ -203,12 +203,3 @@ def _message_comparison_key(message: Message) -> tuple[str, ...]:
         str(message.get("name") or ""),
         str(message.get("tool_call_id") or ""),
     )
-
-
-def _normalize_arguments(arguments: Any) -> str:
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError:
-            return arguments
-    return json.dumps(arguments, sort_keys=True)

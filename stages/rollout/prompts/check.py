@@ -11,7 +11,12 @@ from penstock.stages.rollout.config import GenerationConfig, PromptConfig
 from penstock.stages.rollout.prompts.files import PromptEntry, column_names, parse_slice, read_entry, read_prompt_files
 from penstock.stages.rollout.prompts.lengths import max_prompt_tokens
 from penstock.stages.rollout.prompts.rows import FIRST_ROW_KEYS
-from penstock.stages.rollout.text.loss_masks import Piece, join_pieces, split_trained_text
+from penstock.stages.rollout.text.loss_masks import (
+    Piece,
+    check_messages_are_written,
+    join_pieces,
+    split_trained_text,
+)
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import DataError, OptionError, TemplateError
 
@@ -106,6 +111,7 @@ def check_rendered_rows(
             if config.apply_chat_template:
                 chat = [{"role": "user", "content": content}] if isinstance(content, str) else content
                 [text] = tokenizer.render_chats([chat], add_generation_prompt=True, tools=[tools])
+                check_messages_are_written(chat, tokenizer, tools)
         except DataError as error:  # includes TemplateError
             raise type(error)(f"{path} row {number}: {error}") from error
         if max_seq_len is not None:

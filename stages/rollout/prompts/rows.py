@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from penstock.stages.rollout.config import PromptConfig
+from penstock.stages.rollout.text.messages import normalize_messages
 from penstock.storage.errors import DataError
 
 
@@ -153,24 +154,18 @@ def _read_prompt(record: dict[str, Any], where: str, columns: Columns) -> str | 
     for key in filter(None, (columns.prompt, columns.label)):
         if key not in record:
             raise DataError(describe_missing_column(where, key, list(record), columns))
-    prompt: str | list[dict[str, Any]] = record[columns.prompt]
-    if not is_text_or_messages(prompt):
+    prompt = record[columns.prompt]
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
         raise DataError(
             f"{where}: column {columns.prompt!r} holds {_json_preview(prompt)}; a prompt is text, or a list of "
             "messages with role and content: repair the row, or name another column with --input-key"
         )
-    return prompt
-
-
-def is_text_or_messages(prompt: Any) -> bool:
-    """Return whether `prompt` is valid: non-empty text, or a non-empty list of messages `{"role", "content"}`."""
-    if isinstance(prompt, str):
-        return bool(prompt)
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in prompt)
-    )
+    try:
+        return normalize_messages(prompt)
+    except DataError as error:
+        raise DataError(f"{where}: column {columns.prompt!r}: {error}; repair the row") from None
 
 
 def _parse_metadata(value: Any, where: str, key: str) -> dict[str, Any]:

@@ -14,17 +14,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from penstock.stages.rollout.text.messages import THOUGHT_TAGS
-from penstock.stages.rollout.text.templates import RenderLimitError
+from penstock.stages.rollout.text.messages import THOUGHT_TAGS, Message
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.storage.errors import DataError, TemplateError
+from penstock.storage.errors import TemplateError
 
 logger = logging.getLogger(__name__)
 
-Message = dict[str, Any]  # OpenAI's format: {"role", "content", "tool_calls", ...}
-# Forms in which templates expect tool calls: (whether arguments are JSON text instead of a dictionary; the content of a
-# message that has only tool calls).
-CALL_FORMS = ((False, None), (True, None), (False, ""), (True, ""))
 PLACEHOLDER = f"placeholder-{secrets.token_hex(16)}"
 
 
@@ -136,28 +131,15 @@ class ChatFormat:
         return bool(tags) and "/" not in tags[-1]
 
     def _render(self, messages: Sequence[Message], tools: Any, options: dict[str, Any], *, open_reply: bool) -> str:
-        """Render the messages. Tool calls are written in the first form that the template accepts: arguments as a
-        dictionary or as JSON text, content null or "" (CALL_FORMS).
-
-        Raises:
-            TemplateError: the template accepts no form.
-        """
-        first: TemplateError | None = None
-        for form in CALL_FORMS:
-            variant = [
-                convert_tool_calls({**message, "content": content_as_text(message)}, form) for message in messages
-            ]
-            [text] = self._prompts.try_render([(variant, tools or None, open_reply)], options)
-            if not isinstance(text, TemplateError):
-                return text
-            first = first or text
-            if isinstance(text, RenderLimitError):
-                break
-        assert first is not None, "CALL_FORMS is empty"
-        raise type(first)(
-            f"the chat template rejects the conversation {json.dumps(messages, default=str)[:120]} "
-            f"({str(first)[:120]}): send messages that it accepts, or use another template"
-        ) from first
+        [text] = self._prompts.try_render([(list(messages), tools or None, open_reply)], options)
+        if isinstance(text, TemplateError):
+            raise type(text)(
+                f"the chat template rejects the conversation {json.dumps(messages, default=str)[:120]} "
+                f"({str(text)[:120]}): send messages that it accepts, or use another template"
+            ) from text
+        if not text.strip():
+            raise TemplateError("the chat template renders nothing for the messages: send messages with content")
+        return text
 
     def _warn_of_dropped_thoughts(self) -> None:
         question = {"role": "user", "content": "1+1"}
@@ -181,52 +163,3 @@ def _text_after_placeholder(text: str) -> str:
             "template"
         )
     return after
-
-
-def convert_tool_calls(message: Message, call_form: tuple[bool, str | None]) -> Message:
-    """Return `message` with its tool calls in `call_form`, an entry of CALL_FORMS: (whether arguments are JSON text,
-    the content of a message that has only tool calls)."""
-    as_text, no_content = call_form
-    out = {key: value for key, value in message.items() if value is not None} | {"content": message["content"]}
-    if not out["content"] and message.get("tool_calls"):
-        out["content"] = no_content
-    if message.get("tool_calls"):
-        out["tool_calls"] = [
-            {
-                **call,
-                "function": {
-                    **call["function"],
-                    "arguments": _convert_arguments(call["function"].get("arguments"), as_text),
-                },
-            }
-            for call in message["tool_calls"]
-        ]
-    return out
-
-
-def _convert_arguments(arguments: Any, as_text: bool) -> Any:
-    if as_text:
-        return arguments if isinstance(arguments, str) else json.dumps(arguments)
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except json.JSONDecodeError:
-        return arguments
-
-
-def content_as_text(message: Message) -> str:
-    """Return the content of a message as text; a list of text parts is joined.
-
-    Raises:
-        DataError: the content has a part that is not text.
-    """
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return "".join(part["text"] for part in content)
-    raise DataError(
-        f"the content of a message is {json.dumps(content, default=str)[:80]}, but only text is supported: send text, "
-        "or a list of text parts"
-    )

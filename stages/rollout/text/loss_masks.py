@@ -14,6 +14,7 @@ reasoning). A span has this start and end:
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -21,17 +22,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from penstock.stages.rollout.text.chat_format import CALL_FORMS, convert_tool_calls
+from penstock.stages.rollout.text.messages import THOUGHT_TAGS, Message
 from penstock.stages.rollout.text.templates import Messages
 from penstock.stages.rollout.text.tokenizer import STEP_LOSS_MASK, PromptTokenizer, Tools
 from penstock.storage.errors import DataError, TemplateError
 
-Message = dict[str, Any]
 Span = tuple[int, int]  # start and end, in characters of the rendered text
 Piece = tuple[str, bool]  # text, whether it is trained
 MARK = f"q{secrets.token_hex(12)}q"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_THINK_TAGS = re.compile(r"(</?think>)")
+_SPLIT_AT_THOUGHT_TAGS = re.compile(f"({THOUGHT_TAGS.pattern})")
 # Qwen3's template recognizes tool results in user messages by these tags.
 _TOOL_RESPONSE_END = re.compile(r"(\s*</tool_response>\s*)?\Z")
 
@@ -52,7 +52,8 @@ def split_trained_text(messages: Messages, tokenizer: PromptTokenizer, tools: To
         index for index, message in enumerate(messages) if message["role"] == "assistant" and _is_trained(message)
     ]
     template = tokenizer.chat_template_source(tools=bool(tools))
-    conversation = _Conversation(messages, tokenizer, tools)
+    conversation = _Conversation(tokenizer.prepare(messages, tools=bool(tools)), tokenizer, tools)
+    check_messages_are_written(messages, tokenizer, tools)
     spans = (
         conversation.generation_block_spans(trained)
         if _GENERATION.search(template)
@@ -96,6 +97,35 @@ def join_pieces(
     return token_ids, loss_mask
 
 
+def check_messages_are_written(messages: Messages, tokenizer: PromptTokenizer, tools: Tools = None) -> None:
+    """Check that the chat template writes the content and the tool calls of every message: a random string at the end
+    of each content, and in place of the arguments of each call, must be in the rendered text.
+
+    Raises:
+        TemplateError: the template fails, or does not write a content or a call.
+    """
+    marked: Messages = []
+    marks: dict[str, str] = {}  # random string -> what the template must write
+    for index, message in enumerate(tokenizer.prepare(messages, tools=bool(tools))):
+        message, where = dict(message), f"message {index + 1} of the conversation ({message['role']})"
+        if (message["content"] or "").strip():
+            marks[mark := f"{MARK}{index}q"] = f"the content of {where}"
+            message["content"] = _append_to_text(message["content"], mark)
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            marks[mark := f"{MARK}{index}q{number}q"] = f"a tool call of {where}"
+            is_text = isinstance(call["function"]["arguments"], str)
+            function = {**call["function"], "arguments": json.dumps({mark: mark}) if is_text else {mark: mark}}
+            calls = message["tool_calls"]
+            message["tool_calls"] = [*calls[:number], {**call, "function": function}, *calls[number + 1 :]]
+        marked.append(message)
+    [text] = tokenizer.render_chats([marked], add_generation_prompt=False, tools=[tools])
+    for mark, what in marks.items():
+        if mark not in text:
+            raise TemplateError(
+                f"the chat template does not write {what}: use a template that writes it, or remove it from the row"
+            )
+
+
 def drops_reasoning(messages: Messages, pieces: Sequence[Piece]) -> bool:
     """Return whether the rendered text (`pieces`) lacks the reasoning of the last trained assistant message, because
     the chat template drops it."""
@@ -119,24 +149,8 @@ class _Conversation:
 
     @cached_property
     def text(self) -> str:
-        """Rendered text of the whole conversation. Tool calls that the template rejects as given are converted to the
-        first of CALL_FORMS (arguments as dictionary or JSON text) that it accepts."""
-        first: TemplateError | None = None
-        forms = [self.messages]
-        if any(
-            message.get("tool_calls") for message in self.messages
-        ):  # templates differ in the form of tool calls that they accept
-            forms += [[convert_tool_calls(message, form) for message in self.messages] for form in CALL_FORMS]
-        for form in forms:
-            text = self._render(form)
-            if not isinstance(text, TemplateError):
-                self.messages = form
-                return text
-            first = first or text
-        assert first is not None, "the conversation was not rendered in any form"
-        raise type(first)(
-            f"the chat template fails ({str(first)[:150]}): repair the row, or use another template"
-        ) from first
+        """Rendered text of the whole conversation."""
+        return self.tokenizer.render_chats([self.messages], add_generation_prompt=False, tools=[self.tools])[0]
 
     def generation_block_spans(self, trained: Sequence[int]) -> list[Span]:
         """Return the spans in `text` of the `{% generation %}` blocks of the messages with the indices `trained`."""
@@ -164,13 +178,11 @@ class _Conversation:
         return self._span_start(index), self._span_end(index)
 
     def _span_start(self, index: int) -> int:
+        if index == 0:
+            return self._first_span_start()
         prompt = self._render(self.messages[:index], prompt=True)
         if isinstance(prompt, str) and self.text.startswith(prompt):
             return len(prompt)
-        if index == 0:
-            raise _cannot_locate_error(
-                "the conversation starts with an assistant message, which has no prompt; set its step_loss_mask to 0"
-            )
         # The earlier turns are rendered differently in the prompt: compare only the text after the previous message.
         before = self.messages[: index - 1]
         asked = _add_end_mark(self.messages[index - 1])
@@ -178,15 +190,38 @@ class _Conversation:
         _, position = self._locate_marks(index - 1, asked)
         if self.text.startswith(tail, position):
             return position + len(tail)
-        # also_empty: an assistant message may have only tool calls
-        content, _ = self._locate_marks(index, _mark_texts(self.messages[index], also_empty=True))
+        content, is_start = self._text_start(index)
         gap = self.text[position:content]
         shared = _common_prefix(gap, tail)
         if shared == gap or any(token in shared for token in self._added_tokens):
-            return content  # the prompt ends with text that the whole conversation lacks, mostly a reasoning tag
+            # The prompt ends with text that the whole conversation lacks, mostly a reasoning tag.
+            if is_start or shared == gap:
+                return content
+            return position + max(shared.rfind(token) + len(token) for token in self._added_tokens if token in shared)
         raise _cannot_locate_error(
             f"the text before message {index + 1} differs from the prompt rendered to generate this message"
         )
+
+    def _first_span_start(self) -> int:
+        """Return the start of the span of the first message: after the last generation prompt before its text."""
+        question = {"role": "user", "content": MARK}
+        prompt, ended = (
+            self._render_or_raise([question], prompt=prompt).rpartition(MARK)[2] for prompt in (True, False)
+        )
+        content, is_start = self._text_start(0)
+        header = prompt.removeprefix(ended)
+        position = self.text.rfind(header, 0, content) if header else -1
+        if position < 0 and not is_start:
+            raise _cannot_locate_error("no generation prompt precedes message 1")
+        return content if position < 0 else position + len(header)
+
+    def _text_start(self, index: int) -> tuple[int, bool]:
+        """Return the start of the first text of the assistant message `messages[index]`, and whether this is the start
+        of the message; otherwise, tool calls may begin with tags before it."""
+        try:
+            return self._locate_marks(index, _mark_texts(self.messages[index], also_empty=True))[0], True
+        except TemplateError:  # for example, DeepSeek V3 writes tool calls only beside null content
+            return self._locate_marks(index, _mark_texts(self.messages[index]))[0], False
 
     def _span_end(self, index: int) -> int:
         marked, _, position = self._mark_and_locate(index)
@@ -231,6 +266,8 @@ class _Conversation:
                 f"the chat template does not write message {index + 1} of the conversation: use another template"
             )
         after = rest.rpartition(MARK)[2]
+        if not self.text.startswith(before):
+            before = before.rstrip()  # GLM-4.5 writes a line break only before an answer that is not empty
         start, end = len(before), len(self.text) - len(after)
         same = "".join(text.replace(MARK, "").split()) == "".join(self.text.split())
         if not (same and start <= end and self.text.startswith(before) and self.text.endswith(after)):
@@ -282,25 +319,19 @@ def _mark_texts(message: Message, *, also_empty: bool = False) -> Message:
     out = dict(message)
     for key in ("reasoning_content", "content"):
         if isinstance(message.get(key), str):
-            out[key] = "".join(_surround_with_marks(part) for part in _THINK_TAGS.split(message[key]))
-        elif isinstance(message.get(key), list):
-            out[key] = [_change_text_of_part(part, _surround_with_marks) for part in message[key]]
-    if also_empty and isinstance(message.get("content") or "", str):
-        out["content"] = (out["content"] or "") + MARK + MARK
+            out[key] = "".join(_surround_with_marks(part) for part in _SPLIT_AT_THOUGHT_TAGS.split(message[key]))
+    if also_empty:
+        content = out["content"] or ""
+        out["content"] = content + MARK + MARK if content.strip() else MARK + content + MARK
     if message.get("tool_calls"):
         out["tool_calls"] = [_mark_call(call) for call in message["tool_calls"]]
     return out
 
 
 def _mark_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function", call)
-    marked = {
-        **function,
-        "name": _surround_with_marks(function.get("name")),
-        "arguments": _mark_values(function.get("arguments")),
-    }
-    marked = {key: value for key, value in marked.items() if key in function}
-    return {**call, "function": marked} if "function" in call else marked
+    function = call["function"]
+    marked = {"name": _surround_with_marks(function["name"]), "arguments": _mark_values(function["arguments"])}
+    return {**call, "function": {**function, **marked}}
 
 
 def _mark_values(value: Any) -> Any:
@@ -311,25 +342,21 @@ def _mark_values(value: Any) -> Any:
 
 def _surround_with_marks(text: Any) -> Any:
     """Return `text` with MARK at its start and end; think tags, white space and values other than strings unchanged."""
-    return f"{MARK}{text}{MARK}" if isinstance(text, str) and text.strip() and not _THINK_TAGS.fullmatch(text) else text
+    return (
+        f"{MARK}{text}{MARK}" if isinstance(text, str) and text.strip() and not THOUGHT_TAGS.fullmatch(text) else text
+    )
 
 
 def _add_end_mark(message: Message) -> Message:
-    """Return a message with MARK appended to its content; if the content ends with the tag </tool_response>, MARK goes
-    before it. In an assistant message, every text gets MARK before and after it (`_mark_texts`)."""
-    content = message["content"]
+    """Return a message with MARK appended to its content. In an assistant message, every text gets MARK before and
+    after it (`_mark_texts`)."""
     if message["role"] == "assistant":
         return _mark_texts(message)
-    if isinstance(content, list) and content:
-        return {**message, "content": [*content[:-1], _change_text_of_part(content[-1], lambda text: text + MARK)]}
-    if not isinstance(content, str):
-        raise _cannot_locate_error(f"the content of a {message['role']} message is a {type(content).__name__}")
+    return {**message, "content": _append_to_text(message["content"], MARK)}
+
+
+def _append_to_text(content: str, mark: str) -> str:
+    """Return a content with `mark` at its end, but before a </tool_response> at its end."""
     end = _TOOL_RESPONSE_END.search(content)
     assert end is not None, "the pattern matches at the end of any text"
-    return {**message, "content": content[: end.start()] + MARK + content[end.start() :]}
-
-
-def _change_text_of_part(part: Any, change: Any) -> Any:
-    return (
-        {**part, "text": change(part["text"])} if isinstance(part, dict) and isinstance(part.get("text"), str) else part
-    )
+    return content[: end.start()] + mark + content[end.start() :]

@@ -29,8 +29,7 @@ _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ", "LANG")  # passed
 
 
 class RenderLimitError(TemplateError):
-    """Raised if rendering a chat template exceeds the time, memory or output limit. ChatFormat then does not retry with
-    the tool calls in another form (CALL_FORMS)."""
+    """Raised if rendering a chat template exceeds the time, memory or output limit."""
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,19 @@ All prompts are tokenized here. Responses are never tokenized: the engine return
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from penstock.stages.rollout.text.messages import CALL_FORMS, CallForm, convert_tool_calls, normalize_messages
 from penstock.stages.rollout.text.templates import RENDERER, Chat, Messages
-from penstock.storage.errors import ModelError, TemplateError
+from penstock.storage.errors import DataError, ModelError, TemplateError
 
 logger = logging.getLogger(__name__)
 Tools = list[dict[str, Any]] | None
@@ -90,6 +93,8 @@ class PromptTokenizer:
             assert all(isinstance(prompt, str) for prompt in prompts), (
                 "a prompt is a list of messages, which needs --apply-chat-template (see check_prompt_data)"
             )
+            if not all(prompts):
+                raise DataError("a prompt is empty: every prompt needs text")
             return [str(prompt) for prompt in prompts]
         chats = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
         return self.render_chats(chats, add_generation_prompt=True, tools=tools)
@@ -122,6 +127,11 @@ class PromptTokenizer:
                     f"the chat template fails for the conversation {json.dumps(chat, default=str)[:100]} "
                     f"({str(result)[:120]}): repair the row, or use another template"
                 ) from result
+            if not result.strip():
+                raise TemplateError(
+                    f"the chat template renders nothing for the conversation {json.dumps(chat, default=str)[:100]}: "
+                    "repair the row, or use another template"
+                )
             texts.append(result)
         return texts
 
@@ -135,22 +145,42 @@ class PromptTokenizer:
             chats: (messages, tools, whether to add a generation prompt) of every conversation.
             options: variables of the template that override `template_options`.
             mark: text that is written before and after every `{% generation %}` block.
+
+        Raises:
+            DataError: a message is malformed, or its content is not text.
         """
         results: list[str | TemplateError] = [""] * len(chats)
-        variables = {**self.inner.special_tokens_map, **self.template_options, **(options or {})}
         for with_tools in (False, True):
             indices = [index for index, chat in enumerate(chats) if bool(chat[1]) == with_tools]
             if not indices:
                 continue
             group = [
-                ([_clean_message(message) for message in chats[i][0]], chats[i][1] or None, chats[i][2])
+                (self.prepare(chats[i][0], tools=with_tools, options=options), chats[i][1] or None, chats[i][2])
                 for i in indices
             ]
-            for index, result in zip(
-                indices, RENDERER.render(self.chat_template_source(tools=with_tools), group, variables, mark)
-            ):
+            template, variables = self.chat_template_source(tools=with_tools), self._variables(options)
+            for index, result in zip(indices, RENDERER.render(template, group, variables, mark)):
                 results[index] = result
         return results
+
+    def prepare(self, messages: Messages, *, tools: bool = False, options: Mapping[str, Any] | None = None) -> Messages:
+        """Return messages as the chat template gets them: normalized, tool calls in the form that the template expects,
+        and without `step_loss_mask`, which is not for the template.
+
+        Raises:
+            DataError: a message is malformed, or its content is not text.
+        """
+        messages = [
+            {key: value for key, value in message.items() if key != STEP_LOSS_MASK}
+            for message in normalize_messages(messages)
+        ]
+        if any("tool_calls" in message for message in messages):
+            variables = json.dumps(self._variables(options), sort_keys=True, default=str)
+            return convert_tool_calls(messages, _find_call_form(self.chat_template_source(tools=tools), variables))
+        return messages
+
+    def _variables(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
+        return {**self.inner.special_tokens_map, **self.template_options, **(options or {})}
 
     def chat_template_source(self, *, tools: bool = False) -> str:
         """Return the Jinja source of the chat template. If the checkpoint has several templates, `tools` selects the
@@ -175,20 +205,22 @@ class PromptTokenizer:
         return self.inner.batch_decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
-def _clean_message(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without null fields, which Parquet adds, and without `step_loss_mask`, which is not for the
-    template."""
-    out = {
-        key: value
-        for key, value in message.items()
-        if (value is not None or key == "content") and key != STEP_LOSS_MASK
-    }
-    if calls := out.get("tool_calls"):
-        out["tool_calls"] = [
-            {key: value for key, value in call.items() if value is not None} if isinstance(call, dict) else call
-            for call in calls
-        ]
-    return out
+@functools.lru_cache(maxsize=64)
+def _find_call_form(template: str, variables: str) -> CallForm:
+    """Return the first of CALL_FORMS in which a template writes the arguments of a tool call; if it writes none, the
+    first that it accepts.
+
+    Args:
+        template: Jinja source of the chat template.
+        variables: additional variables of the template, as JSON.
+    """
+    word = f"argument-{secrets.token_hex(8)}"
+    call = {"id": "call00000", "type": "function", "function": {"name": "function", "arguments": {word: word}}}
+    probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    chats: list[Chat] = [(convert_tool_calls(probe, form), None, False) for form in CALL_FORMS]
+    texts = RENDERER.render(template, chats, json.loads(variables))
+    scores = [-1 if isinstance(text, TemplateError) else int(word in text) for text in texts]
+    return CALL_FORMS[scores.index(max(scores))]
 
 
 def _tokenizer_class(directory: Path) -> Any:
