@@ -1,0 +1,213 @@
+"""Content of messages: text parts are joined, and what a template cannot write is refused, in every entrance."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from chat_templates import QWEN3, chat_tokenizer
+from scripted_engine import write_jsonl
+from scripted_replies import handle_with, pending
+from sft_templates import FAMILIES
+
+from penstock.stages.eval.config import EvalConfig
+from penstock.stages.rollout.agents.conversation import Conversation
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.prompts.check import check_prompt_data
+from penstock.stages.rollout.prompts.data_source import Dataset, RolloutRound
+from penstock.stages.rollout.prompts.files import read_entry
+from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.text.loss_masks import split_trained_text
+from penstock.stages.rollout.text.messages import normalize_messages
+from penstock.storage.errors import DataError, TemplateError
+
+
+def part(text: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "text", "text": text, **fields}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+PARTS = [  # content and the same content as text
+    ([part("1+1?")], "1+1?"),
+    ([part("1+"), part("1?")], "1+1?"),
+    ([part("a\n"), part(""), part(" b")], "a\n b"),
+    ([part("ü", image_url=None)], "ü"),
+    ([part("x", cache_control={"type": "ephemeral"})], "x"),
+]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+REFUSED = {  # what a message is refused for
+    "null": user(None),
+    "no content": {"role": "user"},
+    "image": user([part("what is this?"), IMAGE]),
+    "image only": user([IMAGE]),
+    "image without url": user([{"type": "image"}]),
+    "audio": user([{"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}]),
+    "part without text": user([{"type": "text"}]),
+    "part with null": user([part("a"), {"type": "text", "text": None}]),
+    "part without type": user([{"text": "a"}]),
+    "strings": user(["a", "b"]),
+    "no parts": user([]),
+    "number": user(2),
+    "dictionary": user({"type": "text", "text": "a"}),
+    "assistant without content": {"role": "assistant", "content": None},
+    "assistant with empty calls": {"role": "assistant", "content": None, "tool_calls": []},
+    "tool result": {"role": "tool", "content": None, "tool_call_id": "a"},
+    "system": {"role": "system", "content": None},
+    "user with calls": {"role": "user", "content": [IMAGE], "tool_calls": [CALL]},
+    "no role": {"content": "a"},
+    "null role": {"role": None, "content": "a"},
+    "text": "hello",
+    "call without name": {"role": "assistant", "content": "", "tool_calls": [{"id": "a"}]},
+    "call with null name": {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": None}}]},
+    "calls as text": {"role": "assistant", "content": "", "tool_calls": "add(1)"},
+}
+refused = pytest.mark.parametrize("message", REFUSED.values(), ids=REFUSED)
+parts = pytest.mark.parametrize(("content", "text"), PARTS)
+
+
+def rows_of(path: Path | str) -> list[bytes]:
+    rows = read_entry(str(path), RolloutConfig()).rows
+    return [rows[index] for index in range(len(rows))]
+
+
+@parts
+def test_parts_in_file_are_row_of_joined_text(tmp_path: Path, content: Any, text: str) -> None:
+    system = {"role": "system", "content": "s"}
+    expected = rows_of(write_jsonl(tmp_path / "text.jsonl", [{"input": [system, user(text)]}]))
+    rows = [{"input": [system | {"content": [part("s")]}, user(content)]}]
+    assert rows_of(write_jsonl(tmp_path / "parts.jsonl", rows)) == expected
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "parts.parquet")
+    assert rows_of(tmp_path / "parts.parquet") == expected
+
+
+def test_null_fields_of_parquet_are_not_part_of_row(tmp_path: Path) -> None:
+    plain = [user("a"), {"role": "assistant", "content": "b"}]
+    expected = rows_of(write_jsonl(tmp_path / "rows.jsonl", [{"input": plain}]))
+    with_nulls = [{**message, "name": None, "tool_calls": None, "tool_call_id": None} for message in plain]
+    assert rows_of(write_jsonl(tmp_path / "nulls.jsonl", [{"input": with_nulls}])) == expected
+
+
+@refused
+def test_message_that_cannot_be_rendered_is_refused_with_file_and_line(tmp_path: Path, message: Any) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"input": [user("a")]}, {"input": [user("a"), message]}])
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: column 'input': .*message 2") as caught:
+        rows_of(path)
+    assert str(caught.value).count("\n") == 0 and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("message", [user(None), user([IMAGE]), {"role": "assistant", "content": None}])
+def test_message_that_cannot_be_rendered_is_refused_with_row_of_parquet(tmp_path: Path, message: Any) -> None:
+    rows = [{"input": [user("a")]}] * 3 + [{"input": [message]}]
+    if isinstance(message["content"], list):
+        rows = [{"input": [user([part("a")])]}] * 3 + [{"input": [message]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet row 3: column 'input': .*message 1"):
+        rows_of(tmp_path / "rows.parquet")
+
+
+def test_null_content_beside_calls_is_kept() -> None:
+    calling = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    for message in (calling, {**calling, "content": []}, {"role": "assistant", "tool_calls": [CALL]}):
+        assert normalize_messages([message]) == [calling]
+    assert normalize_messages([{**calling, "content": ""}]) == [{**calling, "content": ""}]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@parts
+def test_parts_render_as_text_in_every_template(family: str, content: Any, text: str) -> None:
+    tokenizer = chat_tokenizer(FAMILIES[family])
+    assert tokenizer.render([[user(content)]]) == tokenizer.render([[user(text)]])
+    answer = {"role": "assistant", "content": "2"}
+    expected = split_trained_text([user(text), answer], tokenizer)
+    assert split_trained_text([user(content), {**answer, "content": [part("2")]}], tokenizer) == expected
+
+
+@refused
+def test_message_that_cannot_be_rendered_is_refused_by_tokenizer_and_masks(message: Any) -> None:
+    tokenizer = chat_tokenizer(QWEN3)
+    with pytest.raises(DataError, match="message 2"):
+        tokenizer.render([[user("a"), message]])
+    if isinstance(message, dict) and message.get("role"):
+        with pytest.raises(DataError, match="message 2"):
+            split_trained_text([user("a"), message], tokenizer)
+
+
+@refused
+def test_conversation_refuses_message_that_cannot_be_rendered(message: Any) -> None:
+    handle = handle_with(QWEN3, "2<|im_end|>", "3<|im_end|>")
+    conversation = Conversation(handle, pending(handle))
+    with pytest.raises(DataError, match="message 1"):
+        asyncio.run(conversation.reply([message]))
+    assert not conversation.turns
+
+
+@parts
+def test_conversation_joins_parts(content: Any, text: str) -> None:
+    prompts = []
+    for given in (content, text):
+        handle = handle_with(QWEN3, "2<|im_end|>", "3<|im_end|>")
+        conversation = Conversation(handle, pending(handle))
+        asyncio.run(conversation.reply([user(given)]))
+        asyncio.run(conversation.reply([user(given)]))
+        prompts.append(conversation.sample.token_ids)
+    assert prompts[0] == prompts[1]
+
+
+@parts
+def test_issued_prompt_joins_parts(tmp_path: Path, content: Any, text: str) -> None:
+    config = RolloutConfig(prompt_data=write_jsonl(tmp_path / "rows.jsonl", [{"input": "a"}]), apply_chat_template=True)
+    dataset = Dataset(config, PromptSource.open(config), chat_tokenizer(QWEN3), RolloutRound("run", 0, 0))
+    assert dataset.issue([user(content)])[0].prompt == dataset.issue([user(text)])[0].prompt
+    with pytest.raises(DataError, match="message 1"):
+        dataset.issue([user(None)])
+
+
+@pytest.mark.parametrize("template", ["", "  \n", "{% for m in messages %}{{ m.text }}{% endfor %}", "{{ prompt }}"])
+def test_empty_rendered_prompt_is_refused_with_row(tmp_path: Path, template: str) -> None:
+    tokenizer = chat_tokenizer(template or "{{ '' }}")
+    config = RolloutConfig(prompt_data=write_jsonl(tmp_path / "rows.jsonl", [{"input": "a"}]), apply_chat_template=True)
+    with pytest.raises(TemplateError, match=r"rows\.jsonl row 0: .*renders nothing"):
+        check_prompt_data(config, tokenizer=tokenizer)
+    with pytest.raises(TemplateError, match="renders nothing"):
+        tokenizer.render(["a"])
+    handle = handle_with(template or "{{ '' }}", "2")
+    with pytest.raises(TemplateError, match="renders nothing"):
+        asyncio.run(Conversation(handle, pending(handle)).reply([user("a")]))
+
+
+def test_empty_prompt_without_template_is_refused() -> None:
+    tokenizer = chat_tokenizer(None)
+    tokenizer.apply_chat_template = False
+    assert tokenizer.render(["a", " "]) == ["a", " "]
+    with pytest.raises(DataError, match="empty"):
+        tokenizer.render(["a", ""])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
+        "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}",
+        "{{ messages[-1].content }}",
+    ],
+)
+def test_prompt_whose_messages_template_drops_is_refused_with_row(tmp_path: Path, template: str) -> None:
+    chat = [{"role": "system", "content": "s"}, user("q"), {"role": "tool", "content": "r"}, user("p")]
+    config = RolloutConfig(
+        prompt_data=write_jsonl(tmp_path / "rows.jsonl", [{"input": chat}]), apply_chat_template=True
+    )
+    with pytest.raises(TemplateError, match=r"rows\.jsonl row 0: .*does not write the content of message \d"):
+        check_prompt_data(config, tokenizer=chat_tokenizer(template))
+
+
+def test_evaluation_data_is_read_in_the_same_way(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"input": [user([part("1"), part("+1?")])]}])
+    config = EvalConfig(eval_prompt_data=[("sums", path)])
+    source = PromptSource.open(RolloutConfig(**config.rollout_overrides(path, "sums")))
+    assert source.take(source.restore(None), 1)[0][0].content == [user("1+1?")]
