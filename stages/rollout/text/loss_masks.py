@@ -112,7 +112,7 @@ def check_messages_are_written(messages: Messages, tokenizer: PromptTokenizer, t
             marks[mark := f"{MARK}{index}q"] = f"the content of {where}"
             message["content"] = _append_to_text(message["content"], mark)
         for number, call in enumerate(message.get("tool_calls") or ()):
-            marks[mark := f"{MARK}{index}q{number}q"] = f"a tool call of {where}"
+            marks[mark := f"{MARK}call{index}q{number}q"] = f"a tool call of {where}"
             is_text = isinstance(call["function"]["arguments"], str)
             function = {**call["function"], "arguments": json.dumps({mark: mark}) if is_text else {mark: mark}}
             calls = message["tool_calls"]
