@@ -688,7 +688,7 @@ def rows_of_data() -> Iterator[Bad]:
     """Prompt files."""
     for name in (
         "nowhere.jsonl", "directory", "empty.jsonl", "blank.jsonl", "broken.jsonl", "array.jsonl", "number.jsonl",
-        "null-prompt.jsonl", "number-prompt.jsonl", "empty-prompt.jsonl",
+        "null-prompt.jsonl", "number-prompt.jsonl", "empty-prompt.jsonl", "null-content.jsonl", "image.jsonl",
         "messages.jsonl", "no-label.jsonl", "binary.jsonl", "latin1.jsonl", "prompts.jsonl.gz", "prompts.parquet",
         "prompts.csv", "loop", "file", "*.nothing", "prompts.jsonl@[9:]",
         "prompts.jsonl@[3:3]", "prompts.jsonl@[x:y]", "prompts.jsonl/x.jsonl", LONG + ".jsonl",
@@ -698,7 +698,7 @@ def rows_of_data() -> Iterator[Bad]:
         yield train("--prompt-data", path, culprit=path[:7] or "--prompt-data")
     for word in ("--input-key", "--label-key"):
         yield train(word, "question", culprit="question")
-    for name in ("prompts.jsonl", "nowhere.jsonl", "empty.jsonl", "broken.jsonl"):
+    for name in ("prompts.jsonl", "nowhere.jsonl", "empty.jsonl", "broken.jsonl", "null-chat.jsonl"):
         yield on("sft", "--prompt-data", f"{{root}}/{name}", culprit="messages" if name == "prompts.jsonl" else name)
     for store in (
         "{root}/file/store",

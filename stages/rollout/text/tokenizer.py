@@ -216,7 +216,10 @@ def _find_call_form(template: str, variables: str) -> CallForm:
     """
     word = f"argument-{secrets.token_hex(8)}"
     call = {"id": "call00000", "type": "function", "function": {"name": "function", "arguments": {word: word}}}
-    probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    probe: Messages = [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
     chats: list[Chat] = [(convert_tool_calls(probe, form), None, False) for form in CALL_FORMS]
     texts = RENDERER.render(template, chats, json.loads(variables))
     scores = [-1 if isinstance(text, TemplateError) else int(word in text) for text in texts]
