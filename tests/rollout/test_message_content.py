@@ -206,6 +206,12 @@ def test_prompt_whose_messages_template_drops_is_refused_with_row(tmp_path: Path
         check_prompt_data(config, tokenizer=chat_tokenizer(template))
 
 
+def test_prompt_that_template_writes_in_capitals_is_accepted(tmp_path: Path) -> None:
+    config = RolloutConfig(prompt_data=write_jsonl(tmp_path / "rows.jsonl", [{"input": "a"}]), apply_chat_template=True)
+    tokenizer = chat_tokenizer("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
+    assert check_prompt_data(config, tokenizer=tokenizer) == 1
+
+
 def test_evaluation_data_is_read_in_the_same_way(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"input": [user([part("1"), part("+1?")])]}])
     config = EvalConfig(eval_prompt_data=[("sums", path)])

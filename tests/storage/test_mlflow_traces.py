@@ -58,5 +58,12 @@ def test_text_without_a_valid_tool_call(text: str) -> None:
     assert tool_calls(text) == []
 
 
+@pytest.mark.parametrize("draft", ["<think>a {} b</think>", "a {}</think>", "<think>{}", "<think>{}</think><think>{}"])
+def test_calls_drafted_in_thoughts_are_not_shown(draft: str) -> None:
+    call = '<tool_call>{"name": "add", "note": "two\nlines"}</tool_call>'
+    assert tool_calls(draft.replace("{}", call)) == []
+    assert tool_calls(f"<think>{call}</think> so {call}") == [{"name": "add", "note": "two\nlines"}]
+
+
 def test_sample_without_tokens_has_no_turns() -> None:
     assert [part.name for part in split_sample(row([]), COMMIT, lambda tokens: "")] == ["sample", "reward"]

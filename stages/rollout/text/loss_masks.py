@@ -120,7 +120,7 @@ def check_messages_are_written(messages: Messages, tokenizer: PromptTokenizer, t
         marked.append(message)
     [text] = tokenizer.render_chats([marked], add_generation_prompt=False, tools=[tools])
     for mark, what in marks.items():
-        if mark not in text:
+        if mark not in text.lower():
             raise TemplateError(
                 f"the chat template does not write {what}: use a template that writes it, or remove it from the row"
             )

@@ -36,6 +36,7 @@ _COLUMNS = [column for column in SCHEMA.names if column not in _UNUSED]
 _TOKENIZER = "hf_assets/tokenizer.json"  # in the files of a converted model
 _BATCH, _MAX_ROWS = 32, 1024  # rows that are read at once, and at most, to find the first samples of several groups
 _MAX_TEXT, _MAX_PREVIEW = 20_000, 500  # characters of a text in a trace, and in the list of traces
+_THOUGHT = re.compile(r"\A.*</think>|<think>.*", re.DOTALL)  # it may begin in the prompt, or have no end
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 Row = dict[str, Any]
 logger = logging.getLogger(__name__)
@@ -183,11 +184,12 @@ def split_sample(row: Row, commit: Commit, decode: Callable[[Sequence[int]], str
 
 
 def tool_calls(text: str) -> list[Any]:
-    """Return the tool calls `<tool_call>{...}</tool_call>` in a reply. Calls that are not JSON are left out."""
+    """Return the tool calls `<tool_call>{...}</tool_call>` in a reply. Calls that are drafted in a thought or are not
+    JSON are left out."""
     calls = []
-    for body in _TOOL_CALL.findall(text):
+    for body in _TOOL_CALL.findall(_THOUGHT.sub("", text)):
         with suppress(ValueError):
-            calls.append(json.loads(body))
+            calls.append(json.loads(body, strict=False))
     return calls
 
 
