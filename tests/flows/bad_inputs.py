@@ -690,7 +690,8 @@ def rows_of_data() -> Iterator[Bad]:
         "nowhere.jsonl", "directory", "empty.jsonl", "blank.jsonl", "broken.jsonl", "array.jsonl", "number.jsonl",
         "null-prompt.jsonl", "number-prompt.jsonl", "empty-prompt.jsonl", "null-content.jsonl", "image.jsonl",
         "messages.jsonl", "no-label.jsonl", "binary.jsonl", "latin1.jsonl", "prompts.jsonl.gz", "prompts.parquet",
-        "prompts.csv", "loop", "file", "*.nothing", "prompts.jsonl@[9:]",
+        "ragged.csv", "array.json", "nested.json", "prompts.arrow", "words.jsonl", "python.jsonl",
+        "loop", "file", "*.nothing", "prompts.jsonl@[9:]",
         "prompts.jsonl@[3:3]", "prompts.jsonl@[x:y]", "prompts.jsonl/x.jsonl", LONG + ".jsonl",
     ):  # fmt: skip
         yield train("--prompt-data", f"{{root}}/{name}", culprit=name[:20])

@@ -165,7 +165,7 @@ def test_parquet_is_read_like_jsonl(tmp_path: Path) -> None:
             '{"input": [{"role": "user", "content": "a"}]}\n',
             "messages.jsonl row 0.*--apply-chat-template",
         ),
-        ("rows.csv", "a,b\n", "rows.csv is neither JSONL"),
+        ("rows.txt", "a,b\n", "rows.txt is neither JSONL"),
         ("fake.parquet", "no", "fake.parquet is not a Parquet file"),
     ],
 )

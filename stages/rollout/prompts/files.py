@@ -1,42 +1,56 @@
-"""Read prompt files: JSONL and Parquet, from local paths or fsspec URIs, with glob patterns and slices. Errors name the
-file and line.
+"""Read prompt files from local paths or fsspec URIs, with glob patterns and slices. Errors name the file and line.
 
 An entry of --prompt-data is a sequence of rows: those of a file, or of all files that match a glob pattern, one after
 another. The suffix `@[a:b]` selects rows a to b - 1 of the sequence. rows.py validates the rows; source.py orders them.
+
+There are two kinds of blocks: JSON text, also for CSV, whose values are text, and record batches for all formats that
+pyarrow reads (arrow.py).
 """
 
 from __future__ import annotations
 
+import codecs
+import csv
+import io
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
 import fsspec
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from penstock.stages.rollout.config import PromptConfig
+from penstock.stages.rollout.prompts.arrow import COLUMNAR, field_names, open_batches, select_fields
 from penstock.stages.rollout.prompts.rows import (
     FIRST_ROW_KEYS,
+    ArrowRows,
     Block,
     Columns,
-    JsonLines,
-    ParquetRows,
+    JsonRows,
     Rows,
-    describe_missing_column,
+    check_columns,
     fill_first_row_numbers,
+    find_column,
 )
 from penstock.stages.rollout.prompts.spool import open_spooled_rows
 from penstock.stages.rollout.prompts.workers import parse_blocks
 from penstock.storage.errors import DataError, OptionError
 
-JSONL = (".jsonl", ".json", ".ndjson")
+JSON = (".jsonl", ".json", ".ndjson")
+CSV = (".csv", ".tsv")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
-_BLOCK_BYTES = 1 << 20  # bytes of a JSONL file that are read at a time, and parsed as one block
-_BLOCK_ROWS = 1024  # rows of a Parquet file that are read at a time, and parsed as one block
+_BLOCK_BYTES = 1 << 20  # bytes of a JSON file that are read at a time, and parsed as one block
+_BLOCK_ROWS = 1024  # rows of a columnar file that are parsed as one block
+_MAX_ROW = 1 << 24  # maximum characters of an element of a JSON array, or of a line or value of a CSV file
+_DECODER = json.JSONDecoder()
+_BEFORE_ELEMENT = re.compile(r"\s*[\[,]\s*")
+_END = re.compile(r"\s*\[?\s*\]\s*")
 
 
 @dataclass(frozen=True)
@@ -56,7 +70,7 @@ def read_prompt_files(config: PromptConfig) -> Iterator[PromptEntry]:
         DataError: see `read_entry`.
     """
     if not config.prompt_data:
-        raise OptionError("--prompt-data is missing: give JSONL or Parquet files with prompts")
+        raise OptionError("--prompt-data is missing: give files with prompts")
     for entry in config.prompt_data:
         yield read_entry(entry, config)
 
@@ -89,12 +103,11 @@ def read_entry(entry: str, config: PromptConfig) -> PromptEntry:
 
 def column_names(entry: str) -> list[str]:
     """Return the column names in the first row of an entry, for error messages. Raises DataError like `read_entry`."""
-    name, file = (files := _Files.find(parse_slice(entry)[0])).files[0]
-    if _without_compression(name).endswith(".parquet"):
-        with _translate_file_errors(name), files.fs.open(file, "rb") as opened:
-            return list(pq.read_schema(opened).names)
-    blocks = files.blocks(Columns("", None, "", None))
-    return next((list(record) for block in blocks for _, record in block.records()), [])
+    files = _Files.find(parse_slice(entry)[0])
+    if _suffix(files.files[0][0]) in COLUMNAR:
+        with files.open(*files.files[0]) as opened:
+            return list(open_batches(opened, _suffix(files.files[0][0]), _BLOCK_ROWS)[0].names)
+    return next((list(row) for block in files.blocks(Columns("", None, "", None)) for _, row in block.records()), [])
 
 
 def parse_slice(entry: str) -> tuple[str, int | None, int | None]:
@@ -130,32 +143,34 @@ class _Files:
                 f"prompt file {path} cannot be opened ({error}): give a local path or a URI that fsspec supports, and "
                 "install the package for its protocol"
             ) from None
-        files = [(path, inner)]
+        names = [inner]
         with _translate_file_errors(path):
             if set("*?[") & set(inner) and not fs.exists(inner):
-                local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
-                files = [
-                    (name if local else fs.unstrip_protocol(name), name)
-                    for name in sorted(fs.glob(inner), key=natural_sort_key)
-                ]
-        if not files:
-            raise DataError(f"no prompt file matches {path}: correct the pattern, or create the files")
-        for name, _ in files:
-            if not _without_compression(name).endswith((*JSONL, ".parquet")):
-                raise DataError(
-                    f"{name} is neither JSONL ({', '.join(JSONL)}) nor Parquet (.parquet): convert or rename it"
-                )
-        return cls(fs, fs.unstrip_protocol(inner), files)
+                names = sorted(fs.glob(inner), key=natural_sort_key)
+            if not names:
+                raise DataError(f"no prompt file matches {path}: correct the pattern, or create the files")
+            files = [file for name in names for file in _files_of_data_set(fs, name)]
+        local = "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
+        return cls(
+            fs,
+            fs.unstrip_protocol(inner),
+            [(path if file == inner else file if local else fs.unstrip_protocol(file), file) for file in files],
+        )
 
     def blocks(self, columns: Columns) -> Iterator[Block]:
         """Yield the unparsed rows of all files, in natural order of the file names (shard-2 precedes shard-10)."""
         for name, file in self.files:
-            is_parquet = _without_compression(name).endswith(".parquet")
-            with (
-                _translate_file_errors(name),
-                self.fs.open(file, "rb", compression=None if is_parquet else "infer") as opened,
-            ):
-                yield from _parquet_blocks(opened, name, columns) if is_parquet else _jsonl_blocks(opened, name)
+            with self.open(name, file) as opened:
+                if _suffix(name) in COLUMNAR:
+                    yield from _arrow_blocks(opened, name, columns)
+                else:
+                    yield from _csv_blocks(opened, name) if _suffix(name) in CSV else _jsonl_blocks(opened, name)
+
+    @contextmanager
+    def open(self, name: str, file: str) -> Iterator[BinaryIO]:
+        """Open one of the files, decompressed. Raises DataError if it cannot be opened."""
+        with _translate_file_errors(name), self.fs.open(file, "rb", compression="infer") as opened:
+            yield opened
 
     def fingerprints(self) -> list[str]:
         """Return one string per file, which changes when the file changes; computed without reading the content."""
@@ -168,12 +183,43 @@ def natural_sort_key(name: str) -> list[tuple[bool, int, str]]:
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
-def _without_compression(file: str) -> str:
-    """Return the file name in lower case, without a compression suffix."""
+def _suffix(file: str) -> str:
+    """Return the suffix of a file name in lower case, without a compression suffix."""
     name = file.lower()
     for suffix in _COMPRESSED:
         name = name.removesuffix(suffix)
-    return name
+    return PurePosixPath(name).suffix
+
+
+def _files_of_data_set(fs: Any, path: str) -> list[str]:
+    """Return the files of a directory that `save_to_disk` of Hugging Face's datasets wrote; for a file, the file.
+
+    Raises:
+        DataError: the format is unknown, or a directory is not a data set.
+    """
+    if _suffix(path) in (*JSON, *CSV, *COLUMNAR):
+        return [path]
+    splits = []
+    try:
+        if fs.exists(f"{path}/state.json"):
+            state = json.loads(fs.cat_file(f"{path}/state.json"))
+            return [f"{path}/{file['filename']}" for file in state["_data_files"]]
+        if fs.exists(f"{path}/dataset_dict.json"):
+            splits = json.loads(fs.cat_file(f"{path}/dataset_dict.json"))["splits"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path}: state.json or dataset_dict.json is damaged ({error!r}): save the data again"
+        ) from None
+    if splits:
+        raise DataError(f"{path} has the splits {', '.join(splits)}: name one of them, as in {path}/{splits[0]}")
+    if fs.isdir(path):
+        raise DataError(
+            f"{path} is a directory that save_to_disk did not write: name its files with a pattern, such as "
+            f"{path}/*.parquet"
+        )
+    raise DataError(
+        f"{path} is neither JSONL ({', '.join(JSON)}) nor {', '.join((*COLUMNAR, *CSV))}: convert or rename it"
+    )
 
 
 @contextmanager
@@ -200,13 +246,18 @@ def _select_rows(blocks: Iterator[Block], start: int, stop: int | None) -> Itera
             first = after
 
 
-def _jsonl_blocks(file: BinaryIO, path: str) -> Iterator[JsonLines]:
+def _jsonl_blocks(file: BinaryIO, path: str) -> Iterator[JsonRows]:
     number, rest = 1, b""
     while True:
-        try:
-            data = file.read(_BLOCK_BYTES)
-        except (EOFError, OSError) as error:  # a truncated or damaged compressed file
-            raise DataError(f"{path} cannot be read beyond line {number - 1} ({error}): restore the file") from None
+        data = _read(file, path, f"line {number - 1}")
+        if (
+            number == 1
+            and not rest
+            and _suffix(path) == ".json"
+            and data.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+        ):
+            yield from _array_blocks(file, path, data)
+            return
         end = data.rfind(b"\n") + 1 if data else 0
         if data and not end:  # a line longer than a block
             rest += data
@@ -216,27 +267,96 @@ def _jsonl_blocks(file: BinaryIO, path: str) -> Iterator[JsonLines]:
         kept = [(index, line) for index, line in enumerate(lines, start=number) if line.strip()]
         number += len(lines) - 1
         if kept:
-            yield JsonLines(path, [index for index, _ in kept], [line for _, line in kept])
+            yield JsonRows([f"{path}:{index}" for index, _ in kept], [line for _, line in kept])
         if not data:
             return
 
 
-def _parquet_blocks(file: BinaryIO, path: str, columns: Columns) -> Iterator[ParquetRows]:
+def _array_blocks(file: BinaryIO, path: str, data: bytes) -> Iterator[JsonRows]:
+    """Yield the elements of a file that is one JSON array and begins with `data`."""
+    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+    number, text, problem = 0, "", ""
+    while True:
+        try:
+            text += decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} row {number} is not UTF-8 ({error}): convert the file") from None
+        elements, at = list[bytes](), 0
+        while match := _BEFORE_ELEMENT.match(text, at):
+            try:
+                _, end = _DECODER.raw_decode(text, match.end())
+            except (ValueError, RecursionError) as error:  # malformed, or its end has not been read yet
+                problem = str(error)
+                break
+            elements.append(text[match.end() : end].encode())
+            at = end
+        text = text[at:]
+        if elements:
+            yield JsonRows([f"{path} row {number + index}" for index in range(len(elements))], elements)
+            number += len(elements)
+        if not data or len(text) > _MAX_ROW:
+            break
+        data = _read(file, path, f"row {number}")
+    if not _END.fullmatch(text):
+        raise DataError(
+            f"{path} row {number}: malformed element of the array ({problem or 'found no comma or ]'}); every element "
+            "must be one JSON object: repair or remove it"
+        )
+
+
+def _read(file: BinaryIO, path: str, where: str) -> bytes:
     try:
-        # Without both arguments, pyarrow keeps a whole column of a row group in memory, and many writers make row
-        # groups of a million rows (pyarrow 25, row group of 201 MB: 207 MB without, 19 MB with both).
-        parquet = pq.ParquetFile(file, buffer_size=_BLOCK_BYTES, pre_buffer=False)
-    except pa.ArrowInvalid as error:
-        raise DataError(f"{path} is not a Parquet file ({error}): restore the file") from None
-    names = parquet.schema_arrow.names
-    for key in filter(None, (columns.prompt, columns.label)):
-        if key not in names:
-            raise DataError(describe_missing_column(path, key, names, columns))
-    wanted = [key for key in (columns.prompt, columns.label, columns.metadata, columns.tools) if key in names]
+        return file.read(_BLOCK_BYTES)
+    except (EOFError, OSError) as error:  # a truncated or damaged compressed file
+        raise DataError(f"{path} cannot be read beyond {where} ({error}): restore the file") from None
+
+
+def _csv_blocks(file: BinaryIO, path: str) -> Iterator[JsonRows]:
+    """Yield the rows as JSON objects of text, because CSV has no types: 007 and 2.00 stay as they are.
+
+    pyarrow.csv would read 32 blocks ahead, and refuse a row that is longer than two blocks (pyarrow 25).
+    """
+    csv.field_size_limit(_MAX_ROW)
+    text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+    rows = csv.reader(_limited_lines(text, path), delimiter="," if _suffix(path) == ".csv" else "\t", strict=True)
     number = 0
     try:
-        for batch in parquet.iter_batches(_BLOCK_ROWS, columns=wanted):
-            yield ParquetRows(path, number, batch)
-            number += batch.num_rows
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path} cannot be read beyond row {number} ({error}): restore the file") from None
+        header = next(filter(None, rows), [])
+        while part := list(islice(filter(None, rows), _BLOCK_ROWS)):
+            names = [f"{path} row {number + index}" for index in range(len(part))]
+            for name, row in zip(names, part):
+                if len(row) != len(header):
+                    raise DataError(f"{name} has {len(row)} values for {len(header)} columns: repair the row")
+            yield JsonRows(names, [json.dumps(dict(zip(header, row))).encode() for row in part])
+            number += len(part)
+    except (csv.Error, EOFError, OSError, UnicodeError) as error:
+        raise DataError(
+            f"{path} cannot be read beyond line {rows.line_num} ({error}): restore or convert the file"
+        ) from None
+
+
+def _limited_lines(file: io.TextIOWrapper, path: str) -> Iterator[str]:
+    while line := file.readline(_MAX_ROW):
+        if len(line) == _MAX_ROW:
+            raise DataError(f"{path} has a line of more than {_MAX_ROW} characters: shorten it, or give another format")
+        yield line
+
+
+def _arrow_blocks(file: BinaryIO, path: str, columns: Columns) -> Iterator[ArrowRows]:
+    number = 0
+    try:
+        schema, read_batches = open_batches(file, _suffix(path), _BLOCK_ROWS)
+        names = field_names(schema)
+        check_columns(names, path, columns)
+        keys = [key for key in (columns.prompt, columns.label, columns.metadata, columns.tools) if key]
+        found = {key: column for key in keys if (column := find_column(names, key))}
+        for batch in read_batches(list({column[0]: None for column in found.values()})):
+            selected = select_fields(batch, found)
+            for start in range(0, len(selected), _BLOCK_ROWS):
+                yield ArrowRows(path, number + start, selected.slice(start, _BLOCK_ROWS))
+            number += len(selected)
+    except DataError:
+        raise
+    except (pa.ArrowException, OSError, EOFError, ValueError) as error:
+        problem = f"cannot be read beyond row {number}" if number else f"is not a {_suffix(path)[1:].capitalize()} file"
+        raise DataError(f"{path} {problem} ({error}): restore the file") from None

@@ -3,20 +3,28 @@
 A row becomes one line of canonical JSON, `[prompt, label, metadata]`, or `[prompt, label, metadata, tools]` if the row
 has tools; other columns are ignored. PromptSource hashes these lines to check that a resumed run reads the same data.
 files.py opens the files; the functions here are pure, so worker processes can call them.
+
+The same rows give the same lines in every format; arrow.py says how values of Arrow are converted.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
 
 from penstock.stages.rollout.config import PromptConfig
+from penstock.stages.rollout.prompts.arrow import read_values
 from penstock.stages.rollout.text.messages import normalize_messages
 from penstock.storage.errors import DataError
+
+_ROLE = re.compile(r"""["']role["']\s*:""")
 
 
 @dataclass(frozen=True)
@@ -36,61 +44,64 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class JsonLines:
-    """A block of consecutive non-blank lines of a JSONL file, not parsed yet."""
+class JsonRows:
+    """A block of consecutive rows of a JSON file, not parsed yet."""
 
-    path: str
-    numbers: list[int]  # line number in the file of every line, from 1
-    lines: list[bytes]
+    names: list[str]  # file and line of every row; the number of the row in an array
+    rows: list[bytes]
 
     def __len__(self) -> int:
-        return len(self.lines)
+        return len(self.rows)
 
-    def select_rows(self, start: int, stop: int | None) -> JsonLines:
+    def select_rows(self, start: int, stop: int | None) -> JsonRows:
         """Return rows `start` to `stop` - 1 of this block (counted from 0); None: to the end of the block."""
-        return JsonLines(self.path, self.numbers[start:stop], self.lines[start:stop])
+        return JsonRows(self.names[start:stop], self.rows[start:stop])
 
     def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (file and line, column -> value) of every row. Raises DataError if a line is not a JSON object."""
-        for number, line in zip(self.numbers, self.lines):
-            where = f"{self.path}:{number}"
+        """Yield (file and line, column -> value) of every row. Raises DataError if a row is not a JSON object."""
+        for where, row in zip(self.names, self.rows):
             try:
-                record = json.loads(line)
+                record = json.loads(row)
             except ValueError as error:  # JSON or UTF-8
                 raise DataError(
                     f"{where}: malformed line ({error}); every line must be one JSON object: repair or remove the line"
                 ) from None
             if not isinstance(record, dict):
                 raise DataError(
-                    f"{where}: found a JSON {type(record).__name__}; every line must be one JSON object: "
-                    "repair or remove the line"
+                    f"{where}: found a JSON {type(record).__name__}; every row must be one JSON object: "
+                    "repair or remove the row"
                 )
             yield where, record
 
 
 @dataclass(frozen=True)
-class ParquetRows:
-    """A block of consecutive rows of a Parquet file."""
+class ArrowRows:
+    """A block of consecutive rows of a columnar file."""
 
     path: str
     first: int  # number of the first row in the file, from 0
-    batch: pa.RecordBatch
+    batch: pa.RecordBatch  # its columns have the names that `Columns` has: `a.b` is field `b` of column `a`
 
     def __len__(self) -> int:
         return int(self.batch.num_rows)
 
-    def select_rows(self, start: int, stop: int | None) -> ParquetRows:
+    def select_rows(self, start: int, stop: int | None) -> ArrowRows:
         """Return rows `start` to `stop` - 1 of this block (counted from 0); None: to the end of the block."""
         length = (len(self) if stop is None else min(stop, len(self))) - start
-        return ParquetRows(self.path, self.first + start, self.batch.slice(start, length))
+        return ArrowRows(self.path, self.first + start, self.batch.slice(start, length))
 
     def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (file and row, column -> value) of every row."""
-        for number, record in enumerate(self.batch.to_pylist(), start=self.first):
-            yield f"{self.path} row {number}", record
+        """Yield (file and row, column -> value) of every row. Raises DataError if a value cannot be read."""
+        names = self.batch.schema.names
+        columns = [read_values(column, self.path, self.first, name) for name, column in zip(names, self.batch.columns)]
+        for number in range(len(self)):
+            yield (
+                f"{self.path} row {self.first + number}",
+                {name: values[number] for name, values in zip(names, columns)},
+            )
 
 
-Block = JsonLines | ParquetRows
+Block = JsonRows | ArrowRows
 
 
 @dataclass
@@ -130,31 +141,61 @@ def to_canonical_rows(block: Block, columns: Columns) -> Rows:
             isinstance(prompt, list) and any(m["role"] == "assistant" for m in prompt)
         ):
             result.first_unanswered = number
-        label = record[columns.label] if columns.label else ""
-        if not isinstance(label, str):
-            label = "" if label is None else json.dumps(label, ensure_ascii=False, default=str)
+        label = _read_label(record, where, columns)
         if not label and result.first_unlabelled is None:
             result.first_unlabelled = number
-        row = [prompt, label, _parse_metadata(record.get(columns.metadata), where, columns.metadata)]
-        if columns.tools and (tools := _parse_tools(record.get(columns.tools), where, columns.tools)):
-            row.append(tools)
-        result.rows.append(json.dumps(row, ensure_ascii=False, separators=(",", ":"), default=str).encode())
+        metadata = _parse_metadata(_value(record, columns.metadata), where, columns.metadata)
+        row = [(columns.prompt, prompt), (columns.label, label), (columns.metadata, metadata)]
+        if columns.tools and (tools := _parse_tools(_value(record, columns.tools), where, columns.tools)):
+            row.append((columns.tools, tools))
+        parts = [_to_json(value, where, key) for key, value in row]
+        result.rows.append(f"[{','.join(parts)}]".encode())
     return result
 
 
-def describe_missing_column(where: str, key: str, names: list[str], columns: Columns) -> str:
-    """Return the error message for a missing column."""
-    flag = "--input-key" if key == columns.prompt else "--label-key"
-    return (
-        f"{where} has no column {key!r}; it has {', '.join(map(repr, names)) or 'none'}: name one of them with {flag}"
-    )
+def find_column(record: Mapping[str, Any], key: str) -> list[str] | None:
+    """Return the keys that lead to a column, or None if it is missing: `a.b` is the column `a.b` or, without such a
+    column, the entry `b` of the column `a`."""
+    if key in record:
+        return [key]
+    for name, inner in record.items():
+        if not key.startswith(f"{name}."):
+            continue
+        if inner is None:  # null has no entries: the value of each is null
+            return [name]
+        if isinstance(inner, dict) and (rest := find_column(inner, key[len(name) + 1 :])):
+            return [name, *rest]
+    return None
+
+
+def check_columns(record: Mapping[str, Any], where: str, columns: Columns) -> None:
+    """Check that a record has the columns of prompt and label. Raises DataError."""
+    for key, flag in ((columns.prompt, "--input-key"), (columns.label, "--label-key")):
+        if key and find_column(record, key) is None:
+            inner = record.get(key.partition(".")[0])
+            names = [f"{key.partition('.')[0]}.{name}" for name in inner] if isinstance(inner, dict) else list(record)
+            raise DataError(
+                f"{where} has no column {key!r}; it has {', '.join(map(repr, names)) or 'none'}: name one of them with "
+                f"{flag}"
+            )
+
+
+def _value(record: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a column, or None if the record does not have the column."""
+    path = find_column(record, key)
+    if path is None:
+        return None
+    value: Any = record
+    for name in path:
+        value = value[name]
+    return value
 
 
 def _read_prompt(record: dict[str, Any], where: str, columns: Columns) -> str | list[dict[str, Any]]:
-    for key in filter(None, (columns.prompt, columns.label)):
-        if key not in record:
-            raise DataError(describe_missing_column(where, key, list(record), columns))
-    prompt = record[columns.prompt]
+    check_columns(record, where, columns)
+    prompt = _value(record, columns.prompt)
+    if isinstance(prompt, str) and _is_messages_text(prompt):
+        prompt = _parse_json_text(prompt, where, columns.prompt, "--input-key")
     if isinstance(prompt, str) and prompt:
         return prompt
     if not isinstance(prompt, list) or not prompt:
@@ -166,6 +207,24 @@ def _read_prompt(record: dict[str, Any], where: str, columns: Columns) -> str | 
         return normalize_messages(prompt)
     except DataError as error:
         raise DataError(f"{where}: column {columns.prompt!r}: {error}; repair the row") from None
+
+
+def _is_messages_text(prompt: str) -> bool:
+    """Return whether a prompt is messages as JSON text; CSV cannot hold messages otherwise."""
+    text = prompt.strip()
+    return text[:1] == "[" and text[-1:] == "]" and _ROLE.search(text) is not None
+
+
+def _read_label(record: dict[str, Any], where: str, columns: Columns) -> str:
+    """Return the label as text; a label that is missing (null, NaN) is empty."""
+    label = _value(record, columns.label) if columns.label else None
+    if label is None or (isinstance(label, float) and math.isnan(label)):
+        return ""
+    if isinstance(label, str):
+        return label
+    if isinstance(label, Decimal):
+        return format(label, "f")
+    return _to_json(label, where, columns.label, separators=None, allow_nan=False)
 
 
 def _parse_metadata(value: Any, where: str, key: str) -> dict[str, Any]:
@@ -182,8 +241,7 @@ def _parse_metadata(value: Any, where: str, key: str) -> dict[str, Any]:
 
 
 def _parse_tools(value: Any, where: str, key: str) -> list[dict[str, Any]]:
-    """Return the tool definitions of a row as a list; JSON text is parsed, None becomes [], and null fields (which
-    Parquet adds) are removed."""
+    """Return the tool definitions of a row as a list; JSON text is parsed, and None becomes []."""
     value = _parse_json_text(value, where, key, "--tool-key")
     if value is None:
         return []
@@ -192,7 +250,7 @@ def _parse_tools(value: Any, where: str, key: str) -> list[dict[str, Any]]:
             f"{where}: column {key!r} holds {_json_preview(value)}; tools must be a list of JSON schemas: "
             "repair the row, name another column with --tool-key, or ignore tools with --tool-key ''"
         )
-    return [_without_nulls(tool) for tool in value]
+    return value
 
 
 def _parse_json_text(value: Any, where: str, key: str, flag: str) -> Any:
@@ -200,17 +258,28 @@ def _parse_json_text(value: Any, where: str, key: str, flag: str) -> Any:
         return value
     try:
         return json.loads(value) if value.strip() else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{where}: column {key!r} is text but not JSON ({error}): repair the row, or name another column with "
             f"{flag}"
         ) from None
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+def _to_json(value: Any, where: str, key: str | None, **style: Any) -> str:
+    style = {"separators": (",", ":"), **style}
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=_decimal_to_number, **style)
+        text.encode()
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: column {key!r} holds what JSON text cannot ({error}): convert the column") from None
+    return text
+
+
+def _decimal_to_number(value: Any) -> int | float:
+    if not isinstance(value, Decimal):
+        raise TypeError(f"a {type(value).__name__}")
+    number: int | float = json.loads(format(value, "f"))  # as if the row were JSON
+    return number
 
 
 def _json_preview(value: Any) -> str:

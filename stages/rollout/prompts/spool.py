@@ -27,7 +27,7 @@ import numpy as np
 from penstock.stages.rollout.prompts.rows import FIRST_ROW_KEYS, Columns, Rows, fill_first_row_numbers
 from penstock.storage.errors import DataError
 
-FORMAT = 2  # version of the cached files; must also be incremented when rows.py changes
+FORMAT = 3  # version of the cached files; must also be incremented when the rows change
 STRIDE = 16  # the index stores the byte offset of every STRIDE-th row
 _CHUNK = 1 << 20  # bytes of one read or write
 
