@@ -445,6 +445,7 @@ def check_row_rewards(rollout: RolloutConfig, template: str) -> list[tuple[str, 
         check_reward_rows,
         try_reward_on_test_samples,
         unrequested_format_warning,
+        unrewarded_labels_warning,
     )
     from penstock.stages.rollout.prompts.check import read_first_rows
 
@@ -454,6 +455,8 @@ def check_row_rewards(rollout: RolloutConfig, template: str) -> list[tuple[str, 
         return []  # the generate function may grade its samples
     rows = [RewardRow(where, label, metadata, prompt) for where, prompt, label, metadata in read_first_rows(rollout)]
     check_reward_rows(rollout, rows)
+    if warning := unrewarded_labels_warning(rollout, rows):
+        logger.warning(warning)
     warning = unrequested_format_warning(rollout, rows, template)
     if warning and not rollout.custom_generate_function_path:  # the function may make its own prompts
         logger.warning(warning)

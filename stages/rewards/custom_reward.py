@@ -39,7 +39,8 @@ class CustomReward:
 
     @property
     def is_async(self) -> bool:
-        """Whether the reward is async, so that many calls run concurrently."""
+        """Whether the reward is an async function, so that many calls run concurrently. Any other reward may return
+        awaitables, too, but is called one at a time, because the call itself may block."""
         target = getattr(self.target, METHOD) if self.is_class else self.target
         return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004
 
@@ -111,6 +112,13 @@ def _model_path_parameter(constructor: Callable[..., Any]) -> inspect.Parameter 
     return first if first and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD) else None
 
 
+async def await_all(value: Any) -> Any:
+    """Return what `value` is when it and the entries of the list that it is or becomes have been awaited."""
+    while inspect.isawaitable(value):
+        value = await value
+    return [await await_all(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
 async def await_rewards_in_turn(function: Callable[..., Any], args: Any, samples: list[Sample]) -> list[Any]:
     """Await an async reward for each sample in turn, and return the rewards."""
-    return [await function(args, sample) for sample in samples]
+    return [await await_all(function(args, sample)) for sample in samples]

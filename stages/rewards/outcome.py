@@ -69,7 +69,8 @@ def grade_builtin(sample: Sample, settings: RewardSettings) -> Outcome:
 
 def parse_rewards(values: Any, num_samples: int, reward_key: str | None, reward_name: str) -> list[Outcome]:
     """Return one outcome per sample from `values`, the list that the reward `reward_name` returned for all samples."""
-    values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
+    if hasattr(values, "tolist") and getattr(values, "ndim", 1):  # an array, a tensor or a series
+        values = list(values)
     if not isinstance(values, list | tuple):
         reason = f"no list: {reward_name} returned {_safe_repr(values)} for {num_samples} samples"
     elif len(values) != num_samples:
@@ -110,11 +111,11 @@ def parse_reward(value: Any, reward_key: str | None, reward_name: str) -> Outcom
 
 
 def _to_float(value: Any) -> float | None:
-    """Convert a number, or a scalar of NumPy or torch (without importing either); return None for anything else."""
-    if not hasattr(value, "__float__"):
-        return None
+    """Convert a number, or an array or tensor of one number (without importing NumPy or torch); return None for
+    anything else."""
     try:
-        return float(value)
+        number = value.item() if hasattr(value, "item") else value
+        return float(number) if hasattr(number, "__float__") else None
     except Exception:  # a user-defined class may raise anything; an array of several numbers raises, too
         return None
 

@@ -3,17 +3,19 @@ test responses."""
 
 from __future__ import annotations
 
+import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from penstock.stages.rewards.builtin.dapo import to_minerva_number
-from penstock.stages.rewards.builtin.gpqa import specifies_correct_option
+from penstock.stages.rewards.builtin.exact_number import to_integer
+from penstock.stages.rewards.builtin.gpqa import check_correct_option, specifies_correct_option
 from penstock.stages.rewards.builtin.ifbench import read_instructions
 from penstock.stages.rewards.grading import Grader
-from penstock.stages.rewards.hub import BOXED_PREFIX, get_checked_builtin_reward
+from penstock.stages.rewards.hub import BOXED_PREFIX, get_builtin_reward, get_checked_builtin_reward
 from penstock.stages.rewards.outcome import Outcome
 from penstock.stages.rewards.settings import RewardOptions, builtin_reward_name, row_reward_path
 from penstock.storage.errors import InputError, RewardError
@@ -26,6 +28,9 @@ _GRADED_FORMAT = {"math": r"\boxed", "deepscaler": r"\boxed", "dapo": "Answer:"}
 _WITHOUT_LABEL = ("random", "remote_rm", "ifbench", "gpqa")  # gpqa's answer may be in the metadata instead
 
 
+_COMPARES_LABEL = ("math", "deepscaler", "dapo", "f1", "gpqa", "exact_number")
+
+
 @dataclass(frozen=True)
 class RewardRow:
     """The fields of a prompt data row that a reward reads."""
@@ -34,6 +39,13 @@ class RewardRow:
     label: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
     prompt: str = ""
+
+
+_CHECK_LABEL: dict[str, Callable[[RewardRow], object]] = {
+    "dapo": lambda row: to_minerva_number(row.label),
+    "exact_number": lambda row: to_integer(row.label),
+    "gpqa": lambda row: check_correct_option(row.label, row.metadata),
+}
 
 
 class RowOptions(RewardOptions, Protocol):
@@ -76,8 +88,22 @@ def _check_reward_of_row(options: RowOptions, row: RewardRow) -> None:
         column = f"fill its column {options.label_key!r}, or name another column with --label-key"
         fix = column if options.label_key else "name the column with the labels with --label-key"
         raise RewardError(f"the row has no label, which the reward {name} needs: {fix}")
-    if base_name == "dapo":
-        to_minerva_number(row.label)
+    if base_name in _COMPARES_LABEL and _is_json_of_texts(row.label):
+        raise RewardError(
+            f"the label {row.label:.100} is a JSON value with several texts, and the reward {name} compares one text: "
+            "name an entry of the column with --label-key COLUMN.ENTRY, or use --custom-rm-path"
+        )
+    if base_name in _CHECK_LABEL:
+        _CHECK_LABEL[base_name](row)
+
+
+def _is_json_of_texts(label: str) -> bool:
+    """Return whether a label is a JSON object, or a JSON array with texts: a label of such a column is JSON text."""
+    try:
+        value = json.loads(label) if label.strip()[:1] in ("{", "[") else None
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(part, str | dict) for part in value))
 
 
 def unrequested_format_warning(options: RewardOptions, rows: Sequence[RewardRow], template: str = "") -> str | None:
@@ -101,6 +127,38 @@ def unrequested_format_warning(options: RewardOptions, rows: Sequence[RewardRow]
                 "will be equal and nothing is learned; ask for it in the prompts, or use another reward"
             )
     return None
+
+
+def unrewarded_labels_warning(options: RewardOptions, rows: Sequence[RewardRow]) -> str | None:
+    """Return a warning if a built-in reward gives none of the rows more than the lowest reward, not even to a response
+    that consists of the label. Otherwise return None."""
+    graded = [
+        (row, name)
+        for row in rows
+        if not (options.custom_rm_path or row.metadata.get("custom_rm_path"))
+        and (name := (builtin_reward_name(row.metadata, options.rm_type) or "").removeprefix(BOXED_PREFIX))
+        in _COMPARES_LABEL
+    ]
+    if not graded or any(_is_rewarded(name, row) for row, name in graded):
+        return None
+    row, name = graded[0]
+    return (
+        f"the reward {name} rewards none of the first {len(graded)} labels, not even if the response is the label "
+        f"itself (the first is {row.label[:100]!r} in {row.where}): name the column of the answers with --label-key, "
+        "or use another reward"
+    )
+
+
+def _is_rewarded(name: str, row: RewardRow) -> bool:
+    """Return whether a response that states the label, in one of the graded formats, gets more than the lowest
+    reward."""
+    for response in (row.label, rf"</think>\boxed{{{row.label}}}", f"Answer: {row.label}"):
+        value = get_builtin_reward(name).function(
+            Sample("preflight", "preflight", "preflight", 0, response=response, label=row.label, metadata=row.metadata)
+        )
+        if max(value.values() if isinstance(value, dict) else [value]) > 0:
+            return True
+    return False
 
 
 def try_reward_on_test_samples(

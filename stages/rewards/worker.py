@@ -19,7 +19,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
-from penstock.stages.rewards.custom_reward import RewardCall, await_rewards_in_turn, load_custom_reward
+from penstock.stages.rewards.custom_reward import RewardCall, await_all, await_rewards_in_turn, load_custom_reward
 from penstock.stages.rewards.hub import get_builtin_reward
 from penstock.stages.rewards.outcome import Outcome, failed_outcome, grade_builtin, outcome_of_exception, parse_rewards
 from penstock.stages.rewards.settings import RewardSettings
@@ -74,13 +74,14 @@ def _serve(connection: Connection, settings: RewardSettings, name: str, call: Re
     """Grade jobs one after another, until this process is killed: at a job's time limit, or when the parent exits."""
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     _start_receiver(connection, jobs.put)
+    runner = asyncio.Runner()  # one event loop for all calls: a client that the reward keeps belongs to its loop
     while True:
         index, samples = jobs.get()
         if call is None:
             outcomes = [grade_builtin(sample, settings) for sample in samples]
         else:
             try:
-                values = call(samples)
+                values = runner.run(await_all(call(samples)))
             except (Exception, SystemExit) as error:
                 outcomes = [outcome_of_exception(error, name)] * len(samples)
             else:
@@ -95,7 +96,7 @@ async def _serve_async(connection: Connection, settings: RewardSettings, name: s
 
     async def call_without_exit(samples: list[Sample]) -> object:
         try:
-            return await call(samples)
+            return await await_all(call(samples))
         except SystemExit as error:  # would stop the event loop and thereby all other jobs
             raise PluginError(f"SystemExit: {error.code!r}") from error
 

@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 
 from penstock.stages.rewards import process
+from penstock.stages.rewards.builtin.exact_number import exact_number
+from penstock.stages.rewards.builtin.gpqa import gpqa
 from penstock.stages.rewards.preflight import (
     RewardRow,
     check_reward_rows,
     try_reward_on_test_samples,
     unrequested_format_warning,
+    unrewarded_labels_warning,
 )
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import InputError, PluginError, RewardError
+from penstock.storage.samples.sample import Sample
 
 GOOD = RewardRow("train.jsonl row 0", "5", prompt="2 + 3 =")
 
@@ -72,6 +76,107 @@ def test_row_that_cannot_be_graded_is_rejected_by_name(fields: dict[str, Any], r
 )
 def test_row_that_can_be_graded_is_accepted(fields: dict[str, Any], row: RewardRow) -> None:
     check_reward_rows(options(**fields), [row])
+
+
+@pytest.mark.parametrize("label", ["1,234", "two", "1.5", "-1/2", "1e3", "$5", "5 apples", "NaN", "2024-01-31", "true"])
+def test_label_that_no_last_integer_can_equal_is_rejected(label: str) -> None:
+    row = RewardRow("d.jsonl row 7", label)
+    for name in ("exact_number", "boxed_exact_number"):
+        with pytest.raises(RewardError, match=r"^d.jsonl row 7: the label .* is not an integer"):
+            check_reward_rows(options(rm_type=name), [row])
+    assert unrewarded_labels_warning(options(rm_type="math"), [row]) is None
+
+
+@pytest.mark.parametrize(
+    ("label", "response", "reward"),
+    [
+        ("5", "so 5", 1),
+        (" 5\n", "so 5", 1),
+        ("2.00", "it is 2", 1),
+        ("2.0", "it is 3", 0),
+        ("+7", "7", 1),
+        ("-3.", "-3", 1),
+        ("007", "007", 1),
+        ("7", "007", 0),
+        ("0", "none", 0),
+    ],
+)
+def test_label_that_is_an_integer_can_be_equalled(label: str, response: str, reward: float) -> None:
+    check_reward_rows(options(rm_type="exact_number"), [RewardRow("r", label)])
+    assert exact_number(Sample("s", "g", "s", 0, response=response, label=label)) == reward
+
+
+@pytest.mark.parametrize("name", ["exact_number", "math", "deepscaler", "f1", "gpqa", "boxed_math", "dapo"])
+@pytest.mark.parametrize("label", ['{"style": "rule", "ground_truth": "4"}', '["4", "four"]', ' [{"a": 1}]', "{}"])
+def test_label_that_is_a_structure_is_rejected_by_rewards_that_compare_text(name: str, label: str) -> None:
+    with pytest.raises(RewardError, match=r"^d.jsonl row 7: the label .*--label-key COLUMN.ENTRY"):
+        check_reward_rows(options(rm_type=name, reward_key="score"), [RewardRow("d.jsonl row 7", label)])
+    check_reward_rows(options(custom_rm_path="mine.py"), [RewardRow("r", label)])
+    check_reward_rows(options(rm_type="random"), [RewardRow("r", label)])
+
+
+@pytest.mark.parametrize("label", ["{1, 2}", "[1, 2]", "[0, 1)", r"\{x\}", "[a]", "{"])
+def test_label_that_only_looks_like_json_is_accepted(label: str) -> None:
+    check_reward_rows(options(rm_type="math"), [RewardRow("r", label)])
+
+
+FOUR = {"choices": ["a cell", "the Sun", "ion", "Moon"]}
+
+
+@pytest.mark.parametrize(
+    ("label", "metadata"),
+    [("4", FOUR), ("9", FOUR), ("E", FOUR), ("z", FOUR), ("X", {"choices": {"P": "a", "Q": "b"}})],
+)
+def test_label_that_names_none_of_the_choices_is_rejected(label: str, metadata: dict[str, Any]) -> None:
+    with pytest.raises(RewardError, match=r"^d.jsonl row 7: the label '.' names none of the . choices"):
+        check_reward_rows(options(rm_type="gpqa"), [RewardRow("d.jsonl row 7", label, metadata)])
+
+
+@pytest.mark.parametrize(
+    ("label", "metadata"),
+    [
+        ("D", FOUR),
+        ("3", FOUR),
+        ("3.0", FOUR),
+        ("moon", FOUR),
+        ("a paraphrase", FOUR),
+        ("E", {}),
+        ("9", FOUR | {"correct_letter": "B"}),
+    ],
+)
+def test_label_that_names_a_choice_is_accepted(label: str, metadata: dict[str, Any]) -> None:
+    check_reward_rows(options(rm_type="gpqa"), [RewardRow("r", label, metadata)])
+
+
+def test_index_of_a_choice_may_be_stored_as_a_float() -> None:
+    assert gpqa(Sample("s", "g", "s", 0, response="The answer is B.", label="1.0", metadata=FOUR)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "warned"),
+    [
+        ("f1", ["the", "...", "a"], True),
+        ("f1", ["the", "Paris"], False),
+        ("math", [r"\frac{1}{2", "}{"], True),
+        ("math", [r"\frac{1}{2", "3"], False),
+        ("math", ["17 * 23", r"\boxed{5}"], False),
+        ("deepscaler", ["42"], False),
+        ("deepscaler", ["{{"], True),
+        ("boxed_f1", ["an", "the"], True),
+        ("gpqa", ["!!", "?"], True),
+        ("gpqa", ["B"], False),
+        ("dapo", ["34.0", "-1"], False),
+        ("exact_number", ["7", "2.00"], False),
+        ("random", ["", "the"], False),
+        (None, ["the"], False),
+    ],
+)
+def test_warning_if_no_label_of_the_sample_can_be_rewarded(name: str | None, labels: list[str], warned: bool) -> None:
+    rows = [RewardRow(f"d.jsonl row {index}", label) for index, label in enumerate(labels)]
+    fields = {"rm_type": name} if name else {"custom_rm_path": "mine.py"}
+    warning = unrewarded_labels_warning(options(**fields), rows)
+    assert (warning is not None) is warned
+    assert not warned or ("d.jsonl row 0" in str(warning) and "--label-key" in str(warning))
 
 
 @pytest.mark.parametrize("package", ["", "a b", "mine.py/x", "a..b"])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.stages.rewards.builtin.answer_text import answer_text
+from penstock.storage.errors import RewardError
 from penstock.storage.samples.sample import Sample
 
 _LETTERS = string.ascii_uppercase[:10]  # option letters, if the row gives no choices
@@ -39,7 +40,7 @@ class _Options:
 def gpqa(sample: Sample) -> float:
     """Return 1 if the response chooses the letter of the correct option or, if it chooses no letter, contains the
     text of the correct option, else 0."""
-    options = _read_options(sample)
+    options = _read_options(sample.label.strip(), sample.metadata)
     text = answer_text(sample.response)
     chosen = chosen_letter(text, options.letters)
     if chosen is not None and options.correct is not None:
@@ -52,6 +53,17 @@ def gpqa(sample: Sample) -> float:
         targets.append(label)
     normalized = f" {_normalize(text)} "
     return float(any(f" {target} " in normalized for target in map(_normalize, targets) if target))
+
+
+def check_correct_option(label: str, metadata: dict[str, Any]) -> None:
+    """Check that a label which is a letter or an index names one of the row's choices. Raises RewardError."""
+    options, label = _read_options(label.strip(), metadata), label.strip()
+    has_text = (len(label) > 1 and not label.isdigit()) or metadata.get("correct_answer") or metadata.get("answer_text")
+    if options.choices and options.correct not in options.letters and not has_text:
+        raise RewardError(
+            f"the label {label!r} names none of the {len(options.choices)} choices {', '.join(options.letters)}: give "
+            "the letter, the text or the index of a choice, counted from 0"
+        )
 
 
 def specifies_correct_option(label: str, metadata: dict[str, Any]) -> bool:
@@ -72,8 +84,7 @@ def chosen_letter(text: str, letters: Sequence[str]) -> str | None:
     return next((letter for letter in reversed(_SINGLE_CAPITAL.findall(text)) if letter in letters), None)
 
 
-def _read_options(sample: Sample) -> _Options:
-    metadata, label = sample.metadata, sample.label.strip()
+def _read_options(label: str, metadata: dict[str, Any]) -> _Options:
     choices = metadata.get("choices") or []
     names = [str(name).strip().upper() for name in choices] if isinstance(choices, dict) else []
     texts = [str(choice) for choice in (choices.values() if isinstance(choices, dict) else choices)]
@@ -86,7 +97,8 @@ def _read_options(sample: Sample) -> _Options:
         correct = label.upper()
     if not correct:
         by_text = [letter for letter, text in zip(letters, texts) if _normalize(text) == _normalize(label)]
-        by_index = [letters[int(label)]] if label.isdigit() and int(label) < len(letters) else []
+        index = label.removesuffix(".0")  # columns of integers with missing values are often stored as floats
+        by_index = [letters[int(index)]] if index.isdecimal() and int(index[:9]) < len(letters) else []
         correct = next(iter(by_text + by_index), "")
     return _Options(letters, texts, correct or None)
 
