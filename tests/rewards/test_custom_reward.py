@@ -1,14 +1,20 @@
 """User-defined rewards in every form: how they are called, rejected before a run, and how they fail."""
 
+import array
 import sys
+from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from penstock.stages.rewards.custom_reward import load_custom_reward
 from penstock.stages.rewards.grading import Grader, check_reward_options
-from penstock.stages.rewards.outcome import Outcome
+from penstock.stages.rewards.outcome import Outcome, parse_reward, parse_rewards
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import InputError, PluginError, RewardError
 from penstock.storage.samples.sample import Sample, Status
@@ -320,3 +326,181 @@ def test_reward_with_a_right_signature_is_accepted(tmp_path: Path, source: str) 
     path.write_text(source)
     assert load_custom_reward(str(path)).is_class == ("class" in source)
     assert load_custom_reward(str(path)).is_async == ("async" in source)
+
+
+FORMS = r"""
+import asyncio, functools
+import numpy as np
+
+
+async def half(args, sample, scale=1.0):
+    await asyncio.sleep(0)
+    return 0.5 * scale
+
+
+def returns_coroutine(args, sample):
+    return half(args, sample)
+
+
+def returns_task_of_task(args, sample):
+    async def outer():
+        return half(args, sample)
+    return outer()
+
+
+def runs_its_own_loop(args, sample):
+    return asyncio.run(half(args, sample))
+
+
+partial_of_async = functools.partial(half, scale=1.0)
+
+
+class Callable:
+    async def __call__(self, args, sample):
+        return await half(args, sample)
+
+
+class ReturnsAwaitable:
+    loop = None
+
+    def __call__(self, args, sample):
+        async def compute():
+            loop = asyncio.get_running_loop()
+            assert self.loop in (None, loop), "a client that the reward keeps belongs to one loop"
+            self.loop = loop
+            return 0.5
+        return compute()
+
+
+class Awaitable:
+    def __await__(self):
+        yield
+        return 0.5
+
+
+instance, awaiting_instance = Callable(), ReturnsAwaitable()
+own_awaitable = lambda args, sample: Awaitable()
+coroutine_of_array = lambda args, sample: half(args, sample, np.ones(1))
+
+
+def one(args, sample):
+    return globals()[sample.response](args, sample)
+
+
+def nothing(args, sample):
+    return asyncio.sleep(0)
+
+
+async def halves(args, samples):
+    return [0.5] * len(samples)
+
+
+group_coroutine = lambda args, samples: halves(args, samples)
+group_list_of_coroutines = lambda args, samples: [half(args, sample) for sample in samples]
+
+
+def several(args, samples):
+    return globals()[samples[0].response](args, samples)
+
+
+async def coroutine_of_coroutines(args, samples):
+    return tuple(half(args, sample) for sample in samples)
+
+
+class Model:
+    def compute_reward(self, prompts, responses):
+        return halves(None, responses)
+"""
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("forms") / "forms.py"
+    path.write_text(FORMS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def one_by_one(forms: Path) -> Iterator[Grader]:
+    """A grader whose reward calls the function that a response names."""
+    with make_grader(custom_rm_path=f"{forms}:one") as grader:
+        yield grader
+
+
+@pytest.fixture(scope="module")
+def by_group(forms: Path) -> Iterator[Grader]:
+    with make_grader(custom_rm_path=f"{forms}:several", group_rm=True) as grader:
+        yield grader
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("returns_coroutine", "returns_task_of_task", "runs_its_own_loop", "partial_of_async", "instance"),
+        *("awaiting_instance", "own_awaitable", "coroutine_of_array"),
+    ],
+)
+def test_any_awaitable_is_awaited(one_by_one: Grader, name: str) -> None:
+    found = outcomes(one_by_one, group(name, name))
+    assert [(outcome.reward, outcome.error) for outcome in found] == [(0.5, None)] * 2
+
+
+@pytest.mark.parametrize("name", ["partial_of_async", "awaiting_instance", "Model"])
+def test_loaded_reward_may_return_awaitables(forms: Path, name: str) -> None:
+    with make_grader(custom_rm_path=f"{forms}:{name}") as grader:
+        found = outcomes(grader, group("a", "b"))
+    assert [(outcome.reward, outcome.error) for outcome in found] == [(0.5, None)] * 2
+
+
+def test_awaitable_of_none_fails_in_one_sentence(one_by_one: Grader) -> None:
+    [outcome] = outcomes(one_by_one, group("nothing"))
+    assert str(outcome.error).startswith("the reward function returned None")
+
+
+@pytest.mark.parametrize("name", ["group_coroutine", "group_list_of_coroutines", "coroutine_of_coroutines"])
+def test_group_reward_may_return_awaitables(by_group: Grader, name: str) -> None:
+    found = outcomes(by_group, group(name, "b", "c"))
+    assert [(outcome.reward, outcome.error) for outcome in found] == [(0.5, None)] * 3
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(np.array([0.5]), np.array([[0.5]], dtype=np.float32), np.array(0.5), np.float16(0.5), Decimal("0.5")),
+        *(torch.tensor(0.5, requires_grad=True), torch.tensor([0.5], dtype=torch.bfloat16), Fraction(1, 2)),
+    ],
+    ids=lambda value: repr(value),
+)
+def test_number_of_any_type_is_a_reward(value: Any) -> None:
+    assert parse_reward(value, None, "f") == Outcome(reward=0.5)
+    assert parse_reward({"score": value, "other": value}, "score", "f").rewards == {"score": 0.5, "other": 0.5}
+
+
+@pytest.mark.parametrize("value", [True, np.bool_(True), np.array([True]), torch.tensor(True)])
+def test_true_is_the_reward_1(value: Any) -> None:
+    assert parse_reward(value, None, "f") == Outcome(reward=1.0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(np.array([0.5, 1.0]), np.array(["0.5"]), "0.5", [0.5], 1j, iter([0.5]), torch.tensor([]), np.array([1j])),
+        *(np.datetime64("2024-01-31"), object(), lambda: 1),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_value_that_is_not_one_number_fails_in_one_sentence(value: Any) -> None:
+    error = str(parse_reward(value, None, "f").error)
+    assert error.startswith("the reward function returned no number: f returned ") and "\n" not in error
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *(np.full(3, 0.5), np.full((3, 1), 0.5), torch.full((3,), 0.5), torch.full((3, 1), 0.5), [np.array([0.5])] * 3),
+        array.array("d", [0.5] * 3),
+    ],
+    ids=lambda value: f"{type(value).__module__}-{getattr(value, 'shape', '')}",
+)
+def test_group_reward_may_be_an_array_or_tensor(values: Any) -> None:
+    assert parse_rewards(values, 3, None, "f") == [Outcome(reward=0.5)] * 3
