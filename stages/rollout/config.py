@@ -28,16 +28,17 @@ class PromptConfig(StageConfig):
     # "schedule" (may change on resume): files may move, and rows may be appended; prompts/source.py checks by hash that
     # the rows that the files had in earlier rounds have not changed.
     prompt_data: list[str] = option(default_factory=list, mutability="schedule")
-    """Files with prompts: JSONL or Parquet, local path or fsspec URI. A glob pattern (`shards/*.jsonl`) names all
-    matching files, in natural order of their names; the suffix `@[a:b]` selects rows a to b - 1. Rows and files may be
-    appended before a run is resumed."""
+    """Files with prompts: JSON, CSV, Parquet, Arrow or a directory of `save_to_disk`; local path or fsspec URI. A glob
+    pattern (`shards/*.jsonl`) names all matching files, in natural order of their names; the suffix `@[a:b]` selects
+    rows a to b - 1. Rows and files may be appended before a run is resumed."""
 
     prompt_data_weights: list[float] = option(default_factory=list, mutability="schedule")
     """Sampling weight of each entry of --prompt-data (normalized to sum 1); each entry then counts its own epochs.
     Without weights, an epoch visits the entries one after another."""
 
     input_key: str = option("input", aliases=("prompt-key",))
-    """Column with the prompt: text, or a list of chat messages."""
+    """Column with the prompt: text, or a list of chat messages (or its JSON text). A key with dots, `a.b`, names the
+    entry `b` of the column `a`; this applies to all columns."""
 
     label_key: str | None = option(None)
     """Column with the label that the reward function compares the response with."""

@@ -18,7 +18,7 @@ def exact_number(sample: Sample) -> float:
         RewardError: the label is not an integer, so that no response could equal it.
     """
     numbers = _INTEGER.findall(sample.response)
-    return float(to_integer(sample.label) in numbers[-1:])
+    return float(bool(numbers) and numbers[-1] == to_integer(sample.label))
 
 
 def to_integer(label: str) -> str:
