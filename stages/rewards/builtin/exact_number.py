@@ -15,10 +15,10 @@ def exact_number(sample: Sample) -> float:
     """Return 1 if the last integer of the response equals the label digit by digit, else 0.
 
     Raises:
-        RewardError: the label is not an integer, so that no response could equal it.
+        RewardError: there is a label, but it is not an integer, so that no response could equal it.
     """
     numbers = _INTEGER.findall(sample.response)
-    return float(bool(numbers) and numbers[-1] == to_integer(sample.label))
+    return float(bool(numbers) and numbers[-1] == (sample.label and to_integer(sample.label)))
 
 
 def to_integer(label: str) -> str:
