@@ -359,4 +359,4 @@ def _arrow_blocks(file: BinaryIO, path: str, columns: Columns) -> Iterator[Arrow
         raise
     except (pa.ArrowException, OSError, EOFError, ValueError) as error:
         problem = f"cannot be read beyond row {number}" if number else f"is not a {_suffix(path)[1:].capitalize()} file"
-        raise DataError(f"{path} {problem} ({error}): restore the file") from None
+        raise DataError(f"{path} {problem} ({error!s:.200}): restore the file") from None
