@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 BYTES_PER_TOKEN = 4 + 1 + 4 + 4 + 4  # id, mask, log-probs of engine and trainer, advantage; before compression
 BYTES_PER_WEIGHT = {"bf16": 2, "fp32": 4}
 MOMENTS_AND_MAIN_WEIGHT = {"bf16": 12, "fp32": 8}  # Adam's moments, and fp32 weights beside those in bf16
+MAX_ERROR = 50  # characters of the error of a test response, which a warning below shows as a whole
 MAX_PROMPT = 400  # characters of the first prompt
 Row = tuple[str, str]
 
@@ -110,7 +111,10 @@ def example_rows(
     yield "its label", short_repr(label)
     title = "test rewards"
     for response, outcome in tried:
-        yield title, f"{short_repr(response)} gets {outcome.error if outcome.reward is None else outcome.reward}"
+        yield (
+            title,
+            f"{short_repr(response)} gets {outcome.reward if outcome.error is None else outcome.error[:MAX_ERROR]}",
+        )
         title = ""
 
 

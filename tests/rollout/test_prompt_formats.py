@@ -418,15 +418,15 @@ def test_other_text_with_brackets_stays_text(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("[{'role': 'user', 'content': 'a'}]", "is text but not JSON"),  # pandas' to_csv of a column of lists
-        ('[{"role": "user", "content": "a"} {"role": "user", "content": "b"}]', "is text but not JSON"),
-        ('[{"role": "user"}]', "holds"),
-        ('[{"role": "user", "content": "a"}, 3]', "holds"),
+        ("[{'role': 'user', 'content': 'a'}]", " is text but not JSON"),  # pandas' to_csv of a column of lists
+        ('[{"role": "user", "content": "a"} {"role": "user", "content": "b"}]', " is text but not JSON"),
+        ('[{"role": "user"}]', ": message 1 .user. has no content"),
+        ('[{"role": "user", "content": "a"}, 3]', ": message 2 is 3"),
     ],
 )
 def test_messages_that_are_nearly_json_are_refused(tmp_path: Path, text: str, problem: str) -> None:
     write_csv(tmp_path / "rows.csv", [{"input": "a"}, {"input": text}])
-    with pytest.raises(DataError, match=rf"rows.csv row 1: column 'input' {problem}.*--input-key"):
+    with pytest.raises(DataError, match=rf"rows.csv row 1: column 'input'{problem}"):
         rows_of(tmp_path / "rows.csv")
 
 
