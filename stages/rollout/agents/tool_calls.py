@@ -26,6 +26,16 @@ class ToolCall:
     arguments: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class _Pairs:
+    """A format of arguments: tags around the key and value of each."""
+
+    begin: re.Pattern[str]  # tags up to the value; group 1 is the key
+    end: str  # tag that ends a value
+    following: re.Pattern[str]  # what follows the tag that ends a value
+    closing: re.Pattern[str]  # tags that end the call
+
+
 FoundCalls = tuple[list[ToolCall], int] | None  # the calls at a position and where they end; None: no call
 
 
@@ -53,8 +63,9 @@ def parse_tool_calls(text: str, tools: Tools, *, in_thought: bool = False) -> tu
         else:
             if wanted is _MARKERS:  # the prompt has opened this thought, so that all calls so far belong to it
                 calls, rest, end = [], "", 0
-            wanted, answers = _MARKERS, [*answers, position]
-    for start in answers:
+            wanted = _MARKERS
+            answers.append(position)
+    for start in [*answers[:2], *answers[2:][-1:]]:  # not all: a model may repeat a tag
         if found := _read_untagged(text, start, tools):
             return text[:start].strip(), found[0]
     return ((rest + text[end:]).strip(), calls) if calls else (text, [])
@@ -72,9 +83,10 @@ def _make_call(name: Any, arguments: Any) -> ToolCall | None:
 
 def _read_json(text: str, position: int) -> tuple[Any, int] | None:
     """Return the JSON value that begins at a position of a text, after white space, and its end."""
-    start = _SPACE.match(text, position)
+    if (start := _JSON_START.match(text, position)) is None:
+        return None
     try:
-        return _JSON.raw_decode(text, start.end() if start else position)
+        return _JSON.raw_decode(text, start.end())
     except (ValueError, RecursionError):
         return None
 
@@ -98,27 +110,25 @@ def _read_arguments(text: str, position: int, name: str, end: re.Pattern[str]) -
     return ([call], closing.end()) if call and closing else None
 
 
-def _read_pairs(
-    text: str, position: int, tools: Tools, name: str, patterns: tuple[re.Pattern[str], re.Pattern[str]]
-) -> FoundCalls:
-    """Read arguments as pairs of tags. Values are JSON, except that strings have no quotes.
-
-    Args:
-        text: reply of the model.
-        position: end of the function's name.
-        tools: tools offered to the model; their schemas tell which arguments are strings.
-        name: name of the function.
-        patterns: pattern of a pair (groups: key and value), and of the end of the call.
-    """
+def _read_pairs(text: str, position: int, tools: Tools, name: str, pairs: _Pairs) -> FoundCalls:
+    """Read the arguments of the function `name` as pairs of tags. Values are JSON, except that strings, which the
+    schemas of `tools` tell, have no quotes."""
     functions = [_function_of(tool) for tool in tools]
     schemas = [function.get("parameters") or {} for function in functions if function.get("name") == name]
     properties = (schemas[0].get("properties") or {}) if schemas else {}
     arguments: dict[str, Any] = {}
-    pair, end = patterns
-    while match := pair.match(text, position):
-        key, value, position = match[1].strip(), match[2], match.end()
-        arguments[key] = value if _takes_text(properties.get(key) or {}) else _parse_value(value)
-    closing = end.match(text, position)
+    while match := pairs.begin.match(text, position):
+        end = text.find(pairs.end, match.end())
+        while end >= 0 and not pairs.following.match(text, end + len(pairs.end)):  # the value contains the tag
+            end = text.find(pairs.end, end + 1)
+        if end < 0:
+            return None
+        value, position = text[match.end() : end], end + len(pairs.end)
+        if match[0].endswith("\n"):
+            value = value.removesuffix("\n")
+        takes_text = _takes_text(properties.get(match[1]) or {})
+        arguments[match[1]] = value if takes_text else _parse_value(value)
+    closing = pairs.closing.match(text, position)
     return ([ToolCall(name, arguments)], closing.end()) if closing else None
 
 
@@ -159,7 +169,7 @@ def _read_function(text: str, position: int, tools: Tools) -> FoundCalls:
     """Read a call of Qwen3-Coder that lacks <tool_call>, or of Llama 3.1, whose arguments are JSON."""
     if (match := _FUNCTION_NAME.match(text, position)) is None:
         return None
-    json_call = _read_arguments(text, match.end(), match[1].strip(), _QWEN_CODER[1])
+    json_call = _read_arguments(text, match.end(), match[1].strip(), _QWEN_CODER.closing)
     return json_call or _read_pairs(text, match.end(), tools, match[1].strip(), _QWEN_CODER)
 
 
@@ -212,19 +222,25 @@ _READERS: dict[str, Callable[[str, int, Tools], FoundCalls]] = {
 _MARKERS = re.compile("|".join([THOUGHT_TAGS.pattern, *map(re.escape, _READERS)]))
 _JSON = json.JSONDecoder(strict=False)  # models write raw newlines in strings
 _PYTHON_VALUES = {"True": True, "False": False, "None": None}
-_SPACE, _SEPARATOR, _TEXT_END = re.compile(r"\s*"), re.compile(r"(?:[\s;]|<\|python_tag\|>)*"), re.compile(r"\s*\Z")
+_JSON_START, _SEPARATOR, _TEXT_END = (
+    re.compile(r"\s*(?=[^\s<])"),
+    re.compile(r"(?:[\s;]|<\|python_tag\|>)*"),
+    re.compile(r"\s*\Z"),
+)
 _TOOL_CALL_END = re.compile(r"\s*</tool_call>")
 _FUNCTION_NAME = re.compile(r"([^>\n]{1,256})>")
 _FUNCTION = re.compile(r"\s*<function=" + _FUNCTION_NAME.pattern)
-_QWEN_CODER = (
-    re.compile(r"\s*<parameter=([^>\n]{1,256})>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL),
+_QWEN_CODER = _Pairs(
+    re.compile(r"\s*<parameter=([^>\n]{1,256})>\n?"),
+    "</parameter>",
+    re.compile(r"\s*(?:<parameter=|</function>)"),
     re.compile(r"\s*</function>(?:\s*</tool_call>)?"),
 )
 _GLM_NAME = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|</tool_call>)")  # 4.5 to 4.7
-_GLM = (
-    re.compile(
-        r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</tool_call>))", re.DOTALL
-    ),
+_GLM = _Pairs(
+    re.compile(r"\s*<arg_key>([^<]{1,256})</arg_key>\s*<arg_value>"),
+    "</arg_value>",
+    re.compile(r"\s*(?:<arg_key>|</tool_call>)"),
     _TOOL_CALL_END,
 )
 _GLM4_NAME = re.compile(r"\s*([\w.-]+)\n\s*(?=\{)")
