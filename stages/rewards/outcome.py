@@ -69,7 +69,7 @@ def grade_builtin(sample: Sample, settings: RewardSettings) -> Outcome:
 
 def parse_rewards(values: Any, num_samples: int, reward_key: str | None, reward_name: str) -> list[Outcome]:
     """Return one outcome per sample from `values`, the list that the reward `reward_name` returned for all samples."""
-    if hasattr(values, "tolist") and getattr(values, "ndim", 1):  # an array, a tensor or a series
+    if hasattr(values, "tolist") and getattr(values, "ndim", None) != 0:  # an array, a tensor or a series
         values = list(values)
     if not isinstance(values, list | tuple):
         reason = f"no list: {reward_name} returned {_safe_repr(values)} for {num_samples} samples"

@@ -3,7 +3,6 @@
 import csv
 import datetime
 import gzip
-import io
 import json
 import subprocess
 import sys
@@ -528,9 +527,6 @@ def test_metadata_of_any_type_becomes_json(
     tmp_path: Path, kind: str, values: pa.Array, metadata: dict[str, Any]
 ) -> None:
     table = pa.table({"input": ["p"], "metadata": values})
-    if kind == "parquet" and "halffloat" in str(values.type):
-        table = table.cast(table.schema)
     (pq.write_table if kind == "parquet" else lambda t, p: write_stream(p, t))(table, tmp_path / f"rows.{kind}")
     [row] = rows_of(tmp_path / f"rows.{kind}")
     assert json.loads(row)[2] == metadata
-    assert io.StringIO(row.decode()).read().count("Decimal") == 0
