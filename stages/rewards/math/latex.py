@@ -24,13 +24,14 @@ FUNCTIONS = (
     "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log", "ln", "exp",
 )  # fmt: skip
 _INVERSES = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
-_COMMANDS = {rf"\{name}" for name in FUNCTIONS}
+_COMMANDS = {rf"\{name}" for name in (*FUNCTIONS, "floor", "ceil")}
 _CLOSING = {"(": ")", "{": "}", "[": "]", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
 _ROUNDING = {r"\lfloor": "floor", r"\lceil": "ceil"}
 _NOT_SYMBOLS = {
     r"\cdot", r"\le", r"\ge", r"\ne", r"\in", r"\cup", r"\cap", r"\pm", r"\mp", r"\to", r"\over", r"\choose",
     r"\rfloor", r"\rceil", r"\\", r"\{", r"\}", r"\$", r"\dots", r"\sum", r"\prod", r"\int", r"\lim", r"\max", r"\min",
-    r"\gcd", r"\pmod", r"\bmod", r"\mod", r"\equiv", r"\approx", r"\langle", r"\rangle", r"\setminus", r"\subset",
+    r"\gcd", r"\implies", r"\land", r"\lor",
+    r"\mod", r"\equiv", r"\approx", r"\langle", r"\rangle", r"\setminus", r"\subset",
     r"\rightarrow", r"\circ",
 }  # fmt: skip
 
@@ -150,7 +151,7 @@ class _Parser:
 
     def parse_factor(self) -> Node:
         token = self.next_token()
-        if token[0].isdigit() or token[0] == ".":
+        if token[0].isdecimal() or token[0] == ".":
             return self.parse_number(token)
         if token in _CLOSING:
             node = self.parse_group(token)
@@ -247,7 +248,7 @@ class _Parser:
 
     def at_number(self) -> bool:
         token = self.peek_token()
-        return token is not None and (token[0].isdigit() or token[0] == ".")
+        return token is not None and (token[0].isdecimal() or token[0] == ".")
 
 
 def _mixed_number(whole: Node, fraction: Node) -> Node:

@@ -24,6 +24,8 @@ _MAX_FACTORIAL = 1000
 _PRECISION = 400  # bits of irrational values
 _RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = mpmath.mpf(10) ** -50, mpmath.mpf(10) ** -90
 _NUM_POINTS = 10  # number of test points for expressions with variables
+_NUM_INTEGER_POINTS = 48  # more test points for expressions with \\lfloor or \\lceil: consecutive integers
+_INTEGER_NAMES = {"n", "m", "k", r"\integer"}  # variables that are integers inside \\lfloor or \\lceil
 _MIN_POINTS = 3  # minimum number of points at which both expressions have a value
 Value = Any  # Fraction, mpf or mpc
 
@@ -59,6 +61,25 @@ def sign_of_constant_ratio(left: Node, right: Node) -> int:
     return 1 if mpmath.re(_to_float(ratio)) > 0 else -1
 
 
+def is_less(left: Node, right: Node) -> bool:
+    """Return whether two expressions without variables are real numbers with left < right."""
+    values = (
+        next(_values_at_test_points(left, right, set()), None)
+        if not variable_names(left) | variable_names(right)
+        else None
+    )
+    return (
+        values is not None
+        and all(map(_is_real, values))
+        and mpmath.re(_to_float(values[0])) < mpmath.re(_to_float(values[1]))
+    )
+
+
+def is_integer(node: Node) -> bool:
+    """Return whether an expression is an integer: exactly, or at all test points if it has variables."""
+    return same_value(node, ("floor", node))
+
+
 def variable_names(node: Node) -> set[str]:
     """Return the names of the variables in an expression; the symbols e, i, \\pi and \\infty are constants."""
     if node[0] == "symbol":
@@ -68,7 +89,7 @@ def variable_names(node: Node) -> set[str]:
 
 def _values_at_test_points(left: Node, right: Node, names: set[str]) -> Iterator[tuple[Value, Value]]:
     """Yield (value of `left`, value of `right`) at up to _NUM_POINTS points, skipping points where one is undefined."""
-    for number in range(_NUM_POINTS if names else 1):
+    for number in _test_point_numbers(left, right, names):
         point = {name: _test_point_coordinate(name, number) for name in names}
         with mpmath.workprec(_PRECISION):
             try:
@@ -77,13 +98,25 @@ def _values_at_test_points(left: Node, right: Node, names: set[str]) -> Iterator
                 continue
 
 
+def _test_point_numbers(left: Node, right: Node, names: set[str]) -> range:
+    if not names or not (_has_rounding(left) or _has_rounding(right)):
+        return range(_NUM_POINTS if names else 1)
+    return range(_NUM_POINTS if names <= _INTEGER_NAMES else 0, _NUM_POINTS + _NUM_INTEGER_POINTS)
+
+
+def _has_rounding(node: Node) -> bool:
+    return node[0] in ("floor", "ceil") or any(_has_rounding(part) for part in node[1:] if isinstance(part, tuple))
+
+
 def _test_point_coordinate(variable: str, point_number: int) -> Fraction:
     """Return the value of the variable `variable` at test point `point_number`.
 
     The absolute value is below 1 at points 0 to 2, and up to 9 or 1000 at the other points; the value is negative at
-    points 6 and 7, and has either sign at points 8 and 9.
+    points 6 and 7, and has either sign at points 8 and 9. Later points are consecutive integers.
     """
-    draw = xxhash.xxh3_64_intdigest(f"{variable} {point_number}".encode())
+    if point_number >= _NUM_POINTS:
+        return Fraction(xxhash.xxh3_64_intdigest(variable.encode("utf-8", "surrogatepass")) % 97 + point_number)
+    draw = xxhash.xxh3_64_intdigest(f"{variable} {point_number}".encode("utf-8", "surrogatepass"))
     size = Fraction(draw % 7919 + 1, 7927)
     if point_number >= 3:
         size = 1 + size * (999 if point_number in (5, 7, 9) else 8)

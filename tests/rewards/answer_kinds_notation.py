@@ -1,0 +1,392 @@
+"""Generators of answers, each with spellings of one value and of other values: notation of mathematics."""
+
+from __future__ import annotations
+
+from random import Random
+
+from tests.rewards.answer_kinds import Spellings, coprime, frac, nonzero, sign
+from tests.rewards.answer_kinds_collections import numbers
+
+# fmt: off
+
+
+def residue(draw: Random) -> Spellings:
+    m = draw.randint(3, 40)
+    a = draw.randint(1, m - 1)
+    same = [rf"x \equiv {a} \pmod{{{m}}}", rf"x \equiv {a} (mod {m})", rf"x\equiv {a} \mod {m}",
+        rf"x ≡ {a} (mod {m})",
+        rf"x \equiv {a} \bmod {m}", rf"x\equiv {a}\ (\text{{mod }} {m})", rf"x \equiv {a}\ (\mathrm{{mod}}\ {m})",
+        rf"x\equiv {a} \text{{ mod }} {m}", rf"x \equiv {a}\pmod {{{m}}}",
+        rf"x\equiv {a} \;(\operatorname{{mod}} {m})",
+        rf"x \equiv {a + m} \pmod{{{m}}}", rf"x \equiv {a - m} (\bmod {m})",
+        rf"x \equiv {a} \quad (\text{{mod}}\ {m})"]
+    return same, [rf"x \equiv {a + 1} \pmod{{{m}}}", rf"x \equiv {a} \pmod{{{m + 1}}}",
+        rf"x \equiv {a} (mod {m + 1})",
+        f"x = {a}", rf"y \equiv {a + 1} (mod {m})", rf"x \equiv {m - a if 2 * a != m else a + 1} (mod {m})"]
+
+
+def residue_without_name(draw: Random) -> Spellings:
+    m = draw.randint(5, 40)
+    a = draw.randint(1, m - 1)
+    same = [rf"{a} \pmod{{{m}}}", f"{a} (mod {m})", rf"{a} \mod {m}", rf"{a} \bmod {m}", rf"{a}\text{{ mod }}{m}",
+        rf"{a} \ (\text{{mod }} {m})", rf"n \equiv {a} \pmod{{{m}}}", rf"\equiv {a} \pmod{{{m}}}"]
+    return same, [rf"{a + 1} \pmod{{{m}}}", f"{a} (mod {m + 2})", rf"{m} \mod {a}", rf"-{a} \pmod {{{2 * m}}}"]
+
+
+def several_residues(draw: Random) -> Spellings:
+    m = draw.randint(7, 30)
+    a, b = draw.sample(range(1, m), 2)
+    same = [rf"x \equiv {a}, {b} \pmod{{{m}}}", rf"x \equiv {b}, {a} (mod {m})",
+        rf"x\equiv {a} \text{{ or }} {b} \pmod{{{m}}}",
+        rf"x \equiv {a} \pmod{{{m}}} \text{{ or }} x \equiv {b} \pmod{{{m}}}",
+        rf"x \equiv {a} (mod {m}), x \equiv {b} (mod {m})", rf"{a}, {b} \pmod{{{m}}}"]
+    c = next(c for c in range(m) if c not in (a, b))
+    return same, [rf"x \equiv {a}, {c} \pmod{{{m}}}", rf"x \equiv {a}, {b} \pmod{{{m + 1}}}",
+        rf"x \equiv {a} \pmod{{{m}}}",
+        rf"x \equiv {a}, {b}, {c} \pmod{{{m}}}"]
+
+
+def large_word(draw: Random) -> Spellings:
+    n, (word, zeros) = draw.randint(2, 99), draw.choice([("thousand", 3), ("million", 6), ("billion", 9), ("hundred",
+        2)])
+    same = [f"{n} {word}", rf"{n}\text{{ {word}}}", rf"{n} \text{{ {word}}}", f"{n * 10**zeros:,}",
+        f"{n}{'0' * zeros}",
+        rf"{n}\times 10^{zeros}", rf"{n}\,\mathrm{{{word}}}", f"{n}.0 {word}"]
+    return same, [f"{n}", f"{n + 1} {word}", rf"{n}\times 10^{zeros + 1}", f"{n}{'0' * (zeros - 1)}", f"{n} trillion",
+        f"{n} apples", f"{n}.0"]
+
+
+def large_money(draw: Random) -> Spellings:
+    n, (word, zeros) = draw.randint(11, 99), draw.choice([("thousand", 3), ("million", 6), ("billion", 9)])
+    n += n % 10 == 0
+    text, value = f"{n // 10}.{n % 10}", n * 10 ** (zeros - 1)
+    same = [rf"\${text} \text{{ {word}}}", f"${text} {word}", f"{text} {word} dollars", rf"\${value:,}", f"{value}",
+        rf"\$ {text}\text{{ {word}}}", f"{value:,} dollars"]
+    return same, [f"{text} dollars", rf"\${text}", f"{n} {word}", f"{n // 10}.{n % 10 + 1} {word}",
+        rf"\${value // 10}",
+        f"${text} trillion", f"€{text}"]
+
+
+def approximately(draw: Random) -> Spellings:
+    text = f"{draw.randint(1, 99)}.{draw.randint(11, 98)}"
+    same = [text, rf"\approx {text}", f"≈ {text}", f"approximately {text}", rf"\text{{approximately }} {text}",
+        f"about {text}", rf"\text{{about }}{text}", rf"x \approx {text}", rf"\text{{approx. }} {text}",
+        rf"\sim {text}", f"roughly {text}", rf"\text{{Approximately }}{text}", rf"\approx\!{text}"]
+    return same, [rf"\approx {text}1", f"approximately {text[::-1]}1", f"about -{text}",
+        rf"\approx {text.replace('.', '')}",
+        f"not {text}", f"at least {text}"]
+
+
+def approximate_quantity(draw: Random) -> Spellings:
+    n, short, long = draw.randint(2, 400), *draw.choice([("km", "kilometers"), ("m", "meters"), ("kg", "kilograms")])
+    same = [f"about {n} {long}", rf"\approx {n}\text{{ {short}}}", f"approximately {n} {short}", f"{n} {long}",
+        rf"\text{{about }} {n} \text{{ {long}}}", rf"\text{{approximately {n} {long}}}"]
+    return same, [f"about {n + 1} {long}", f"about {n} seconds", rf"\approx -{n}\text{{ {short}}}"]
+
+
+def proportion(draw: Random) -> Spellings:
+    a, b = coprime(draw, 40)
+    same = [f"{a}:{b}", f"{a} to {b}", rf"{a}\text{{ to }}{b}", rf"{a} \text{{ to }} {b}", rf"\text{{{a} to {b}}}",
+        f"{a} : {b}",
+        rf"{a}{{:}}{b}", rf"{a}\mathbin{{:}}{b}"]
+    return same, [f"{b} to {a}", f"{a} to {b + 1}", f"{b}:{a}", rf"{a + 1}\text{{ to }}{b}", f"{a}, {b}",
+        f"{a} of {b}"]
+
+
+def range_of_numbers(draw: Random) -> Spellings:
+    a = draw.randint(1, 40)
+    b = a + draw.randint(1, 30)
+    same = [f"{a} to {b}", rf"{a}\text{{ to }}{b}", f"from {a} to {b}", rf"\text{{from }}{a}\text{{ to }}{b}",
+        rf"\text{{from {a} to {b}}}", rf"[{a}, {b}]"]
+    return same, [f"{a} to {b + 1}", f"from {b} to {a}", f"({b}, {a})", f"{a - 1} to {b}", f"from -{a} to {b}"]
+
+
+def system(draw: Random) -> Spellings:
+    a, b = numbers(draw, 2)
+    same = [rf"\begin{{cases}} x={a} \\ y={b} \end{{cases}}", f"x={a}, y={b}", f"(x,y)=({a},{b})",
+        f"(x, y) = ({a}, {b})",
+        rf"\begin{{cases}} x = {a}, \\ y = {b}. \end{{cases}}", rf"x={a} \text{{ and }} y={b}", f"y={b}, x={a}",
+        rf"\left\{{\begin{{array}}{{l}} x={a} \\ y={b} \end{{array}}\right.", rf"x = {a},\quad y = {b}",
+        f"({a}, {b})",
+        rf"\begin{{cases}} y={b} \\ x={a} \end{{cases}}", rf"\begin{{aligned}} x&={a} \\ y&={b} \end{{aligned}}",
+        f"(y,x)=({b},{a})"]
+    return same, [f"x={b}, y={a}", f"({b},{a})", f"(x,y)=({b},{a})",
+        rf"\begin{{cases}} x={a} \\ y={b + 1} \end{{cases}}",
+        rf"\begin{{cases}} y={a} \\ x={b} \end{{cases}}", f"x={a}", f"x={a}, y={b}, z=0"]
+
+
+def system_of_three(draw: Random) -> Spellings:
+    a, b, c = numbers(draw, 3)
+    same = [f"(a,b,c)=({a},{b},{c})", f"a={a}, b={b}, c={c}", rf"a = {a},\ b = {b},\ c = {c}", f"c={c}, a={a}, b={b}",
+        rf"\begin{{cases}} a={a} \\ b={b} \\ c={c} \end{{cases}}", f"({a},{b},{c})",
+        rf"a={a},\, b={b} \text{{ and }} c={c}"]
+    return same, [f"a={b}, b={a}, c={c}", f"({a},{c},{b})", f"a={a}, b={b}", f"(a,b,c)=({c},{b},{a})",
+        rf"\begin{{cases}} a={a} \\ b={c} \\ c={b} \end{{cases}}"]
+
+
+def named_point(draw: Random) -> Spellings:
+    (a, b), name = numbers(draw, 2), draw.choice("ABCPQ")
+    same = [f"{name}({a},{b})", f"{name} = ({a}, {b})", f"({a},{b})", rf"{name}\left({a}, {b}\right)",
+        rf"{name}=\left({a},{b}\right)"]
+    return same, [f"{name}({b},{a})", f"({a},{b + 1})", f"{name} = ({a}, {b}, 0)", f"{name}({-a - 1},{b})"]
+
+
+def several_points(draw: Random) -> Spellings:
+    a, b, c, d = numbers(draw, 4)
+    same = [f"({a},{b}), ({c},{d})", f"({c},{d}),({a},{b})", rf"({a},{b}) \text{{ and }} ({c},{d})",
+        rf"\{{({a},{b}),({c},{d})\}}",
+        rf"(x,y)=({a},{b}), ({c},{d})", rf"({a},{b})\text{{ or }}({c},{d})", rf"(x,y) \in \{{({a},{b}),({c},{d})\}}",
+        rf"(x, y) = ({a}, {b}) \text{{ or }} (x, y) = ({c}, {d})", rf"({a},{b}); ({c},{d})"]
+    return same, [f"({a},{c}), ({b},{d})", f"({a},{b})", f"({b},{a}), ({c},{d})", f"({a},{b}), ({c},{d}), (0,99)",
+        f"{a},{b},{c},{d}"]
+
+
+def scaled_matrix(draw: Random) -> Spellings:
+    k, (a, b, c, d) = draw.randint(2, 9), numbers(draw, 4)
+    inner, outer = rf"{a} & {b} \\ {c} & {d}", rf"{k * a} & {k * b} \\ {k * c} & {k * d}"
+    same = [rf"{k}\begin{{pmatrix}} {inner} \end{{pmatrix}}", rf"\begin{{pmatrix}} {outer} \end{{pmatrix}}",
+        rf"{k} \begin{{bmatrix}} {inner} \end{{bmatrix}}", rf"{k}\cdot\begin{{pmatrix}} {inner} \end{{pmatrix}}",
+        rf"A = {k}\begin{{pmatrix}} {inner} \end{{pmatrix}}", rf"\begin{{pmatrix}} {inner} \end{{pmatrix}} \cdot {k}"]
+    return same, [rf"\begin{{pmatrix}} {inner} \end{{pmatrix}}", rf"{k + 1}\begin{{pmatrix}} {inner} \end{{pmatrix}}",
+        rf"-{k}\begin{{pmatrix}} {inner} \end{{pmatrix}}",
+        rf"{k}\begin{{pmatrix}} {b} & {a} \\ {c} & {d} \end{{pmatrix}}",
+        rf"{k}+\begin{{pmatrix}} {inner} \end{{pmatrix}}"]
+
+
+def divided_matrix(draw: Random) -> Spellings:
+    k, (a, b) = draw.randint(2, 9), numbers(draw, 2)
+    column = rf"\begin{{pmatrix}} {a} \\ {b} \end{{pmatrix}}"
+    same = [rf"\frac{{1}}{{{k}}}{column}",
+        rf"\begin{{pmatrix}} \frac{{{a}}}{{{k}}} \\ \frac{{{b}}}{{{k}}} \end{{pmatrix}}",
+        rf"\frac1{k} {column}", rf"\tfrac{{1}}{{{k}}}\begin{{bmatrix}} {a} \\ {b} \end{{bmatrix}}",
+        rf"\begin{{pmatrix}} {a}/{k} \\ {b}/{k} \end{{pmatrix}}",
+        rf"-\frac{{1}}{{{k}}}\begin{{pmatrix}} {-a} \\ {-b} \end{{pmatrix}}"]
+    return same, [column, rf"\frac{{1}}{{{k + 1}}}{column}", rf"{k}{column}",
+        rf"-\frac{{1}}{{{k}}}{column}" if a or b else "1",
+        rf"\frac{{1}}{{{k}}}\begin{{pmatrix}} {b} \\ {a} \end{{pmatrix}}"]
+
+
+def nested_list_matrix(draw: Random) -> Spellings:
+    a, b, c, d = numbers(draw, 4)
+    same = [f"[[{a},{b}],[{c},{d}]]", f"[[{a}, {b}], [{c}, {d}]]",
+        rf"\begin{{pmatrix}}{a}&{b}\\{c}&{d}\end{{pmatrix}}",
+        rf"\begin{{bmatrix}} {a} & {b} \\ {c} & {d} \end{{bmatrix}}",
+        rf"\begin{{Bmatrix}} {a} & {b} \\ {c} & {d} \end{{Bmatrix}}"]
+    return same, [f"[[{a},{c}],[{b},{d}]]", f"[{a},{b},{c},{d}]",
+        rf"\begin{{vmatrix}}{a}&{b}\\{c}&{d}\end{{vmatrix}}",
+        f"[[{a}, {b}], [{c}, {d + 1}]]"]
+
+
+def angle_brackets(draw: Random) -> Spellings:
+    a, b = numbers(draw, 2)
+    same = [rf"\left<{a},{b}\right>", f"<{a}, {b}>", rf"\langle {a}, {b} \rangle",
+        rf"\left\langle {a},{b}\right\rangle",
+        f"⟨{a}, {b}⟩", rf"\left< {a} , {b} \right>", rf"\vec{{v}} = \langle {a}, {b}\rangle",
+        rf"\mathbf{{v}}=\left<{a},{b}\right>",
+        rf"\lt {a}, {b} \gt"]
+    return same, [rf"\left<{b},{a}\right>", f"<{a}, {b}, 0>", rf"\langle {a + 1}, {b} \rangle", f"{a} < {b}"]
+
+
+def unit_vectors(draw: Random) -> Spellings:
+    a, b = draw.randint(2, 19), nonzero(draw, -19, 19)
+    b = 7 if b in (1, -1) else b
+    same = [rf"{a}\mathbf{{i}} {sign(b)}\mathbf{{j}}", rf"{a}\hat{{i}} {sign(b)}\hat{{j}}",
+        rf"{a}\hat{{\mathbf{{i}}}} {sign(b)}\hat{{\mathbf{{j}}}}",
+        rf"{a}\vec{{i}} {sign(b)}\vec{{j}}", rf"{a}\,\hat{{\imath}} {sign(b)}\,\hat{{\jmath}}",
+        rf"{b}\mathbf{{j}}+{a}\mathbf{{i}}"]
+    return same, [rf"{a}\mathbf{{j}} {sign(b)}\mathbf{{i}}" if a != b else "0", rf"{a}\hat{{i}} {sign(-b)}\hat{{j}}",
+        rf"{a + 1}\hat{{i}} {sign(b)}\hat{{j}}", rf"{a}\hat{{i}} {sign(b)}\hat{{k}}"]
+
+
+def floor_of_integers(draw: Random) -> Spellings:
+    m = draw.randint(2, 12)
+    same = [rf"\lfloor n/{m} \rfloor", rf"\left\lfloor \frac{{n}}{{{m}}} \right\rfloor", f"⌊n/{m}⌋", f"floor(n/{m})",
+        rf"\lceil \frac{{n-{m - 1}}}{{{m}}} \rceil", rf"\left\lfloor\frac{{2n}}{{{2 * m}}}\right\rfloor",
+        rf"\operatorname{{floor}}(n/{m})"]
+    return same, [rf"\lfloor (n+1)/{m} \rfloor", rf"\left\lfloor \frac{{n-1}}{{{m}}} \right\rfloor",
+        rf"\lceil n/{m} \rceil",
+        rf"\frac{{n}}{{{m}}}", rf"\left\lfloor \frac{{n+{m - 1}}}{{{m}}} \right\rfloor",
+        rf"\lfloor n/{m + 1} \rfloor"]
+
+
+def empty_and_nested_sets(draw: Random) -> Spellings:
+    a, b = draw.sample(range(1, 20), 2)
+    return draw.choice([
+        ([r"\emptyset", r"\varnothing", r"\{\}", "∅", r"\left\{ \right\}", r"x \in \emptyset"],
+            [r"\{\emptyset\}", r"\{\varnothing\}", r"\{\{\}\}", r"\{0\}", "0", r"\{\emptyset, \{\emptyset\}\}"]),
+        ([r"\{\emptyset\}", r"\{\varnothing\}", r"\{\{\}\}", r"\left\{\emptyset\right\}"],
+            [r"\emptyset", r"\{\}", r"\{\{\emptyset\}\}", r"\{0\}"]),
+        ([rf"\{{\{{{a}\}}, {b}\}}", rf"\{{{b}, \{{{a}\}}\}}", rf"\left\{{\left\{{{a}\right\}},{b}\right\}}"],
+            [rf"\{{{a}, {b}\}}", rf"\{{\{{{b}\}}, {a}\}}", rf"\{{\{{{a}, {b}\}}\}}", f"{a}, {b}"]),
+        ([rf"\{{\{{{a}\}},\{{{b}\}}\}}", rf"\{{\{{{b}\}}, \{{{a}\}}\}}"],
+            [rf"\{{\{{{a}, {b}\}}\}}", rf"\{{{a}, {b}\}}", rf"\{{\{{{a}\}}, {b}\}}", rf"\{{\{{{a}\}}\}}"])])
+
+
+def all_reals(draw: Random) -> Spellings:
+    same = [r"\mathbb{R}", r"(-\infty, \infty)", "all real numbers", r"\text{all real numbers}", r"x \in \mathbb{R}",
+        "ℝ",
+        r"\text{All real numbers}", r"(-\infty, +\infty)", r"\left(-\infty,\infty\right)", r"\text{all reals}"]
+    return same, [rf"(-\infty, {draw.randint(1, 9)})", r"\mathbb{Z}", r"(0, \infty)", r"\emptyset", "all integers",
+        r"\text{all positive real numbers}"]
+
+
+def reals_without_a_point(draw: Random) -> Spellings:
+    a = draw.randint(-9, 9)
+    same = [rf"(-\infty,{a})\cup({a},\infty)", rf"\mathbb{{R}} \setminus \{{{a}\}}", rf"x \ne {a}",
+        rf"\mathbb{{R}}\backslash\{{{a}\}}",
+        rf"\mathbb{{R}} - \{{{a}\}}", rf"\{{x \in \mathbb{{R}} : x \ne {a}\}}", rf"\{{x \mid x \neq {a}\}}",
+        rf"x \in \mathbb{{R}}, x \ne {a}"]
+    return same, [rf"(-\infty,{a + 1})\cup({a + 1},\infty)", rf"(-\infty,{a}]\cup[{a},\infty)", r"\mathbb{R}",
+        rf"\mathbb{{R}} \setminus \{{{a + 1}\}}", rf"\{{{a}\}}", f"x = {a}"]
+
+
+def set_builder(draw: Random) -> Spellings:
+    a = draw.randint(-20, 20)
+    op, opening = draw.choice([(">", "("), (r"\ge", "[")])
+    same = [rf"\{{x \mid x {op} {a}\}}", rf"\{{x : x {op} {a}\}}", rf"\{{x \in \mathbb{{R}} \mid x {op} {a}\}}",
+        rf"{opening}{a}, \infty)",
+        rf"\left\{{ x \in \mathbb{{R}} : x {op} {a} \right\}}", f"x {op} {a}", rf"\{{x | x {op} {a}\}}",
+        rf"x {op} {a}, x \in \mathbb{{R}}"]
+    flipped = {">": r"\ge", r"\ge": ">"}[op]
+    return same, [rf"\{{x \mid x {flipped} {a}\}}", rf"\{{x : x {op} {a + 1}\}}",
+        rf"\{{x \in \mathbb{{Z}} : x {op} {a}\}}", f"x < {a}"]
+
+
+def two_inequalities(draw: Random) -> Spellings:
+    a = draw.randint(-20, 20)
+    b = a + draw.randint(1, 20)
+    same = [f"({a}, {b})", f"{a} < x < {b}", f"x > {a} and x < {b}", rf"x > {a} \text{{ and }} x < {b}",
+        f"x < {b}, x > {a}",
+        rf"x \in ({a}, {b})", rf"x>{a} \land x<{b}", rf"({a}, \infty) \cap (-\infty, {b})", rf"{b} > x > {a}"]
+    return same, [rf"x < {a} \text{{ or }} x > {b}", f"[{a}, {b}]", f"{a} < x < {b + 1}",
+        rf"x \ge {a} \text{{ and }} x < {b}",
+        f"x > {a}"]
+
+
+def derivative(draw: Random) -> Spellings:
+    a, b = draw.randint(2, 12), nonzero(draw, -12, 12)
+    body = f"{a}x {sign(b)}"
+    same = [body, rf"\frac{{dy}}{{dx}} = {body}", f"y' = {body}", f"f'(x) = {body}", rf"\frac{{d y}}{{d x}}={body}",
+        f"dy/dx = {body}",
+        rf"f^{{\prime}}(x) = {body}", rf"\frac{{\mathrm{{d}}y}}{{\mathrm{{d}}x}} = {body}",
+        rf"\dfrac{{dy}}{{dx}} = {body}"]
+    return same, [rf"\frac{{dy}}{{dx}} = {a}x {sign(-b)}", f"y' = {a + 1}x {sign(b)}", f"{a}x^2 {sign(b)}",
+        f"f'(x) = {body} + 1"]
+
+
+def antiderivative(draw: Random) -> Spellings:
+    a, n = draw.randint(2, 9), draw.randint(2, 5)
+    same = [f"{a}x^{n}+C", f"{a}x^{{{n}}} + C", f"C + {a}x^{n}", rf"{a} x^{n} + \text{{C}}", rf"{a}x^{n}+C.",
+        f"{a}x^{n} + c",
+        f"y = {a}x^{n} + C", rf"{a}x^{n} + \mathrm{{C}}"]
+    return same, [f"{a}x^{n}-{a}", f"{a + 1}x^{n}+C", f"{a}x^{n + 1}+C", f"{a}x^{n}+Cx", f"-{a}x^{n}+C"]
+
+
+def piecewise(draw: Random) -> Spellings:
+    a, b, c = draw.randint(2, 9), draw.randint(2, 9), draw.randint(-5, 5)
+    same = [rf"\begin{{cases}} {a}x & x < {c} \\ x+{b} & x \ge {c} \end{{cases}}",
+        rf"f(x)=\begin{{cases}} {a}x, & x < {c} \\ x+{b}, & x \geq {c} \end{{cases}}",
+        rf"\begin{{cases}} {a}x & \text{{if }} x < {c}, \\ {b}+x & \text{{if }} x \ge {c}. \end{{cases}}",
+        rf"\begin{{cases}} x+{b} & x \ge {c} \\ {a}x & x < {c} \end{{cases}}",
+        rf"\begin{{cases}} {a} x, & \text{{when }} x < {c} \\ x + {b}, & \text{{when }} {c} \le x \end{{cases}}"]
+    return same, [rf"\begin{{cases}} x+{b} & x < {c} \\ {a}x & x \ge {c} \end{{cases}}",
+        rf"\begin{{cases}} {a}x & x < {c + 1} \\ x+{b} & x \ge {c + 1} \end{{cases}}", f"{a}x",
+        rf"\begin{{cases}} {a}x & x \le {c} \\ x+{b} & x > {c} \end{{cases}}",
+        rf"\begin{{cases}} {a + 1}x & x < {c} \\ x+{b} & x \ge {c} \end{{cases}}"]
+
+
+def integer_family(draw: Random) -> Spellings:
+    a, b = coprime(draw, 9)
+    base, period = rf"\frac{{{a}\pi}}{{{b}}}", draw.choice([r"\pi", r"2\pi"])
+    p = period.replace(r"\pi", "")
+    same = [rf"{base} + {p}k\pi, k \in \mathbb{{Z}}", rf"x = {base} + {p}k\pi,\ k\in\mathbb{{Z}}",
+        rf"{base}+{p}n\pi, n \in \mathbb{{Z}}",
+        rf"x = {base} + {p}k\pi \text{{ for }} k \in \mathbb{{Z}}", rf"{base} + {p}\pi k, \quad k \in \mathbb{{Z}}",
+        rf"{base} + {p}k\pi \ (k \in \mathbb{{Z}})", rf"{base} + {p}\pi n, \text{{ where }} n \in \mathbb{{Z}}",
+        rf"{base} + {p}k\pi, \text{{ where }} k \text{{ is an integer}}", rf"{base} + {p}k\pi, k ∈ ℤ"]
+    return same, [rf"{base} + {'' if p else '2'}k\pi, k \in \mathbb{{Z}}", rf"{base} + {p}k, k \in \mathbb{{Z}}",
+        rf"\frac{{{b}\pi}}{{{a}}} + {p}k\pi, k \in \mathbb{{Z}}", rf"{base} + {p}k\pi, k \in \mathbb{{N}}",
+        rf"{base}"]
+
+
+def numbered_roots(draw: Random) -> Spellings:
+    a, b = numbers(draw, 2)
+    same = [f"{a}, {b}", f"x_1 = {a}, x_2 = {b}", f"x_1={b}, x_2={a}",
+        rf"x_{{1}} = {a} \text{{ and }} x_{{2}} = {b}", f"x = {a}, {b}",
+        rf"x={a} \text{{ or }} x={b}", rf"x_{{1,2}} = {a}, {b}", rf"x \in \{{{a}, {b}\}}", f"x = {b} or {a}"]
+    return same, [f"x_1 = {a}, x_2 = {b + 1}", f"x_1 = {a}", f"{a}, {b}, 50", f"x = {a}",
+        f"x_1 = {-a - 1}, x_2 = {b}"]
+
+
+def base_in_words(draw: Random) -> Spellings:
+    b, word = draw.choice([(2, "two"), (3, "three"), (5, "five"), (6, "six"), (8, "eight"), (9, "nine")])
+    digits = "1" + "".join(str(draw.randint(0, b - 1)) for _ in range(draw.randint(2, 5)))
+    other = digits[:-1] + str((int(digits[-1]) + 1) % b)
+    same = [f"{digits}_{b}", rf"{digits}_{{\text{{{word}}}}}", rf"{digits}_{{\text{{base {b}}}}}",
+        f"{digits} base {b}",
+        rf"{digits}\text{{ base }}{b}", rf"{digits}_{{\mathrm{{{word}}}}}", rf"{digits}_\text{{{word}}}",
+        f"({digits})_{{{b}}}"]
+    return same, [f"{digits}_{b + 1}", f"{other}_{b}", f"{digits} base {b + 1}", f"{digits}0_{{{b}}}",
+        rf"{other}\text{{ base }}{b}"]
+
+
+def combinations(draw: Random) -> Spellings:
+    n = draw.randint(4, 15)
+    k = draw.randint(2, n - 2)
+    value = 1
+    for i in range(k):
+        value = value * (n - i) // (i + 1)
+    same = [rf"\binom{{{n}}}{{{k}}}", f"C({n},{k})", rf"{{}}_{{{n}}}C_{{{k}}}", f"C({n}, {k})",
+        rf"_{{{n}}}C_{{{k}}}", rf"^{{{n}}}C_{{{k}}}",
+        rf"{{}}^{{{n}}}C_{{{k}}}", f"{value}", rf"\binom {{{n}}} {{{k}}}"]
+    return same, [f"C({n + 1},{k})", f"{value + 1}", rf"{{}}_{{{n}}}C_{{{k - 1}}}" if 2 * k - 1 != n else "0",
+        f"P({n},{k})", f"C({k},{n})"]
+
+
+def repeating_dots(draw: Random) -> Spellings:
+    d, whole = draw.choice([1, 2, 4, 5, 7, 8]), draw.randint(0, 9)
+    same = [rf"{whole}.\overline{{{d}}}", rf"{whole}.\dot{{{d}}}", rf"{whole}.\dot{d}", f"{whole}.({d})",
+        frac(9 * whole + d, 9),
+        rf"{whole}.\bar{d}"]
+    return same, [f"{whole}.{d}", f"{whole}.{d}{d}", rf"{whole}.\overline{{{d}0}}", rf"{whole + 1}.\dot{{{d}}}",
+        frac(9 * whole + d, 10)]
+
+
+def unicode_powers(draw: Random) -> Spellings:
+    v, n = draw.choice("xyn"), draw.randint(2, 9)
+    up, down = "⁰¹²³⁴⁵⁶⁷⁸⁹"[n], "₀₁₂₃₄₅₆₇₈₉"[n]
+    if draw.random() < 0.5:
+        return [f"3{v}{up}", f"3{v}^{n}", f"3{v}^{{{n}}}", rf"3 \cdot {v}{up}"], [f"3{v}^{n + 1}", f"3{v}{n}",
+        f"3{v}", f"3{v}_{n}"]
+    return [f"{v}{down}", f"{v}_{n}", f"{v}_{{{n}}}"], [f"{v}^{n}", f"{v}{n}", f"{v}_{n + 1}", f"{v}"]
+
+
+def minus_power(draw: Random) -> Spellings:
+    n = draw.randint(2, 19)
+    same = [f"10^{{-{n}}}", "10⁻" + "".join("⁰¹²³⁴⁵⁶⁷⁸⁹"[int(digit)] for digit in str(n)), rf"1 \times 10^{{-{n}}}",
+        rf"\frac{{1}}{{10^{{{n}}}}}",
+        f"1e-{n}", f"1E-{n}", rf"10^{{\,-{n}}}"]
+    return same, [f"10^{n}", f"10^{{-{n + 1}}}", f"-10^{n}", f"1e{n}"]
+
+
+def sized_commands(draw: Random) -> Spellings:
+    a, b = coprime(draw, 9)
+    same = [frac(a, b), rf"\textcolor{{red}}{{\frac{{{a}}}{{{b}}}}}", rf"\color{{blue}}{{\frac{{{a}}}{{{b}}}}}",
+        rf"\mathstrut\frac{{{a}}}{{{b}}}",
+        rf"\frac{{{a}}}{{{b}}}\hspace{{2mm}}", rf"\nicefrac{{{a}}}{{{b}}}", rf"\sfrac{{{a}}}{{{b}}}",
+        rf"\left(\frac{{{a}}}{{{b}}}\right)\,",
+        rf"\mathbf{{\frac{{{a}}}{{{b}}}}}", rf"\Large\frac{{{a}}}{{{b}}}", rf"**{a}/{b}**",
+        rf"{{\frac{{{a}}}{{{b}}}}}\enspace",
+        rf"\mathop{{\frac{{{a}}}{{{b}}}}}", rf"\phantom{{0}}\frac{{{a}}}{{{b}}}"]
+    return same, [frac(b, a), rf"\textcolor{{red}}{{\frac{{{a + 1}}}{{{b}}}}}", rf"\nicefrac{{{b}}}{{{a}}}",
+        rf"**-{a}/{b}**",
+        rf"\frac{{{a}}}{{{b}}}\hspace{{2mm}}7"]
+
+
+def chain_of_equations(draw: Random) -> Spellings:
+    a, b = draw.randint(2, 30), draw.randint(2, 30)
+    n = a + b
+    same = [f"{n}", f"x = {a} + {b} = {n}", f"x={n}", rf"x - {a} = {b} \implies x = {n}",
+        rf"x-{a}={b} \Rightarrow x={n}",
+        rf"x = {n} \approx {n}.0", rf"x - {a} = {b} \Longrightarrow x = {n}"]
+    return same, [f"{n + 1}", f"x = {a} + {b} = {n - 1}", rf"x-{a}={b} \Rightarrow x={b}", f"{-n}"]
