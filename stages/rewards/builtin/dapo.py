@@ -13,7 +13,7 @@ from penstock.stages.rewards.builtin.answer_text import strip_end_tokens
 from penstock.storage.errors import RewardError
 from penstock.storage.samples.sample import Sample
 
-_MAX_CHARACTERS = 300  # only the last characters of a response are read
+_MAX_CHARACTERS = 300  # of a label, and at the end of a response
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _NO_ANSWER = "[INVALID]"
 _UNITS = (
@@ -64,7 +64,7 @@ def to_minerva_form(answer: str) -> str:
 
 def to_minerva_number(label: str) -> str:
     """Normalize a label like `to_minerva_form`, with 34.0 as 34. Raises RewardError if the label is not a number."""
-    text = to_minerva_form(label)
+    text = to_minerva_form(label) if len(label) <= _MAX_CHARACTERS else ""
     try:
         value = Decimal(text)
     except InvalidOperation:

@@ -115,8 +115,9 @@ def _has_list_with_separator(text: str, sep: str) -> bool:
 @register_check("format:thesis")
 def _has_thesis_in_italics(text: str) -> bool:
     """Check that the text has nonempty HTML italics (<i> or <em>) that are followed by other text."""
-    match = re.search(r"<(?:i|em)>(.*?)</(?:i|em)>(.*)", text, re.DOTALL)
-    return bool(match and match.group(1).strip() and match.group(2).strip())
+    opened = re.split(r"<(?:i|em)>", text, maxsplit=1)
+    thesis_and_rest = re.split(r"</(?:i|em)>", opened[-1], maxsplit=1)
+    return len(opened) == len(thesis_and_rest) == 2 and all(map(str.strip, thesis_and_rest))
 
 
 @register_check("format:sub-bullets")
@@ -206,7 +207,9 @@ def _lists_countries_in_reverse(text: str) -> bool:
 
 
 def _to_ascii(text: str) -> str:
-    return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    """Remove diacritics and other characters that are not ASCII. Each character is decomposed by itself, since sorting
+    a long run of combining characters takes quadratic time."""
+    return "".join(unicodedata.normalize("NFKD", character) for character in text).encode("ascii", "ignore").decode()
 
 
 @register_check("custom:word_reverse")
@@ -230,11 +233,12 @@ def _lists_capitals_by_latitude(text: str) -> bool:
 
 
 def _parse_csv(text: str, delimiter: str = ",") -> list[list[str]]:
-    """Parse CSV text into rows of fields; the quotes are kept as part of a field."""
-    return [
-        [field.strip() for field in row]
-        for row in csv.reader(text.replace('"', '"""').splitlines(), delimiter=delimiter)
-    ]
+    """Parse CSV text into rows of fields; the quotes are kept as part of a field. Return no rows if it is invalid."""
+    reader = csv.reader(text.replace('"', '"""').splitlines(), delimiter=delimiter)
+    try:
+        return [[field.strip() for field in row] for row in reader]
+    except csv.Error:  # for example, a field longer than csv.field_size_limit()
+        return []
 
 
 def _is_table(rows: list[list[str]], header: str, num_rows: int) -> bool:
@@ -252,7 +256,7 @@ def _is_product_csv_with_special_character(text: str) -> bool:
     rows = _parse_csv(text)
     fields = [field for row in rows[1:] for field in row]
     return _is_table(rows, "ProductID Category Brand Price Stock", 14) and any(
-        re.match(r'".*[^\d\w\s].*"', field) for field in fields
+        field.startswith('"') and re.search(r"[^\w\s]", field[1 : field.rindex('"')]) for field in fields
     )
 
 

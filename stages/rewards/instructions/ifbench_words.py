@@ -132,9 +132,10 @@ def _has_balanced_sentence_types(text: str) -> bool:
 @register_check("ratio:overlap")
 def _has_trigram_overlap(text: str, reference_text: str, percentage: float) -> bool:
     """Check that `percentage` % (+-2) of the text's distinct character trigrams occur in `reference_text`."""
-    trigrams = {text[index : index + 3] for index in range(len(text) - 2)}
-    num_shared = sum(trigram in reference_text for trigram in trigrams)
-    return bool(trigrams) and abs(100 * num_shared / len(trigrams) - percentage) <= 2
+    trigrams, reference = (
+        {part[index : index + 3] for index in range(len(part) - 2)} for part in (text, reference_text)
+    )
+    return bool(trigrams) and abs(100 * len(trigrams & reference) / len(trigrams) - percentage) <= 2
 
 
 @register_check("ratio:sentence_words")

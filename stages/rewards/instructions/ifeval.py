@@ -92,7 +92,8 @@ def _starts_nth_paragraph_with_word(text: str, num_paragraphs: int, nth_paragrap
 
 @register_check("detectable_content:number_placeholders")
 def _has_placeholders(text: str, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+    closed = [part for line in text.split("\n") for part in line.split("]")[:-1]]
+    return sum("[" in part for part in closed) >= num_placeholders
 
 
 @register_check("detectable_content:postscript")
@@ -129,15 +130,15 @@ def _has_sections(text: str, section_spliter: str, num_sections: int) -> bool:
 def _is_json(text: str) -> bool:
     fenced = _FENCE.match(text.strip())
     try:
-        json.loads(fenced.group(1) if fenced else text)
-    except ValueError:
+        json.loads(fenced.group(1) if fenced else text, parse_int=str)  # int refuses more than 4300 digits
+    except (ValueError, RecursionError):
         return False
     return True
 
 
 @register_check("detectable_format:title")
 def _has_title(text: str) -> bool:
-    return any(title.strip("<> ") for title in re.findall(r"<<[^\n]+>>", text))
+    return any(line.partition("<<")[2].rpartition(">>")[0].strip("<> ") for line in text.split("\n"))
 
 
 @register_check("combination:two_responses")

@@ -13,12 +13,15 @@ from collections.abc import Iterable
 
 EDGES = string.punctuation + string.whitespace
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_END = re.compile(r"(?:[.!?…]+[\"'”’)\]*_]*)(?=\s)|[。！？]+[」』”]*|\n\s*\n")
+# Possessive (*+) and begun only at the first mark of a run, so that a long run of marks takes linear time.
+_END = re.compile(r"(?<![.!?…])[.!?…]++[\"'”’)\]*_]*+(?=\s)|[。！？]+[」』”]*|\n\s*\n")
 _ABBREVIATION = re.compile(
     r"(?:^|[\s(\"'])(?:mr|mrs|ms|dr|prof|st|sr|jr|vs|cf|no|inc|ltd|co|corp|fig|approx|e\.g|i\.e"
-    r"|etc(?=\.\s+[a-z])|[a-z]|[a-z]\.[a-z])\.$",
+    r"|[a-z]|[a-z]\.[a-z])\.$",
     re.IGNORECASE,
 )
+_MAX_ABBREVIATION = 12  # characters, with the character before it
+_NEXT_CHARACTER = re.compile(r"\s*(.)", re.DOTALL)
 _WORD = re.compile(r"[^\W_]+(?:['’.-][^\W_]+)*")
 _VOWELS = re.compile(r"[aeiouy]+")
 
@@ -27,17 +30,20 @@ def sentences(text: str) -> list[str]:
     """Return the sentences of a text with their punctuation; an empty line also ends a sentence."""
     parts, begin = [], 0
     for end in _END.finditer(text):
-        if not _ends_with_abbreviation(text[begin : end.end()], text[end.end() :]):
+        if not _ends_with_abbreviation(text, begin, end.end()):
             parts.append(text[begin : end.end()].strip())
             begin = end.end()
     return [sentence for sentence in [*parts, text[begin:].strip()] if sentence]
 
 
-def _ends_with_abbreviation(sentence: str, following_text: str) -> bool:
-    """Return whether the period at the end of `sentence`, followed by `following_text`, ends an abbreviation
-    ("Dr. Who", "J. Smith") and not a sentence ("it was I. Then")."""
-    match = _ABBREVIATION.search(sentence[-12:])
-    return match is not None and not (match.group().strip(" (\"'") == "I." and following_text.lstrip()[:1].isupper())
+def _ends_with_abbreviation(text: str, begin: int, end: int) -> bool:
+    """Return whether the period at the end of the sentence `text[begin:end]` ends an abbreviation ("Dr. Who",
+    "J. Smith") and not a sentence ("it was I. Then")."""
+    match = _ABBREVIATION.search(text[max(begin, end - _MAX_ABBREVIATION) : end])
+    if match is None or match.group().strip(" (\"'") != "I.":
+        return match is not None
+    following = _NEXT_CHARACTER.match(text, end)
+    return following is None or not following[1].isupper()
 
 
 def words(text: str) -> list[str]:
