@@ -113,6 +113,11 @@ class SGLangBackend(EngineBackend):
                     f"--async-mode streaming needs SGLang 0.5.21 or later, which reports the weight version of each "
                     f"token, but SGLang {version('sglang')} is installed: upgrade it, or use --async-mode ahead"
                 )
+        if options.external and options.in_flight == "in_place":
+            raise EngineError(
+                "--pause-generation-mode in_place needs engines that the run starts, because those of "
+                "--rollout-external-engine-addrs would reuse keys and values of earlier weights: omit one of them"
+            )
         args = check_sglang_args(spec.args)
         if options.router is not None:
             check_router_args(options.router)

@@ -182,11 +182,65 @@ def bind_rendezvous_to_its_address() -> None:
     rendezvous._create_c10d_store = create_on_address
 
 
+def separate_prefixes_by_weights() -> None:
+    """Make SGLang's scheduler reuse keys and values only with the weights that computed them.
+
+    A weight update in place keeps running requests and thus the prefix cache (docs/design/0025). So the key of every
+    entry begins with the number of weight loads of this process, and a request that was running during a load inserts
+    nothing, because its entries would be those of several weights.
+    """
+    try:
+        import sglang.srt.utils.weight_versions  # noqa: F401
+    except ImportError:  # SGLang before 0.5.21: Penstock never updates it in place, and every update empties the cache
+        return
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    num_loads = 0
+    load: Any = SchedulerWeightUpdaterManager._observe_weight_load  # entered by all four routes that load weights
+    match: Any = Req.init_next_round_input
+    insert: Any = UnifiedRadixCache.insert_req
+    insert_unfinished: Any = UnifiedRadixCache.cache_unfinished_req
+
+    def load_and_count(updater: Any, source: str) -> Any:
+        nonlocal num_loads
+        num_loads += 1
+        return load(updater, source)
+
+    def key_of(req: Any) -> str:
+        return f"{num_loads}:{req.client_key or ''}"
+
+    def match_and_note_weights(req: Any, *args: Any, **options: Any) -> None:
+        if not req.kv.holds_kv:
+            req.computed_with = num_loads
+        match(req, *args, **options)
+
+    def insert_if_unmixed(cache: Any, req: Any, **options: Any) -> None:
+        if req.computed_with == num_loads:
+            insert(cache, req, **options)
+
+    def insert_unfinished_if_unmixed(cache: Any, req: Any, **options: Any) -> None:
+        if req.computed_with == num_loads:
+            insert_unfinished(cache, req, **options)
+        else:
+            cache.advance_unpublished_req(req, **options)
+
+    SchedulerWeightUpdaterManager._observe_weight_load = load_and_count
+    Req.computed_with = -1  # `num_loads` when its first key was computed; -1 never equals it
+    Req.extra_key = property(key_of, lambda req, key: setattr(req, "client_key", key))
+    Req.init_next_round_input = match_and_note_weights
+    UnifiedRadixCache.insert_req = insert_if_unmixed
+    UnifiedRadixCache.cache_unfinished_req = insert_unfinished_if_unmixed
+
+
 die_with_parent()
 print_stacks_on_signal()
 HAS_CUDA = prepare_imports()
 bind_rendezvous_to_its_address()
 write_load_snapshots_to_tmpdir()
+if __name__ != "__main__":  # one of SGLang's child processes
+    separate_prefixes_by_weights()
 
 if __name__ == "__main__":
     from sglang.launch_server import run_server
@@ -194,6 +248,7 @@ if __name__ == "__main__":
 
     if not HAS_CUDA:
         disable_pinned_memory()
+        separate_prefixes_by_weights()
         make_sglang_fork()
     argv = ([] if HAS_CUDA else CPU_FLAGS) + sys.argv[1:]
     key = os.environ.pop(KEY_VARIABLE, "")

@@ -28,9 +28,17 @@ RESERVED = {
 }
 _ONE_ROLE = "every engine does both prefill and decode; omit it"
 _ADAPTERS = "engines get their adapters from the trainer; omit it"
+_STORED_KEYS = "its keys and values outlive the weights that computed them; omit it"
 _WEIGHTS = "weights come from --hf-checkpoint and then from the trainer; omit it"
 # Names, or beginnings of names that end with "_", of flags that Penstock cannot serve -> reason and what to do.
 REFUSED = {
+    **dict.fromkeys(
+        ("hicache_storage_", "enable_lmcache", "lmcache_", "enable_flexkv", "flexkv_", "radix_cache_backend"),
+        _STORED_KEYS,
+    ),
+    **dict.fromkeys(
+        ("enable_unified_cache_external_linker", "unified_cache_external_", "enable_streaming_session"), _STORED_KEYS
+    ),
     "disaggregation_": _ONE_ROLE,
     "enable_pd_role_switch": _ONE_ROLE,
     "encoder_": "only text models are supported; omit it",

@@ -1,5 +1,5 @@
 """LoRA adapters in the real SGLang: its log-probs are those of the model with the adapter, requests in flight keep
-theirs, and only clients with the API key can load one."""
+theirs, prefixes are not shared, and only clients with the API key can load one."""
 
 from __future__ import annotations
 
@@ -155,6 +155,23 @@ def test_request_in_flight_keeps_its_adapter(url: str, tiny_model: Path) -> None
     SGLangClient([url]).unload_adapters()  # waits, also for the thread that `publish` has started
     assert not {first, last} & set(control.loaded_adapters(url))
     assert SGLangClient([url]).weight_version(url) == BASE
+
+
+def test_adapters_share_no_keys_and_values_with_others_or_with_other_base_weights(url: str, tiny_model: Path) -> None:
+    """Every adapter has an id of its own in SGLang, and the key of an entry counts the loads of base weights."""
+
+    def cached_tokens() -> list[int]:
+        return [sample(url)[0].counts.cached for _ in range(2)]
+
+    reused = [0, len(PROMPT) - 1]
+    for version in (6, 7):
+        publish(url, tiny_model, LORA, f"run/{version}", version)
+        assert cached_tokens() == reused
+    client = SGLangClient([url])
+    client.update_weights(iter(hf_model(tiny_model).state_dict().items()), BASE, WeightTransport(in_flight="in_place"))
+    assert cached_tokens() == reused
+    client.unload_adapters()
+    assert cached_tokens() == reused
 
 
 def test_requests_without_the_key_are_refused(url: str) -> None:

@@ -108,6 +108,20 @@ def test_add_return_experts_flag_needs_a_flag_of_the_installed_sglang(monkeypatc
         ("max_loaded_loras", "that requests still use"),
         ("load_format", "weights come from --hf-checkpoint"),
         ("enable_ep_moe", "--sglang-ep-size"),
+        *(
+            (name, "outlive the weights that computed them")
+            for name in (
+                "hicache_storage_backend",
+                "hicache_storage_prefetch_policy",
+                "enable_lmcache",
+                "lmcache_config_file",
+                "enable_flexkv",
+                "flexkv_config_file",
+                "radix_cache_backend",
+                "enable_unified_cache_external_linker",
+                "enable_streaming_session",
+            )
+        ),
     ],
 )
 def test_flag_that_cannot_be_served_is_refused_with_the_reason(name: str, reason: str) -> None:

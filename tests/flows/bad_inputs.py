@@ -676,6 +676,8 @@ def rows_of_async() -> Iterator[Bad]:
         ("--async-mode streaming --update-weights-interval 4", "--update-weights-interval"),
         ("--async-mode streaming --debug-rollout-only", "--debug-rollout-only"),
         ("--eval-mode apart --eval-prompt-data sums {root}/prompts.jsonl", "--eval-mode apart"),
+        ("--async-mode streaming --pause-generation-mode in_place --rollout-external-engine-addrs 127.0.0.1:1",
+         "--pause-generation-mode in_place"),
     ):  # fmt: skip
         yield train(*words.split(" "), culprit=culprit)
     yield on("eval", "--eval-mode", "apart", culprit="--eval-mode apart")
