@@ -79,6 +79,8 @@ class Cluster:
         # Other users of this machine can connect to its loopback ports: a random token keeps them out.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        if address is None:  # no port without the token: that of Ray's metrics would ask for none
+            os.environ.setdefault("RAY_enable_metrics_collection", "0")
         if address is None and "RAY_AUTH_MODE" not in os.environ:
             os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
         if address is None:

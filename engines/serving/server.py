@@ -34,6 +34,9 @@ from penstock.storage.store import Store
 
 PORT_TIMEOUT = 10.0  # seconds until a port of a killed server must be free
 KEY_VARIABLE = "PENSTOCK_SERVER_KEY"  # passes the API key to server and router processes; set only for them
+# Variables with which SGLang opens further ports, replaces its HTTP server or runs other code, past the flags that
+# Penstock checks: those of its dumper and of its tests, and names that end with a kind of address.
+NOT_INHERITED = re.compile(r"DUMPER_.*|SGLANG_TEST_.*|SGLANG_(.*_)?(PORT|PORT_BASE|ADDR|HOST|IP|URL|SERVER)")
 
 
 class ServerSpec(BaseModel):
@@ -271,7 +274,7 @@ class EngineServer(ABC):
         else:
             self._port = reserve_free_port(self.highest_port, self.derived_ports, self._host)
         env = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if not NOT_INHERITED.fullmatch(name)},
             "OMP_NUM_THREADS": str(spec.threads),
             "PYTHONUNBUFFERED": "1",
             "PENSTOCK_SERVER_PARENT": str(os.getpid()),

@@ -15,7 +15,7 @@ import psutil
 # have no authentication); the first match counts.
 PROTECTIONS = (
     ("prefect_server.py", "login; checks Host and Origin", "PREFECT_SERVER_API_AUTH_STRING"),
-    ("launch_router.py", "API key", "PENSTOCK_SERVER_KEY"),
+    ("launch_router.py", "API key; none on its metrics, states and model names", "PENSTOCK_SERVER_KEY"),
     ("sglang/launch.py", "API key; none on ports between its processes", "PENSTOCK_SERVER_KEY"),
     ("mlflow", "Host check; no login", None),
     ("gcs_server", "Ray token", "RAY_AUTH_TOKEN"),

@@ -10,7 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -301,3 +304,17 @@ def test_local_ray_listens_on_loopback_only(cluster: Cluster) -> None:
     assert not [
         found for found in listening if not ipaddress.ip_address(found[1].removeprefix("::ffff:")).is_loopback
     ], listening
+
+
+@pytest.mark.integration
+def test_local_ray_serves_nothing_over_http_without_its_token(cluster: Cluster) -> None:
+    """Its metrics, which ask for no token, name every process and its memory."""
+    cluster.run(cpu_count)
+    answers = {}
+    for process in psutil.Process().children(recursive=True):
+        for port in (each.laddr.port for each in process.net_connections() if each.status == psutil.CONN_LISTEN):
+            for path in ("/", "/metrics", "/api/v0/logs", "/logs/index"):
+                opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+                with suppress(OSError, HTTPException):  # HTTP errors, and ports that speak gRPC
+                    answers[port, path] = opener.open(f"http://127.0.0.1:{port}{path}", timeout=10).status
+    assert not answers

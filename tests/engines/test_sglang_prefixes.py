@@ -84,8 +84,9 @@ class Engine:
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     engine = Engine(tmp_path_factory.mktemp("prefixes"))
     yield engine
-    assert engine.server.alive() and "leak" not in engine.server.log_tail(2000)
+    report = engine.server.exit_report()
     engine.server.stop()
+    assert report.startswith("is stuck"), report  # alive: SGLang ends if its cache loses track of a page
 
 
 def new_prompt(length: int = 101) -> list[int]:
