@@ -1,6 +1,7 @@
 """Load, check and call user-defined functions: rewards, advantage estimators, losses, filters, hooks.
 
-A function is named by a path: `file.py`, `file.py:name`, `pkg.module:name` or `pkg.module.name`. Short functions are
+A function is named by a path: `file.py:name`, `pkg.module:name`, `pkg.module.name`, or `file.py`, which stands for one
+function of the file (`with_function_name`). Short functions are
 called in this process through `Plugin`; reward and generate functions, which run in their own processes, threads or
 event loops, are only loaded here (`load_function`).
 """
@@ -12,8 +13,10 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import symtable
 import sys
 import threading
+import typing
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -23,19 +26,31 @@ from typing import Any
 from penstock.stages.slime_modules import provide_slime_modules
 from penstock.storage.errors import PluginError
 
-# Old path -> current path: run.json files name modules of penstock that have moved since.
-ALIASES = {
-    f"{old}.{name}": f"penstock.stages.rollout.plugins.{new}:{name}"
-    for old, new, names in (
-        (
-            "stages.rollout.filters",
-            "filters",
-            ("check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"),
-        ),
-        ("stages.rollout.custom_source", "custom_source", ("RolloutDataSource", "RolloutDataSourceWithBuffer")),
-    )
-    for name in names
+# Option that names a function -> the function's name in a file that is given without one.
+DEFAULT_NAMES = {
+    "data_source_path": "RolloutDataSource",
+    "custom_generate_function_path": "generate",
+    "dynamic_sampling_filter_path": "check",
+    "buffer_filter_path": "buffer_filter",
+    "rollout_sample_hook_path": "sample_hook",
+    "rollout_sample_filter_path": "sample_filter",
+    "rollout_all_samples_process_path": "process_all",
+    "rollout_function_path": "generate_rollout",
+    "eval_function_path": "generate_rollout",
+    "custom_reward_post_process_path": "post_process",
+    "custom_convert_samples_to_train_data_path": "convert_samples_to_train_data",
+    "custom_rollout_log_function_path": "log_rollout_data",
+    "custom_eval_rollout_log_function_path": "log_eval_rollout_data",
+    "custom_rm_path": "reward_func",
+    "custom_loss_function_path": "loss",
+    "custom_advantage_function_path": "advantages",
+    "custom_pg_loss_reducer_function_path": "weights",
+    "custom_tis_function_path": "correction",
+    "rollout_data_postprocess_path": "postprocess",
 }
+
+
+METHOD = "compute_reward"  # of a class that is a reward
 
 
 class Plugin:
@@ -52,8 +67,9 @@ class Plugin:
     """
 
     def __init__(self, path: str, parameters: Sequence[str], *, default_name: str, timeout: float) -> None:
+        path = with_function_name(path, default_name)
         self.function = load_checked_function(path, default_name, parameters)
-        self.name = describe_function(self.function, path)
+        self.name = describe_path(path)
         self.timeout = timeout
         self._lock = threading.Lock()
 
@@ -120,9 +136,10 @@ def check_signature(function: Callable[..., Any], name: str, parameters: Sequenc
         ) from None
 
 
-def describe_function(function: Callable[..., Any], path: str) -> str:
-    """Return the function's name for messages, e.g. `check of filters.py`."""
-    return f"{getattr(function, '__qualname__', type(function).__qualname__)} of {path.rpartition(':')[0] or path}"
+def describe_path(path: str) -> str:
+    """Return a path as a name for messages, e.g. `check of filters.py`."""
+    location, name = _split(path)
+    return f"{name} of {location}"
 
 
 def load_checked_function(path: str, default_name: str, parameters: Sequence[str]) -> Callable[..., Any]:
@@ -131,50 +148,77 @@ def load_checked_function(path: str, default_name: str, parameters: Sequence[str
     Raises:
         PluginError: the function does not load, or its signature does not accept `parameters`.
     """
-    function = load_function(path, default_name=default_name)
-    check_signature(function, describe_function(function, path), parameters)
+    path = with_function_name(path, default_name)
+    function = load_function(path)
+    check_signature(function, describe_path(path), parameters)
     return function
 
 
-def load_function(
-    path: str, default_name: str = "reward_func", is_candidate: Callable[[Any], bool] = lambda value: False
-) -> Callable[..., Any]:
-    """Load the function (or class) that `path` names.
+def load_function(path: str, default_name: str = DEFAULT_NAMES["custom_rm_path"]) -> Callable[..., Any]:
+    """Load the function, class or callable object that `path` names.
 
     Args:
         path: `file.py`, `file.py:name`, `pkg.module:name` or `pkg.module.name`.
-        default_name: name of the function to load if `path` names only a file; if the file lacks it, its only
-            function is loaded.
-        is_candidate: selects one of several functions of the file if none of them has the default name.
+        default_name: name of the function to load if `path` is only a file.
 
     Raises:
         PluginError: the file, module or function does not exist, or importing the module fails.
     """
-    provide_slime_modules()
-    path = ALIASES.get(path.replace(":", "."), path)
-    location, colon, name = path.rpartition(":")
-    if not colon:
-        location, name = (path, "") if path.endswith(".py") else path.rpartition(".")[::2]
-    if not location:
-        raise PluginError(
-            f"{path!r} does not name a function: write file.py, file.py:name, pkg.module:name or pkg.module.name"
-        )
-    if location.endswith(".py"):
-        module = _load_file(Path(location))
-    else:
-        try:
-            module = importlib.import_module(location)
-        except (Exception, SystemExit) as error:
-            raise PluginError(f"{path}: module {location} fails to import: {_describe_import_error(error)}") from error
-    if not name:
-        name = _choose_default_function(module, location, default_name, is_candidate)
+    location, name = _split(with_function_name(path, default_name))
+    module = _load_module(location, path)
     function = getattr(module, name, None)
     if not callable(function):
         raise PluginError(
-            f"{location} has no function {name!r}; its functions are {', '.join(_public_functions(module)) or 'none'}: "
+            f"{location} has no function {name!r}; it defines {', '.join(_defined_callables(module)) or 'none'}: "
             f"give one of these as {location}:NAME"
         )
     return function
+
+
+def with_function_name(path: str, default_name: str) -> str:
+    """Return `path` with the name of its function: `rewards.py` becomes `rewards.py:reward_func`.
+
+    The function of a file is the one with the default name, else `custom_generate` or the class with `compute_reward`,
+    else the only public function, class or callable object that the file defines or assigns. Imports do not count,
+    except of the default name, unless it comes from Penstock (`from slime.rollout.sglang_rollout import generate`).
+
+    Raises:
+        PluginError: the file does not exist, fails to import, or has no such function, or several.
+    """
+    if not path.endswith(".py"):
+        return path
+    module = _load_module(path, path)
+    names, default = _defined_callables(module), getattr(module, default_name, None)
+    from_penstock = str(getattr(default, "__module__", "")).startswith("penstock.")
+    if default_name in names or (callable(default) and not from_penstock):
+        return f"{path}:{default_name}"
+    names = [name for name in names if name == "custom_generate" or hasattr(getattr(module, name), METHOD)] or names
+    if not names:
+        raise PluginError(f"{path} defines no function: define {default_name} in it")
+    if len(names) > 1:
+        raise PluginError(
+            f"cannot choose a function of {path}, which defines {', '.join(names)}, but not {default_name}: write "
+            f"{path}:NAME"
+        )
+    return f"{path}:{names[0]}"
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Return the location (file or module) and the function name of a path."""
+    location, _, name = path.rpartition(":" if ":" in path else ".")
+    if not location or path.endswith(".py"):
+        raise PluginError(f"{path!r} does not name a function: write file.py:name, pkg.module:name or pkg.module.name")
+    return location, name
+
+
+def _load_module(location: str, path: str) -> ModuleType:
+    provide_slime_modules()
+    if location.endswith(".py"):
+        return _load_file(Path(location))
+    try:
+        return importlib.import_module(location)
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{path}: module {location} fails to import: {_describe_import_error(error)}") from error
 
 
 def _load_file(file: Path) -> ModuleType:
@@ -205,26 +249,19 @@ def _describe_import_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _public_functions(module: ModuleType) -> list[str]:
-    own = vars(module).items()
-    return [
-        name
-        for name, value in own
-        if not name.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__
-    ]
+def _defined_callables(module: ModuleType) -> list[str]:
+    """Return the names of the public functions, classes and callable objects that a module defines or assigns; those
+    that it imports, and aliases of types, do not count."""
+    if module.__file__ is None or not module.__file__.endswith(".py"):
+        return []
+    source = importlib.util.decode_source(Path(module.__file__).read_bytes())
+    symbols = symtable.symtable(source, module.__file__, "exec")
+    names = [symbol.get_name() for symbol in symbols.get_symbols() if symbol.is_assigned()]
+    own = [(name, getattr(module, name, None)) for name in names if not name.startswith("_")]
+    return [name for name, value in own if callable(value) and not _is_type_alias(value, module)]
 
 
-def _choose_default_function(
-    module: ModuleType, location: str, default_name: str, is_candidate: Callable[[Any], bool]
-) -> str:
-    names = _public_functions(module)
-    if default_name in names:
-        return default_name
-    names = [name for name in names if is_candidate(getattr(module, name))] or names
-    if not names:
-        raise PluginError(f"{location} defines no function: define {default_name} in it")
-    if len(names) > 1:
-        raise PluginError(
-            f"cannot choose a function of {location}, which defines {', '.join(names)}: write {location}:NAME"
-        )
-    return names[0]
+def _is_type_alias(value: Any, module: ModuleType) -> bool:
+    if isinstance(value, type):
+        return value.__module__ != module.__name__
+    return typing.get_origin(value) is not None or isinstance(value, typing.NewType)

@@ -32,8 +32,6 @@ CONFIG_IMPORTS = {  # what a config.py may import besides penstock
     *("__future__", "collections", "difflib", "hashlib", "json", "pathlib", "re", "tomllib", "typing"),
     "pydantic",
 }
-# Where paths of moved modules stand as text, because the records of older runs name them.
-OLD_PATHS = ("stages/plugins.py", "tests/rollout/test_custom_source.py", "tests/rollout/test_filters.py")
 
 
 @dataclass(frozen=True)
@@ -154,7 +152,7 @@ def bare_names(root: Path) -> list[str]:
     for path in all_files(root):
         where = path.relative_to(root).as_posix()
         out += [f"{where}:{f.line} imports {f.name}" for f in imports(path) if f.name.split(".")[0] in PACKAGES]
-        for node in nodes(path) if where not in OLD_PATHS and path.name != Path(__file__).name else ():
+        for node in nodes(path) if path.name != Path(__file__).name else ():
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and BARE_TEXT.search(node.value):
                 out.append(f"{where}:{node.lineno} names a module of ours without penstock in front")
     return out

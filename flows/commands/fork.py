@@ -25,7 +25,7 @@ from penstock.flows.options import flags
 from penstock.flows.options.adapters import check_fork_can_publish
 from penstock.flows.options.argv import check_run_name, parse_integer, penstock_command, split_args
 from penstock.flows.options.flags import store_options_from_values, update_config_from_argv
-from penstock.flows.options.paths import with_absolute_paths
+from penstock.flows.options.paths import with_absolute_paths, with_function_names
 from penstock.flows.options.start_weights import loaded_checkpoint, names_own_run, starting_weights
 from penstock.flows.promotion import with_champion
 from penstock.flows.runtime.runs import (
@@ -152,7 +152,8 @@ def forked_config(parent: PostTrainConfig, argv: Sequence[str], name: str, at_ro
     if names_own_run(parent) and loaded_checkpoint(parent) is None:  # it means the new run's own checkpoints, too
         convert = convert.model_copy(update={"load": given.get("convert", {}).get("load")})
     run = config.run.model_copy(update={"run": name})
-    config = with_absolute_paths(with_champion(config.model_copy(update={"run": run, "convert": convert})))
+    config = with_champion(config.model_copy(update={"run": run, "convert": convert}))
+    config = with_absolute_paths(with_function_names(config))
     for option in ("freeze_params_name_list", "only_train_params_name_list"):
         if at_round > 0 and getattr(config.train, option) != getattr(parent.train, option):
             raise OptionError(

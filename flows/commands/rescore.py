@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.flows.config import PostTrainConfig, flag_of_field, validate_config
 from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, parse_integer, short_repr, split_args
+from penstock.flows.options.paths import with_function_names
 from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import code_version, open_store, read_flow_and_config
 from penstock.flows.terminal.lines import format_with_interval
@@ -166,7 +167,7 @@ def rescore_evaluation(
     from penstock.stages.rewards.grading import check_reward_options
     from penstock.stages.rollout.group import make_grader
 
-    scoring, rollout = merge_scoring_settings(run_config, given_config, data_set)
+    scoring, rollout = merge_scoring_settings(run_config, with_function_names(given_config), data_set)
     check_reward_options(rollout)
     with make_grader(rollout) as grader:
         return rescore_stage(

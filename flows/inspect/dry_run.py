@@ -20,7 +20,7 @@ from penstock.flows.config import PostTrainConfig, check_secrets, list_options
 from penstock.flows.gpu_plan import check_engine_gpus, check_nodes, plan_gpu_memory
 from penstock.flows.options.argv import format_bytes, short_repr
 from penstock.flows.options.partners import options_without_partner
-from penstock.flows.options.paths import DRAFT_MODEL
+from penstock.flows.options.paths import DRAFT_MODEL, with_function_names
 from penstock.flows.promotion import with_champion
 from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
@@ -60,7 +60,10 @@ def dry_run(flow: str, config: PostTrainConfig) -> int:
         InputError: the run would be refused.
     """
     config = with_champion(config)
-    missing, given = list(missing_files(config)), config
+    missing = list(missing_files(config))
+    if not any(path.endswith(".py") for _, path in missing):
+        config = with_function_names(config)
+    given = config
     try:
         check_trackers(config.run)
         check_secrets(config)

@@ -1,4 +1,5 @@
-"""Make the local paths in a run's options absolute, so that `penstock resume` works from any directory.
+"""Complete the paths in a run's options: make local ones absolute, so that `penstock resume` works from any directory,
+and add the names of user-defined functions.
 
 URIs are not changed. Functions given as `pkg.module:name` are not changed either: Python imports them from sys.path.
 """
@@ -10,6 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.flows.config import PostTrainConfig
+from penstock.stages.plugins import DEFAULT_NAMES, with_function_name
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.train.config import TrainConfig
 
 FILES = {  # section -> options that name a file or a directory, or a list of them
     "run": ("store", "save_hf", "update_weight_disk_dir", "tb_dir", "wandb_dir"),
@@ -24,30 +28,29 @@ FILES = {  # section -> options that name a file or a directory, or a list of th
 DRAFT_MODEL = ("speculative_draft_model_path", "speculative_draft_model")  # SGLang's flags that name a directory
 FUNCTIONS = {  # section -> options that name a function: file.py, file.py:name, pkg.module:name or pkg.module.name
     "convert": ("model_family_path",),  # file.py or pkg.module
-    "rollout": (
-        "data_source_path",
-        "custom_generate_function_path",
-        "dynamic_sampling_filter_path",
-        "buffer_filter_path",
-        "rollout_sample_hook_path",
-        "rollout_sample_filter_path",
-        "rollout_all_samples_process_path",
-        "rollout_function_path",
-        "eval_function_path",
-        "custom_reward_post_process_path",
-        "custom_convert_samples_to_train_data_path",
-        "custom_rollout_log_function_path",
-        "custom_eval_rollout_log_function_path",
-        "custom_rm_path",
-    ),
-    "train": (
-        "custom_loss_function_path",
-        "custom_advantage_function_path",
-        "custom_pg_loss_reducer_function_path",
-        "custom_tis_function_path",
-        "rollout_data_postprocess_path",
-    ),
+    "rollout": tuple(name for name in DEFAULT_NAMES if name in RolloutConfig.model_fields),
+    "train": tuple(name for name in DEFAULT_NAMES if name in TrainConfig.model_fields),
 }
+
+
+def with_function_names(config: PostTrainConfig) -> PostTrainConfig:
+    """Return the config with the name of the function in every path of a user-defined function (`rewards.py` becomes
+    `rewards.py:reward_func`), so that plan, record and every process mean the same function.
+
+    Raises:
+        PluginError: a file does not load, or its function cannot be chosen.
+    """
+    from penstock.stages.rewards.grading import check_reward_options
+
+    sections = {}
+    for section in ("rollout", "train"):
+        options = getattr(config, section)
+        paths = {name: getattr(options, name) for name in FUNCTIONS[section]}
+        bare = {name: path for name, path in paths.items() if path and path.endswith(".py")}
+        reward = {"custom_rm_path": check_reward_options(options)} if bare.pop("custom_rm_path", None) else {}
+        named = {name: with_function_name(path, DEFAULT_NAMES[name]) for name, path in bare.items()}
+        sections[section] = options.model_copy(update=named | reward)
+    return config.model_copy(update=sections)
 
 
 def with_absolute_paths(config: PostTrainConfig) -> PostTrainConfig:

@@ -9,6 +9,7 @@ that resumes a killed one keeps the target of the killed one, and retries do not
 from __future__ import annotations
 
 from penstock.flows.config import PostTrainConfig
+from penstock.flows.options.paths import with_function_names
 from penstock.flows.promotion import with_champion
 from penstock.storage.errors import OptionError
 from penstock.storage.maintenance.removal import is_removed
@@ -20,12 +21,12 @@ TARGET, PER_START = "run.num_rollout", "run.num_rollout_per_start"
 
 def resolve_config(flow: str, config: PostTrainConfig) -> PostTrainConfig:
     """Return the config with what is known only when a run starts: the champion of `--hf-checkpoint champion:MODEL`,
-    and the rounds of --num-epoch.
+    the rounds of --num-epoch, and the names of user-defined functions.
 
     Raises:
-        InputError: see `with_champion` and `with_rounds_of_epochs`.
+        InputError: see `with_champion`, `with_rounds_of_epochs` and `with_function_names`.
     """
-    return with_rounds_of_epochs(flow, with_champion(config))
+    return with_function_names(with_rounds_of_epochs(flow, with_champion(config)))
 
 
 def with_rounds_of_epochs(flow: str, config: PostTrainConfig) -> PostTrainConfig:

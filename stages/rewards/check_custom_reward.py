@@ -11,8 +11,16 @@ import subprocess
 import sys
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.storage.errors import PluginError
+
+
+class CheckedReward(NamedTuple):
+    """What a check of a user-defined reward returns."""
+
+    path: str  # with the name of the function or class
+    is_class: bool
 
 
 @lru_cache
@@ -23,9 +31,9 @@ def check_custom_reward(
     rm_model_path: str | None = None,
     required_package: str | None = None,
     timeout: float = 300.0,
-) -> bool:
-    """Import a user-defined reward in a subprocess, check its signature, and return whether the reward is a class.
-    Results are cached. See `load_custom_reward` for the arguments.
+) -> CheckedReward:
+    """Import a user-defined reward in a subprocess, and check its signature. Results are cached.
+    See `load_custom_reward` for the arguments.
 
     Raises:
         PluginError: the reward does not load, exits at import, takes more than `timeout` seconds to import, or has the
@@ -60,17 +68,19 @@ def check_custom_reward(
     result = json.loads(text)
     if "error" in result:
         raise PluginError(result["error"])
-    return bool(result["is_class"])
+    return CheckedReward(**result)
 
 
 def main() -> None:
-    """Check the reward that OPTIONS (argument 2, JSON) describes; write `{"is_class": bool}` or `{"error": message}` to
-    the file descriptor FD (argument 1)."""
+    """Check the reward that OPTIONS (argument 2, JSON) describes; write the fields of CheckedReward, or `{"error":
+    message}`, to the file descriptor FD (argument 1)."""
+    from penstock.stages.plugins import DEFAULT_NAMES, with_function_name
     from penstock.stages.rewards.custom_reward import load_custom_reward
 
     options = json.loads(sys.argv[2])
     try:
-        result: dict[str, bool | str] = {"is_class": load_custom_reward(options.pop("path"), **options).is_class}
+        path = with_function_name(options.pop("path"), DEFAULT_NAMES["custom_rm_path"])
+        result: dict[str, bool | str] = {"path": path, "is_class": load_custom_reward(path, **options).is_class}
     except PluginError as error:
         result = {"error": str(error)}
     with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as pipe:

@@ -17,14 +17,20 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from penstock.stages.plugins import check_signature, describe_function, load_function
+from penstock.stages.plugins import (
+    DEFAULT_NAMES,
+    METHOD,
+    check_signature,
+    describe_path,
+    load_function,
+    with_function_name,
+)
 from penstock.storage.errors import PluginError
 
 if TYPE_CHECKING:  # check_custom_reward.py imports this module in a new process: keep imports few
     from penstock.stages.rewards.settings import RewardSettings
     from penstock.storage.samples.sample import Sample
 
-METHOD = "compute_reward"
 RewardCall = Callable[["list[Sample]"], Any]  # takes samples; returns a list of rewards, or an awaitable of such a list
 
 
@@ -81,13 +87,13 @@ def load_custom_reward(
     Raises:
         PluginError: the reward does not load, or has the wrong signature.
     """
-    target = load_function(path, is_candidate=lambda function: hasattr(function, METHOD))
+    path = with_function_name(path, DEFAULT_NAMES["custom_rm_path"])
+    target, name = load_function(path), describe_path(path)
     if required_package is not None and not f"{getattr(target, '__module__', '')}.".startswith(f"{required_package}."):
         raise PluginError(
             f"a row's custom_rm_path {path} is not defined inside --allow-row-code {required_package}: "
             "name a function that this package defines"
         )
-    name = describe_function(target, path)
     if not inspect.isclass(target):
         check_signature(target, name, ("args", "samples" if group_rm else "sample"))
         return CustomReward(name, target, takes_group=group_rm, is_class=False)

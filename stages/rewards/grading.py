@@ -130,7 +130,7 @@ class Grader:
             path = custom_reward_path(sample, self.settings)
             if path is None:
                 return False
-            is_class = check_custom_reward(
+            reward = check_custom_reward(
                 path,
                 group_rm=self._is_group_function(sample),
                 rm_model_path=self.settings.rm_model_path,
@@ -139,11 +139,12 @@ class Grader:
             )
         except PluginError:
             return False  # `submit` reports the error
-        return is_class or self._is_group_function(sample)
+        return reward.is_class or self._is_group_function(sample)
 
 
-def check_reward_options(options: RewardOptions) -> None:
-    """Check that the built-in reward exists, or that the user-defined reward loads and has the right signature.
+def check_reward_options(options: RewardOptions) -> str | None:
+    """Check that the built-in reward exists, or that the user-defined reward loads and has the right signature. Return
+    the path of the user-defined reward, with the name of its function.
 
     Raises:
         RewardError: the built-in reward is unknown, or needs a flag that is missing.
@@ -151,13 +152,14 @@ def check_reward_options(options: RewardOptions) -> None:
     """
     if options.rm_type is not None:
         get_checked_builtin_reward(options.rm_type, options.rm_url, options.reward_key)
-    if options.custom_rm_path is not None:
-        check_custom_reward(
-            options.custom_rm_path,
-            group_rm=options.group_rm,
-            rm_model_path=options.rm_model_path,
-            timeout=options.reward_start_timeout,
-        )
+    if options.custom_rm_path is None:
+        return None
+    return check_custom_reward(
+        options.custom_rm_path,
+        group_rm=options.group_rm,
+        rm_model_path=options.rm_model_path,
+        timeout=options.reward_start_timeout,
+    ).path
 
 
 def _completed_future(outcome: Outcome) -> Future[Outcome]:

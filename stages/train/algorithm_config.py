@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from penstock.engines.lora import LoraOptions
+from penstock.stages.plugins import DEFAULT_NAMES
 from penstock.stages.train.algorithms.registry import ESTIMATORS, POLICY_LOSSES
 from penstock.storage.config import StageConfig, option
 from penstock.storage.errors import OptionError
@@ -19,13 +20,13 @@ else:
     EstimatorName = Literal[tuple(ESTIMATORS)]
     PolicyLossName = Literal[tuple(POLICY_LOSSES)]
 
-# option -> default name of the user-defined function in a bare file.py, names of its arguments
+# option that names a user-defined function -> names of the arguments
 PLUGINS = {
-    "custom_advantage_function_path": ("advantages", ("experience", "options")),
-    "custom_loss_function_path": ("loss", ("logprobs", "entropy", "fields", "samples", "options")),
-    "custom_tis_function_path": ("correction", ("old_logprobs", "rollout_logprobs", "samples", "options")),
-    "custom_pg_loss_reducer_function_path": ("weights", ("trajectory_index", "sample_index", "num_trajectories")),
-    "rollout_data_postprocess_path": ("postprocess", ("args", "rollout_id", "rollout_data")),
+    "custom_advantage_function_path": ("experience", "options"),
+    "custom_loss_function_path": ("logprobs", "entropy", "fields", "samples", "options"),
+    "custom_tis_function_path": ("old_logprobs", "rollout_logprobs", "samples", "options"),
+    "custom_pg_loss_reducer_function_path": ("trajectory_index", "sample_index", "num_trajectories"),
+    "rollout_data_postprocess_path": ("args", "rollout_id", "rollout_data"),
 }
 
 
@@ -295,9 +296,9 @@ class AlgorithmConfig(StageConfig):
     @property
     def plugins(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """Path, default function name (for a path without one), and argument names of each user-defined function."""
-        for name, (default_name, arguments) in PLUGINS.items():
+        for name, arguments in PLUGINS.items():
             if path := getattr(self, name):
-                yield path, default_name, arguments
+                yield path, DEFAULT_NAMES[name], arguments
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> AlgorithmConfig:

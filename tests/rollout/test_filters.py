@@ -58,11 +58,9 @@ def test_group_with_equal_rewards_is_dropped_with_its_reward(rewards: list[float
         "penstock.stages.rollout.plugins.filters.check_reward_nonzero_std",
         "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
         "slime.rollout.filter_hub.dynamic_sampling_filters:check_reward_nonzero_std",
-        "stages.rollout.filters:check_reward_nonzero_std",  # recorded in run.json by earlier versions
-        "stages.rollout.filters.check_reward_nonzero_std",
     ],
 )
-def test_built_in_filter_loads_under_current_old_and_slime_names(path: str) -> None:
+def test_built_in_filter_loads_under_current_and_slime_names(path: str) -> None:
     check = load_filter(path, ARGS)
     assert check(group(0.0, 1.0)) == DynamicFilterOutput(True)
     assert not check(group(1.0, 1.0)).keep

@@ -20,7 +20,7 @@ from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from penstock.engines.generation import EngineClient, TokenCounts
-from penstock.stages.plugins import check_signature, describe_function, load_function
+from penstock.stages.plugins import DEFAULT_NAMES, check_signature, describe_path, load_function, with_function_name
 from penstock.stages.rewards.outcome import failed_outcome, parse_reward
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import sampling_params_for
@@ -64,10 +64,8 @@ def load_generate_function(path: str) -> GenerateFunction:
     Raises:
         PluginError: the function cannot be loaded, or its signature is not supported (docs/generation.md, Forms).
     """
-    function = load_function(
-        path, default_name="generate", is_candidate=lambda value: value.__name__ == "custom_generate"
-    )
-    name = describe_function(function, path)
+    path = with_function_name(path, DEFAULT_NAMES["custom_generate_function_path"])
+    function, name = load_function(path), describe_path(path)
     if inspect.isclass(function):
         raise PluginError(f"{name} is a class: name a function with --custom-generate-function-path")
     parameters = inspect.signature(function).parameters.values()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from penstock.stages.plugins import load_function
+from penstock.stages.plugins import DEFAULT_NAMES, load_function
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts.data_source import (
     BufferFilter,
@@ -37,7 +37,7 @@ def load_data_source(path: str) -> type[RolloutDataSource]:
     Raises:
         PluginError: the class does not load, or has no `get_samples(num_samples)`.
     """
-    cls = load_function(path, default_name="RolloutDataSource")
+    cls = load_function(path, DEFAULT_NAMES["data_source_path"])
     if not isinstance(cls, type):
         raise PluginError(f"--data-source-path {path} is not a class: name a class with get_samples(num_samples)")
     base = RolloutDataSourceWithBuffer if hasattr(cls, "buffer_filter") else RolloutDataSource
@@ -65,11 +65,11 @@ def load_buffer_filter(path: str) -> BufferFilter:
     Raises:
         PluginError: the function does not load or has the wrong signature.
     """
-    function = load_function(path, default_name="buffer_filter")
+    function = load_function(path, DEFAULT_NAMES["buffer_filter_path"])
     if not (accepts_arguments(function, None, 0, [], 0) or accepts_arguments(function, None, [], 0)):
         raise PluginError(
             f"--buffer-filter-path {path} has the wrong parameters: write def "
-            f"{function.__name__}(args, rollout_id, buffer, num_samples)"
+            f"buffer_filter(args, rollout_id, buffer, num_samples)"
         )
     return function
 

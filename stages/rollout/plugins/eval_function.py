@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.stages.plugins import load_checked_function
+from penstock.stages.plugins import DEFAULT_NAMES, load_checked_function
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import PluginError
 from penstock.storage.samples.sample import Sample
@@ -36,7 +36,7 @@ def find_evaluation_function(config: RolloutConfig) -> str | None:
     path = config.eval_function_path or config.rollout_function_path
     if path is None or path in BUILT_IN:
         return None
-    function = load_checked_function(path, "generate_rollout", ("args", "rollout_id", "data_source"))
+    function = load_checked_function(path, DEFAULT_NAMES["eval_function_path"], ("args", "rollout_id", "data_source"))
     is_for_evaluations = config.eval_function_path or "evaluation" in inspect.signature(function).parameters
     return path if is_for_evaluations else None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-from penstock.stages.plugins import Plugin
+from penstock.stages.plugins import DEFAULT_NAMES, Plugin
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.metrics import format_reward
 from penstock.stages.rollout.plugins.user_sample import UserSample
@@ -74,7 +74,8 @@ def load_filter(path: str, args: Any) -> Filter:
         PluginError: the filter does not load or has the wrong signature. The returned function raises PluginError if
             the filter raises, exceeds the timeout, or returns neither a truth value nor a DynamicFilterOutput.
     """
-    plugin = Plugin(path, ("args", "samples"), default_name="check", timeout=args.reward_timeout)
+    name = DEFAULT_NAMES["dynamic_sampling_filter_path"]
+    plugin = Plugin(path, ("args", "samples"), default_name=name, timeout=args.reward_timeout)
     if plugin.function in BUILT_IN:
         return lambda samples: plugin.function(args, samples)
     return lambda samples: _as_output(plugin(args, [UserSample.of(sample) for sample in samples]), plugin)
@@ -106,4 +107,4 @@ def _as_output(value: Any, plugin: Plugin) -> DynamicFilterOutput:
             "drop it, or DynamicFilterOutput(keep, reason)"
         )
     fallback = bool(getattr(value, "keep_when_insufficient", False))
-    return DynamicFilterOutput(scalar, None if scalar else str(reason or plugin.function.__name__), fallback)
+    return DynamicFilterOutput(scalar, None if scalar else str(reason or plugin.name.partition(" of ")[0]), fallback)

@@ -22,7 +22,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
-from penstock.stages.plugins import Plugin
+from penstock.stages.plugins import DEFAULT_NAMES, Plugin
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
 from penstock.stages.rollout.prompts.data_source import Group
@@ -47,14 +47,13 @@ class Hooks:
     def __init__(self, config: RolloutConfig) -> None:
         self._args = SimpleNamespace(**config.plugin_arguments())
 
-        def plugin(path: str | None, parameters: tuple[str, ...], default_name: str) -> Plugin | None:
-            return Plugin(path, parameters, default_name=default_name, timeout=config.reward_timeout) if path else None
+        def plugin(option: str, *parameters: str) -> Plugin | None:
+            path, name = getattr(config, option), DEFAULT_NAMES[option]
+            return Plugin(path, parameters, default_name=name, timeout=config.reward_timeout) if path else None
 
-        self._sample_hook = plugin(config.rollout_sample_hook_path, ("args", "sample"), "sample_hook")
-        self._sample_filter = plugin(config.rollout_sample_filter_path, ("args", "groups"), "sample_filter")
-        self._all_samples = plugin(
-            config.rollout_all_samples_process_path, ("args", "groups", "data_source"), "process_all"
-        )
+        self._sample_hook = plugin("rollout_sample_hook_path", "args", "sample")
+        self._sample_filter = plugin("rollout_sample_filter_path", "args", "groups")
+        self._all_samples = plugin("rollout_all_samples_process_path", "args", "groups", "data_source")
 
     def run_sample_hook(self, sample: Sample) -> None:
         """Call the sample hook. If the hook raises, exceeds the timeout or makes the sample invalid, the sample's
@@ -133,12 +132,13 @@ def run_log_function(
 def load_log_function(config: RolloutConfig, *, is_eval: bool) -> Plugin:
     """Load the log function of rollouts or evaluations, which `config` names. Raises PluginError."""
     parameters: tuple[str, ...] = ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")
-    path, name = config.custom_rollout_log_function_path, "log_rollout_data"
+    option = "custom_rollout_log_function_path"
     if is_eval:
         parameters = ("rollout_id", "args", "data", "extra_metrics")
-        path, name = config.custom_eval_rollout_log_function_path, "log_eval_rollout_data"
-    assert path is not None
-    return Plugin(path, parameters, default_name=name, timeout=config.reward_timeout)
+        option = "custom_eval_rollout_log_function_path"
+    return Plugin(
+        getattr(config, option), parameters, default_name=DEFAULT_NAMES[option], timeout=config.reward_timeout
+    )
 
 
 def numbers_of(metrics: Mapping[str, Any], name: str) -> dict[str, float]:

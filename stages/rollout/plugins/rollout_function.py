@@ -20,7 +20,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
-from penstock.stages.plugins import describe_function, load_checked_function
+from penstock.stages.plugins import DEFAULT_NAMES, describe_path, load_checked_function, with_function_name
 from penstock.stages.rewards.outcome import parse_reward
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import GroupRunner
@@ -57,7 +57,7 @@ Collect = Callable[[Callable[[int], Sequence[Group]]], Awaitable[Collected]]
 
 def load_rollout_function(path: str) -> Callable[..., Any]:
     """Load the rollout function that `path` names. Raises PluginError if it does not load or has another signature."""
-    return load_checked_function(path, "generate_rollout", ("args", "rollout_id", "data_source"))
+    return load_checked_function(path, DEFAULT_NAMES["rollout_function_path"], ("args", "rollout_id", "data_source"))
 
 
 class FunctionSource:
@@ -170,7 +170,9 @@ class RolloutFunctionCall:
         assert config.rollout_function_path is not None
         self.config, self.runner, self.handle = config, runner, handle
         self.function = load_rollout_function(config.rollout_function_path)
-        self.name = describe_function(self.function, config.rollout_function_path)
+        self.name = describe_path(
+            with_function_name(config.rollout_function_path, DEFAULT_NAMES["rollout_function_path"])
+        )
         self.source = FunctionSource(intake)
         self.data_set = data_set
         self.tools = RolloutTools(config, runner, collect, self.source, data_set)

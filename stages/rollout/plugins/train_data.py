@@ -17,7 +17,7 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
-from penstock.stages.plugins import Plugin
+from penstock.stages.plugins import DEFAULT_NAMES, Plugin
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
@@ -30,11 +30,11 @@ OPTIONAL = ("raw_reward", "truncated", "sample_indices", "rollout_ids", "rollout
 
 def load_train_data_function(config: RolloutConfig) -> Plugin | None:
     """Load the function of one of the two options, if one is given. Raises PluginError."""
-    path = config.custom_reward_post_process_path or config.custom_convert_samples_to_train_data_path
-    if path is None:
-        return None
-    name = "post_process" if config.custom_reward_post_process_path else "convert_samples_to_train_data"
-    return Plugin(path, ("args", "samples"), default_name=name, timeout=config.reward_timeout)
+    for option in ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"):
+        if path := getattr(config, option):
+            name = DEFAULT_NAMES[option]
+            return Plugin(path, ("args", "samples"), default_name=name, timeout=config.reward_timeout)
+    return None
 
 
 def make_train_data(samples: list[Sample], config: RolloutConfig, tokenizer: PromptTokenizer) -> list[Sample]:

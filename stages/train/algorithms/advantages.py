@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from penstock.stages.plugins import load_function
+from penstock.stages.plugins import DEFAULT_NAMES, load_function
 from penstock.stages.train.algorithm_config import AlgorithmConfig
 from penstock.stages.train.algorithms.experience import Estimate, Experience
 from penstock.stages.train.algorithms.losses import kl_estimate
@@ -78,7 +78,7 @@ def whiten(advantages: Tensor) -> Tensor:  # [N] -> [N]
 
 def call_custom_estimator(path: str, experience: Experience, config: AlgorithmConfig) -> Estimate:
     """Call the user-defined estimator, f(experience, config) -> advantages [N] or an Estimate, and check its result."""
-    result = load_function(path, default_name="advantages")(experience, config)
+    result = load_function(path, DEFAULT_NAMES["custom_advantage_function_path"])(experience, config)
     estimate = Estimate(result.double()) if isinstance(result, Tensor) else result
     num_tokens = len(experience.sample_index)
     if (

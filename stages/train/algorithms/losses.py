@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from penstock.stages.plugins import load_function
+from penstock.stages.plugins import DEFAULT_NAMES, load_function
 from penstock.stages.train.algorithm_config import AlgorithmConfig
 from penstock.stages.train.algorithms.experience import SegmentReducer, TokenFields
 from penstock.stages.train.algorithms.registry import POLICY_LOSSES
@@ -225,7 +225,7 @@ def custom_correction(
     """Call the user-defined correction, which has the interface of `mismatch_correction`."""
     path = config.custom_tis_function_path
     assert path is not None
-    function = load_function(path, default_name="correction")
+    function = load_function(path, DEFAULT_NAMES["custom_tis_function_path"])
     weights, mask, metrics = function(trainer_logprobs, rollout_logprobs, samples, config)
     _check_per_token(path, {"weights": weights, "a mask": mask, **metrics}, len(trainer_logprobs))
     return weights, mask, metrics
@@ -283,7 +283,8 @@ def custom_loss(
     """Call the user-defined loss, which has the interface of `policy_loss`."""
     path = config.custom_loss_function_path
     assert path is not None, "--loss-type custom_loss needs --custom-loss-function-path"
-    loss, metrics = load_function(path, default_name="loss")(logprobs, entropy, fields, samples, config)
+    function = load_function(path, DEFAULT_NAMES["custom_loss_function_path"])
+    loss, metrics = function(logprobs, entropy, fields, samples, config)
     _check_per_token(path, {"a loss": loss, **metrics}, len(logprobs))
     return loss, {name if "/" in name else f"train/{name}": values for name, values in metrics.items()}
 
@@ -332,7 +333,8 @@ def custom_weights(path: str, trajectory_index: Tensor, sample_index: Tensor, nu
     Raises:
         PluginError: the reducer does not return one finite number per token.
     """
-    weights: Tensor = load_function(path, default_name="weights")(trajectory_index, sample_index, num_trajectories)
+    function = load_function(path, DEFAULT_NAMES["custom_pg_loss_reducer_function_path"])
+    weights: Tensor = function(trajectory_index, sample_index, num_trajectories)
     if weights.shape != trajectory_index.shape or not weights.isfinite().all():
         raise PluginError(
             f"{path} returned weights of shape {list(weights.shape)}: return a finite number for each of the "

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.stages.plugins import describe_function, load_checked_function
+from penstock.stages.plugins import DEFAULT_NAMES, describe_path, load_checked_function, with_function_name
 from penstock.stages.train.algorithm_config import PLUGINS, AlgorithmConfig
 from penstock.stages.train.algorithms.experience import Estimate, Experience
 from penstock.stages.train.algorithms.same_on_ranks import call_on_every_rank
@@ -69,8 +69,9 @@ def _call_function(
 ) -> dict[str, Tensor]:  # of the N trained tokens
     """Call the function with the data of the rollout, and return what it has changed it to, by key of rollout_data:
     the entries that the update reads, and "loss_masks". Raises PluginError; see `postprocess_rollout`."""
-    function = load_checked_function(path, *PLUGINS["rollout_data_postprocess_path"])
-    name = describe_function(function, path)
+    option = "rollout_data_postprocess_path"
+    function = load_checked_function(path, DEFAULT_NAMES[option], PLUGINS[option])
+    name = describe_path(with_function_name(path, DEFAULT_NAMES[option]))
     responses = _Responses(batch, name)
     tokens = {key: getattr(experience, field) for key, field in EXPERIENCE_KEYS.items()}
     if experience.old_logprobs is experience.rollout_logprobs:  # --use-rollout-logprobs: one entry for both
