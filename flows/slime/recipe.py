@@ -38,6 +38,7 @@ from penstock.storage.errors import EngineError, ModelError, OptionError
 from penstock.storage.secrets import is_secret_name
 
 PROGRAMS = ("train.py", "train_async.py")
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 UNKNOWN = re.compile(r"<[^>]+>")  # what the reader of the script could not compute
 INPUTS = ("hf_checkpoint", "ref_load", "prompt_data", "eval_prompt_data")  # kept with an unknown variable in the path
 MODELS = Path(penstock.__file__).parent / "models"
@@ -320,35 +321,53 @@ def format_recipe(recipe: Recipe) -> str:
     """Return the recipe as TOML, with comments."""
     command = {"post_train": "train", "sft": "sft"}[recipe.flow]
     lines = [
-        f"# Made from {recipe.script.name} by `penstock import-slime`. Run it with: penstock {command} --config FILE"
+        f"# Made from {format_comment(recipe.script.name)} by `penstock import-slime`. Run it with: "
+        f"penstock {command} --config FILE"
     ]
     if recipe.environment:
         lines.append(f"# Environment variables that the script exports, not applied: {', '.join(recipe.environment)}")
-    lines += [f"# Dropped: {line}" for line in dict.fromkeys(recipe.dropped)]
+    lines += [f"# Dropped: {format_comment(line)}" for line in dict.fromkeys(recipe.dropped)]
     for section in (name for name in SECTIONS if name in recipe.values):
-        entries = recipe.values[section]
-        dumped = getattr(recipe.config, section).model_dump(mode="json")
-        plain = {name: dumped.get(name, value) for name, value in entries.items() if not isinstance(value, dict)}
+        entries = {name: value for name, value in recipe.values[section].items() if value is not None}
+        dumped = getattr(recipe.config, section).model_dump(mode="json", exclude_none=True)
+        if has_null(entries.get("plugin_args", {})):  # the option takes JSON text, too
+            dumped["plugin_args"] = entries["plugin_args"] = json.dumps(entries["plugin_args"], ensure_ascii=False)
+        tables = {name: table for name, table in entries.items() if isinstance(table, dict)}
+        plain = {name: dumped.get(name, value) for name, value in entries.items() if name not in tables}
         if plain:
             lines += ["", f"[{section}]", *(format_line(recipe, section, name, plain[name]) for name in plain)]
-        for name, table in entries.items():
-            if isinstance(table, dict) and table:
-                path = f"{section}.{name}"
-                lines += ["", f"[{path}]", *(format_line(recipe, path, key, table[key]) for key in table)]
+        for name, table in tables.items():
+            path, given = f"{section}.{name}", {key: value for key, value in table.items() if value is not None}
+            if given:
+                lines += ["", f"[{path}]", *(format_line(recipe, path, key, given[key]) for key in given)]
     return "\n".join(lines) + "\n"
 
 
 def format_line(recipe: Recipe, section: str, name: str, value: Any) -> str:
-    if value is None:  # --save is split into store and run
-        given = recipe.values[section][name]
-        return f"{name} = {format_value(given)}"
     comment = recipe.comments.get((section, name))
-    return f"{name} = {format_value(value)}" + (f"  # {comment}" if comment else "")
+    return f"{format_key(name)} = {format_value(value)}" + (f"  # {format_comment(comment)}" if comment else "")
+
+
+def format_key(key: str) -> str:
+    return key if BARE_KEY.fullmatch(key) else format_value(key)
 
 
 def format_value(value: Any) -> str:
+    """Return a value as TOML. Entries of a table that are None are left out, because TOML has no null."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {format_value(item)}" for key, item in value.items()) + " }"
+        entries = {str(key): item for key, item in value.items() if item is not None}
+        return "{ " + ", ".join(f"{format_key(key)} = {format_value(item)}" for key, item in entries.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(format_value(item) for item in value) + "]"
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def format_comment(text: str) -> str:
+    """Return a text as one line of a comment, in which TOML allows no control characters."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def has_null(value: Any) -> bool:
+    """Return whether a value or anything in it is None."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return value is None or any(map(has_null, items))

@@ -6,6 +6,7 @@ sampling options; the rollout stage takes a RolloutConfig, which adds all others
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from pydantic import SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
@@ -261,7 +262,7 @@ class RolloutConfig(GenerationConfig):
 
     plugin_args: dict[str, Any] = option(default_factory=dict)
     """Further attributes of the `args` of user-defined functions, as JSON or key=value pairs; also the keys of
-    --custom-config-path that are not options."""
+    --custom-config-path that are not options. In a TOML file: a table, or JSON text, which may have null."""
 
     num_shown_samples: int = option(4, mutability="schedule", ge=0)
     """Number of samples per round that are shown with prompt, response and reward, in the terminal and in MLflow."""
@@ -390,6 +391,11 @@ class RolloutConfig(GenerationConfig):
 
     sglang_start_timeout: float = option(600.0, mutability="placement", gt=0)
     """Seconds that an SGLang server may take to start."""
+
+    @field_validator("plugin_args", mode="before")
+    @classmethod
+    def _read_json(cls, args: Any) -> Any:
+        return json.loads(args) if isinstance(args, str) else args
 
     @field_validator("plugin_args")
     @classmethod

@@ -318,3 +318,49 @@ def test_recipe_plans(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     if not is_demo and recipe.stem != "laptop":  # they need the memory of a CPU
         assert main(["doctor", "--plan", *words]) == 0
         assert "fits: a GPU" in capsys.readouterr().out
+
+
+EVAL = """
+eval:
+  defaults: {n_samples_per_eval_prompt: 2, temperature: null}
+  datasets:
+    - {name: aime, path: /d/aime.jsonl, rm_type: null}
+    - {name: gsm8k, path: "/d/qu\\"ote.jsonl"}
+"""
+CUSTOM = {
+    "null": "mis_veto: null\nmis_mode: mask\n",
+    "null in a list": "levels: [1, null]\n",
+    "null in a table": "table: {a: null, b: {c: null}}\n",
+    "key with spaces and dots": "table: {'a b.c': {'d e': 1}}\n",
+    "quotes, backslashes and lines": 'text: "a \\"b\\" \\\\ c\\nd"\n',
+    "delete character": 'text: "a\\x7fb"\n',
+    "empty": "text: ''\nlist: []\ntable: {}\n",
+    "not ASCII": "text: 'déjà 数 🙂'\n",
+    "nested": "table: {a: {b: [{c: 1.5, d: true}]}}\n",
+}
+
+
+@pytest.mark.parametrize("custom", [None, *CUSTOM])
+@pytest.mark.parametrize("with_evaluation", [False, True])
+def test_recipe_is_toml_that_means_the_script(custom: str | None, with_evaluation: bool, tmp_path: Path) -> None:
+    (tmp_path / "eval.yaml").write_text(EVAL)
+    (tmp_path / "custom.yaml").write_text(CUSTOM[custom] if custom else "")
+    words = f"--eval-config {tmp_path}/eval.yaml --eval-interval 5" if with_evaluation else ""
+    words += f" --custom-config-path {tmp_path}/custom.yaml" if custom else ""
+    script = write_script(
+        tmp_path / "run.sh", f"python train.py --hf-checkpoint /m --save /s/r --num-rollout 1 {words}"
+    )
+    recipe = import_script(script)
+    text = format_recipe(recipe)
+    tomllib.loads(text)
+    (tmp_path / "recipe.toml").write_text(text)
+    config = parse_config(["--config", str(tmp_path / "recipe.toml")])
+    assert config.rollout == recipe.config.rollout and bool(config.rollout.plugin_args) == bool(custom)
+    assert config.eval == recipe.config.eval
+
+
+@pytest.mark.parametrize("path", ["a\nb = .yaml", "a\tb.yaml", "a\x7f.yaml", "a\r\n[run]"])
+def test_comment_of_a_recipe_stays_in_its_line(path: str, tmp_path: Path) -> None:
+    words = f"--hf-checkpoint /m --save /s/r --num-rollout 1 --eval-config '{path}'"
+    recipe = import_script(write_script(tmp_path / "run.sh", f"python train.py {words}"))
+    assert set(tomllib.loads(format_recipe(recipe))) == {"run", "convert"}
