@@ -50,6 +50,18 @@ class PostTrainConfig(StageConfig):
     debug: DebugConfig = option(default_factory=DebugConfig)
 
     @property
+    def rollout_with_args(self) -> RolloutConfig:
+        """Return the options of the rollout, whose user-defined functions also get the options of the other sections as
+        attributes of `args`, except secrets."""
+        others = {
+            name: getattr(getattr(self, section), name)
+            for section, name, field in list_options()
+            if section != "rollout" and not field_meta(field).secret
+        }
+        plugin_args = self.train.megatron | others | self.rollout.plugin_args
+        return self.rollout.model_copy(update={"plugin_args": plugin_args})
+
+    @property
     def speculates(self) -> bool:
         """Return whether the engines use speculative decoding."""
         return self.rollout.sglang.get("speculative_algorithm") is not None

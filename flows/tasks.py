@@ -119,7 +119,7 @@ def load_rollout(session: Session, rollout_id: int) -> Commit:
 
     config, keys = session.config, session.keys
     context = RolloutContext(
-        session.store, config.rollout, session.prompts, session.tokenizer, provenance=session.provenance
+        session.store, config.rollout_with_args, session.prompts, session.tokenizer, provenance=session.provenance
     )
     point = read_resume_point(session.store, keys, rollout_id)
     return loaded_rollout_stage(
@@ -147,7 +147,7 @@ def rollout_context(
 
     return RolloutContext(
         session.store,
-        session.config.rollout,
+        session.config.rollout_with_args,
         session.prompts,
         session.tokenizer,
         engines,
@@ -273,7 +273,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     prefix = session.keys.eval_prefix(version, name)
     commit = session.store.committed(prefix)
     if commit is None:
-        config = session.config.rollout.model_copy(
+        config = session.config.rollout_with_args.model_copy(
             update=evals.rollout_overrides(dict(evals.eval_prompt_data)[name], name)
         )
         source = PromptSource.open(config)

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from penstock.stages.slime_modules import provide_slime_modules
+from penstock.stages.slime_modules import missing_imports, provide_slime_modules
 from penstock.storage.errors import PluginError
 
 # Option that names a function -> the function's name in a file that is given without one.
@@ -50,6 +50,8 @@ DEFAULT_NAMES = {
 }
 
 
+# Parameters of functions that slime's trainer calls with its own tensors: corrections, losses, advantages, reducers.
+TRAINER_OF_SLIME = {"args", "batch", "rollout_data", "pg_loss", "loss_masks", "total_lengths", "response_lengths"}
 METHOD = "compute_reward"  # of a class that is a reward
 
 
@@ -127,6 +129,11 @@ def check_signature(function: Callable[..., Any], name: str, parameters: Sequenc
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return  # a C function without a signature: only the first call can show whether it accepts the arguments
+    if foreign := sorted(TRAINER_OF_SLIME & signature.parameters.keys() - set(parameters)):
+        raise PluginError(
+            f"{name} has the parameter {foreign[0]!r}, with which slime calls functions of its trainer: write a "
+            f"function of ({', '.join(parameters)}), see docs/algorithms.md"
+        )
     try:
         signature.bind(*parameters)
     except TypeError as error:
@@ -227,6 +234,13 @@ def _load_file(file: Path) -> ModuleType:
     name = f"penstock_custom_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
+    if missing := missing_imports(file.read_bytes()):
+        raise PluginError(
+            f"{file} imports {', '.join(missing)}, which Penstock does not provide: use the names of "
+            "docs/plugins.md#functions-written-for-slime, or install what the function needs under another name"
+        )
+    if (folder := str(file.resolve().parent)) not in sys.path:
+        sys.path.append(folder)  # for modules beside the file
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

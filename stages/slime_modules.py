@@ -6,6 +6,7 @@ below when a user-defined function is loaded; an installed package named slime i
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from collections.abc import Sequence
@@ -57,7 +58,15 @@ MODULES: dict[str, dict[str, str]] = {
     "slime.rollout.filter_hub.base_types": _FILTER,
     "slime.rollout.filter_hub.dynamic_sampling_filters": _FILTERS,
     "slime.rollout.sglang_rollout": _of_api(
-        *("GenerateState", "generate_rollout", "eval_rollout", "generate", "generate_and_rm", "generate_and_rm_group")
+        *(
+            "GenerateState",
+            "generate_rollout",
+            "eval_rollout",
+            "generate",
+            "generate_and_rm",
+            "generate_and_rm_group",
+            "get_model_url",
+        )
     ),
     "slime.rollout.rm_hub": _of_api("async_rm", "batched_async_rm"),
     "slime.rollout.rm_hub.math_utils": _of_api(
@@ -91,6 +100,23 @@ class _SlimeFinder(MetaPathFinder, Loader):
             return getattr(importlib.import_module(location), attribute)
 
         module.__getattr__ = find_attribute  # type: ignore[method-assign]
+
+
+def missing_imports(source: bytes) -> list[str]:
+    """Return what a module imports from slime, also inside functions, that the table does not have. Imports in `try`,
+    which may fail, do not count."""
+    tree = ast.parse(source)
+    optional = {node for block in ast.walk(tree) if isinstance(block, ast.Try) for node in ast.walk(block)}
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if node in optional:
+            continue
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    provided = {*MODULES, *(f"{module}.{name}" for module, names in MODULES.items() for name in [*names, "*"])}
+    return [name for name in names if f"{name}.".startswith("slime.") and name not in provided]
 
 
 _FINDER = _SlimeFinder()

@@ -418,7 +418,7 @@ def check_data(
     if flow != "evaluate" and (config.run.num_rollout or config.run.num_rollout_per_start):
         check_prompt_data(config.rollout, is_sft=demonstrations, tokenizer=tokenizer, max_seq_len=positions)
     evaluated = [
-        config.rollout.model_copy(update=config.eval.rollout_overrides(path, name))
+        config.rollout_with_args.model_copy(update=config.eval.rollout_overrides(path, name))
         for name, path in config.eval.eval_prompt_data
     ]
     if flow in GENERATING:
@@ -429,7 +429,7 @@ def check_data(
         )
     for rollout in evaluated:
         check_prompt_data(rollout, tokenizer=tokenizer, max_seq_len=positions)
-    graded = [*([config.rollout] if flow == "post_train" else []), *evaluated]
+    graded = [*([config.rollout_with_args] if flow == "post_train" else []), *evaluated]
     templates = [tokenizer.chat_template_source() if rollout.apply_chat_template else "" for rollout in graded]
     tried = [check_row_rewards(rollout, template) for rollout, template in zip(graded, templates)]
     return tokenizer, next(iter(tried), [])

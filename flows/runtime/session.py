@@ -491,4 +491,4 @@ class Session:
         """Return the grader, which runs the reward function; its processes are kept between rounds."""
         from penstock.stages.rollout.group import make_grader
 
-        return self._stack.enter_context(make_grader(self.config.rollout))
+        return self._stack.enter_context(make_grader(self.config.rollout_with_args))

@@ -23,6 +23,7 @@ from penstock.stages.rewards.custom_reward import RewardCall, await_all, await_r
 from penstock.stages.rewards.hub import get_builtin_reward
 from penstock.stages.rewards.outcome import Outcome, failed_outcome, grade_builtin, outcome_of_exception, parse_rewards
 from penstock.stages.rewards.settings import RewardSettings
+from penstock.stages.rollout.plugins.user_sample import UserSample
 from penstock.storage.errors import InputError, PluginError
 from penstock.storage.samples.sample import Sample
 
@@ -63,7 +64,8 @@ def _load_reward(settings: RewardSettings) -> tuple[str, RewardCall | None, bool
             rm_model_path=settings.rm_model_path,
             required_package=settings.required_package,
         )
-        return reward.name, reward.build_reward_call(settings), reward.is_async
+        call = reward.build_reward_call(settings)
+        return reward.name, lambda samples: call([UserSample.of(sample) for sample in samples]), reward.is_async
     if settings.rm_type is None or not get_builtin_reward(settings.rm_type).remote:
         return "", None, False
     args = SimpleNamespace(rm_url=settings.rm_url, reward_timeout=settings.timeout)

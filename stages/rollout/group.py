@@ -282,9 +282,7 @@ def append_generation(sample: Sample, generation: Generation, round: RolloutRoun
     if len(spans) > 1:
         sample.metadata["policy_spans"] = spans
     sample.policy_versions = (spans[0][0], spans[-1][0])
-    sample.token_ids += token_ids
-    sample.loss_mask += [1] * len(token_ids)
-    sample.rollout_logprobs += logprobs
+    sample.extend(token_ids, logprobs, is_trained=True)
     sample.routed_experts = generation.routed_experts
 
 

@@ -24,6 +24,8 @@ _VERSION_KEY = b"penstock_schema_version"
 # Component of `rewards` that user-defined functions of a rollout set (--custom-reward-post-process-path): advantage
 # estimators use it in place of the reward, without normalizing it within groups.
 TRAIN_REWARD = "train_reward"
+# Key of the metadata with the further attributes that user-defined functions have set on a sample.
+ATTRIBUTES = "sample_attributes"
 
 
 class Status(StrEnum):
@@ -69,6 +71,12 @@ class Sample:
     def prompt_length(self) -> int:
         """Return the number of tokens before the first one with loss_mask 1, or of all tokens if there is none."""
         return self.loss_mask.index(1) if 1 in self.loss_mask else len(self.token_ids)
+
+    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float], *, is_trained: bool) -> None:
+        """Append tokens to the sample."""
+        self.token_ids += token_ids
+        self.loss_mask += [int(is_trained)] * len(token_ids)
+        self.rollout_logprobs += logprobs
 
     def check(self) -> None:
         """Check that the per-token fields are consistent.

@@ -515,7 +515,7 @@ def test_engine_failures_end_round(bench: Bench, caught: bool) -> None:
 def test_response_of_other_weights_to_own_request_raises(bench: Bench) -> None:
     code = """
     async def generate(args, sample, sampling_params):
-        sample.append_response_tokens([11], [-1.0], meta_info={"weight_version": "run/3"})
+        sample.append_response_tokens(args, tokens=[11], log_probs=[-1.0], meta_info={"weight_version": "run/3"})
         return sample
     """
     with pytest.raises(RuntimeError, match="weight version 'run/3', but expected 'run/4'"):

@@ -84,18 +84,20 @@ def test_token_fields_extended_in_place() -> None:
 
 def test_append_response_tokens() -> None:
     sample = UserSample.of(blank())
-    sample.append_response_tokens([11, 12], [-1.0, -2.0], text="ab", meta_info={"finish_reason": {"type": "stop"}})
-    sample.append_response_tokens([13, 14], trainable=False, text="cd")
+    sample.append_response_tokens(
+        tokens=[11, 12], log_probs=[-1.0, -2.0], text="ab", meta_info={"finish_reason": {"type": "stop"}}
+    )
+    sample.append_response_tokens(tokens=[13, 14], trainable=False, text="cd")
     info = {"finish_reason": {"type": "length"}, "weight_version": "run/3"}
-    sample.append_response_tokens([15], [-3.0], text="e", meta_info=info)
+    sample.append_response_tokens(None, tokens=[15], log_probs=[-3.0], text="e", meta_info=info)
     made = checked_sample(sample)
     assert made.loss_mask == [0, 0, 0, 0, 1, 1, 0, 0, 1]
     assert made.rollout_logprobs == [0.0] * 4 + [-1.0, -2.0, 0.0, 0.0, -3.0]
     assert (made.response, made.status, sample.weight_versions) == ("abcde", Status.TRUNCATED, ["run/3"])
     with pytest.raises(ValueError, match=r"1 trained tokens .*log-probs"):
-        sample.append_response_tokens([16])
+        sample.append_response_tokens(tokens=[16])
     with pytest.raises(ValueError, match=r"2 trained tokens .*1 log-probs"):
-        sample.append_response_tokens([16, 17], [-1.0])
+        sample.append_response_tokens(tokens=[16, 17], log_probs=[-1.0])
 
 
 def test_siblings_are_independent_copies() -> None:
@@ -114,7 +116,7 @@ def test_siblings_are_independent_copies() -> None:
 def test_changed_prompt_requires_restart() -> None:
     sample = UserSample.of(blank())
     sample.restart("hello", [5, 5])
-    sample.append_response_tokens([11], [-1.0])
+    sample.append_response_tokens(tokens=[11], log_probs=[-1.0])
     made = checked_sample(sample)
     assert (made.prompt, made.token_ids, made.loss_mask) == ("hello", [5, 5, 11], [0, 0, 1])
 

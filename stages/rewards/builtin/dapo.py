@@ -48,9 +48,14 @@ def dapo(sample: Sample) -> dict[str, float]:
     Raises:
         RewardError: the label is not a number.
     """
-    answers = _ANSWER.findall(strip_end_tokens(sample.response[-_MAX_CHARACTERS:]))
-    correct = to_minerva_form(answers[-1] if answers else _NO_ANSWER) == to_minerva_number(sample.label)
+    correct = last_answer(sample.response) == to_minerva_number(sample.label)
     return {"score": 1.0 if correct else -1.0, "acc": float(correct)}
+
+
+def last_answer(response: str) -> str:
+    """Return the last `Answer: ...` of a response in Minerva's normal form."""
+    answers = _ANSWER.findall(strip_end_tokens(response[-_MAX_CHARACTERS:]))
+    return to_minerva_form(answers[-1] if answers else _NO_ANSWER)
 
 
 def to_minerva_form(answer: str) -> str:

@@ -26,7 +26,8 @@ from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import sampling_params_for
 from penstock.stages.rollout.plugins.engine_handle import EngineHandle
 from penstock.stages.rollout.plugins.plugin_runner import Cancelled, PluginRunner
-from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
+from penstock.stages.rollout.plugins.slime_api import ANSWERS
+from penstock.stages.rollout.plugins.user_sample import EngineAnswer, UserSample, checked_sample
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import PluginError
@@ -169,8 +170,10 @@ class CustomGeneration:
             )
 
         views: list[UserSample] = []
+        answers: list[EngineAnswer] = []
 
         def call() -> Any:
+            ANSWERS.set(answers)
             views[:] = [self._sample_for_function(sample) for sample in origins]
             return self.function.function(self._args, list(views) if self.function.takes_list else views[0], **options)
 
@@ -189,7 +192,7 @@ class CustomGeneration:
         if self.handle.fault is not None:
             raise self.handle.fault
         return [
-            [_failed_copy(sample, part)] if isinstance(part, str) else self._checked_trajectory(sample, part)
+            [_failed_copy(sample, part)] if isinstance(part, str) else self._checked_trajectory(sample, part, answers)
             for sample, part in zip(origins, parts)
         ]
 
@@ -218,7 +221,7 @@ class CustomGeneration:
             for sample in origins
         ]
 
-    def _checked_trajectory(self, origin: Sample, parts: Group) -> Group:
+    def _checked_trajectory(self, origin: Sample, parts: Group, answers: list[EngineAnswer]) -> Group:
         """Check and return the samples `parts` that the function returned for `origin`. If any part was aborted, return
         only `origin` with status aborted; a single aborted part is returned with its tokens if the function can
         continue it."""
@@ -229,6 +232,8 @@ class CustomGeneration:
         for index, part in enumerate(parts):
             sample_id = f"{origin.sample_id}.{index}" if index else origin.sample_id
             try:
+                if isinstance(part, UserSample):
+                    part.take_answers(answers)
                 samples.append(self._checked_part(origin, part, sample_id))
             except ValueError as error:
                 samples.append(replace(_failed_copy(origin, f"{self.name}: {error}"), sample_id=sample_id))

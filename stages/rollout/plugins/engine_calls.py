@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from penstock.engines.generation import EngineClient, Generation, TokenCounts
@@ -41,6 +41,10 @@ class EngineCalls:
         self.loop: asyncio.AbstractEventLoop | None = None  # event loop of the client; None: the caller's loop
         self.fault: Exception | None = None  # engine failure; it fails the round, even if the function catches it
         self.counts = TokenCounts()  # of all requests
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the same engines for a copy of the `args` of a function."""
+        return self
 
     @property
     def address(self) -> tuple[str | None, int | None]:
@@ -112,9 +116,7 @@ class EngineCalls:
         if len(token_ids) > sampling_params_for(self.config, sample)["max_new_tokens"]:
             sample.status = Status.TRUNCATED
             return False
-        sample.token_ids += token_ids
-        sample.loss_mask += [0] * len(token_ids)
-        sample.rollout_logprobs += [0.0] * len(token_ids)
+        sample.extend(token_ids, [0.0] * len(token_ids), is_trained=False)
         self._decode_response(sample)
         return True
 

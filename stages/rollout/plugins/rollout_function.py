@@ -18,7 +18,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from penstock.stages.plugins import DEFAULT_NAMES, describe_path, load_checked_function, with_function_name
 from penstock.stages.rewards.outcome import parse_reward
@@ -110,6 +110,10 @@ class RolloutTools:
         self._runner, self._collect = runner, collect
         self._loop = asyncio.get_running_loop()
         self.collected: list[Collected] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the same round for a copy of the `args` of a function."""
+        return self
 
     def generate_rollout(self, source: FunctionSource) -> list[list[UserSample]]:
         """Return the groups that the built-in rollout keeps."""

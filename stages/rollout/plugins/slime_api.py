@@ -7,8 +7,10 @@ Those that generate need the `args` of a generate or rollout function, which hav
 from __future__ import annotations
 
 import asyncio
+import inspect
 import statistics
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
@@ -17,15 +19,19 @@ from urllib.parse import urlsplit
 import httpx
 
 from penstock.engines.serving.keys import auth_headers
+from penstock.stages.plugins import load_function
 from penstock.stages.rewards.builtin.boxed import last_boxed
-from penstock.stages.rewards.builtin.dapo import dapo
+from penstock.stages.rewards.builtin.dapo import dapo, last_answer
 from penstock.stages.rewards.builtin.deepscaler import deepscaler
 from penstock.stages.rewards.builtin.math_answer import grade_math
 from penstock.stages.rewards.hub import get_builtin_reward
-from penstock.stages.rollout.plugins.user_sample import UserSample
+from penstock.stages.rollout.plugins.user_sample import EngineAnswer, UserSample
 from penstock.storage.errors import PluginError
 
 REQUEST_SECONDS = 3600.0  # a response of an engine may take long
+BOX_CHARACTERS = 100  # of a response, in which a strict verification looks for the answer
+# Answers of the engines to the requests of the running call of a generate function.
+ANSWERS: ContextVar[list[EngineAnswer] | None] = ContextVar("ANSWERS", default=None)
 T = TypeVar("T")
 
 
@@ -103,8 +109,16 @@ async def generate_and_rm_group(
     return done
 
 
+def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
+    """Return the URL of the router or engine; there is only one model."""
+    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
+
+
 async def async_rm(args: Any, sample: UserSample, **kwargs: Any) -> Any:
-    """Return the built-in reward of a sample: that of its metadata field `rm_type`, else of --rm-type."""
+    """Return the reward of a sample: that of --custom-rm-path, else the built-in one of its metadata field `rm_type`,
+    else of --rm-type."""
+    if args.custom_rm_path:
+        return await _call_custom_reward(args, sample, **kwargs)
     name = sample.metadata.get("rm_type") or args.rm_type
     if not name:
         raise PluginError("async_rm needs a built-in reward: give --rm-type, or the metadata field rm_type")
@@ -114,8 +128,15 @@ async def async_rm(args: Any, sample: UserSample, **kwargs: Any) -> Any:
     return await asyncio.to_thread(reward.function, sample)
 
 
+async def _call_custom_reward(args: Any, samples: UserSample | Sequence[UserSample], **kwargs: Any) -> Any:
+    value = load_function(args.custom_rm_path)(args, samples, **kwargs)
+    return await value if inspect.isawaitable(value) else value
+
+
 async def batched_async_rm(args: Any, samples: Sequence[UserSample], **kwargs: Any) -> list[Any]:
-    """Return the built-in reward of every sample."""
+    """Return the reward of every sample. As in slime, a function of --custom-rm-path gets all samples in one call."""
+    if args.custom_rm_path:
+        return list(await _call_custom_reward(args, samples, **kwargs))
     return list(await asyncio.gather(*(async_rm(args, sample) for sample in samples)))
 
 
@@ -132,9 +153,13 @@ def deepscaler_reward(response: str, label: str) -> float:
     return deepscaler(_text_sample(response, label))
 
 
-def dapo_reward(response: str, label: str, **kwargs: Any) -> dict[str, Any]:
-    """Return the reward of --rm-type dapo, with the keys score and acc."""
-    return dapo(_text_sample(response, label))
+def dapo_reward(solution_str: str, ground_truth: str, strict_box_verify: bool = False) -> dict[str, Any]:
+    """Return the reward of --rm-type dapo, with the keys score, acc and pred (the answer); with `strict_box_verify`,
+    the answer is the text in the last \\boxed{} among the last 100 characters, and must be the label as it is."""
+    if strict_box_verify:
+        answer = last_boxed(solution_str[-BOX_CHARACTERS:])
+        return {"score": 1.0 if answer == ground_truth else -1.0, "acc": answer == ground_truth, "pred": answer}
+    return {**dapo(_text_sample(solution_str, ground_truth)), "pred": last_answer(solution_str)}
 
 
 def extract_answer(response: str) -> str | None:
@@ -153,12 +178,23 @@ async def post(url: str, payload: Any, max_retries: int = 60, headers: Mapping[s
             try:
                 response = await client.post(url, json=payload, headers=_request_headers(url, headers))
                 response.raise_for_status()
-                return response.json()
+                answer = response.json()
+                _remember_answer(payload, answer)
+                return answer
             except httpx.TransportError:
                 if attempt + 1 >= max_retries:
                     raise
                 await asyncio.sleep(1)
     raise PluginError(f"max_retries is {max_retries}: give 1 or more")
+
+
+def _remember_answer(payload: Any, answer: Any) -> None:
+    """Keep an engine's answer for `UserSample.take_answers`."""
+    answers = ANSWERS.get()
+    info = answer.get("meta_info") or {} if isinstance(answer, dict) else {}
+    if answers is not None and "input_ids" in payload and (new := info.get("output_token_logprobs")):
+        token_ids, logprobs = [item[1] for item in new], [item[0] for item in new]
+        answers.append(EngineAnswer(list(payload["input_ids"]), token_ids, logprobs, info))
 
 
 async def get(url: str) -> Any:

@@ -12,13 +12,14 @@ import json
 import math
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from penstock.stages.rollout.prompts.data_source import copy_sample
 from penstock.storage.errors import PluginError
-from penstock.storage.samples.sample import Sample
+from penstock.storage.samples.sample import ATTRIBUTES, Sample
 from penstock.storage.samples.sample import Status as SampleStatus
 
 NAMES = [field.name for field in fields(Sample)]
@@ -39,12 +40,33 @@ def _alias_property(name: str) -> Any:
     return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value), doc=f"`{name}`")
 
 
+class EngineAnswer(NamedTuple):
+    """An engine's answer to a request that a user-defined function has sent itself."""
+
+    request: list[int]  # token ids
+    token_ids: list[int]
+    logprobs: list[float]
+    meta_info: dict[str, Any]
+
+
+class JsonLabel(str):
+    """A label whose column has dictionaries: its JSON text, which can also be read like the dictionary."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return json.loads(self)[key] if isinstance(key, str) else super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return an entry of the dictionary."""
+        return json.loads(self).get(key, default)
+
+
 class UserSample(Sample):
-    """A `Sample` for a user-defined function, created with `UserSample.of`. Further attributes may be set. User-defined
-    code may also create one, as `Sample(prompt=..., tokens=..., ...)` with slime's names; all are optional.
+    """A `Sample` for a user-defined function, created with `UserSample.of`. User-defined code may also create one, as
+    `Sample(prompt=..., tokens=..., ...)` with slime's names; all are optional.
 
     `loss_mask` and `rollout_log_probs` may cover only the response tokens, or all tokens. To return several samples for
-    one prompt, copy the given sample with `copy.deepcopy`.
+    one prompt, copy the given sample with `copy.deepcopy`. Further attributes may be set; those that JSON can express
+    are recorded in the metadata, and set on the samples of the functions that are called later.
     """
 
     Status = SampleStatus
@@ -54,8 +76,14 @@ class UserSample(Sample):
     group_index: int | None = None  # number of the prompt in the run
     index: int | None = None  # number of the sample in its group
 
-    _response_length: int | None = None
+    # fields of slime's class, which Penstock does not use
+    session_id = generate_function_path = custom_rm_path = train_metadata = None
+    multimodal_inputs = multimodal_train_inputs = rollout_routed_experts = None
+    rollout_top_p_token_ids = rollout_top_p_token_offsets = None
+    non_generation_time: float = 0.0
+
     _untouched: tuple[list[Any], list[Any]]
+    _unrecorded: Mapping[str, str] = MappingProxyType({})  # attribute that JSON cannot express -> its type
 
     def __init__(self, *values: Any, **named: Any) -> None:
         named = {SLIME_NAMES.get(name, name): value for name, value in named.items()}
@@ -74,6 +102,7 @@ class UserSample(Sample):
 
     def _start_response(self, prompt_length: int) -> None:
         self._prompt_ids = tuple(self.token_ids[:prompt_length])
+        self._response_length, self._sets_length = len(self.token_ids) - prompt_length, False
         # A field that is still the same object after the call was not set by the user-defined function.
         self._untouched = (self.loss_mask, self.rollout_logprobs)
 
@@ -89,72 +118,105 @@ class UserSample(Sample):
         copied = copy_sample(sample)
         view = cls(**{name: getattr(copied, name) for name in NAMES})
         view._start_response(sample.prompt_length if prompt_length is None else prompt_length)
+        view.label = JsonLabel(view.label) if view.label.startswith("{") else view.label
+        if recorded := view.metadata.pop(ATTRIBUTES, None):
+            vars(view).update(recorded["values"])
+            view._unrecorded = recorded["unrecorded"]
         view.group_index, view.index = _number_at_end(sample.group_id), _number_at_end(sample.trajectory_id)
         return view
+
+    def __getattr__(self, name: str) -> Any:
+        kind = self._unrecorded.get(name)
+        if kind is None:
+            raise AttributeError(f"the sample has no attribute {name!r}")
+        raise PluginError(
+            f"the sample's attribute {name!r} was a {kind}, which is not passed on to other functions: set numbers, "
+            "text, lists and dictionaries"
+        )
 
     def restart(self, prompt: str, token_ids: Sequence[int]) -> None:
         """Replace the prompt and discard the response."""
         self.prompt, self.response, self.token_ids = prompt, "", list(token_ids)
         self.loss_mask, self.rollout_logprobs = [0] * len(token_ids), [0.0] * len(token_ids)
-        self.routed_experts, self._response_length = None, None
+        self.routed_experts = None
         self.metadata.pop("policy_spans", None)
         self._start_response(len(token_ids))
 
+    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float], *, is_trained: bool) -> None:
+        """Append tokens to the response. Lists are extended in place, because a function may have other names for
+        them."""
+        for name, untouched, earlier in zip(("loss_mask", "rollout_logprobs"), self._untouched, (1, math.nan)):
+            values = getattr(self, name)
+            if values is None or (values is untouched and len(values) != len(self.token_ids)):  # of another prompt
+                setattr(self, name, [earlier] * self._response_length)
+        super().extend(token_ids, logprobs, is_trained=is_trained)
+        self._response_length += len(token_ids)
+
     def append_response_tokens(
         self,
-        tokens: Sequence[int],
+        args: Any = None,
+        *,
+        tokens: Sequence[int] = (),
         log_probs: Sequence[float] | None = None,
         trainable: bool = True,
         meta_info: dict[str, Any] | None = None,
         text: str | None = None,
+        update_terminal_info: bool = True,
     ) -> None:
         """Append tokens to the response: tokens generated by the model (`trainable`, with the engine's log-probs), or
-        tokens from a tool or an environment (not `trainable`).
+        tokens from a tool or an environment (not `trainable`). The parameters are slime's.
 
         Args:
+            args: not used.
             tokens: token ids.
             log_probs: log-prob of every token; ignored if the tokens are not trainable.
             trainable: whether the model generated the tokens.
             meta_info: `meta_info` of SGLang's response; the finish reason and weight version in it are used.
             text: text of the tokens, appended to `response`. An empty `response` is later decoded from the tokens.
+            update_terminal_info: set the status to the finish reason of `meta_info`.
 
         Raises:
             PluginError: `trainable` is true, and the number of log-probs differs from the number of tokens.
         """
         added = list(tokens)
-        if trainable and (log_probs is None or len(log_probs) != len(added)):
+        if trainable and len(log_probs or ()) != len(added):
             number = "no" if log_probs is None else str(len(log_probs))
             raise PluginError(
                 f"{len(added)} trained tokens came with {number} log-probs: give one log-prob per token, or "
                 "trainable=False for tool tokens"
             )
-        mask, logprobs = _mask_and_logprobs(self)
-        self.token_ids = [*self.token_ids, *added]
-        self.loss_mask = mask + [int(trainable)] * len(added)
-        self.rollout_logprobs = logprobs + (list(log_probs or ()) if trainable else [0.0] * len(added))
-        self._response_length = None
+        self.extend(added, list(log_probs or ()) if trainable else [0.0] * len(added), is_trained=trainable)
         self.response += text or ""
-        if meta_info:
-            reason = (meta_info.get("finish_reason") or {}).get("type", "stop")
-            self.status = {"length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}.get(
-                reason, SampleStatus.COMPLETED
-            )
-            self.aborted |= reason == "abort"
-            self.weight_versions += [str(meta_info["weight_version"])] if "weight_version" in meta_info else []
+        if meta_info and update_terminal_info:
+            self.update_from_meta_info(args, meta_info)
+        elif meta_info:
+            self._add_weight_version(meta_info)
+
+    def update_from_meta_info(self, args: Any, meta_info: dict[str, Any]) -> None:
+        """Set the status to the finish reason of SGLang's response, and remember its weight version."""
+        reason = (meta_info.get("finish_reason") or {}).get("type", "stop")
+        self.status = {"length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}.get(
+            reason, SampleStatus.COMPLETED
+        )
+        self.aborted |= reason == "abort"
+        self._add_weight_version(meta_info)
+
+    def _add_weight_version(self, meta_info: dict[str, Any]) -> None:
+        self.weight_versions += [str(meta_info["weight_version"])] if "weight_version" in meta_info else []
 
     @property
     def prompt_length(self) -> int:
-        """Number of prompt tokens."""
-        return len(self._prompt_ids)
+        """Number of prompt tokens: those before the response, if a function has set the length of the response."""
+        return len(self.token_ids) - self._response_length if self._sets_length else len(self._prompt_ids)
 
     @property
     def response_length(self) -> int:
-        """Number of tokens after the prompt. If a function sets it, `checked_sample` checks the value."""
-        return len(self.token_ids) - self.prompt_length if self._response_length is None else self._response_length
+        """Number of tokens after the prompt. A function that replaces the tokens sets it, if the prompt changes."""
+        return self._response_length
 
     @response_length.setter
     def response_length(self, length: int) -> None:
-        self._response_length = length
+        self._response_length, self._sets_length = length, True
 
     @property
     def effective_response_length(self) -> int:
@@ -164,6 +226,19 @@ class UserSample(Sample):
     def get_reward_value(self, args: Any) -> Any:
         """Return the reward, or its entry `args.reward_key` if it is a dictionary."""
         return self.reward if not isinstance(self.reward, dict) else self.reward[args.reward_key]
+
+    def take_answers(self, answers: Sequence[EngineAnswer]) -> None:
+        """Remember the weight versions of the answers that are part of this sample, and set their log-probs, unless the
+        function has set them."""
+        tokens, logprobs = _token_ids(self), [math.nan] * len(self.token_ids)
+        for answer in answers:
+            start, end = len(answer.request), len(answer.request) + len(answer.token_ids)
+            if tokens[:start] == answer.request and tokens[start:end] == answer.token_ids:
+                logprobs[start:end] = answer.logprobs
+                self._add_weight_version(answer.meta_info)
+        is_set = _pad_to_all_tokens(self, self.rollout_logprobs, self._untouched[1], "rollout_log_probs") is not None
+        if not is_set and not all(map(math.isnan, logprobs)):
+            self.rollout_logprobs = logprobs
 
     # slime's names; `checked_sample` converts their values to lists.
     tokens = _alias_property("token_ids")
@@ -188,17 +263,8 @@ def checked_sample(sample: Sample, prompt_length: int | None = None) -> Sample:
         sample = UserSample.of(sample, prompt_length)
     values = {name: getattr(sample, name) for name in NAMES}
     values["token_ids"] = token_ids = _token_ids(sample)
+    _check_prompt(sample, token_ids)
     num_prompt = sample.prompt_length
-    if tuple(token_ids[:num_prompt]) != sample._prompt_ids:
-        raise PluginError(
-            f"the sample's tokens do not start with the {num_prompt} tokens of the prompt: keep the prompt tokens, or "
-            "set another prompt with sample.restart(prompt, token_ids)"
-        )
-    if sample.response_length != len(token_ids) - num_prompt:
-        raise PluginError(
-            f"response_length is {sample.response_length}, but {len(token_ids) - num_prompt} tokens follow the prompt: "
-            "do not set response_length, or correct response_length or the tokens"
-        )
     try:
         values["status"] = SampleStatus(sample.status)
     except ValueError:
@@ -216,11 +282,32 @@ def checked_sample(sample: Sample, prompt_length: int | None = None) -> Sample:
         for position, (trained, logprob) in enumerate(zip(mask, logprobs))
     ]
     values["metadata"] = _json_copy(sample.metadata)
+    if (attributes := _attributes(sample)) != {"values": {}, "unrecorded": {}}:
+        values["metadata"][ATTRIBUTES] = attributes
+    values["label"] = "" if sample.label is None else str(sample.label)
     for name in ("prompt", "response"):
         if not isinstance(values[name], str):
             raise PluginError(f"{name} is a {type(values[name]).__name__}: set it to text")
         values[name].encode()  # raise for a lone surrogate here, not when the round is written
     return Sample(**values)
+
+
+def _check_prompt(sample: UserSample, token_ids: list[int]) -> None:
+    """Check that the tokens start with those of the prompt, unless the function has set another prompt, and that the
+    length of the response is possible. Raises PluginError."""
+    own = len(sample._prompt_ids)
+    keeps_prompt = tuple(token_ids[:own]) == sample._prompt_ids
+    if not keeps_prompt and not sample._sets_length:
+        raise PluginError(
+            f"the sample's tokens do not start with the {own} tokens of the prompt: keep the prompt tokens, or set "
+            "another prompt with sample.restart(prompt, token_ids), or response_length"
+        )
+    num_after = len(token_ids) - own * keeps_prompt
+    if sample._sets_length and not 0 <= sample.response_length <= num_after:
+        raise PluginError(
+            f"response_length is {sample.response_length}, but {num_after} tokens follow the prompt: do not set "
+            "response_length, or correct response_length or the tokens"
+        )
 
 
 def _token_ids(sample: UserSample) -> list[int]:
@@ -255,8 +342,8 @@ def _mask_and_logprobs(sample: UserSample) -> tuple[list[int], list[float]]:
 
 def _pad_to_all_tokens(sample: UserSample, value: Any, untouched: list[Any], name: str) -> list[Any] | None:
     """Return `value` with one entry per token (0 for prompt tokens); None if the user function did not set it."""
-    num_prompt, num_tokens = sample.prompt_length, len(sample.token_ids)
-    if value is None or (value is untouched and len(untouched) == num_prompt and num_tokens != num_prompt):
+    num_prompt, num_tokens, own = sample.prompt_length, len(sample.token_ids), len(sample._prompt_ids)
+    if value is None or (value is untouched and len(untouched) == own and num_tokens != own):
         return None
     stream = _as_list(value, name)
     if len(stream) not in (num_tokens - num_prompt, num_tokens):
@@ -277,6 +364,22 @@ def _checked_logprob(value: Any, position: int) -> float:
             f"the log-prob of token {position} of the response is {value!r}: give a finite number of at most 0"
         )
     return logprob
+
+
+def _attributes(sample: UserSample) -> dict[str, Any]:
+    """Return the further attributes of a sample by name: their values, and the types of those that JSON cannot
+    express."""
+    own = ("remove_sample", "aborted", "group_index", "index", "weight_versions")
+    unrecorded, values = dict(sample._unrecorded), {}
+    for name, value in vars(sample).items():
+        if name.startswith("_") or name in own or (value is None and hasattr(UserSample, name)):
+            continue
+        unrecorded.pop(name, None)
+        try:
+            values[name] = json.loads(json.dumps(value, ensure_ascii=False).encode())
+        except (TypeError, ValueError):
+            unrecorded[name] = type(value).__name__
+    return {"values": values, "unrecorded": unrecorded}
 
 
 def _json_copy(metadata: Any) -> dict[str, Any]:

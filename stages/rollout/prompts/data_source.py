@@ -24,7 +24,7 @@ from penstock.stages.rollout.text.templates import Messages
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import PluginError
 from penstock.storage.refs import Kind
-from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.sample import ATTRIBUTES, Sample, Status
 
 Group = list[Sample]  # the samples of one prompt
 # (args, buffer, num_samples) or (args, rollout_id, buffer, num_samples) -> the groups of the buffer to use next
@@ -124,7 +124,7 @@ def without_responses(group: Group) -> Group:
         sample.response, sample.reward, sample.rewards = "", None, {}
         sample.routed_experts = sample.teacher_logprobs = None
         sample.status = Status.PENDING
-        for name in ("policy_spans", "start_rollout_id", "error"):
+        for name in ("policy_spans", "start_rollout_id", "error", ATTRIBUTES):
             sample.metadata.pop(name, None)
     return copies
 
