@@ -162,7 +162,8 @@ def load_checked_function(path: str, default_name: str, parameters: Sequence[str
 
 
 def load_function(path: str, default_name: str = DEFAULT_NAMES["custom_rm_path"]) -> Callable[..., Any]:
-    """Load the function, class or callable object that `path` names.
+    """Load the function, class or callable object that `path` names, unless its module imports a name of slime that is
+    not provided, which a function would notice only when it is called.
 
     Args:
         path: `file.py`, `file.py:name`, `pkg.module:name` or `pkg.module.name`.
@@ -171,8 +172,14 @@ def load_function(path: str, default_name: str = DEFAULT_NAMES["custom_rm_path"]
     Raises:
         PluginError: the file, module or function does not exist, or importing the module fails.
     """
-    location, name = _split(with_function_name(path, default_name))
+    path = with_function_name(path, default_name)
+    location, name = _split(path)
     module = _load_module(location, path)
+    if missing := missing_imports(getattr(module, "__file__", None) or ""):
+        raise PluginError(
+            f"{describe_path(path)} imports a name of slime that Penstock lacks: {missing[0]} is not provided; use the "
+            "names that docs/plugins.md lists, or code of your own"
+        )
     function = getattr(module, name, None)
     if not callable(function):
         raise PluginError(
@@ -234,11 +241,6 @@ def _load_file(file: Path) -> ModuleType:
     name = f"penstock_custom_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
-    if missing := missing_imports(file.read_bytes()):
-        raise PluginError(
-            f"{file} imports {', '.join(missing)}, which Penstock does not provide: use the names of "
-            "docs/plugins.md#functions-written-for-slime, or install what the function needs under another name"
-        )
     if (folder := str(file.resolve().parent)) not in sys.path:
         sys.path.append(folder)  # for modules beside the file
     spec = importlib.util.spec_from_file_location(name, file)
@@ -266,10 +268,10 @@ def _describe_import_error(error: BaseException) -> str:
 def _defined_callables(module: ModuleType) -> list[str]:
     """Return the names of the public functions, classes and callable objects that a module defines or assigns; those
     that it imports, and aliases of types, do not count."""
-    if module.__file__ is None or not module.__file__.endswith(".py"):
+    file = str(getattr(module, "__file__", None))
+    if not file.endswith(".py"):
         return []
-    source = importlib.util.decode_source(Path(module.__file__).read_bytes())
-    symbols = symtable.symtable(source, module.__file__, "exec")
+    symbols = symtable.symtable(importlib.util.decode_source(Path(file).read_bytes()), file, "exec")
     names = [symbol.get_name() for symbol in symbols.get_symbols() if symbol.is_assigned()]
     own = [(name, getattr(module, name, None)) for name in names if not name.startswith("_")]
     return [name for name, value in own if callable(value) and not _is_type_alias(value, module)]

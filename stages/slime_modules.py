@@ -10,8 +10,10 @@ import ast
 import importlib
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -102,10 +104,13 @@ class _SlimeFinder(MetaPathFinder, Loader):
         module.__getattr__ = find_attribute  # type: ignore[method-assign]
 
 
-def missing_imports(source: bytes) -> list[str]:
-    """Return what a module imports from slime, also inside functions, that the table does not have. Imports in `try`,
-    which may fail, do not count."""
-    tree = ast.parse(source)
+@cache
+def missing_imports(file: str) -> list[str]:
+    """Return what a Python file imports from slime, also inside functions, that the table does not have. Imports in
+    `try`, which may fail, do not count."""
+    if not file.endswith(".py"):
+        return []
+    tree = ast.parse(Path(file).read_bytes())
     optional = {node for block in ast.walk(tree) if isinstance(block, ast.Try) for node in ast.walk(block)}
     names: list[str] = []
     for node in ast.walk(tree):
@@ -115,7 +120,10 @@ def missing_imports(source: bytes) -> list[str]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names += [f"{node.module}.{alias.name}" for alias in node.names]
-    provided = {*MODULES, *(f"{module}.{name}" for module, names in MODULES.items() for name in [*names, "*"])}
+    provided = {
+        *MODULES,
+        *(f"{module}.{name}" for module, names in MODULES.items() for name in (*names, "*", "__name__")),
+    }
     return [name for name in names if f"{name}.".startswith("slime.") and name not in provided]
 
 
