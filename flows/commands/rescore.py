@@ -135,7 +135,7 @@ def merge_scoring_settings(
     from penstock.stages.eval.rescore import Scoring
 
     evals, options = run_config.eval, given_config.rollout
-    rollout = run_config.rollout.model_copy(
+    rollout = run_config.rollout_with_args.model_copy(
         update=evals.rollout_overrides(dict(evals.eval_prompt_data).get(data_set, ""), data_set)
     )
     update: dict[str, Any] = {key: getattr(options, key) for key in options.model_fields_set}

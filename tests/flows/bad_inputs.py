@@ -610,6 +610,8 @@ def rows_of_requests() -> Iterator[Bad]:
     for path in (
         "nowhere.py",
         "two.py",
+        "partial.py",
+        "imports.py",
         "broken.py",
         "raises.py",
         "functions.py:gone",
@@ -634,6 +636,12 @@ def rows_of_requests() -> Iterator[Bad]:
         ("--rollout-data-postprocess-path", "one"),
     ):  # fmt: skip
         yield train(word, f"{{root}}/functions.py:{path}", culprit="functions.py")
+    for word, path in (
+        ("--custom-pg-loss-reducer-function-path", "reducer"),
+        ("--custom-advantage-function-path", "gae"),
+    ):
+        yield train(word, f"{{root}}/trainer.py:{path}", culprit=f"{path} of ")
+    yield train("--use-tis", "--custom-tis-function-path", "{root}/trainer.py:mis", culprit="mis of ")
 
 
 def rows_of_one_half() -> Iterator[Bad]:

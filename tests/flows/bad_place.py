@@ -47,6 +47,10 @@ SOURCES = {  # file -> content
     "two.py": "def one(args, sample): return 0.0\ndef two(args, sample): return 0.0\n",
     "broken.py": "def reward_func(:\n",
     "raises.py": "raise RuntimeError('at import')\n",
+    "partial.py": "import functools\ndef base(args, sample): return 0.0\nscore = functools.partial(base)\n",
+    "imports.py": "def reward_func(args, sample):\n    from slime.ray import rollout\n",
+    "trainer.py": "def mis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs): ...\n"
+    "def reducer(total_lengths, response_lengths, loss_masks): ...\ndef gae(args, rollout_data): ...\n",
     "functions.py": "value = 5\ndef one(only): ...\ndef many(a, b, c, d, e, f): ...\nclass Empty: ...\n"
     "def gen(args, sample):\n    yield 1\n",
     "evals.toml": '[[datasets]]\nname = "sums"\npath = "{root}/sums.jsonl"\n',
