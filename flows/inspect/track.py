@@ -32,6 +32,7 @@ from penstock.storage.tracking.tracker import (
     report_record_key,
     tracker_class,
 )
+from penstock.storage.web.login import page_link
 
 USAGE = """penstock track RUN ... --to mlflow|tensorboard|wandb [--tracking-uri URI] [--store URI ...]
 
@@ -104,7 +105,7 @@ def retell_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> i
         ) from error
     commits = sum(isinstance(record, Committed) for record in records)
     points = sum(len(metric_points(record)) for record in records)
-    page = tracker.page or redact(uri)
+    page = page_link(tracker.page or redact(uri))
     print(f"{keys.run}: {commits} commits with {points} metric values are in {cls.name}: {page}")
     print("  without the metrics that are not in commits (waiting times, queue depth, weight updates)")
     for text in refused[:_MAX_SHOWN]:

@@ -35,6 +35,7 @@ from penstock.flows.terminal.startup import end_wait
 from penstock.storage.refs import Commit
 from penstock.storage.secrets import redact
 from penstock.storage.tracking.lineage import eval_rewards
+from penstock.storage.web.login import page_link
 
 ProgressCallback = Callable[[int, int], None]  # done, total
 
@@ -48,7 +49,7 @@ class Display:
         config: the flow's config; its model, data sets and number of rounds are printed.
         store_uri: URI of the run's store.
         tracking_uri: URI of the MLflow server or database.
-        prefect_page: URL of this flow run's page, and where its password is.
+        prefect_page: link to this flow run's page, or where it is.
         console: where to print; default standard output.
     """
 
@@ -244,7 +245,7 @@ class Display:
             "data": data if isinstance(data, str) else ", ".join(map(str, data or [])),
             "evaluation": ", ".join(f"{name} ({path})" for name, path in config.eval.eval_prompt_data or []),
             "store": self.store_uri,
-            "mlflow": redact(self.tracking_uri),
+            "mlflow": page_link(redact(self.tracking_uri)),
             "prefect": self.prefect_page,
         }
         self._print_rows({title: str(value) for title, value in rows.items() if value})

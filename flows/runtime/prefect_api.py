@@ -12,22 +12,19 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import secrets
 import sys
 import threading
 import time
-import tomllib
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from penstock.flows.runtime.environment import QUIET
-from penstock.flows.services.child_process import HOST, Service, choose_port, http_answers, log_directory
-from penstock.flows.services.prefect_server import loopback_origins
+from penstock.flows.services.child_process import Service, choose_port, http_answers
 from penstock.storage.errors import OptionError
 from penstock.storage.secrets import write_private
+from penstock.storage.web.login import HOST, create_login, login_path, origins, service_directory
 
 LAUNCHER = Path(__file__).parents[1] / "services" / "prefect_server.py"
 PROFILE = "penstock"  # name of the Prefect profile that contains the login of our own server
@@ -39,6 +36,7 @@ CLIENT_RETRIES = 7  # per request: 2 + 4 + ... + 128 s with jitter; the default 
 HEARTBEAT_SECONDS = 30  # the shortest interval that Prefect allows (default 180)
 _UNTIL_EXIT = ExitStack()  # Prefect settings of this process, until it exits
 _UNTIL_LEFT = ExitStack()  # Prefect settings of the current flow, until `restore_client_settings`
+_OWN_SERVER = threading.Event()  # this process has started the Prefect server
 _SERVER_FAILED = threading.Event()  # our own server is not restarted any more: do not wait for it
 
 
@@ -72,8 +70,9 @@ def ensure_prefect_api() -> str:
     if not address:
         port = choose_port("prefect", None, PREFECT_PORT)
         start_with_restart_thread(prefect_server(port))
+        _OWN_SERVER.set()
         address = f"http://{HOST}:{port}/api"
-        ours |= {PREFECT_API_URL: address, PREFECT_API_AUTH_STRING: read_or_create_login(port)}
+        ours |= {PREFECT_API_URL: address, PREFECT_API_AUTH_STRING: login_path(port).read_text()}
     else:
         check_login(address)
     _UNTIL_EXIT.enter_context(temporary_settings(ours))
@@ -94,67 +93,46 @@ def flow_run_environment() -> dict[str, str]:
 
 
 def prefect_server(port: int) -> Service:
-    """Return the service of our Prefect server at `port`, with Prefect's default database.
-
-    The server requires a login that only this user can read, and rejects requests from web pages of other servers.
-    """
+    """Return the service of our Prefect server at `port`, with Prefect's default database. Its new login is also in a
+    Prefect profile."""
     command = [sys.executable, "-P", str(LAUNCHER), "--host", HOST, "--port", str(port)]
-    login = read_or_create_login(port)
+    login = create_login(port)
+    settings = {"PREFECT_API_URL": f"http://{HOST}:{port}/api", "PREFECT_API_AUTH_STRING": login}
+    lines = [f'active = "{PROFILE}"', "", f"[profiles.{PROFILE}]", *(f'{key} = "{settings[key]}"' for key in settings)]
+    write_private(profile_path(port), "\n".join(lines) + "\n")
     environment = {
+        **settings,  # the server's background services are API clients
         "PREFECT_SERVER_API_AUTH_STRING": login,
-        "PREFECT_API_AUTH_STRING": login,  # the server's background services are API clients
-        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(loopback_origins(port)),
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(origins(port)),
         # by default the web page calls port 4200, even with another --port
-        "PREFECT_SERVER_UI_API_URL": f"http://{HOST}:{port}/api",
-        "PREFECT_API_URL": f"http://{HOST}:{port}/api",
+        "PREFECT_SERVER_UI_API_URL": settings["PREFECT_API_URL"],
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         # The default is in memory: after a restart the server does not know which run has a deployment's concurrency
         # slot, and cancels that run.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     }
     return Service(
-        "Prefect", command, log_directory(port) / "prefect.log", environment, ready=f"http://{HOST}:{port}/api/health"
+        "Prefect",
+        command,
+        service_directory(port) / "prefect.log",
+        environment,
+        ready=f"http://{HOST}:{port}/api/health",
     )
 
 
 def login_environment(port: int) -> dict[str, str]:
     """Return the environment variables of a client of our server at `port`: API address and login."""
-    return {"PREFECT_API_URL": f"http://{HOST}:{port}/api", "PREFECT_API_AUTH_STRING": read_or_create_login(port)}
+    return {"PREFECT_API_URL": f"http://{HOST}:{port}/api", "PREFECT_API_AUTH_STRING": login_path(port).read_text()}
 
 
 def profile_path(port: int) -> Path:
     """Return the path of the Prefect profile `penstock`: address and login of our server at `port`."""
-    return log_directory(port) / "profiles.toml"
+    return service_directory(port) / "profiles.toml"
 
 
-def read_or_create_login(port: int) -> str:
-    """Return the login (`penstock:SECRET`) of our server at `port` from the profile, which is created if missing.
-
-    Only this user can read the profile. The login is kept when the server ends, so browsers and shells can store it.
-    """
-    path = profile_path(port)
-    with suppress(FileNotFoundError, tomllib.TOMLDecodeError, KeyError):
-        status = os.stat(path)
-        if status.st_uid == os.getuid() and not status.st_mode & 0o077:
-            return str(tomllib.loads(path.read_text())["profiles"][PROFILE]["PREFECT_API_AUTH_STRING"])
-    login = f"penstock:{secrets.token_hex(32)}"
-    settings = {"PREFECT_API_URL": f"http://{HOST}:{port}/api", "PREFECT_API_AUTH_STRING": login}
-    lines = [
-        f'active = "{PROFILE}"',
-        "",
-        f"[profiles.{PROFILE}]",
-        *(f'{name} = "{value}"' for name, value in settings.items()),
-    ]
-    write_private(path, "\n".join(lines) + "\n")
-    return login
-
-
-def with_password_hint(page_url: str) -> str:
-    """Return the address of a Prefect page; if our server serves it, add where its password is stored."""
-    port = urlsplit(page_url).port
-    if not port or urlsplit(page_url).hostname != HOST or not profile_path(port).exists():
-        return page_url
-    return f"{page_url}  (password: PREFECT_API_AUTH_STRING in {profile_path(port)})"
+def server_ends_with_process() -> bool:
+    """Return whether this process has started the Prefect server, which then ends with it."""
+    return _OWN_SERVER.is_set()
 
 
 def check_login(address: str) -> None:

@@ -48,7 +48,7 @@ from penstock.flows.reporting.system_metrics import SystemMetrics, sample_system
 from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.engine_options import device_counts
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE, logprob_gap_warning, zero_gradient_warning
-from penstock.flows.runtime.prefect_api import wait_for_api, with_password_hint
+from penstock.flows.runtime.prefect_api import server_ends_with_process, wait_for_api
 from penstock.flows.runtime.preflight import config_warnings, preflight
 from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.runs import code_version, keys_of_run, open_run, open_store, read_existing_record
@@ -67,6 +67,7 @@ from penstock.storage.tracking import tracking_directory
 from penstock.storage.tracking.delivery import RunTracking
 from penstock.storage.tracking.retell import read_committed, read_cost_metrics
 from penstock.storage.tracking.tracker import Committed
+from penstock.storage.web.login import page_link
 
 if TYPE_CHECKING:
     from penstock.stages.rewards.grading import Grader
@@ -74,7 +75,15 @@ if TYPE_CHECKING:
     from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 
 
+_NO_PAGE = "no page after this run's end; `make up` shows it"
 EVALUATION_END_TIMEOUT = 60.0  # seconds for an evaluation in another thread to end after a failure
+
+
+def page_of_flow_run() -> tuple[str, str]:
+    """Return the URL of this flow run's page and a link to it that logs a browser in; "" if the page's server ends with
+    this process."""
+    page = "" if server_ends_with_process() else flow_run.ui_url or ""
+    return page, page_link(page)
 
 
 class Session:
@@ -96,9 +105,10 @@ class Session:
         self.stage_results: list[Any] = []  # kept: Prefect recognizes results and their strings by their addresses
         self.stage_messages: dict[uuid.UUID, str] = {}  # id of an active task run -> message of its final state
         uris = tracking_uris(self.store, config.run)
-        self._flow_run_page = flow_run.ui_url or ""  # read here, because other threads do not know the flow run
-        prefect_page = with_password_hint(self._flow_run_page)
-        self.display = Display(self.keys.run, flow, config, self.store.uri, uris[0], prefect_page=prefect_page)
+        page, self._flow_run_link = page_of_flow_run()  # here, because other threads do not know the flow run
+        self.display = Display(
+            self.keys.run, flow, config, self.store.uri, uris[0], prefect_page=self._flow_run_link or _NO_PAGE
+        )
         record = read_existing_record(self.store, self.keys)
         self._created_at = float(record["created_at"])
         self.tracker = RunTracking(
@@ -120,7 +130,7 @@ class Session:
                 at=self._started_at,
                 host=socket.gethostname(),
                 user=login_name(),
-                flow_run=flow_run.ui_url or str(flow_run.id or ""),
+                flow_run=page or str(flow_run.id or ""),
                 code_version=code_version(),
                 trainer_devices=trainer_devices,
                 engine_devices=engine_devices,
@@ -186,8 +196,8 @@ class Session:
 
     def _links(self) -> dict[str, str]:
         """Return title -> URL of the pages of this flow run in Prefect and of this run in the trackers."""
-        pages = {delivery.name: delivery.page for delivery in self.tracker.deliveries}
-        return {title: url for title, url in {"Prefect": self._flow_run_page, **pages}.items() if url}
+        pages = {delivery.name: page_link(delivery.page or "") for delivery in self.tracker.deliveries}
+        return {title: url for title, url in {"Prefect": self._flow_run_link, **pages}.items() if url}
 
     def __enter__(self) -> Session:
         self._entered.enter_context(stop_on_sigterm(self.stop, self.config.run.grace_period))

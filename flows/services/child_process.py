@@ -23,8 +23,8 @@ import psutil
 
 from penstock.engines.ports import is_free, is_reserved_here, reserve_free_port, reserve_ports
 from penstock.storage.errors import OptionError
+from penstock.storage.web.login import HOST
 
-HOST = "127.0.0.1"
 START_TIMEOUT = 120.0  # seconds
 STOP_TIMEOUT = 15.0  # seconds
 MAX_RESTARTS = 20  # of one service within RESTART_WINDOW seconds
@@ -160,12 +160,6 @@ def choose_port(name: str, requested: int | None, default: int) -> int:
     if requested is None and reserve_ports([default]):
         return default
     return reserve_free_port()
-
-
-def log_directory(port: int) -> Path:
-    """Return the log directory of the Prefect server that Penstock starts at `port`, and of the worker and MLflow."""
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return state / "penstock" / "services" / str(port)
 
 
 def _send_signal(process: psutil.Process, number: signal.Signals) -> None:

@@ -8,16 +8,15 @@ A service that dies is restarted.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import signal
 import sqlite3
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
+
+import httpx
 
 from penstock.flows.runtime.prefect_api import (
     PREFECT_PORT,
@@ -26,20 +25,18 @@ from penstock.flows.runtime.prefect_api import (
     login_environment,
     prefect_server,
     profile_path,
-    read_or_create_login,
 )
-from penstock.flows.services.child_process import HOST, Service, choose_port, log_directory
-from penstock.flows.services.prefect_server import LOOPBACK, loopback_origins
+from penstock.flows.services.child_process import Service, choose_port
 from penstock.flows.services.work_pool import POOL, ensure_zombie_automation
 from penstock.storage.errors import StoreError
 from penstock.storage.store import Store
 from penstock.storage.tracking import tracking_uri
 from penstock.storage.tracking.mlflow.artifact_paths import ARTIFACTS, update_artifact_paths
 from penstock.storage.tracking.tracker import TrackedRun
+from penstock.storage.web.login import HOST, create_login, login_path, page_link, service_directory, with_login
 
 MLFLOW_PORT = 5000
-_MLFLOW_APP = "penstock"  # entry point of storage/tracking/mlflow/server.py
-_VIEW = "workflowType=machine_learning"
+_VIEW = "workflowType=machine_learning"  # of MLflow's pages; without it they are for traces of applications
 STORES = ("penstock-store", "penstock-demo/store")  # default stores of the flows and of the demo
 
 
@@ -75,7 +72,7 @@ def run_services(*, prefect_port: int, mlflow_port: int, database: str) -> int:
         the exit code: 0 after Ctrl-C, 1 if a service did not start or died too often.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    logs = log_directory(prefect_port)
+    logs = service_directory(prefect_port)
     mlflow = [] if database.startswith("http") else [mlflow_server(mlflow_port, database, logs)]
     tracking = f"http://{HOST}:{mlflow_port}" if mlflow else database
     prefect, worker = prefect_server(prefect_port), prefect_worker(prefect_port, logs, tracking)
@@ -87,9 +84,11 @@ def run_services(*, prefect_port: int, mlflow_port: int, database: str) -> int:
         for service in (*mlflow, prefect):
             service.wait_ready()
         worker.start()  # last: it connects to the Prefect server at once
-        create_automation_and_print_links(prefect_port, mlflow_link(database, mlflow_port), logs)
+        mlflow_page = runs_page(mlflow_port) if mlflow else f"{database.rstrip('/')}/#/experiments?{_VIEW}"
+        create_automation_and_print_links(prefect_port, mlflow_page, logs)
         if mlflow:  # a run on this Prefect server then links to its MLflow page
-            print(f"To track runs of any store in this MLflow:\n  export MLFLOW_TRACKING_URI={tracking}", flush=True)
+            print(f"To track runs of any store in this MLflow:\n  export MLFLOW_TRACKING_URI={tracking}")
+            print(f"Other programs need a login for it, USER:PASSWORD in {login_path(mlflow_port)}", flush=True)
         while True:
             time.sleep(1.0)
             for service in services:
@@ -110,56 +109,34 @@ def create_automation_and_print_links(prefect_port: int, mlflow_page: str, logs:
     """Create the automation that marks dead flow runs as crashed; print the services' addresses and how to connect."""
     from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 
-    server, profile = f"http://{HOST}:{prefect_port}", profile_path(prefect_port)
-    with temporary_settings({PREFECT_API_AUTH_STRING: read_or_create_login(prefect_port)}):
-        ensure_zombie_automation(f"{server}/api")
-    print(f"  Prefect  {server}")
-    print(f"  MLflow   {mlflow_page}")
+    environment, profile = login_environment(prefect_port), profile_path(prefect_port)
+    with temporary_settings({PREFECT_API_AUTH_STRING: environment["PREFECT_API_AUTH_STRING"]}):
+        ensure_zombie_automation(environment["PREFECT_API_URL"])
+    print(f"  Prefect  {page_link(f'http://{HOST}:{prefect_port}/runs')}")
+    print(f"  MLflow   {page_link(mlflow_page)}")
     print(f"  worker   pool {POOL!r}; logs in {logs}")
-    print(f"The Prefect page asks for a password: PREFECT_API_AUTH_STRING in {profile}")
+    print("In a terminal, each link logs in the browser that opens it first; other browsers ask for the login.")
     print("To use this server for runs and for the `prefect` command (Ctrl-C here stops all services):")
     print(f"  export PREFECT_PROFILES_PATH={shlex.quote(str(profile))} PREFECT_PROFILE={PROFILE}", flush=True)
 
 
 def mlflow_server(port: int, database: str, logs: Path) -> Service:
-    """Return the service of the MLflow UI for an SQLite database.
-
-    MLflow itself rejects requests with a foreign Host, and changes requested by web pages of other origins.
-    """
+    """Return the service of the MLflow UI for an SQLite database, with a new login."""
+    create_login(port)
     artifacts = Path(database.removeprefix("sqlite:///")).absolute().parent / ARTIFACTS
-    command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
-    hosts = [f"{host}:{port}" for host in LOOPBACK]
-    command += ["--allowed-hosts", ",".join(hosts), "--cors-allowed-origins", ",".join(loopback_origins(port))]
-    command += ["--backend-store-uri", database, "--artifacts-destination", str(artifacts)]
-    command += ["--default-artifact-root", artifacts.as_uri()]  # also of use to runs that write to the database itself
-    if opens_model_training():
-        command += ["--app-name", _MLFLOW_APP]
+    command = [sys.executable, "-P", "-m", "penstock.storage.tracking.mlflow.server"]
+    command += ["--port", str(port), "--database", database, "--artifacts", str(artifacts)]
     environment = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     return Service("MLflow", command, logs / "mlflow.log", environment, ready=f"http://{HOST}:{port}/health")
 
 
-def opens_model_training() -> bool:
-    """Return whether MLflow's server can have Penstock's page that opens the view "Model training": not if Penstock was
-    installed before it had this page."""
-    return bool(entry_points(group="mlflow.app", name=_MLFLOW_APP))
-
-
-def mlflow_link(database: str, port: int) -> str:
-    """Return the URL of the runs in MLflow's view "Model training"; its start page shows traces of applications.
-
-    Only Penstock's page makes the browser keep this view (storage/tracking/mlflow/server.py). Other servers show it
-    until the first click on a link without the parameter.
-    """
-    if database.startswith("http"):
-        return f"{database.rstrip('/')}/#/experiments?{_VIEW}"
+def runs_page(port: int) -> str:
+    """Return the URL of the runs on our MLflow server at `port`."""
     server = f"http://{HOST}:{port}"
-    query = f"{server}/api/2.0/mlflow/experiments/get-by-name?experiment_name=penstock"
-    try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(query, timeout=10) as response:
-            page = f"#/experiments/{json.load(response)['experiment']['experiment_id']}/runs"
-    except OSError:  # the database does not have a run yet
-        page = "#/experiments"
-    return f"{server}/model-training{page}" if opens_model_training() else f"{server}/{page}?{_VIEW}"
+    query = f"{server}/api/2.0/mlflow/experiments/get-by-name?experiment_name={TrackedRun.experiment}"
+    answer = httpx.get(with_login(query), trust_env=False)  # 404: the database does not have a run yet
+    runs = f"/{answer.json()['experiment']['experiment_id']}/runs" if answer.is_success else ""
+    return f"{server}/#/experiments{runs}"
 
 
 def prefect_worker(port: int, logs: Path, tracking: str) -> Service:

@@ -108,7 +108,7 @@ def up(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         assert process.poll() is None, text
         for link in re.findall(r"http://\S+", text)[:2]:
             assert b"<html" in OPENER.open(link.split("#")[0], timeout=30).read().lower()
-        yield re.findall(r"Prefect +(http://\S+)", text)[0] + "/api", psutil.Process(process.pid), log
+        yield re.findall(r"Prefect +(http://[^/]+)", text)[0] + "/api", psutil.Process(process.pid), log
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) >= 3
         process.send_signal(signal.SIGKILL)
@@ -121,6 +121,15 @@ def up(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def profile_of(log: Path) -> Path:
     """The profile that `make up` has printed."""
     return Path(re.findall(r"PREFECT_PROFILES_PATH=(\S+) PREFECT_PROFILE=penstock", log.read_text())[0])
+
+
+def mlflow_of(log: Path) -> tuple[str, dict[str, str]]:
+    """The URL of the MLflow that `make up` has started, and the header with its login."""
+    text = log.read_text()
+    login = Path(re.findall(r"USER:PASSWORD in (\S+)", text)[0]).read_bytes()
+    return re.findall(r"MLflow +(http://[^/]+)", text)[0], {
+        "Authorization": f"Basic {base64.b64encode(login).decode()}"
+    }
 
 
 @pytest.fixture(scope="module")
@@ -274,15 +283,18 @@ def test_events_are_refused_without_login(up: tuple[str, psutil.Process, Path], 
 
 @pytest.mark.integration
 def test_mlflow_refuses_foreign_hosts_and_changes_from_foreign_pages(up: tuple[str, psutil.Process, Path]) -> None:
-    root = re.findall(r"MLflow +(http://[^/]+)", up[2].read_text())[0]
+    root, basic = mlflow_of(up[2])
     assert f"  export MLFLOW_TRACKING_URI={root}\n" in up[2].read_text()
     create, name = f"{root}/api/2.0/mlflow/experiments/create", {"name": "made by a test"}
-    assert status(create, name, Origin="http://example.com") == 403
-    assert status(create, name, Host="example.com") == 403
-    assert status(root, Host="example.com") == 403
-    assert status(create, name, Origin=root) == 200
+    assert status(create, name, Origin="http://example.com", **basic) == 403
+    assert status(create, name, Host="example.com", **basic) == 403
+    assert status(root, Host="example.com", **basic) == 403
+    assert status(create, name, Origin=root) == 401
+    assert status(create, name, Origin=root, **basic) == 200
     made = f"{root}/api/2.0/mlflow/experiments/get-by-name?experiment_name=made%20by%20a%20test"
-    with OPENER.open(made, timeout=30) as answer:  # a place that runs that write to the database itself can use, too
+    with OPENER.open(
+        urllib.request.Request(made, headers=basic), timeout=30
+    ) as answer:  # a place that runs that write to the database itself can use, too
         assert json.load(answer)["experiment"]["artifact_location"].startswith("file:///")
 
 
@@ -452,13 +464,14 @@ def test_scheduled_run_resumes_after_kill_with_new_rows_and_survives_server_deat
 
 def statuses_in_mlflow(log: Path) -> list[str]:
     """The status of the scheduled run in the MLflow that `make up` shows."""
-    api = re.findall(r"MLflow +(http://[^/]+)", log.read_text())[0] + "/api/2.0/mlflow"
-    with OPENER.open(f"{api}/experiments/get-by-name?experiment_name=penstock", timeout=30) as answer:
+    root, basic = mlflow_of(log)
+    api = f"{root}/api/2.0/mlflow"
+    named = urllib.request.Request(f"{api}/experiments/get-by-name?experiment_name=penstock", headers=basic)
+    with OPENER.open(named, timeout=30) as answer:
         experiment = json.load(answer)["experiment"]["experiment_id"]
     query = {"experiment_ids": [experiment], "filter": f"attributes.run_name = '{KEYS.run}'"}
-    request = urllib.request.Request(
-        f"{api}/runs/search", json.dumps(query).encode(), {"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json", **basic}
+    request = urllib.request.Request(f"{api}/runs/search", json.dumps(query).encode(), headers)
     with OPENER.open(request, timeout=30) as answer:
         return [run["info"]["status"] for run in json.load(answer)["runs"]]
 

@@ -17,31 +17,21 @@ from chromium import Page, browser, installed_browser
 from test_mlflow_lineage import promote_first, send, store  # noqa: F401
 
 from penstock.flows.services.child_process import choose_port
-from penstock.flows.services.stack import mlflow_link, mlflow_server
+from penstock.flows.services.stack import mlflow_server, runs_page
 from penstock.storage.store import Store
+from penstock.storage.web.login import page_link
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.integration,
     pytest.mark.skipif(installed_browser() is None, reason="needs Chromium"),
 ]
-ENTRY_POINT = "[mlflow.app]\npenstock = penstock.storage.tracking.mlflow.server:app\n"
 
 
 @pytest.fixture
-def entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install the entry point of pyproject.toml, which the environment of the tests may not have yet."""
-    package = tmp_path / "site" / "penstock_app-0.dist-info"
-    package.mkdir(parents=True)
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: penstock-app\nVersion: 0\n")
-    (package / "entry_points.txt").write_text(ENTRY_POINT)
-    monkeypatch.syspath_prepend(str(package.parent))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")]))
-
-
-@pytest.fixture
-def link(store: Store, tmp_path: Path, entry_point: None) -> Iterator[str]:  # noqa: F811
+def link(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:  # noqa: F811
     """The link to MLflow that `make up` prints, for the store of test_mlflow_lineage.py."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # links log in on a terminal only
     promote_first(store, 2)
     database = Path(store.root) / "mlflow" / "mlflow.db"
     database.parent.mkdir(exist_ok=True)
@@ -51,7 +41,7 @@ def link(store: Store, tmp_path: Path, entry_point: None) -> Iterator[str]:  # n
     server.start()
     try:
         server.wait_ready()
-        yield mlflow_link(f"sqlite:///{database}", port)
+        yield page_link(runs_page(port))
     finally:
         server.stop()
 
@@ -126,7 +116,7 @@ def test_the_lineage_can_be_followed_from_the_printed_link(link: str, tmp_path: 
         tour.follow("n", "source of the base model: r-000004-export")
         tour.open_tab("Traces", "2 of 2")  # one for each round
 
-        page.open(f"{link.partition('/model-training')[0]}/#/models/math/versions/1")
+        page.open(f"{link.partition('/open')[0]}/#/models/math/versions/1")
         page.wait_for("document.body.innerText.includes('champion')")
         page.wait_for(
             "document.body.innerText.includes('promoted (forced)') || document.body.innerText.includes('promoted:')"

@@ -21,6 +21,7 @@ from penstock.storage.tracking.mlflow.values import (
 )
 from penstock.storage.tracking.points import metric_points
 from penstock.storage.tracking.tracker import Committed, Record, ReportWritten, RunEnded, RunStarted, TrackedRun
+from penstock.storage.web.login import with_login
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput, Metric
@@ -58,7 +59,7 @@ class MlflowTracker:
             )  # their errors are also raised, and logged by delivery.py
         self.uri = uri
         self.run = run
-        self.client = MlflowClient(uri)
+        self.client = MlflowClient(with_login(uri))
         self.runs = MlflowRuns(self.client, uri, run)
         models = MlflowModels(self.runs)
         self.run_page = RunPage(self.runs, models)
