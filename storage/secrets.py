@@ -8,26 +8,36 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 ENV, FILE = "env:", "secret-file:"  # prefixes of references
-# Matches api_key, aws_secret_access_key, sas_token, control_plane_api_keys, but not input_key or max_tokens.
+# Words with which the name of an option ends that has a secret, before words such as `url`: api_key, aws_access_key_id,
+# sas_token, control_plane_api_keys, sentry_dsn, webhook_url; but not input_key or max_tokens.
 _SECRET_NAME = re.compile(
-    r"^(key|auth|pkey)$|(^|[_.])((api|access|account|private|shared|secret)_keys?(_id)?|secret|token|password|passwd|passphrase|"
-    r"credentials?|authorization|cookie|connection_string)$"
+    r"""^(key|auth|pkey|sig|pin)$|(^|[_.])(
+        (api|access|account|private|shared|secret|encryption|signing|master|auth|license)_?(keys?|tokens|codes?)
+        |secrets?|token|pass|passwords?|passwd|passphrase|pwd|credentials?|creds?|authorization|bearer|cookies?|jwt|sas
+        |signature|dsn|webhooks?|connection_?string)(_(id|url|uri|json|string|value|b64|base64|header))*$""",
+    re.VERBOSE,
 )
-_USER = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^\s@/?#]*:[^\s@?#]+@")
-_QUERY = re.compile(
-    r"(?P<name>[?&][^=&\s]*(key|secret|token|password|signature|sig|credential)=)[^&\s#]+", re.IGNORECASE
-)
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_URL = re.compile(r"""(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,30})?://(?P<rest>[^\s'"<>`]+)""")
+_AUTHORITY = re.compile(r"[^/?#]*")
+_PASSWORD = re.compile(r"[^:\[]*:(?!\d*$)")  # an authority with a colon that is not that of a port
+_PARAMETER = re.compile(r"([?&;#])([^?&;#]*)")
+_CONTAINER_SCHEMES = ("abfs", "abfss", "wasb", "wasbs")  # of Azure: the part before "@" names a container
+_HARMLESS_NAMES = {"workflowType", "sslmode", "charset", "project", "entity", "group", "mode", "dir"}
+_HARMLESS_VALUE = re.compile(r"\d{0,3}|true|false|\*\*\*", re.IGNORECASE)  # too short for a secret
 _MIN_LENGTH = 6  # characters; shorter secrets also occur in ordinary words, so `redact` does not replace them
 _protected: set[str] = set()
 
 
 def is_secret_name(name: str) -> bool:
     """Return whether an option's name (`api_key`, `sas_token`) says that the option's value is a secret."""
-    return _SECRET_NAME.search(name.lower().replace("-", "_")) is not None
+    return _SECRET_NAME.search(_CAMEL.sub("_", name).lower().replace("-", "_")) is not None
 
 
 def is_reference(value: str) -> bool:
@@ -36,13 +46,37 @@ def is_reference(value: str) -> bool:
 
 
 def has_credentials(url: str) -> bool:
-    """Return whether a URL contains a password, or a key in its query."""
+    """Return whether a URL contains what may be a secret (`redact_url`)."""
     return "://" in url and redact_url(url) != url
 
 
 def redact_url(text: str) -> str:
-    """Return the text with the credentials in all URLs replaced by `***`."""
-    return _QUERY.sub(r"\g<name>***", _USER.sub(r"\g<scheme>***@", text))
+    """Return the text with everything in its URLs that may be a secret replaced by `***`: the user part, and each value
+    in a query or fragment that is not known to be harmless."""
+    return _URL.sub(lambda url: "".join("***" if secret else part for part, secret in _split_url(url)), text)
+
+
+def _split_url(url: re.Match[str]) -> Iterator[tuple[str, bool]]:
+    """Yield the parts of a URL, each with whether it may be a secret."""
+    scheme, rest = url["scheme"] or "", url["rest"]
+    yield f"{scheme}://", False
+    authority = _AUTHORITY.match(rest)[0]  # type: ignore[index]  # it matches ""
+    # A password may contain "/", "?", "#" and "@": it ends at the last "@".
+    has_user = "@" in authority or ("@" in rest and _PASSWORD.match(authority))
+    if has_user and scheme.lower() not in _CONTAINER_SCHEMES:
+        user, _, rest = rest.rpartition("@")
+        yield user, True
+        yield "@", False
+    start = min((rest.index(mark) for mark in "?#;" if mark in rest), default=len(rest))
+    yield rest[:start], False
+    for mark, parameter in _PARAMETER.findall(rest[start:]):
+        yield mark, False
+        name, equals, value = parameter.partition("=")
+        if not re.search(r"[\w*]", value):  # an anchor, the path of a page, or a token, in base64 with "=" at its end
+            yield parameter, not (_HARMLESS_VALUE.fullmatch(name) or (mark == "#" and name.startswith("/")))
+        else:
+            yield name + equals, False
+            yield value, not (name in _HARMLESS_NAMES or _HARMLESS_VALUE.fullmatch(value))
 
 
 def redact(text: str) -> str:
@@ -56,7 +90,19 @@ def register_secret(secret: str) -> str:
     """Register a secret so that `redact` replaces it in this process. Return the secret."""
     if len(secret) >= _MIN_LENGTH:
         _protected.add(secret)
-    return secret
+    return register_credentials(secret)
+
+
+def register_credentials(url: str) -> str:
+    """Register what may be a secret in a URL: errors of clients also name parts of it. Return the URL."""
+    for match in _URL.finditer(url):
+        for part, secret in _split_url(match):
+            password = part.partition(":")[2]
+            # A user name or a value of a query is often an ordinary word, which `redact` must not replace everywhere.
+            texts = [text for text, length in ((password, _MIN_LENGTH), (part, 2 * _MIN_LENGTH)) if len(text) >= length]
+            if secret:
+                _protected.update(form for text in texts for form in (text, unquote(text)))
+    return url
 
 
 def mask_secrets(value: Any, name: str = "") -> Any:

@@ -23,6 +23,7 @@ from urllib.parse import urlencode
 from penstock.storage.errors import OptionError
 from penstock.storage.refs import RunKeys
 from penstock.storage.secret_references import resolve_secrets
+from penstock.storage.secrets import register_credentials
 from penstock.storage.store import Store
 
 
@@ -47,7 +48,7 @@ def tracking_uri(store: Store, configured: str | None = None) -> str:
     not be displayed.
     """
     if uri := resolve_secrets(configured) or os.environ.get("MLFLOW_TRACKING_URI"):
-        return uri
+        return register_credentials(uri)
     database = trackers_directory(store) / "mlflow" / "mlflow.db"
     database.parent.mkdir(parents=True, exist_ok=True)
     return f"sqlite:///{database}"

@@ -111,6 +111,111 @@ def test_secret_options_are_not_identity_options() -> None:
     )
 
 
+SECRET_URLS = (
+    "https://SECRET-1@host.example/x", "https://:SECRET-1@host.example/x", "https://SECRET-1:@host.example/x",
+    "https://me:SECRET-1@host.example/x", "https://me:SECRET-1@more@host.example/x",
+    "https://me:a/SECRET-1@host.example/x",
+    "https://me:a?SECRET-1@host.example/x", "https://me:a#SECRET-1@host.example/x",
+    "https://me@corp.example:SECRET-1@host/x",
+    "https://host.example/x?code=SECRET-1", "https://host.example/x?auth=SECRET-1",
+    "https://host.example/x?pwd=SECRET-1",
+    "https://host.example/x?sas=SECRET-1&n=1", "https://host.example/x?n=1&sv=SECRET-1",
+    "https://host.example/x?SECRET-1",
+    "https://host.example/x?U0VDUkVULTESECRET-1==", "https://host.example/x#token=SECRET-1",
+    "https://host.example/x#SECRET-1",
+    "https://host.example/x#/page?access=SECRET-1", "https://host.example/x;jsessionid=SECRET-1",
+    "https://host.example/x?a=1;b=SECRET-1", "https://host.example/?a%5Bb%5D=SECRET-1",
+    "https://host.example:8443?x=SECRET-1",
+    "postgresql://SECRET-1@db.example/mlflow", "postgresql://db.example/mlflow?password=SECRET-1&sslmode=require",
+    "redis://:SECRET-1@10.0.0.1:6379/0", "HTTPS://ME:SECRET-1@HOST.EXAMPLE/X", "s3://KEY:SECRET-1/+@bucket/prefix",
+    "https://[::1]:8443/x?code=SECRET-1", "https://me:SECRET-1@[::1]:8443/x",
+    "git+https://SECRET-1@github.com/a/b@main",
+    "wandb://?project=p&key=SECRET-1", "://me:SECRET-1@host",
+)  # fmt: skip
+ORDINARY_URLS = (
+    "http://127.0.0.1:5000/#/experiments/1/runs/ab12?workflowType=machine_learning", "http://[::1]:8000/v1",
+    "s3://bucket/a@b",
+    "https://host.example/score?n=8&stream=true", "abfs://container@account.dfs.core.windows.net/store",
+    "hdfs://name:8020/a@b",
+    "wss://host.example:443/events", "file:///data/a:b@c", "https://host.example/a;", "https://host.example/?",
+    "me@host.example",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("url", SECRET_URLS)
+def test_whatever_may_be_a_secret_in_a_url_is_redacted_by_its_place(url: str) -> None:
+    assert has_credentials(url) or "://" not in url
+    for text in (url, f"GET {url}", f'cannot open "{url}": refused', f"({url})", f"{url}\n{url}", f"['{url}']"):
+        assert "SECRET-1" not in redact(text) and "***" in redact(text), redact(text)
+        assert (
+            "SECRET-1" not in str(PenstockError(text)) and "SECRET-1" not in mask_secrets({"address": text})["address"]
+        )
+        assert redact(redact(text)) == redact(text)
+    assert "host.example" not in url or url.endswith("@host/x") or "host.example" in redact(url), (
+        "what is no secret stays"
+    )
+
+
+@pytest.mark.parametrize("url", ORDINARY_URLS)
+def test_a_url_without_a_secret_is_not_changed(url: str) -> None:
+    assert redact(f"see {url} there") == f"see {url} there" and not has_credentials(url)
+
+
+@pytest.mark.parametrize("url", [url for url in SECRET_URLS if url.startswith("http")])
+def test_no_config_contains_the_secret_of_a_url(url: str) -> None:
+    config = flags.parse_config(["--run", "n", "--rm-url", url])
+    assert "SECRET-1" not in config.model_dump_json()
+    assert resolve_secrets(config.rollout.rm_url) == url
+
+
+@pytest.mark.parametrize("url, message", [
+    ("https://me:pass-word-1@h.example/", "login failed for me with pass-word-1"),
+    ("https://me:p%40ss-word@h.example/", "login failed with p@ss-word"),
+    ("https://h.example/score?code=0123456789ab",
+     "HTTPConnectionPool(host='h.example'): url: /score?code=0123456789ab"),
+    ("https://0123456789abcdef@h.example/", "unknown user 0123456789abcdef"),
+    ("https://h.example/#token=0123456789ab", "fragment token=0123456789ab"),
+])  # fmt: skip
+def test_a_part_of_a_known_url_is_redacted_without_the_url(
+    url: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+    assert tracking_uri(Store("memory://parts")) == url
+    assert "***" in redact(message) and message.split()[-1].rpartition("=")[2] not in redact(message)
+
+
+def test_an_ordinary_user_name_of_a_url_stays_readable_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://mlflow:pass-word-1@db/mlflow")
+    tracking_uri(Store("memory://names"))
+    assert redact("mlflow wrote to db as mlflow") == "mlflow wrote to db as mlflow"
+
+
+def test_a_long_text_is_redacted_in_linear_time() -> None:
+    for text in ("a" * 500_000, "://" * 200_000, "a://" * 100_000, "http://h/" + "?a;b#c&d" * 60_000, "x@" * 200_000):
+        redact(text)
+
+
+@pytest.mark.parametrize("name", [
+    "dsn", "sentry_dsn", "SENTRY-DSN", "webhook", "webhook_url", "slack_webhook", "slack_webhooks", "apikey",
+    "apiKey", "API-KEY",
+    "openai_apikey", "accessToken", "clientSecret", "pwd", "db_pwd", "pass", "db_pass", "sas", "bearer", "jwt",
+    "auth_tokens",
+    "auth_code", "signing_key", "secrets", "passwords", "creds", "credentials_json", "private_key_b64",
+])  # fmt: skip
+def test_further_names_of_secret_options_are_recognized(name: str) -> None:
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize("name", [
+    "input_key", "label_key", "max_tokens", "max_new_tokens", "tokenizer", "bypass", "compass", "author", "keyboard",
+    "passes",
+    "n_samples", "signal", "encode", "code", "session", "tool_key", "keys", "token_ids", "webhook_timeout", "pinned",
+    "design",
+])  # fmt: skip
+def test_names_of_ordinary_options_are_not_taken_for_secrets(name: str) -> None:
+    assert not is_secret_name(name)
+
+
 @pytest.mark.parametrize("name", [
     "key", "api_key", "aws_secret_access_key", "aws_access_key_id", "aws_session_token", "account_key", "sas_token",
     "connection_string", "control_plane_api_keys", "password", "ssl_keyfile_password",
