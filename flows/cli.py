@@ -75,8 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         the exit code.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if argv is None:
+    from penstock.flows.terminal.escape import escaped_output
+
+    with escaped_output():
+        return _run_and_report(list(sys.argv[1:] if argv is None else argv), is_process=argv is None)
+
+
+def _run_and_report(arguments: list[str], *, is_process: bool) -> int:
+    if is_process:
         signals.raise_on_ctrl_c()
     try:
         code = run_command(arguments)
@@ -97,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         return _report_bug(error, arguments)
     finally:
-        if argv is None:
+        if is_process:
             signals.kill_on_ctrl_c()
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from prefect import State, flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from penstock.flows.config import PostTrainConfig, validate_config
@@ -20,6 +19,7 @@ from penstock.flows.runtime.conversion import ProgressCallback, run_conversion, 
 from penstock.flows.runtime.prefect_api import wait_for_api
 from penstock.flows.runtime.preflight import preflight
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
+from penstock.flows.terminal.escape import TerminalConsole
 from penstock.stages.convert.config import ConvertConfig
 from penstock.stages.convert.targets import ASSETS_DIRECTORY, megatron_directory, open_parent_store, read_record
 from penstock.storage.errors import OptionError
@@ -240,7 +240,7 @@ def ray_cluster(config: PostTrainConfig) -> Iterator[Any]:
 @contextmanager
 def progress_bar() -> Iterator[ProgressCallback | None]:
     """Yield a callback (bytes done, total bytes) for a progress bar; None if the output is not a terminal."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = TerminalConsole(soft_wrap=True, highlight=False)
     if not console.is_terminal:
         yield None
         return

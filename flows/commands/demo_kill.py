@@ -20,6 +20,7 @@ import psutil
 from rich.console import Console
 from rich.text import Text
 
+from penstock.flows.terminal.escape import TerminalConsole
 from penstock.storage.errors import OptionError, PenstockError
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.refs import RunKeys
@@ -101,7 +102,7 @@ def run_demo_with_kills(directory: Path, run: str, *, seed: int, num_rollout: in
     Raises:
         OptionError: the demo in the directory has already trained too many rounds to kill processes in them.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = TerminalConsole(highlight=False, soft_wrap=True)
     store, keys = str(directory / "store"), RunKeys(run)
     kills = {target: num_rollout * (number + 1) // 4 for number, target in enumerate(TARGETS)}
     done = num_trained(store, keys)

@@ -16,12 +16,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
-from rich.console import Console
 
 from penstock.flows.commands import plan
 from penstock.flows.install.uses import Targets, Use, planned_uses
 from penstock.flows.options.argv import penstock_command, short_repr, split_args
 from penstock.flows.runtime.display import print_table
+from penstock.flows.terminal.escape import TerminalConsole
 from penstock.storage.errors import OptionError
 
 USAGE = """penstock doctor [--store URI ...] [--ray-address HOST:PORT] [--mlflow-tracking-uri URL]
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
         print_ports()
         return 0
     targets = parse_targets(argv)
-    console = Console()
+    console = TerminalConsole()
     with ThreadPoolExecutor() as pool, console.status("checking (the engines are imported, about 20 s)"):
         uses = pool.submit(planned_uses, targets)
         findings = [finding for future in [pool.submit(check) for check in CHECKS] for finding in future.result()]
@@ -252,7 +252,7 @@ def print_ports() -> None:
 
     rows = [(port.address, port.command, port.owner, port.protection or "none") for port in listening_ports()]
     if rows:
-        print_table(("port", "command", "process", "authentication"), rows, width=Console().width)
+        print_table(("port", "command", "process", "authentication"), rows, width=TerminalConsole().width)
     else:
         print("no run or service of this user is active")
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.tree import Tree
 
@@ -15,6 +14,7 @@ from penstock.flows.inspect.samples import print_samples
 from penstock.flows.options.argv import format_bytes, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import open_store
+from penstock.flows.terminal.escape import TerminalConsole
 from penstock.storage.errors import OptionError
 from penstock.storage.history.lineage_graph import REFERENCES, LineageGraph, Node, find_node, read_lineage
 from penstock.storage.samples.sample import Sample
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     elif "--dot" in own:
         print(to_dot(graph, node))
     else:
-        console = Console(highlight=False)
+        console = TerminalConsole(highlight=False)
         if not console.is_terminal:
             console.width = 160
         if sample := find_sample(store, node, positional[0]):

@@ -20,6 +20,7 @@ from rich.cells import cell_len, set_cell_size
 from penstock.flows.options.argv import parse_integer, short_repr, split_args, to_one_line
 from penstock.flows.options.flags import parse_store_options, split_flags
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store
+from penstock.flows.terminal.escape import unescaped
 from penstock.storage.errors import OptionError
 from penstock.storage.query import VIEWS, execute, list_columns, open_connection, sql_error
 
@@ -172,7 +173,8 @@ def format_cell(value: Any) -> str:
 
 
 def write_csv(columns: Sequence[str], rows: Iterator[Row]) -> None:
-    writer = csv.writer(sys.stdout, lineterminator="\n")
+    out = sys.stdout if sys.stdout.isatty() else unescaped(sys.stdout)  # a file gets the values as they are
+    writer = csv.writer(out, lineterminator="\n")
     writer.writerow(columns)
     writer.writerows([_to_text(value) for value in row] for row in rows)
 

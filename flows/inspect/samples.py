@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from penstock.flows.options.argv import parse_integer, parse_run_argument, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store
+from penstock.flows.terminal.escape import TerminalConsole
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.refs import RunKeys
 from penstock.storage.samples.sample import Sample, Status
@@ -201,7 +201,7 @@ def _read(store: Store, keys: RunKeys, data_set: str | None, number: int) -> lis
 
 def print_samples(title: str, samples: Iterable[Sample]) -> None:
     """Print samples one below the other."""
-    console = Console(highlight=False)
+    console = TerminalConsole(highlight=False)
     for sample in samples:
         console.rule(f"{title}, sample {escape(sample.sample_id)}", align="left")
         console.print(f"[bold]{describe_sample(sample)}[/bold]")
@@ -213,7 +213,7 @@ def print_samples(title: str, samples: Iterable[Sample]) -> None:
 
 def print_side_by_side(number_name: str, columns: dict[int, list[Sample]]) -> None:
     """Print the responses to one prompt, with one column for each round or version."""
-    console = Console(highlight=False)
+    console = TerminalConsole(highlight=False)
     if not console.is_terminal:
         console.width = 160
     prompt = next(iter(columns.values()))[0]

@@ -6,13 +6,13 @@ import shlex
 import time
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.text import Text
 
 from penstock.flows.options.argv import parse_run_argument, penstock_command, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.options.nearby_stores import names_no_store, stores_with_run
 from penstock.flows.runtime.runs import latest_schedule_options, open_store, read_existing_record
+from penstock.flows.terminal.escape import TerminalConsole
 from penstock.flows.terminal.lines import COLUMNS, format_with_interval, short_exponent
 from penstock.flows.terminal.panel import format_duration
 from penstock.flows.terminal.sparkline import sparkline
@@ -69,7 +69,7 @@ def print_run(store: Store, keys: RunKeys) -> None:
     }
     titles = [*rows, "starts"]
     width = max(map(len, titles)) + 2
-    console = Console(soft_wrap=True, highlight=False)
+    console = TerminalConsole(soft_wrap=True, highlight=False)
     for title, text in rows.items():
         console.print(Text.assemble((f"{title:<{width}}", "dim"), text))
     for number, text in enumerate(start_lines(store, keys)):

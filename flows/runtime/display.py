@@ -21,6 +21,7 @@ from rich.text import Text
 from penstock.flows.options.argv import penstock_command
 from penstock.flows.reporting.log_format import json_line
 from penstock.flows.runtime import environment
+from penstock.flows.terminal.escape import TerminalConsole
 from penstock.flows.terminal.lines import (
     EVENT_LINES,
     MAX_COLUMNS,
@@ -66,7 +67,7 @@ class Display:
     ) -> None:
         end_wait()  # first, because it restores sys.stdout
         # Without a TTY rich would break lines at 80 columns; the line of a round must stay one line for grep.
-        self.console = console or Console(file=sys.stdout, soft_wrap=True, highlight=False)
+        self.console = console or TerminalConsole(file=sys.stdout, soft_wrap=True, highlight=False)
         self.run = run
         self.flow = flow
         self.model = str(config.convert.hf_checkpoint)
@@ -293,7 +294,7 @@ def print_table(
         table.add_column(title, justify="right" if numeric and index else "left")
     for row in rows:
         table.add_row(*row)
-    console = Console()
+    console = TerminalConsole()
     if not console.is_terminal:
         console.width = width
     console.print(table)

@@ -17,6 +17,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from penstock.flows.terminal.escape import TerminalConsole, escape_controls, unescaped
+
 REFRESH_SECONDS = 0.25
 
 
@@ -44,7 +46,7 @@ class LiveRegion:
         """Draw the region, and redraw it until `close`."""
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if stream is self._out or stream.isatty():
+            if unescaped(stream) is self._out or stream.isatty():
                 self._streams.append((name, stream))
                 setattr(sys, name, _LinesAbove(self, stream))
         atexit.register(self.close)
@@ -95,7 +97,7 @@ class LiveRegion:
         nothing of it is printed later."""
         out = io.StringIO()
         colours: Any = self.console.color_system
-        console = Console(
+        console = TerminalConsole(
             file=out,
             force_terminal=True,
             color_system=colours,
@@ -143,7 +145,7 @@ class _LinesAbove:
         with self._region._lock:
             *lines, self._rest = (self._rest + text).split("\n")
             if lines:
-                self._region.write_above("".join(f"{line}\n" for line in lines))
+                self._region.write_above("".join(f"{escape_controls(line)}\n" for line in lines))
         return len(text)
 
     def writelines(self, lines: Sequence[str]) -> None:

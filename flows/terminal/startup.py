@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from rich.console import Console
 from rich.text import Text
 
 from penstock.flows.reporting.log_format import json_line
+from penstock.flows.terminal.escape import TerminalConsole
 from penstock.flows.terminal.panel import Panel
 from penstock.flows.terminal.region import LiveRegion, can_redraw
 
@@ -23,7 +23,7 @@ def show_wait(text: str, *, run: str = "", as_json: bool = False, only_on_termin
         as_json: print a JSON line (--log-format json).
         only_on_terminal: print nothing otherwise. A refused command prints nothing but its error.
     """
-    console = Console(file=sys.stdout, highlight=False)
+    console = TerminalConsole(file=sys.stdout, highlight=False)
     if only_on_terminal and (as_json or not can_redraw(console)):
         return
     if as_json:

@@ -1,0 +1,84 @@
+"""What a command prints reaches the terminal through this module: control characters are escaped.
+
+Samples, names and errors may contain text that a model or a data set wrote. A terminal obeys its control sequences,
+which set the title, clear the screen, hide text, or show a link to a place that it does not name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from typing import IO, Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+# C0 but tab and newline, C1, format characters that are not seen (bidirectional controls, tags, ...; not the joiners of
+# emoji and scripts), separators of lines, and halves of surrogate pairs, which no encoding can print.
+_CONTROL = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\xad\\u061c\\u180e\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ud800-\\udfff"
+    "\\ufeff\\ufff9-\\ufffb\\U0001bca0-\\U0001bca3\\U0001d173-\\U0001d17a\\U000e0000-\\U000e0fff]"
+)
+
+
+def escape_controls(text: str) -> str:
+    r"""Return the text with its control characters as JSON writes them (`\u001b`), so that printed JSON stays equal."""
+    return _CONTROL.sub(lambda match: json.dumps(match[0])[1:-1], text)
+
+
+class _EscapingStream:
+    """A text stream that escapes what is written. All else is that of the original stream."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.unescaped = stream
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        self.unescaped.write(escape_controls(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unescaped, name)
+
+
+@contextmanager
+def escaped_output() -> Iterator[None]:
+    """Escape what this process prints during the block."""
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(_EscapingStream(sys.stdout)))  # type: ignore[type-var]
+        stack.enter_context(redirect_stderr(_EscapingStream(sys.stderr)))  # type: ignore[type-var]
+        yield
+
+
+def unescaped(stream: IO[str]) -> IO[str]:
+    """Return the stream below an escaping one, for control codes of our own; another stream as it is."""
+    original: IO[str] = getattr(stream, "unescaped", stream)
+    return original
+
+
+class TerminalConsole(Console):
+    """A console that writes its own control codes, and escapes those in what is printed."""
+
+    def __init__(self, *, file: IO[str] | None = None, **options: Any) -> None:
+        super().__init__(file=unescaped(file or sys.stdout), **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return a string as a text: escaped before its width is measured."""
+        return super().render_str(escape_controls(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield the segments of whatever is printed."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(escape_controls(segment.text), segment.style)
+
+    def out(self, *objects: Any, **options: Any) -> None:
+        """Print objects as they are, but escaped."""
+        super().out(*(escape_controls(str(each)) for each in objects), **options)
