@@ -20,7 +20,7 @@ from rich.cells import cell_len, set_cell_size
 from penstock.flows.options.argv import parse_integer, short_repr, split_args, to_one_line
 from penstock.flows.options.flags import parse_store_options, split_flags
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store
-from penstock.flows.terminal.escape import unescaped
+from penstock.flows.terminal.escape import escape_controls, unescaped
 from penstock.storage.errors import OptionError
 from penstock.storage.query import VIEWS, execute, list_columns, open_connection, sql_error
 
@@ -168,7 +168,7 @@ def format_cell(value: Any) -> str:
     """Return a value as text of at most _TABLE_CELL columns, without control characters."""
     if isinstance(value, (float, Decimal)):
         return f"{value:.6g}"
-    text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in _to_text(value))
+    text = escape_controls(_to_text(value)).replace("\n", "\\n").replace("\t", "\\t")
     return text if cell_len(text) <= _TABLE_CELL else set_cell_size(text, _TABLE_CELL - 3) + "..."
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from penstock.flows.terminal.escape import escape_controls
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.keys import MAX_RUN_NAME, RUN_NAME
 from penstock.storage.secrets import redact
@@ -156,7 +157,7 @@ def short_repr(value: object, limit: int = MAX_VALUE) -> str:
 def to_one_line(text: str) -> str:
     """Return a message as one printable line, secrets redacted, shortened in the middle to MAX_LINE characters."""
     line = " ".join(redact(text).split())
-    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    plain = escape_controls(line)
     if len(plain) <= MAX_LINE:
         return plain
     budget = MAX_LINE - 5

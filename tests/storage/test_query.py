@@ -348,7 +348,7 @@ def test_formats(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(out["json"]) == [row] and [json.loads(line) for line in out["jsonl"].splitlines()] == [row]
     assert out["csv"].splitlines()[1] == 'a\x1b[b],0.5,"[1,2]",nan,,' + "x" * 99
     title, line = out["table"].splitlines()
-    assert title.split() == [*"abcdef"] and line.split() == ["a\\x1b[b]", "0.5", "[1,2]", "nan", "x" * 57 + "..."]
+    assert title.split() == [*"abcdef"] and line.split() == ["a\\u001b[b]", "0.5", "[1,2]", "nan", "x" * 57 + "..."]
     assert query(store, "select * from runs where false", "--format", "json") == 0
     assert json.loads(capsys.readouterr().out) == []
 
