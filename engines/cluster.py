@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from penstock.engines.local_ray import ClusterLost, import_ray, log_ray_messages, preserve_sigterm_handler, start_ray
+from penstock.engines.local_ray import ClusterLost, connect_to_ray, import_ray, log_ray_messages, start_ray
 from penstock.engines.placement import NodeLost, Placement, PlacementOptions, Slot
 from penstock.engines.scratch import is_temp_directory_kept_at_exit, own_temp_directory
 from penstock.storage.errors import EngineError
@@ -94,8 +94,7 @@ class Cluster:
         if address is not None:
             try:
                 check_ray_answers(address)
-                with preserve_sigterm_handler():
-                    ray.init(address=address, **quiet)
+                connect_to_ray(address=address, **quiet)
             except (OSError, ray.exceptions.RayError) as error:
                 raise EngineError(
                     f"no Ray cluster answers at {address!r} ({error}): start one with `ray start --head` and set the "
@@ -103,8 +102,7 @@ class Cluster:
                     "Ray that ends with this process"
                 ) from error
             return cls(namespace, options=options)
-        with preserve_sigterm_handler():
-            start_ray(num_cpus=num_cpus or cpu_count(), num_gpus=num_gpus, **quiet)
+        start_ray(num_cpus=num_cpus or cpu_count(), num_gpus=num_gpus, **quiet)
         return cls(namespace, ray._private.worker._global_node, options)
 
     def stop(self) -> None:

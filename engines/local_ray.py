@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -68,7 +66,7 @@ def start_ray(**options: Any) -> None:
         others = {child.pid for child in psutil.Process().children()}
         try:
             with _patched_ray():
-                ray.init(
+                connect_to_ray(
                     address="local",
                     include_dashboard=False,
                     object_store_memory=OBJECT_STORE_BYTES,
@@ -104,6 +102,20 @@ def _kill_half_started_ray(keep_pids: set[int]) -> None:
             if child.pid not in keep_pids and child.name() in RAY_PROCESSES:
                 for process in [*child.children(recursive=True), child]:
                     process.kill()
+
+
+def connect_to_ray(**options: Any) -> None:
+    """Call `ray.init` without its signal handlers: this process handles its signals itself (flows/runtime/signals.py).
+
+    Ray's two handlers in Python raise SystemExit, which an import loses; the one in C++ prints a stack trace. The
+    processes that Ray starts keep theirs.
+    """
+    import ray
+    from ray._private import ray_constants, utils
+
+    utils.set_sigterm_handler = lambda handler: None
+    ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
+    ray.init(**options)
 
 
 @contextmanager
@@ -144,17 +156,3 @@ def log_ray_messages() -> None:
             logger.log(logging.DEBUG if line.startswith(WORKER_DIED) else logging.WARNING, "Ray: %s", line)
 
     worker.print_to_stdstream = log
-
-
-@contextmanager
-def preserve_sigterm_handler() -> Iterator[None]:
-    """Restore this process's SIGTERM handler after the block.
-
-    `ray.init` replaces the handler by a Python handler that exits at once and a C++ handler that prints a stack trace.
-    """
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread() and handler is not None:
-            signal.signal(signal.SIGTERM, handler)

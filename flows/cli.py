@@ -3,7 +3,8 @@ replay | fork | promote | rm | verify | gc | deploy | runs | show | cost | linea
 setup | doctor`.
 
 A command parses its flags into a config, checks it, and calls a flow. Exit codes: 0 done, 1 failed, 2 invalid request
-(a one-line message on stderr), 130 Ctrl-C, 141 standard output was closed by its reader, 143 SIGTERM.
+(a one-line message on stderr), 129 SIGHUP, 130 Ctrl-C, 141 standard output was closed by its reader, 143 SIGTERM; 137
+if native code had to be killed after a signal.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.flows.runtime import environment, signals
+from penstock.flows.runtime import environment
+from penstock.flows.runtime.signals import report_stop, stop_signals
 from penstock.storage.errors import InstallError, OptionError, PenstockError
+from penstock.storage.preemption import Preempted
 from penstock.storage.secrets import redact
 
 if TYPE_CHECKING:
@@ -70,26 +73,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one `penstock` command and report its errors on stderr.
 
     Args:
-        argv: the arguments after `penstock`. None: use those of this process and install the Ctrl-C handlers.
+        argv: the arguments after `penstock`. None: use those of this process and install the signal handlers.
 
     Returns:
         the exit code.
     """
+    if argv is None:
+        stop_signals.install()
+        stop_signals.start_watchdog()
     from penstock.flows.terminal.escape import escaped_output
 
-    with escaped_output():
-        return _run_and_report(list(sys.argv[1:] if argv is None else argv), is_process=argv is None)
+    try:
+        with escaped_output():
+            return _run_and_report(list(sys.argv[1:] if argv is None else argv))
+    finally:
+        if argv is None:
+            stop_signals.exits = True
 
 
-def _run_and_report(arguments: list[str], *, is_process: bool) -> int:
-    if is_process:
-        signals.raise_on_ctrl_c()
+def _run_and_report(arguments: list[str]) -> int:
     try:
         code = run_command(arguments)
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        return signals.report_interrupt(resumable=bool(arguments) and arguments[0] in RESUMABLE)
+    except (KeyboardInterrupt, Preempted):
+        return report_stop(resumable=bool(arguments) and arguments[0] in RESUMABLE)
     except BrokenPipeError as error:
         return _silence_closed_pipe() if _stdout_is_closed() else _report_bug(error, arguments)
     except PenstockError as error:
@@ -102,9 +110,6 @@ def _run_and_report(arguments: list[str], *, is_process: bool) -> int:
         return _report_missing_module(error, arguments)
     except Exception as error:
         return _report_bug(error, arguments)
-    finally:
-        if is_process:
-            signals.kill_on_ctrl_c()
 
 
 def run_command(argv: list[str]) -> int:

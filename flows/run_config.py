@@ -59,7 +59,8 @@ class RunConfig(StageConfig):
     """Also keep the checkpoint with the best value of this evaluation metric (e.g. eval/gsm8k; higher is better)."""
 
     grace_period: float = option(30.0, mutability="placement", ge=0)
-    """Seconds a stage may continue after SIGTERM; it is then cancelled and reruns on resume."""
+    """Seconds from SIGTERM to the end of the process, at least 10. A stage that would need the last 10, which are for
+    the cleanup, is cancelled and reruns on resume."""
 
     ray_address: str | None = option(None, mutability="placement")
     """Address of an existing Ray cluster (`auto` finds a local one); by default the run starts and stops its own."""

@@ -22,10 +22,10 @@ class StopRequest:
         self._deadline = float("inf")
 
     def request(self, grace_seconds: float) -> None:
-        """Request a stop within `grace_seconds` seconds. Later calls have no effect. Safe in a signal handler."""
-        if not self._event.is_set():
-            self._deadline = time.monotonic() + grace_seconds
-            self._event.set()
+        """Request a stop within `grace_seconds` seconds. Later calls can only shorten the time. Safe in a signal
+        handler."""
+        self._deadline = min(self._deadline, time.monotonic() + grace_seconds)
+        self._event.set()
 
     @property
     def requested(self) -> bool:

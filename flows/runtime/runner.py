@@ -5,22 +5,23 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import signal
 import sys
 from typing import Any
 
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.argv import to_one_line
+from penstock.flows.runtime.signals import stop_signals
 from penstock.flows.terminal.startup import end_wait, show_wait
 from penstock.storage.errors import InputError
+from penstock.storage.preemption import Preempted
 from penstock.storage.secrets import redact
 
 FLOWS = ("post_train", "sft", "convert", "evaluate")  # flows/<name>.py defines the flow <name>
-TERMINATED = 143  # exit code after SIGTERM
 
 
 def run_flow(name: str, config: PostTrainConfig) -> int:
-    """Run a flow in this process. Return the exit code: 0 done, 1 failed (the reason was printed), 143 after SIGTERM.
+    """Run a flow in this process. Return the exit code: 0 done, 1 failed (the reason was printed), 128 + the number of
+    the signal that stopped it.
 
     Raises:
         InputError: the config is invalid; nothing was started.
@@ -47,16 +48,17 @@ def _run_flow(name: str, config: PostTrainConfig) -> int:
 
     from penstock.flows.runtime.prefect_api import ensure_prefect_api, restore_client_settings
 
-    signal.signal(signal.SIGTERM, exit_on_sigterm)
+    stop_signals.install()
+    stop_signals.set_grace_period(config.run.grace_period)
     wait("starting Prefect's server, or connecting to it")
     ensure_prefect_api()
     wait("opening the run")
     observed = ObservedFlow(getattr(importlib.import_module(f"penstock.flows.{name}"), name))
     try:
         observed.flow(config)
-    except (TerminationSignal, SystemExit):
+    except (TerminationSignal, Preempted):
         _print_error(f"{name} stopped on request; the same command resumes after the last committed stage")
-        return TERMINATED
+        return stop_signals.exit_code
     except Exception as error:  # all retries failed; the Prefect page has the traceback
         reason = observed.error or error  # `error` may be Prefect's, if it could not report the flow's own error
         if observed.finished:
@@ -94,6 +96,7 @@ class ObservedFlow:
     def _recording_outcome(self, function: Any) -> Any:
         @functools.wraps(function)
         def call(config: PostTrainConfig) -> Any:
+            stop_signals.install()  # in place of Prefect's handler of SIGTERM
             try:
                 result = function(config)
             except Exception as error:
@@ -103,11 +106,6 @@ class ObservedFlow:
             return result
 
         return call
-
-
-def exit_on_sigterm(number: int, frame: object) -> None:
-    """Exit with code 143 after SIGTERM. Prefect sends SIGTERM again after it has marked a flow run as terminated."""
-    raise SystemExit(TERMINATED)
 
 
 def _print_error(message: str) -> None:

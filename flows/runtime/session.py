@@ -53,7 +53,7 @@ from penstock.flows.runtime.preflight import config_warnings, preflight
 from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.runs import code_version, keys_of_run, open_run, open_store, read_existing_record
 from penstock.flows.runtime.schedule import resolve_config, with_target_rounds
-from penstock.flows.runtime.signals import stop_on_sigterm
+from penstock.flows.runtime.signals import CLEANUP, stop_signals
 from penstock.flows.terminal.lines import describe_commit
 from penstock.flows.trackers import tracked_run, tracking_uris
 from penstock.storage.commits import committed_prefixes, read_commits
@@ -200,7 +200,7 @@ class Session:
         return {title: url for title, url in {"Prefect": self._flow_run_link, **pages}.items() if url}
 
     def __enter__(self) -> Session:
-        self._entered.enter_context(stop_on_sigterm(self.stop, self.config.run.grace_period))
+        self._entered.enter_context(stop_signals.session(self.stop, self.config.run.grace_period))
         self._entered.enter_context(
             self.display.forward_logs("penstock.engines", "penstock.stages", "penstock.storage")
         )
@@ -238,17 +238,18 @@ class Session:
         self.tracker.enqueue_metrics(f"system-{self._start}-{seconds}", metrics, step=seconds)
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        stop_signals.begin_cleanup()
         if kind is not None and not issubclass(kind, Preempted):
             scratch.keep_temp_directory_at_exit()  # it has the logs of Ray and the engines
         was_interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         rest = "" if kind is None else " (Ctrl-C again kills them)" if was_interrupted else " after a failure"
         self.display.show_phase(f"stopping trainer and engines, writing the report{rest}")
-        signal.setitimer(signal.ITIMER_REAL, 0)  # end the grace period: the cleanup has time limits of its own
         was_stopped = kind is not None and issubclass(kind, Preempted)
+        patience = CLEANUP / 4 if was_stopped or was_interrupted else None  # for each service
         self.wait_for_checkpoint_until_deadline()
         if kind is not None:  # end an evaluation in another thread
             self.stop.request(grace_seconds=0.0)
-            self.processes.turns.wait_for_evaluation(EVALUATION_END_TIMEOUT)
+            self.processes.turns.wait_for_evaluation(patience or EVALUATION_END_TIMEOUT)
         self._stack.close()
         joules = self.processes.used_joules()
         self.processes.stop_all()
@@ -256,14 +257,13 @@ class Session:
         self._record_end(kind, joules)
         self._track_costs()
         has_report = not was_stopped and self._write_report()
-        self.tracker.close("FAILED" if kind else "FINISHED", timeout=5 if was_stopped else 30)
+        self.tracker.close("FAILED" if kind else "FINISHED", timeout=patience or 30)
         for delivery in self.tracker.deliveries:
             if waiting := delivery.num_waiting():
                 self.display.note(
                     f"{waiting} records are not delivered to {delivery.name} yet ({delivery.problem}); "
                     "the next start delivers them"
                 )
-        patience = max(0.0, min(5.0, self.stop.seconds_left)) if was_stopped else 5.0 if was_interrupted else None
         if wait_for_api(self.display.note, patience_seconds=patience):
             commits = self._final_commits or read_commits(self.store, self.keys)
             progress = describe_progress(commits, self._started_at)

@@ -1,78 +1,156 @@
-"""Handle SIGTERM during a session, and Ctrl-C during a command.
+"""Handle SIGTERM, SIGHUP and SIGINT (Ctrl-C) from the first second of a command to the last.
 
-SIGTERM (from preemption, `kill`, Kubernetes or Prefect's cancellation) is a request to stop within a grace period: the
-running stage may finish or cancel itself (`storage/preemption.py`), and is interrupted when the period is over. The
-first Ctrl-C shuts the command down and the second kills it. Both signals end all child processes and print one line
-instead of a traceback. SIGTERM outside a session is handled in runner.py.
+The first signal starts the grace period (--grace-period), at whose end the process and all its children are killed.
+During a session, SIGTERM (from preemption, `kill`, Kubernetes or Prefect's cancellation) and SIGHUP are a request to
+stop: the running stage may finish or cancel itself (`storage/preemption.py`), and is interrupted CLEANUP seconds before
+the end. SIGINT interrupts it at once, as do all signals outside a session, and a second SIGINT kills the process.
+
+An exception that a handler raises is lost if a library swallows it, for instance in an import, so it is raised again
+every TICK seconds until the session's cleanup begins. Python's handlers do not run while native code blocks, so watchdog.py,
+another process, also learns of each signal, and kills this one.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 from penstock.storage.preemption import Preempted, StopRequest
 
-INTERRUPTED = 130  # exit code after Ctrl-C
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+CLEANUP = 10.0  # seconds of the grace period after the stage: stop trainer and engines, tell Prefect and the trackers
+GRACE_SECONDS = 30.0  # until the run's --grace-period is known
+WATCHDOG = Path(__file__).parents[1] / "services" / "watchdog.py"
+TICK = 0.5  # seconds between two checks of the deadlines, and two exceptions that interrupt a stage
 
 
-def stop_on_sigterm(stop: StopRequest, grace_seconds: float) -> ExitStack:
-    """Set `stop` on SIGTERM, and raise Preempted in the main thread `grace_seconds` later. Closing the returned stack
-    restores the previous signal handlers.
+class StopSignals:
+    """The stop signals that this process has received, and what the next one does."""
 
-    Outside the main thread no handler is installed: Prefect then ends the flow run at once.
-    """
-    handlers = ExitStack()
-    if threading.current_thread() is not threading.main_thread():
-        return handlers
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self.exits = False  # the command has ended: a signal kills what is left
+        self._grace_seconds = GRACE_SECONDS
+        self._deadline = float("inf")  # end of the grace period, by time.monotonic
+        self._stop: StopRequest | None = None  # that of the session
+        self._interrupts = False  # whether signals interrupt the session: not during its cleanup
+        self._watchdog: subprocess.Popen[bytes] | None = None
 
-    def on_sigterm(number: int, frame: FrameType | None) -> None:
-        if not stop.requested:
-            stop.request(grace_seconds)
-            signal.setitimer(signal.ITIMER_REAL, max(grace_seconds, 1e-3))
+    @property
+    def exit_code(self) -> int:
+        """Return the exit code after the first signal: 143 after SIGTERM, 129 after SIGHUP, 130 after SIGINT."""
+        return 128 + self.received[0]
 
-    def on_deadline(number: int, frame: FrameType | None) -> None:
-        raise Preempted(f"the grace period of {grace_seconds:g} s is over")
+    def install(self) -> None:
+        """Install the handlers, also in place of a library's. A SIGHUP that `nohup` ignores stays ignored."""
+        for number in STOP_SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGALRM, self._on_alarm)
 
-    for number, handler in ((signal.SIGTERM, on_sigterm), (signal.SIGALRM, on_deadline)):
-        handlers.callback(signal.signal, number, signal.signal(number, handler))
-    handlers.callback(signal.setitimer, signal.ITIMER_REAL, 0)
-    return handlers
+    def start_watchdog(self) -> None:
+        """Start the process that ends this one after the grace period (watchdog.py)."""
+        reader, writer = os.pipe()
+        command = [sys.executable, "-P", str(WATCHDOG), str(os.getpid())]
+        seconds = max(self._grace_seconds, CLEANUP) + 2 * TICK  # `_on_alarm` comes first
+        # In a session of its own, which Ctrl-C and signals to the process group do not reach
+        self._watchdog = subprocess.Popen([*command, str(seconds)], stdin=reader, start_new_session=True)
+        os.close(reader)
+        os.set_blocking(writer, False)
+        earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        if earlier >= 0:
+            os.close(earlier)  # ends the watchdog of before
+
+    def set_grace_period(self, seconds: float) -> None:
+        """Set the seconds between the first signal and the end of this process, at least CLEANUP."""
+        restart = self._watchdog is not None and not self.received and seconds != self._grace_seconds
+        self._grace_seconds = seconds
+        if restart:
+            self.start_watchdog()
+
+    @contextmanager
+    def session(self, stop: StopRequest, grace_seconds: float) -> Iterator[None]:
+        """Let the signals stop a session during the block: they set `stop`, and interrupt the main thread later.
+
+        Outside the main thread no handler is installed: Prefect then ends the flow run at once.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGALRM)}
+        self.install()
+        self._stop, self._interrupts = stop, True
+        self.set_grace_period(grace_seconds)
+        try:
+            if self.received:  # an exception before the session was lost; `_on_alarm` raises the next one
+                stop.request(max(0.0, self._grace_seconds - CLEANUP))
+            yield
+        finally:
+            self._stop = None
+            if before[signal.SIGALRM] != self._on_alarm:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def begin_cleanup(self) -> None:
+        """Do not interrupt the session any more: its cleanup has time limits of its own, and the grace period."""
+        self._interrupts = False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        is_second_interrupt = number == signal.SIGINT and number in self.received
+        self.received.append(number)
+        if self.exits or is_second_interrupt:
+            kill_command(self.exit_code)
+        if len(self.received) == 1:
+            self._deadline = time.monotonic() + max(self._grace_seconds, CLEANUP)
+            signal.setitimer(signal.ITIMER_REAL, TICK, TICK)
+        if self._stop is None:
+            raise self._exception()
+        self._stop.request(max(0.0, self._grace_seconds - CLEANUP))
+        self._interrupt_session()
+
+    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() >= self._deadline:
+            kill_command(self.exit_code)
+        self._interrupt_session()
+
+    def _interrupt_session(self) -> None:
+        """Raise an exception if a stage runs whose time is over."""
+        stop = self._stop
+        if stop is not None and self._interrupts and (signal.SIGINT in self.received or stop.seconds_left <= 0):
+            raise self._exception()
+
+    def _exception(self) -> BaseException:
+        if signal.SIGINT in self.received:
+            return KeyboardInterrupt()
+        return Preempted(f"stopped by {signal.Signals(self.received[0]).name}")
 
 
-def raise_on_ctrl_c() -> None:
-    """Raise KeyboardInterrupt at the first SIGINT and kill the command at the second. Call it in the main thread."""
-
-    def on_first(number: int, frame: FrameType | None) -> None:
-        kill_on_ctrl_c()
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, on_first)
-
-
-def kill_on_ctrl_c() -> None:
-    """Make the next SIGINT kill the command, also during its shutdown and the interpreter's exit."""
-    signal.signal(signal.SIGINT, kill_command)
-
-
-def kill_command(number: int, frame: FrameType | None) -> None:
-    """Kill all child processes and this process (a signal handler)."""
+def kill_command(exit_code: int) -> None:
+    """Kill all child processes and this process, from a signal handler."""
     import psutil
 
     for child in psutil.Process().children(recursive=True):
-        try:
+        with suppress(psutil.NoSuchProcess):
             child.kill()
-        except psutil.NoSuchProcess:
-            continue
-    os._exit(INTERRUPTED)
+    os._exit(exit_code)
 
 
-def report_interrupt(*, resumable: bool) -> int:
-    """Print that the command was interrupted. Return the exit code."""
+def report_stop(*, resumable: bool) -> int:
+    """Print which signal has stopped the command. Return the exit code."""
+    first = stop_signals.received[0] if stop_signals.received else signal.SIGINT
+    text = "interrupted" if first == signal.SIGINT else f"stopped by {signal.Signals(first).name}"
     rest = "; the same command resumes after the last committed stage" if resumable else ""
-    print(f"penstock: interrupted{rest}", file=sys.stderr)
-    return INTERRUPTED
+    print(f"penstock: {text}{rest}", file=sys.stderr)
+    return 128 + first
+
+
+stop_signals = StopSignals()

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.flows import cli
-from penstock.flows.runtime import signals
 from penstock.storage.errors import StoreError
 from penstock.storage.preemption import Preempted
 
@@ -26,17 +25,21 @@ def start(*words: str, **more: object) -> subprocess.Popen[str]:
     return subprocess.Popen([*PROGRAM, *words], text=True, env=environment, stderr=subprocess.PIPE, **more)  # type: ignore[call-overload]
 
 
-def test_interrupt_ends_in_one_line_with_exit_code_130(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "stopped by SIGTERM"), (signal.SIGHUP, "stopped by SIGHUP")],
+)
+def test_signal_ends_a_command_in_one_line_with_its_exit_code(tmp_path: Path, number: int, text: str) -> None:
     fifo = tmp_path / "c.toml"
     os.mkfifo(fifo)
     with start("train", "--config", str(fifo)) as process:
         writer = os.open(fifo, os.O_WRONLY)  # returns when the command reads its --config
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         assert process.stderr is not None
         err = process.stderr.read()
         os.close(writer)
-    assert process.returncode == 130
-    assert err == "penstock: interrupted; the same command resumes after the last committed stage\n"
+    assert process.returncode == 128 + number
+    assert err == f"penstock: {text}; the same command resumes after the last committed stage\n"
 
 
 def test_closed_pipe_ends_silently() -> None:
@@ -80,17 +83,6 @@ def test_verbose_shows_the_traceback(capsys, monkeypatch: pytest.MonkeyPatch) ->
     assert cli.main(["runs", "--verbose"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("penstock: unexpected RuntimeError: why\n") and "Traceback" in err
-
-
-def test_first_interrupt_raises_and_the_next_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        signals.raise_on_ctrl_c()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is signals.kill_command
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), Preempted("SIGTERM")])

@@ -1,38 +1,224 @@
-"""SIGTERM: a request to stop, then an exception after the grace period."""
+"""SIGTERM, SIGHUP and SIGINT: a request to stop, then an exception, then the end of the process, whatever it does."""
+
+from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
-from penstock.flows.runtime.signals import stop_on_sigterm
+from penstock.flows.runtime.signals import StopSignals
 from penstock.storage.preemption import Preempted, StopRequest
 
+ROOT = Path(__file__).parents[2]
+STOP_SIGNALS = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
+PREFACE = """
+import atexit, ctypes, os, re, signal, subprocess, sys, threading, time
+from penstock.flows.runtime import signals
+from penstock.storage.preemption import Preempted, StopRequest
 
-def test_sigterm_requests_a_stop_and_raises_after_the_grace_period() -> None:
-    stop, before = StopRequest(), signal.getsignal(signal.SIGTERM)
-    with stop_on_sigterm(stop, 0.2):
+signals.CLEANUP, signals.TICK = 0.5, 0.05
+stops = signals.stop_signals
+stops.install()
+stops.start_watchdog()
+stops.set_grace_period(0.5)
+child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+
+
+def hang():
+    while True:
+        try:
+            time.sleep(600)
+        except BaseException:
+            pass
+
+
+class Library:
+    def __del__(self):
+        time.sleep(600)
+
+
+mutex = ctypes.create_string_buffer(64)
+ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+HANGS = {
+    "swallows every exception": "hang()",
+    "loses exceptions in a finalizer": "while True:\n    Library()",
+    "exits, and an exit hook hangs": "atexit.register(time.sleep, 600)\nstops.exits = True",
+    "exits, and a thread never ends": "threading.Thread(target=time.sleep, args=(600,)).start()\nstops.exits = True",
+    "swallows in a session": "with stops.session(StopRequest(), 0.5):\n    hang()",
+    "cleanup of a session hangs": (
+        "with stops.session(StopRequest(), 0.5):\n    stops.begin_cleanup()\n    time.sleep(600)"
+    ),
+}
+NATIVE_HANGS = {  # Python's handlers cannot run: the watchdog kills the process
+    "native code waits": "ctypes.CDLL(None).pthread_mutex_lock(mutex)",
+    "native code holds the interpreter's lock": "ctypes.PyDLL(None).pthread_mutex_lock(mutex)",
+    "a thread holds the interpreter's lock": (
+        'threading.Thread(target=re.match, args=("(a+)+$", "a" * 60 + "b")).start()\ntime.sleep(600)'
+    ),
+    "native code in a session": (
+        "with stops.session(StopRequest(), 0.5):\n    ctypes.CDLL(None).pthread_mutex_lock(mutex)"
+    ),
+    "native code in an exit hook": ("atexit.register(ctypes.CDLL(None).pthread_mutex_lock, mutex)\nstops.exits = True"),
+}
+CASES = [(body, 128 + number, number) for body in HANGS.values() for number in STOP_SIGNALS]
+CASES += [(body, -signal.SIGKILL, number) for body in NATIVE_HANGS.values() for number in STOP_SIGNALS]
+NAMES = [f"{name}: {number.name}" for name in (*HANGS, *NATIVE_HANGS) for number in STOP_SIGNALS]
+
+
+@pytest.mark.parametrize(("body", "code", "number"), CASES, ids=NAMES)
+def test_process_and_its_children_end_after_the_grace_period(body: str, code: int, number: int) -> None:
+    with start(body) as process:
+        child = first_child(process)
+        os.kill(process.pid, number)
+        assert process.wait() == code
+        assert ends(child)
+
+
+def test_second_interrupt_kills_at_once() -> None:
+    with start("stops.set_grace_period(600)\nhang()") as process:
+        child = first_child(process)
+        while process.poll() is None:  # signals that arrive together count once
+            os.kill(process.pid, signal.SIGINT)
+            time.sleep(0.05)
+        assert process.returncode == 128 + signal.SIGINT and ends(child)
+
+
+def test_second_interrupt_ends_native_code() -> None:
+    with start("stops.set_grace_period(600)\nctypes.PyDLL(None).pthread_mutex_lock(mutex)") as process:
+        child = first_child(process)
+        for _ in range(2):
+            os.kill(process.pid, signal.SIGINT)
+            time.sleep(0.3)
+        assert process.wait() == -signal.SIGKILL and ends(child)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_command_without_a_session_is_interrupted_at_once(number: int) -> None:
+    body = "stops.set_grace_period(600)\ntry:\n    time.sleep(600)\nexcept BaseException as error:\n"
+    with start(f"{body}    print(type(error).__name__, flush=True)\n    child.kill()") as process:
+        first_child(process)
+        os.kill(process.pid, number)
+        assert process.stdout is not None
+        assert process.stdout.readline() == ("KeyboardInterrupt\n" if number == signal.SIGINT else "Preempted\n")
+        assert process.wait() == 0
+
+
+def test_hangup_that_nohup_ignores_stays_ignored() -> None:
+    with start("time.sleep(600)", before="import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n") as process:
+        child = first_child(process)
+        os.kill(process.pid, signal.SIGHUP)
+        time.sleep(0.2)
+        assert process.poll() is None
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait() == 1  # an uncaught exception; the command line reports it
+        child.kill()
+
+
+def test_watchdog_ends_with_its_process() -> None:
+    with start("time.sleep(600)") as process:
+        child = first_child(process)
+        watchdogs = [other for other in psutil.Process(process.pid).children() if other.pid != child.pid]
+        process.kill()
+        child.kill()
+        assert len(watchdogs) >= 1 and all(map(ends, watchdogs))
+
+
+def test_signal_before_the_session_whose_exception_was_lost_stops_the_session() -> None:
+    body = "try:\n    signal.raise_signal(signal.SIGTERM)\nexcept BaseException:\n    pass\nstop = StopRequest()\n"
+    body += "with stops.session(stop, 0.5):\n    print(stop.requested, flush=True)\n    hang()"
+    with start(body) as process:
+        first_child(process)
+        assert process.stdout is not None and process.stdout.readline() == "True\n"
+        assert process.wait() == 143
+
+
+def start(body: str, before: str = "") -> subprocess.Popen[str]:
+    """Start a program that prints the id of a child process and then runs `body`."""
+    program = [sys.executable, "-c", before + PREFACE + body]
+    return subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def first_child(process: subprocess.Popen[str]) -> psutil.Process:
+    """Wait for the program's first line, and return its child process."""
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    time.sleep(0.2)  # the program is then in `body`
+    return child
+
+
+def ends(process: psutil.Process) -> bool:
+    """Return whether a process has ended or ends, a zombie included."""
+    deadline = time.monotonic() + 60
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return time.monotonic() < deadline
+
+
+# ---- in this process -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_requests_a_stop_and_raises_when_the_time_of_the_stage_is_over(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.flows.runtime.signals.CLEANUP", 1000.0)
+    stop, before = StopRequest(), signal.getsignal(number)
+    with StopSignals().session(stop, 1000.2):
         stop.raise_if_requested()
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert stop.wait(60) and stop.seconds_left <= 0.2
         with pytest.raises(Preempted, match="asked to stop"):
             stop.raise_if_requested()
-        with pytest.raises(Preempted, match="grace period"):
-            time.sleep(600)  # ended by the signal, or by the test's timeout
-    assert signal.getsignal(signal.SIGTERM) is before
+        for _ in range(2):  # again, if the first is lost
+            with pytest.raises(Preempted, match="stopped by"):
+                time.sleep(600)  # ended by the signal, or by the test's timeout
+    assert signal.getsignal(number) is before
 
 
-def test_work_that_ends_within_the_grace_period_is_not_interrupted() -> None:
+def test_interrupt_raises_at_once_and_again_if_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = StopRequest()
-    with stop_on_sigterm(stop, 0.1):
-        os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.2)
+    with StopSignals().session(stop, 1000.0):
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(600)
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(600)
     assert stop.requested
 
 
-def test_second_request_does_not_extend_the_deadline() -> None:
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_cleanup_of_a_session_is_not_interrupted(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.flows.runtime.signals.TICK", 0.01)
+    stop, stops = StopRequest(), StopSignals()
+    with stops.session(stop, 0.0):
+        stops.begin_cleanup()
+        os.kill(os.getpid(), number)
+        time.sleep(0.1)
+    assert stop.requested and stops.exit_code == 128 + number
+
+
+def test_work_that_ends_within_the_grace_period_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.flows.runtime.signals.TICK", 0.01)
     stop = StopRequest()
+    with StopSignals().session(stop, 1000.0):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+    time.sleep(0.1)
+    assert stop.requested
+
+
+def test_second_request_can_only_shorten_the_time() -> None:
+    stop = StopRequest()
+    stop.request(1000.0)
+    assert stop.seconds_left > 900
     stop.request(0.0)
     stop.request(1000.0)
     assert stop.seconds_left <= 0

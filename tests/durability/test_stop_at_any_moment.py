@@ -1,0 +1,43 @@
+"""A stop signal at any moment of the first minute of a run ends it within its grace period, with all its processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import psutil
+import pytest
+from harness import Pipeline, World, family, tiny_flags
+
+from penstock.flows.runtime.signals import CLEANUP, TICK
+
+pytestmark = [pytest.mark.full, pytest.mark.integration, pytest.mark.timeout(600)]
+
+GRACE = 30
+LIMIT = GRACE + 2 * TICK + 4  # the watchdog's own start and kills take time on a busy machine
+_RANDOM = random.Random(37)
+MOMENTS = sorted(round(_RANDOM.uniform(0.0, 60.0), 1) for _ in range(30))
+CASES = [(moment, signal.SIGTERM) for moment in MOMENTS]
+CASES += [(moment, number) for number in (signal.SIGINT, signal.SIGHUP) for moment in MOMENTS[::6]]
+
+
+@pytest.mark.parametrize(("moment", "number"), CASES, ids=lambda value: getattr(value, "name", str(value)))
+def test_run_ends_within_its_grace_period(world: World, moment: float, number: signal.Signals) -> None:
+    assert CLEANUP < GRACE
+    flags = [*tiny_flags(world, rounds=60), "--grace-period", str(GRACE)]
+    pipeline = Pipeline(world, "stopped", str(world.root / "store"), flags)
+    pipeline.start()
+    time.sleep(moment)
+    processes = family(pipeline.pid)[1:]
+    assert pipeline.returncode() is None, pipeline.tail()
+    start = time.monotonic()
+    os.kill(pipeline.pid, number)
+    code = pipeline.wait(LIMIT)
+    seconds = time.monotonic() - start
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    print(f"{number.name} after {moment} s: ended after {seconds:.1f} s with exit code {code}")
+    # before the handlers are installed, the signal ends Python itself
+    assert code in (128 + number, -number, -signal.SIGKILL), pipeline.tail()
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
