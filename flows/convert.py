@@ -64,7 +64,7 @@ SPELLINGS |= {"--output-dir": "--convert-save", "--input-dir": "--convert-load"}
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return the flow's exit code.
+    """Run the command: a conversion as a flow, an export in this process. Return the exit code.
 
     Raises:
         InputError: an argument is invalid.
@@ -72,7 +72,26 @@ def main(argv: list[str]) -> int:
     from penstock.flows.options import flags
     from penstock.flows.runtime.runner import run_flow
 
-    return run_flow("convert", with_hf_checkpoint(flags.parse_config(translate_flags(argv))))
+    config = with_hf_checkpoint(flags.parse_config(translate_flags(argv)))
+    preflight("convert", config)
+    existing = None if config.convert.convert_verify else find_result(config)
+    if existing is None and config.convert.convert_load is None:
+        return run_flow("convert", config)
+    start = time.monotonic()
+    with progress_bar() as report:
+        ref = existing or export_checkpoint(config, report)
+    print("\n".join(describe_result(config, ref, read_result_commit(config, ref), time.monotonic() - start)))
+    return 0
+
+
+def find_result(config: PostTrainConfig) -> CheckpointRef | None:
+    """Return the result of an earlier command with the same files and options; None if there is none."""
+    from penstock.flows.runtime.conversion import existing_conversion, existing_export
+
+    store = open_store(config.run, probe=False)
+    if config.convert.convert_load is None:
+        return existing_conversion(store, config.convert)
+    return existing_export(store, find_checkpoint(config), config.convert)
 
 
 def translate_flags(argv: Sequence[str]) -> list[str]:
@@ -203,7 +222,6 @@ def convert_checkpoint(config: PostTrainConfig, report: ProgressCallback | None)
         )
 
 
-@_conversion_task_decorator("export")
 def export_checkpoint(config: PostTrainConfig, report: ProgressCallback | None) -> CheckpointRef:
     """Convert torch_dist -> Hugging Face."""
     assert config.convert.convert_load is not None

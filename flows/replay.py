@@ -17,8 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefect import State, flow, task
-from prefect.cache_policies import NO_CACHE
+from prefect import State, flow
 from prefect.states import Completed
 
 from penstock.engines.megatron.options.values import check_option_values, options_that_change_results
@@ -60,25 +59,18 @@ def main(argv: list[str]) -> int:
     run, options, given = parse_run_argument("replay", positional), parse_own_flags(own), parse_config(rest)
     placement = placement_options(given)
     check_replay(run, given.run, placement, **options)
-    from penstock.flows.runtime.prefect_api import ensure_prefect_api, restore_client_settings
-    from penstock.flows.terminal.startup import end_wait, show_wait
     from penstock.stages.train.restore import ReplayError
 
-    show_wait("starting Prefect's server, or connecting to it")
-    ensure_prefect_api()
-    end_wait()
     try:
-        replay(run, given.run, placement, **options)
+        replay.fn(run, given.run, placement, **options)  # without Prefect, which only a deployment of the flow needs
     except ReplayError as error:
         print(f"\npenstock: {error}", file=sys.stderr)
         return 1
     except InputError:
         raise
-    except Exception as error:  # all retries failed; the Prefect page has the traceback
+    except Exception as error:
         print(f"\npenstock: replay failed: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    finally:
-        restore_client_settings()
     return 0
 
 
@@ -116,8 +108,9 @@ def replay(
     print(f"replaying {run}: rounds {begin} to {last - 1}, from {origin}; waiting for the trainer", flush=True)
     rounds: list[ReplayResult] = []
     with start_replay_trainer(store, keys, config) as policy:
+        policy.load_checkpoint(begin)
         for rollout_id in range(begin, last):
-            replayed = replay_round_task(policy, begin, rollout_id)
+            replayed = policy.replay_round(rollout_id)
             rounds.append(replayed)
             reason = f": {replayed.why}" if replayed.why else ""
             print(f"  round {rollout_id:>4}  {replayed.verdict}{reason}", flush=True)
@@ -137,29 +130,6 @@ def replay(
             "check that code, GPU type and parallel layout are those of the run"
         )
     return Completed(message=total)
-
-
-@task(
-    name="replay",
-    task_run_name="replay-{rollout_id:06d}",
-    retries=2,
-    retry_delay_seconds=2,
-    retry_condition_fn=lambda task, run, state: not isinstance(state.data, InputError),
-    persist_result=False,
-    cache_policy=NO_CACHE,
-)
-def replay_round_task(policy: PolicyRestorer, checkpoint_version: int, rollout_id: int) -> ReplayResult:
-    """Replay one round with a trainer at policy version `rollout_id`.
-
-    A trainer at another version (at the start, or after a failure) first loads version `checkpoint_version` and replays
-    all rounds from there to `rollout_id`.
-    """
-    state = policy.group.policy_state()
-    if rollout_id == checkpoint_version or state is None or not state.clean or state.version != rollout_id:
-        policy.load_checkpoint(checkpoint_version)
-        for before in range(checkpoint_version, rollout_id):
-            policy.replay_round(before)
-    return policy.replay_round(rollout_id)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

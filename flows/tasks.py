@@ -38,22 +38,34 @@ def convert(session: Session) -> CheckpointRef:
 
     The auxiliary models (reference, teacher) are imported in the same way.
     """
-    # A run loads its initial weights from its own store.
-    config = session.config.convert.model_copy(update={"convert_save": None})
-    cluster = session.processes.cluster
     auxiliary: dict[str, CheckpointRef] = {}  # path -> model
     for name, path in session.config.train.auxiliary_models.items():
-        auxiliary[path] = import_model(cluster, session.store, config, path)
+        auxiliary[path] = convert_unless_unchanged(session, name, path)
         session.pin_model(name, path, auxiliary[path])
     start = starting_weights(session.config)
-    base = auxiliary.get(start) or import_model(cluster, session.store, config, start)
+    base = auxiliary.get(start) or convert_unless_unchanged(session, "base", start)
     if (adapter := session.config.train.lora_load) is not None:
         from penstock.stages.convert.adapters import import_peft
 
-        imported = cluster.run(import_peft, session.store, adapter, timeout=config.convert_timeout)
+        cluster = session.processes.cluster
+        imported = cluster.run(import_peft, session.store, adapter, timeout=session.config.convert.convert_timeout)
         session.pin_model("adapter", adapter, imported)
     session.set_stage_message(f"{start} is converted: {base.key}")
     return session.pin_base_model(start, base)
+
+
+def convert_unless_unchanged(session: Session, role: str, path: str) -> CheckpointRef:
+    """Return the model that the run has recorded as `role` if the files at `path` are still those that it was converted
+    from; otherwise convert them. Only a conversion needs a process."""
+    from penstock.stages.convert.targets import is_conversion_of
+
+    record = session.store.read_json(session.keys.origin_key(role))
+    model = None if record is None else CheckpointRef.model_validate(record)
+    if model is not None and is_conversion_of(session.store, model, path):
+        return model
+    # A run loads its initial weights from its own store.
+    config = session.config.convert.model_copy(update={"convert_save": None})
+    return import_model(session.processes.cluster, session.store, config, path)
 
 
 def trained_policy(version: int) -> list[str]:

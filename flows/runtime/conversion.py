@@ -22,6 +22,7 @@ from penstock.storage.store import Store
 if TYPE_CHECKING:
     from penstock.engines.cluster import Cluster
     from penstock.stages.convert.export_plan import Origin
+    from penstock.stages.convert.to_torch_dist import ConversionOptions
 
 ProgressCallback = Callable[[int, int], object]  # (bytes done, total bytes)
 POLL_INTERVAL = 0.25  # seconds between updates of the progress
@@ -33,13 +34,7 @@ def run_conversion(
     """Convert a Hugging Face checkpoint to torch_dist, in the store or at `convert_save`."""
     from penstock.stages.convert import to_torch_dist
 
-    source, timeout = config.hf_checkpoint, config.convert_timeout
-    options = to_torch_dist.ConversionOptions(
-        mtp=config.mtp,
-        save=config.convert_save,
-        names=config.megatron_names or "local",
-        family_path=config.model_family_path,
-    )
+    source, timeout, options = config.hf_checkpoint, config.convert_timeout, conversion_options(config)
     with _collect_progress(report, config.convert_ranks) as reports:
         if config.convert_ranks == 1:
             return cluster.run(
@@ -59,6 +54,47 @@ def run_conversion(
         return cluster.run(
             to_torch_dist.finish_conversion, work, verify=verify, check_logits=config.check_logits, timeout=timeout
         )
+
+
+def conversion_options(config: ConvertConfig) -> ConversionOptions:
+    """Return the options of a conversion to torch_dist."""
+    from penstock.stages.convert.to_torch_dist import ConversionOptions
+
+    return ConversionOptions(
+        mtp=config.mtp,
+        save=config.convert_save,
+        names=config.megatron_names or "local",
+        family_path=config.model_family_path,
+    )
+
+
+def existing_conversion(store: Store, config: ConvertConfig) -> CheckpointRef | None:
+    """Return the result of an earlier `run_conversion`; None if there is none."""
+    from penstock.stages.convert.to_torch_dist import prepare_conversion
+
+    work = prepare_conversion(store, config.hf_checkpoint, conversion_options(config))
+    return work if isinstance(work, CheckpointRef) else None
+
+
+def existing_export(store: Store, checkpoint: Commit | str, config: ConvertConfig) -> CheckpointRef | None:
+    """Return the result of an earlier `run_export`; None if there is none."""
+    from penstock.stages.convert import to_hf, to_megatron
+
+    assert config.convert_save, "an export has no default directory"
+    origin = replace(export_origin(config), vocab_size=config.export_vocab_size)
+    if config.megatron_names:
+        iteration = iteration_of_export(checkpoint, config)
+        target, identity = to_megatron.export_target(
+            store, checkpoint, origin, config.convert_save, config.megatron_names, iteration
+        )
+        return target.find_published(identity)
+    work = to_hf.prepare_export(store, checkpoint, origin, config.convert_save)
+    return work if isinstance(work, CheckpointRef) else None
+
+
+def iteration_of_export(checkpoint: Commit | str, config: ConvertConfig) -> int | None:
+    """Return the training iteration that a Megatron directory names (--megatron-iteration), or None."""
+    return checkpoint.policy_version if config.megatron_iteration and isinstance(checkpoint, Commit) else None
 
 
 def import_model(cluster: Cluster, store: Store, config: ConvertConfig, path: str) -> CheckpointRef:
@@ -106,8 +142,7 @@ def run_export(
     with _collect_progress(report, config.convert_ranks) as reports:
         args = (store, checkpoint, origin, config.convert_save)
         if config.megatron_names:
-            version = checkpoint.policy_version if isinstance(checkpoint, Commit) else None
-            names = (config.megatron_names, reports[0], version if config.megatron_iteration else None)
+            names = (config.megatron_names, reports[0], iteration_of_export(checkpoint, config))
             return cluster.run(to_megatron.export_megatron, *args, *names, timeout=config.convert_timeout)
         if config.convert_ranks == 1:
             return cluster.run(to_hf.export_to, *args, reports[0], timeout=config.convert_timeout)

@@ -36,12 +36,17 @@ def run_flow(name: str, config: PostTrainConfig) -> int:
 
 def _run_flow(name: str, config: PostTrainConfig) -> int:
     from penstock.flows.runtime.preflight import preflight
+    from penstock.flows.runtime.runs import is_complete
     from penstock.flows.runtime.schedule import resolve_config
 
     assert name in FLOWS
     wait = functools.partial(show_wait, run=config.run.run, as_json=config.run.log_format == "json")
     wait("checking options, model and data", only_on_terminal=True)
     config = resolve_config(name, config)
+    if name != "convert" and is_complete(name, config):
+        end_wait()
+        print(f"run {config.run.run} is complete, nothing is left to do; `penstock show {config.run.run}` prints it")
+        return 0
     preflight(name, config)  # before the import of Prefect, which takes seconds
     wait("loading Prefect")
     from prefect.exceptions import TerminationSignal

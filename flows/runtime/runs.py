@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -27,8 +28,10 @@ from penstock.flows.options.nearby_stores import stores_with_run
 from penstock.flows.options.paths import with_absolute_paths, with_relative_paths
 from penstock.flows.options.start_weights import load_of_older_record
 from penstock.flows.run_config import RunConfig
+from penstock.flows.runtime.schedule import with_target_rounds
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import InputError, RunError, StoreError
+from penstock.storage.history.starts import Completion, read_completion
 from penstock.storage.keys import is_run_name
 from penstock.storage.maintenance.leases import Lease, describe_live_drivers
 from penstock.storage.maintenance.removal import describe_removing_process, is_removed, remove_run
@@ -92,6 +95,38 @@ def unknown_run_error(store: Store, run: str) -> RunError:
 
 
 # ---- starting --------------------------------------------------------------------------------------------------------
+
+
+def completion_of(flow: str, store: Store, config: PostTrainConfig) -> Completion:
+    """Return what a start of a flow with this config completes. `config` has a number of rounds (`with_target_rounds`)
+    and may have relative paths."""
+    from penstock.flows.trackers import tracking_uris
+
+    config = with_absolute_paths(config)
+    placement = options_by_mutability(config, "placement")
+    options = [options_by_mutability(config, "identity"), options_by_mutability(config, "schedule")]
+    options += [placement[name] for name in ("run.debug_rollout_only", "run.debug_train_only", "run.report")]
+    values = json.dumps([flow, options, tracking_uris(store, config.run)], sort_keys=True)
+    defaults = options_by_mutability(PostTrainConfig(), "placement")
+    outputs = [name for name in placement if name.startswith("debug.")] + ["run.keep_checkpoints", "run.keep_best"]
+    return Completion(
+        options=hashlib.sha256(values.encode()).hexdigest(),
+        outputs={name: placement[name] for name in outputs if placement[name] != defaults[name]},
+    )
+
+
+def is_complete(flow: str, config: PostTrainConfig) -> bool:
+    """Return whether the run's last start has completed it with the options of `config`, and its copies of checkpoints
+    (--save-hf) exist: nothing is left to do."""
+    from penstock.stages.convert.targets import is_published
+
+    store, keys = open_store(config.run, probe=False), keys_of_run(config.run.run)
+    config = with_target_rounds(store, config)
+    completed, now = read_completion(store, keys), completion_of(flow, store, config)
+    if completed is None or completed.options != now.options or not now.outputs.items() <= completed.outputs.items():
+        return False
+    versions = store.committed_indices(f"{keys.prefix}/checkpoints") if config.run.save_hf else []
+    return all(is_published(config.run.hf_path(version), store.options) for version in versions)
 
 
 def open_run(store: Store, flow: str, config: PostTrainConfig, *, lease: Lease | None = None) -> RunKeys:

@@ -51,14 +51,21 @@ from penstock.flows.runtime.learning_signal import GROUP_RELATIVE, logprob_gap_w
 from penstock.flows.runtime.prefect_api import server_ends_with_process, wait_for_api
 from penstock.flows.runtime.preflight import config_warnings, preflight
 from penstock.flows.runtime.processes import Processes
-from penstock.flows.runtime.runs import code_version, keys_of_run, open_run, open_store, read_existing_record
+from penstock.flows.runtime.runs import (
+    code_version,
+    completion_of,
+    keys_of_run,
+    open_run,
+    open_store,
+    read_existing_record,
+)
 from penstock.flows.runtime.schedule import resolve_config, with_target_rounds
 from penstock.flows.runtime.signals import CLEANUP, stop_signals
 from penstock.flows.terminal.lines import describe_commit
 from penstock.flows.trackers import tracked_run, tracking_uris
 from penstock.storage.commits import committed_prefixes, read_commits
 from penstock.storage.errors import RunError, StoreError
-from penstock.storage.history.starts import Start, login_name, record_end, record_start
+from penstock.storage.history.starts import Start, login_name, record_completion, record_end, record_start
 from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.preemption import Preempted, StopRequest
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
@@ -95,6 +102,7 @@ class Session:
         self.store = open_store(config.run)
         self.config = config = with_absolute_paths(with_target_rounds(self.store, config))
         self._entered = ExitStack()
+        self._flow = flow
         self.keys = self._open_run(flow)
         self.stop = StopRequest()
         self.provenance: dict[str, Any] = {"config_hash": config_hash(config), "code_version": code_version()}
@@ -264,6 +272,8 @@ class Session:
                     f"{waiting} records are not delivered to {delivery.name} yet ({delivery.problem}); "
                     "the next start delivers them"
                 )
+        if kind is None:
+            self._record_completion()
         if wait_for_api(self.display.note, patience_seconds=patience):
             commits = self._final_commits or read_commits(self.store, self.keys)
             progress = describe_progress(commits, self._started_at)
@@ -281,6 +291,16 @@ class Session:
             record_end(self.store, self.keys, self._start, outcome, joules)
         except (StoreError, OSError) as error:
             self.display.note(f"the end of this start is not recorded ({error}); its costs end with its last commit")
+
+    def _record_completion(self) -> None:
+        """Record that nothing is left to do, unless a tracker lacks records. A failure is printed only."""
+        if any(delivery.num_waiting() for delivery in self.tracker.deliveries):
+            return
+        try:
+            completion = completion_of(self._flow, self.store, self.config)
+            record_completion(self.store, self.keys, self._start, completion)
+        except (StoreError, OSError) as error:
+            self.display.note(f"the completion of the run is not recorded ({error}); the next start checks its stages")
 
     def _write_report(self) -> bool:
         """Write the report of a run that has commits, with --report, and give it to the trackers. Return whether that

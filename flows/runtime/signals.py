@@ -6,12 +6,13 @@ stop: the running stage may finish or cancel itself (`storage/preemption.py`), a
 the end. SIGINT interrupts it at once, as do all signals outside a session, and a second SIGINT kills the process.
 
 An exception that a handler raises is lost if a library swallows it, for instance in an import, so it is raised again
-every TICK seconds until the session's cleanup begins. Python's handlers do not run while native code blocks, so watchdog.py,
-another process, also learns of each signal, and kills this one.
+every TICK seconds until the session's cleanup begins. Python's handlers do not run while native code blocks, so another
+process (services/watchdog.py) also learns of each signal, and kills this one.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -55,6 +56,7 @@ class StopSignals:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
         signal.signal(signal.SIGALRM, self._on_alarm)
+        atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # the interpreter's end restores the default handler
 
     def start_watchdog(self) -> None:
         """Start the process that ends this one after the grace period (watchdog.py)."""

@@ -9,6 +9,7 @@ name that ends in `.parts`.
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from penstock.stages.convert.hf.assets import stat_hash
 from penstock.storage import disk
 from penstock.storage.errors import ModelError, OptionError, StoreError
 from penstock.storage.refs import CheckpointRef, Commit, attempt_in_path, commit_key
@@ -280,6 +282,28 @@ def copy_export(store: Store, export: Commit, uri: str) -> CheckpointRef:
     with store.reading(export) as files, target.store.writing(target.attempt) as out:
         shutil.copytree(files, out.path, dirs_exist_ok=True)
     return target.publish(identity, export.model_copy(update={"attempt": target.attempt, "files": out.files}))
+
+
+def fingerprint_key(stat_hash: str) -> str:
+    """Return the key of the fingerprint of Hugging Face files with this `assets.stat_hash`."""
+    return f"models/sources/{stat_hash}.json"
+
+
+def record_fingerprint(store: Store, stat_hash: str, fingerprint: str) -> None:
+    """Record the fingerprint of Hugging Face files, so that they are not read again until they change."""
+    store.create(fingerprint_key(stat_hash), json.dumps({"fingerprint": fingerprint}).encode())
+
+
+def is_conversion_of(store: Store, model: CheckpointRef, directory: str) -> bool:
+    """Return whether `model`, in the store, was converted from the files that `directory` still has. False if only a
+    conversion can tell, because the directory was written or copied since."""
+    if is_converted(directory):
+        record = read_record(*open_parent_store(directory))
+        source = record.state.get("identity") if record else None
+    else:
+        source = (store.read_json(fingerprint_key(stat_hash(Path(directory)))) or {}).get("fingerprint")
+    name = model.key.removesuffix(commit_key(""))
+    return bool(source) and name.startswith(f"models/{source}") and store.committed(name) is not None
 
 
 def import_converted_model(store: Store, directory: str) -> CheckpointRef:

@@ -66,17 +66,24 @@ def export_megatron(
         OptionError: the directory `save` contains files that are not from this export.
         StoreError: the disk is full.
     """
+    target, identity = export_target(store, checkpoint, origin, save, names, iteration)
+    if existing := target.find_published(identity):
+        return existing
+    with checkpoint_files(store, checkpoint) as source:
+        return copy_megatron_weights(source, origin, target, identity, names, on_progress)
+
+
+def export_target(
+    store: Store, checkpoint: Commit | str, origin: Origin, save: str, names: MegatronNames, iteration: int | None
+) -> tuple[DirectoryTarget, str]:
+    """Return the target of `export_megatron`, and the identity of its result."""
     if adapter_options(checkpoint) is not None:
         raise OptionError(
             "the checkpoint has LoRA adapters, which are merged only in Hugging Face files: use --format hf, and "
             "convert the result"
         )
     identity = _identity(checkpoint, origin, names) + ("" if iteration is None else f"-{iteration}")
-    target = DirectoryTarget(save, "torch_dist", identity, store.options, iteration)
-    if existing := target.find_published(identity):
-        return existing
-    with checkpoint_files(store, checkpoint) as source:
-        return copy_megatron_weights(source, origin, target, identity, names, on_progress)
+    return DirectoryTarget(save, "torch_dist", identity, store.options, iteration), identity
 
 
 def import_megatron_checkpoint(store: Store, directory: str, origin: Origin) -> CheckpointRef:

@@ -8,7 +8,6 @@ number of processes), and `finish_conversion` publishes the result.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,7 +33,9 @@ from penstock.stages.convert.targets import (
     DirectoryTarget,
     StoreTarget,
     check_free_space,
+    fingerprint_key,
     origin_of_copy,
+    record_fingerprint,
 )
 from penstock.stages.convert.torch_dist_writer import (
     UNIT_BYTES,
@@ -189,14 +190,14 @@ def _known_fingerprint(store: Store, target: StoreTarget | DirectoryTarget, hf_d
     """
     if isinstance(target, DirectoryTarget):
         return model_fingerprint(hf_dir) if target.is_occupied() else None
-    memo = store.read_json(_fingerprint_key(stat))
+    memo = store.read_json(fingerprint_key(stat))
     if memo is not None:
         return memo["fingerprint"]
-    return model_fingerprint(hf_dir) if target.may_have_model(header_hash(hf_dir)) else None
-
-
-def _fingerprint_key(stat_hash: str) -> str:
-    return f"models/sources/{stat_hash}.json"  # stores the fingerprint of files with this `stat_hash`
+    if not target.may_have_model(header_hash(hf_dir)):
+        return None
+    fingerprint = model_fingerprint(hf_dir)
+    record_fingerprint(store, stat, fingerprint)
+    return fingerprint
 
 
 def _work_items(weights: HFWeights, units: list[WorkUnit], with_hashes: bool) -> list[SourceHash | WorkUnit]:
@@ -292,8 +293,7 @@ def finish_conversion(
     identity = _identity(source_fingerprint, work.shape, bool(work.source.untrained), work.options)
     ref = work.target.publish(identity, commit)
     if isinstance(work.target, StoreTarget):
-        memo = json.dumps({"fingerprint": source_fingerprint}).encode()
-        work.target.store.create(_fingerprint_key(work.source.stat_hash), memo)
+        record_fingerprint(work.target.store, work.source.stat_hash, source_fingerprint)
     work.work_items.delete_records()
     return ref
 

@@ -1,7 +1,8 @@
 """Records of the starts of a run: when a driver ran, on which devices, and in which Prefect flow run.
 
 A driver writes `starts/<number>.json` when it starts and `starts/<number>.end.json` when it ends. The second file is
-missing if the driver was killed; its end is then the time of the last commit before the next start.
+missing if the driver was killed; its end is then the time of the last commit before the next start. A start that has
+completed the run, and has delivered all records to the trackers, also writes `starts/<number>.complete`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import getpass
 import re
 import time
+from typing import Any
 
 from pydantic import Field
 
@@ -39,6 +41,13 @@ class StartEnd(Frozen):
     joules: float | None = None  # energy of trainer and engine GPUs during the start; None: not measured
 
 
+class Completion(Frozen):
+    """What a start that left nothing to do has completed."""
+
+    options: str  # hash of the options that determine the results
+    outputs: dict[str, Any]  # options, not those of the default, for files and removals besides: name -> JSON value
+
+
 def login_name() -> str:
     """Return the login name of the user that runs this process, or "" if the user has no name (some containers)."""
     try:
@@ -59,6 +68,18 @@ def record_end(store: Store, keys: RunKeys, number: int, outcome: str, joules: f
     """Record that start `number` has ended, and the energy that its GPUs have used."""
     end = StartEnd(outcome=outcome, joules=joules)
     store.create(_end_key(keys, number), end.model_dump_json(indent=1).encode())
+
+
+def record_completion(store: Store, keys: RunKeys, number: int, completion: Completion) -> None:
+    """Record that start `number` has completed the run."""
+    store.create(_completion_key(keys, number), completion.model_dump_json().encode())
+
+
+def read_completion(store: Store, keys: RunKeys) -> Completion | None:
+    """Return what the run's last start has completed; None if it has not, or if the run has no starts."""
+    key = _completion_key(keys, max((number for number, _ in list_starts(store, keys)), default=-1))
+    data = store.read(key)
+    return None if data is None else decode_record(Completion, key, data)
 
 
 def read_starts(store: Store, keys: RunKeys) -> list[tuple[Start, StartEnd | None]]:
@@ -84,6 +105,10 @@ def list_starts(store: Store, keys: RunKeys) -> list[tuple[int, str]]:
 
 def _key(keys: RunKeys, number: int) -> str:
     return f"{keys.prefix}/starts/{number:06d}.json"
+
+
+def _completion_key(keys: RunKeys, number: int) -> str:
+    return f"{keys.prefix}/starts/{number:06d}.complete"
 
 
 def _end_key(keys: RunKeys, number: int) -> str:

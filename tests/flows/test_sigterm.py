@@ -131,6 +131,20 @@ def test_watchdog_ends_with_its_process() -> None:
         assert len(watchdogs) >= 1 and all(map(ends, watchdogs))
 
 
+@pytest.mark.parametrize("_", range(3))
+def test_exit_code_is_that_of_the_program_if_it_ends_slowly(_: int) -> None:
+    body = """
+child.kill()
+signals.TICK = 0.001
+try:
+    signal.raise_signal(signal.SIGTERM)
+except BaseException:
+    sys.exit(143)
+"""
+    with start(body) as process:
+        assert process.wait() == 143
+
+
 def test_signal_before_the_session_whose_exception_was_lost_stops_the_session() -> None:
     body = "try:\n    signal.raise_signal(signal.SIGTERM)\nexcept BaseException:\n    pass\nstop = StopRequest()\n"
     body += "with stops.session(stop, 0.5):\n    print(stop.requested, flush=True)\n    hang()"

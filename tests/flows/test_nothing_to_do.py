@@ -1,0 +1,235 @@
+"""A command whose result exists starts no process: no server, no Ray, no engine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.flows import convert, replay
+from penstock.flows.inspect import export
+from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime import prefect_api, runner
+from penstock.flows.runtime.runs import completion_of, create_run_record
+from penstock.stages.convert.targets import is_conversion_of
+from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
+from penstock.storage.history.starts import Start, record_completion, record_end, record_start
+from penstock.storage.refs import CheckpointRef, Commit, FileRecord, RunKeys, commit_key
+from penstock.storage.store import Store
+
+KEYS = RunKeys("r")
+
+
+class Started(Exception):
+    """Something was started that would take seconds."""
+
+
+def start_something(*args: object, **kwargs: object) -> None:
+    raise Started
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return str(tmp_path / "store")
+
+
+@pytest.fixture(autouse=True)
+def starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.flows.runtime.preflight.preflight", start_something)
+    monkeypatch.setattr(prefect_api, "ensure_prefect_api", start_something)
+    monkeypatch.setattr("penstock.engines.cluster.Cluster.start", start_something)
+
+
+# ---- flows -----------------------------------------------------------------------------------------------------------
+
+
+def words(root: str, *more: str) -> list[str]:
+    return ["--run", "r", "--store", root, "--hf-checkpoint", "/model", "--num-rollout", "3", *more]
+
+
+def complete(root: str, flow: str, *more: str) -> Store:
+    """Make the store of a run whose last start has completed it."""
+    store, config = Store(root), parse_config(words(root, *more))
+    number = record_start(store, KEYS, Start())
+    record_end(store, KEYS, number, "FINISHED")
+    record_completion(store, KEYS, number, completion_of(flow, store, config))
+    return store
+
+
+@pytest.mark.parametrize("flow", ["post_train", "sft", "evaluate"])
+def test_completed_run_starts_nothing(root: str, flow: str, capsys: pytest.CaptureFixture[str]) -> None:
+    complete(root, flow)
+    assert runner.run_flow(flow, parse_config(words(root))) == 0
+    assert "nothing is left to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [["--trainer-threads", "1"], ["--grace-period", "5"], ["--store", "RELATIVE"]])
+def test_other_placement_or_a_relative_path_leaves_nothing_to_do(
+    root: str, more: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete(root, "post_train")
+    monkeypatch.chdir(Path(root).parent)
+    assert (
+        runner.run_flow("post_train", parse_config(words(root, *[w.replace("RELATIVE", "store") for w in more]))) == 0
+    )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--num-rollout", "4"],
+        ["--save-interval", "1"],
+        ["--use-tensorboard"],
+        ["--lr", "1e-3"],
+        ["--num-rollout-per-start", "1"],
+        ["--debug-rollout-only"],
+        ["--no-report"],
+        ["--keep-checkpoints", "1"],
+        ["--dump-details", "/details"],
+    ],
+    ids=lambda more: more[0],
+)
+def test_changed_option_starts_the_flow(root: str, more: list[str]) -> None:
+    complete(root, "post_train")
+    with pytest.raises(Started):
+        runner.run_flow("post_train", parse_config(words(root, *more)))
+
+
+@pytest.mark.parametrize("repeated", [["--keep-checkpoints", "1"], []], ids=["train again", "resume"])
+def test_repeated_or_omitted_output_option_leaves_nothing_to_do(root: str, repeated: list[str]) -> None:
+    complete(root, "post_train", "--keep-checkpoints", "1")
+    assert runner.run_flow("post_train", parse_config(words(root, *repeated))) == 0
+
+
+def test_run_of_rollouts_only_is_not_complete_with_training(root: str) -> None:
+    complete(root, "post_train", "--debug-rollout-only")
+    with pytest.raises(Started):
+        runner.run_flow("post_train", parse_config(words(root)))
+
+
+def test_later_start_that_was_killed_is_continued(root: str) -> None:
+    record_start(complete(root, "post_train"), KEYS, Start())
+    with pytest.raises(Started):
+        runner.run_flow("post_train", parse_config(words(root)))
+
+
+def test_deleted_copy_of_a_checkpoint_is_written_again(root: str, tmp_path: Path) -> None:
+    option = ["--save-hf", str(tmp_path / "hf-{rollout_id}")]
+    store = complete(root, "post_train", *option)
+    store.commit(KEYS.checkpoint_prefix(3), Commit(kind="checkpoint", run="r", index=3, policy_version=3))
+    with pytest.raises(Started):
+        runner.run_flow("post_train", parse_config(words(root, *option)))
+
+
+def test_run_that_does_not_exist_is_started(root: str) -> None:
+    with pytest.raises(Started):
+        runner.run_flow("post_train", parse_config(words(root)))
+
+
+# ---- conversions and exports -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def converted(root: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A store with a converted model, which is also checkpoint 3 of a run."""
+    monkeypatch.setattr(convert, "preflight", lambda *args: None)
+    store = Store(root)
+    create_run_record(store, "post_train", parse_config([*words(root), "--hf-checkpoint", str(tiny_model)]))
+    model = Commit.model_validate_json(store.read(convert_hf(store, tiny_model).key) or b"")
+    store.create(
+        commit_key(KEYS.checkpoint_prefix(3)),
+        model.model_copy(update={"kind": "checkpoint", "run": "r", "index": 3, "policy_version": 3})
+        .model_dump_json()
+        .encode(),
+    )
+    return store
+
+
+FORMS = [["--format", "hf"], ["--format", "megatron"], ["--format", "megatron", "--megatron-names", "local"]]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=" ".join)
+def test_export_starts_ray_but_no_server_and_nothing_the_second_time(
+    converted: Store, root: str, form: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["r/3", "--output", str(tmp_path / "out"), "--store", root, *form]
+    with pytest.raises(Started):
+        export.main(command)
+
+    class Here:
+        def run(self, function: Callable[..., object], *args: object, timeout: float) -> object:
+            return function(*args)
+
+        def stop(self) -> None:
+            monkeypatch.setattr("penstock.engines.cluster.Cluster.start", start_something)
+
+    monkeypatch.setattr("penstock.engines.cluster.Cluster.start", lambda address: Here())
+    assert [export.main(command), export.main(command)] == [0, 0]
+
+
+@pytest.mark.parametrize("save", [None, "out"])
+def test_conversion_that_exists_starts_nothing(
+    converted: Store, root: str, save: str | None, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = [] if save is None else ["--save", str(tmp_path / save)]
+    if target:
+        convert_hf(converted, tiny_model, options=ConversionOptions(save=target[1]))
+    assert convert.main(["--hf-checkpoint", str(tiny_model), "--store", root, *target]) == 0
+    assert "was already converted" in capsys.readouterr().out
+
+
+def test_changed_model_is_converted_as_a_flow(converted: Store, root: str, other_tiny_model: Path) -> None:
+    with pytest.raises(Started):
+        convert.main(["--hf-checkpoint", str(other_tiny_model), "--store", root])
+
+
+def test_unchanged_model_is_recognized_without_a_process(
+    converted: Store, tiny_model: Path, other_tiny_model: Path, tmp_path: Path
+) -> None:
+    model = convert_hf(converted, tiny_model)
+    other = model.model_copy(update={"key": commit_key("models/other")})
+    assert is_conversion_of(converted, model, str(tiny_model))
+    assert not is_conversion_of(converted, other, str(tiny_model))
+    assert not is_conversion_of(converted, model, str(other_tiny_model))
+    assert not is_conversion_of(Store(str(tmp_path / "empty")), model, str(tiny_model))
+    saved = tmp_path / "saved"
+    convert_hf(converted, tiny_model, options=ConversionOptions(save=str(saved)))
+    assert is_conversion_of(converted, model, str(saved))
+    assert not is_conversion_of(converted, other, str(saved))
+
+
+def test_model_whose_files_were_written_again_is_not_recognized(
+    converted: Store, tiny_model: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in tiny_model.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    model = convert_hf(converted, copy)
+    assert is_conversion_of(converted, model, str(copy))
+    os.utime(copy / "config.json", (1, 1))
+    assert not is_conversion_of(converted, model, str(copy))
+
+
+# ---- replay ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", [None, "http://127.0.0.1:9/api"])
+def test_replay_needs_no_prefect_server(
+    converted: Store, root: str, tiny_model: Path, address: str | None, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    if address:
+        monkeypatch.setenv("PREFECT_API_URL", address)
+    model: CheckpointRef = convert_hf(converted, tiny_model)
+    converted.create(KEYS.origin_key("base"), json.dumps(model.model_dump()).encode())
+    converted.create(
+        commit_key(KEYS.step_prefix(0)),
+        Commit(kind="step", run="r", index=0, policy_version=1, files=[FileRecord(path="x", bytes=1, xxh3="0")])
+        .model_dump_json()
+        .encode(),
+    )
+    assert replay.main(["r", "--store", root]) == 1
+    assert "replay failed: Started" in capsys.readouterr().err
