@@ -45,18 +45,10 @@ def create(target: Path, data: bytes, *, single_writer: bool = False) -> bool:
     `single_writer`: no other process creates `target`, so that hard links are not needed.
     """
     with translate_disk_full(target.parent):
-        temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:12]}.tmp")
-        try:
-            with _open_in_new_directory(temporary) as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            if not _link_or_rename(temporary, target, single_writer):
-                return False
-        finally:
-            temporary.unlink(missing_ok=True)
-        fsync(target.parent)
-    return True
+        created = _publish(target, data, lambda temporary: _link_or_rename(temporary, target, single_writer), sync=True)
+        if created:
+            fsync(target.parent)
+    return created
 
 
 def _link_or_rename(temporary: Path, target: Path, single_writer: bool) -> bool:
@@ -81,13 +73,27 @@ def _link_or_rename(temporary: Path, target: Path, single_writer: bool) -> bool:
 
 def replace(target: Path, data: bytes) -> None:
     """Write a file atomically, replacing an existing one, without fsync."""
-    temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:12]}.tmp")
-    try:
-        with _open_in_new_directory(temporary) as file:
-            file.write(data)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    _publish(target, data, lambda temporary: temporary.replace(target), sync=False)
+
+
+def _publish(target: Path, data: bytes, publish: Callable[[Path], T], *, sync: bool) -> T:
+    """Write a temporary file beside `target`, and return the result of `publish`, which makes it visible as `target`.
+    Repeated if `penstock gc` in another process deletes the temporary file before."""
+    for tries_left in reversed(range(_NUM_TRIES)):
+        temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:12]}.tmp")
+        try:
+            with _open_in_new_directory(temporary) as file:
+                file.write(data)
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
+            return publish(temporary)
+        except FileNotFoundError:
+            if not tries_left:
+                raise
+        finally:
+            temporary.unlink(missing_ok=True)
+    raise AssertionError("unreachable: the last try returns or raises")
 
 
 def _open_in_new_directory(path: Path) -> BinaryIO:

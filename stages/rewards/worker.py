@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
+from typing import Any
 
 from penstock.stages.rewards.custom_reward import RewardCall, await_all, await_rewards_in_turn, load_custom_reward
 from penstock.stages.rewards.hub import get_builtin_reward
@@ -32,11 +33,28 @@ _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 Job = tuple[int, list[Sample]]  # job number, samples
 
 
+class ParentConnection(Connection):
+    """The pipe to the parent. If the parent has closed it, this process exits without a message."""
+
+    def send(self, obj: object) -> None:
+        try:
+            super().send(obj)
+        except OSError:
+            os._exit(0)
+
+    def recv(self) -> Any:
+        try:
+            return super().recv()
+        except (EOFError, OSError):
+            os._exit(0)
+
+
 def main() -> None:
     """Grade the samples that the parent process sends, until the parent exits."""
     if sys.platform == "linux":  # elsewhere `_start_receiver` detects the parent's exit, unless C code holds the GIL
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    connection = Connection(int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
+    connection = ParentConnection(int(sys.argv[1]))
     settings: RewardSettings = connection.recv()
     try:
         name, call, is_async = _load_reward(settings)
@@ -120,15 +138,11 @@ async def _serve_async(connection: Connection, settings: RewardSettings, name: s
 
 
 def _start_receiver(connection: Connection, accept: Callable[[Job], object]) -> None:
-    """Start a thread that passes every received job to `accept`, and terminates this process when the parent has
-    exited."""
+    """Start a thread that passes every received job to `accept`; this process exits when the parent has exited."""
 
     def run() -> None:
         while True:
-            try:
-                accept(connection.recv())
-            except (EOFError, OSError):
-                os._exit(0)
+            accept(connection.recv())
 
     threading.Thread(target=run, daemon=True).start()
 

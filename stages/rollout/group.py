@@ -295,28 +295,21 @@ def policy_spans(sample: Sample) -> list[list[int]]:
     return [list(span) for span in spans]
 
 
-def trained_spans(sample: Sample) -> list[list[int]]:
-    """Return `policy_spans` without the tokens that `mask_stale_tokens` has masked."""
-    spans, num_trained = policy_spans(sample)[::-1], sum(sample.loss_mask)
-    for span in spans:
-        span[1] = min(span[1], num_trained)
-        num_trained -= span[1]
-    return [span for span in spans[::-1] if span[1]]
-
-
 def mask_stale_tokens(sample: Sample, oldest: int) -> int:
     """Set the loss mask and rollout log-probs to 0 for all tokens of a sample that policy versions before `oldest`
-    generated. Return their number. `policy_spans` still counts them, `policy_versions` is at least `oldest`."""
+    generated. Return their number. `policy_versions` is at least `oldest` afterwards."""
     spans = policy_spans(sample)
     num_stale = sum(count for version, count in spans if version < oldest)
     if num_stale:
-        sample.metadata["policy_spans"] = spans
+        fresh = [span for span in spans if span[0] >= oldest]
+        sample.metadata.pop("policy_spans", None)
+        if len(fresh) > 1:
+            sample.metadata["policy_spans"] = fresh
         trained = [position for position, is_trained in enumerate(sample.loss_mask) if is_trained]
         start = trained[num_stale] if num_stale < len(trained) else len(sample.loss_mask)
         sample.loss_mask = [0] * start + sample.loss_mask[start:]
         sample.rollout_logprobs = [0.0] * start + sample.rollout_logprobs[start:]
-        fresh = [version for version, _ in spans if version >= oldest]
-        sample.policy_versions = (fresh[0], fresh[-1]) if fresh else sample.policy_versions
+        sample.policy_versions = (fresh[0][0], fresh[-1][0]) if fresh else sample.policy_versions
     first, last = sample.policy_versions
     sample.policy_versions = (max(first, oldest), max(last, oldest))
     return num_stale

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.engines.generation import TokenCounts
-from penstock.stages.rollout.group import GroupRunner, trained_spans
+from penstock.stages.rollout.group import GroupRunner, policy_spans
 from penstock.storage.samples.sample import Sample, Status
 
 _LONG_TEXT = 10_000  # characters; shorter texts are not checked for repetition
@@ -76,7 +76,7 @@ def staleness_metrics(samples: Sequence[Sample], policy_version: int) -> dict[st
     ages: Counter[int] = Counter()
     for sample in samples:
         if sample.policy_versions[0] >= 0:
-            for version, num_tokens in trained_spans(sample):
+            for version, num_tokens in policy_spans(sample):
                 ages[policy_version - version] += num_tokens
     if not ages:
         return {}

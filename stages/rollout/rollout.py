@@ -391,7 +391,7 @@ def samples_to_train(groups: Sequence[Group], config: RolloutConfig, round: Roll
     for sample in samples:
         num_stale += sum(number for version, number in policy_spans(sample) if version < bound)
         newest = sample.policy_versions[1] if config.mask_offpolicy_in_partial_rollout else 0
-        mask_stale_tokens(sample, max(bound, newest))  # once: a second call would mask further tokens
+        mask_stale_tokens(sample, max(bound, newest))
     return samples, num_stale
 
 

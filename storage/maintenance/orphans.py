@@ -7,6 +7,7 @@ and removed runs.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import defaultdict
@@ -19,6 +20,7 @@ from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.maintenance.leases import (
+    TTL,
     claim_key,
     describe_lease_holder,
     describe_live_drivers,
@@ -70,7 +72,8 @@ def find_orphans(store: Store, run: str | None = None, *, older_than: float, now
     Raises:
         StoreError: a record cannot be read, so it is unknown which files it needs.
     """
-    limit = (time.time() if now is None else now) - older_than
+    now = time.time() if now is None else now
+    limit, limit_of_probes = now - older_than, now - max(older_than, TTL)  # a probe has no lease
     contents = _Contents(store)
     units: dict[tuple[str, str], list[StoredFile]] = defaultdict(list)
     for key, file in contents.files.items():
@@ -87,7 +90,8 @@ def find_orphans(store: Store, run: str | None = None, *, older_than: float, now
         for (kind, unit), files in units.items()
         if run is None or f"{unit}/".startswith(f"runs/{run}/")
     ]
-    old = [orphan for orphan in orphans if orphan.kind in _WITHOUT_GRACE or orphan.modified <= limit]
+    limits = dict.fromkeys(_WITHOUT_GRACE, math.inf) | {"probe file": limit_of_probes}
+    old = [orphan for orphan in orphans if orphan.modified <= limits.get(orphan.kind, limit)]
     return sorted(old, key=lambda orphan: (-orphan.bytes, orphan.key))
 
 

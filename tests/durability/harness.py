@@ -26,7 +26,7 @@ from penstock_command import penstock
 from penstock.engines.ports import reserve_free_port
 from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
 from penstock.flows.runtime.prefect_api import LAUNCHER
-from penstock.stages.rollout.group import trained_spans
+from penstock.stages.rollout.group import policy_spans
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.failpoints import VARIABLE
 from penstock.storage.maintenance.audit import audit_run
@@ -440,7 +440,7 @@ class Pipeline:
             for sample in read_samples(self.store, rollout):
                 assert sample.sample_id not in trained, f"{sample.sample_id} was trained twice"
                 trained.add(sample.sample_id)
-                for version, num_tokens in trained_spans(sample):
+                for version, num_tokens in policy_spans(sample):
                     age = rollout_id - version
                     assert 0 <= age <= max_staleness, f"{num_tokens} tokens of {sample.sample_id} have age {age}"
 

@@ -84,7 +84,7 @@ def test_groups_with_equal_rewards_are_counted_under_slimes_names() -> None:
 
 def test_staleness_is_the_mean_age_of_the_trained_tokens() -> None:
     samples = [sample(0, [0, 1, 1], policy_versions=(7, 7)), sample(1, [0, 0, 1, 1], policy_versions=(6, 7))]
-    samples[1].metadata["policy_spans"] = [[4, 1], [6, 1], [7, 1]]  # the first token is masked, because it is too old
+    samples[1].metadata["policy_spans"] = [[6, 1], [7, 1]]
     fractions = {"rollout/staleness/fraction_0": 0.75, "rollout/staleness/fraction_1": 0.25}
     assert staleness_metrics(samples, 7) == {"rollout/staleness/mean": 0.25, "rollout/staleness/max": 1.0} | fractions
     assert staleness_metrics(samples[:1], 7) == {"rollout/staleness/mean": 0.0, "rollout/staleness/max": 0.0}

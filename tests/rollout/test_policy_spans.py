@@ -61,15 +61,25 @@ def test_without_updates_in_flight_only_the_version_of_the_round_is_accepted() -
 
 
 @pytest.mark.parametrize(
-    ("oldest", "num_stale", "mask"),
-    [(3, 0, [0, 0, 1, 1, 0, 1, 1]), (4, 2, [0, 0, 0, 0, 0, 1, 1]), (5, 3, [0] * 6 + [1]), (6, 4, [0] * 7)],
+    ("oldest", "num_stale", "mask", "spans"),
+    [
+        (3, 0, [0, 0, 1, 1, 0, 1, 1], [[3, 2], [4, 1], [5, 1]]),
+        (4, 2, [0, 0, 0, 0, 0, 1, 1], [[4, 1], [5, 1]]),
+        (5, 3, [0] * 6 + [1], None),
+        (6, 4, [0] * 7, None),
+    ],
 )
-def test_tokens_of_versions_before_the_oldest_are_masked(oldest: int, num_stale: int, mask: list[int]) -> None:
+def test_tokens_of_versions_before_the_oldest_are_masked(
+    oldest: int, num_stale: int, mask: list[int], spans: list[list[int]] | None
+) -> None:
     sample = new_sample()
     sample.token_ids, sample.loss_mask = list(range(7)), [0, 0, 1, 1, 0, 1, 1]
     sample.rollout_logprobs, sample.policy_versions = [-1.0 * trained for trained in sample.loss_mask], (3, 5)
     sample.metadata["policy_spans"] = [[3, 2], [4, 1], [5, 1]]
     assert mask_stale_tokens(sample, oldest) == num_stale
+    assert sample.metadata.get("policy_spans") == spans
+    assert sum(count for _, count in policy_spans(sample)) == sum(mask)
+    assert mask_stale_tokens(sample, oldest) == 0, "the tokens are masked"
     assert sample.loss_mask == mask and [bool(p) for p in sample.rollout_logprobs] == [bool(m) for m in mask]
 
 

@@ -111,7 +111,7 @@ def main(descriptor: int) -> None:
                 except ValueError as error:
                     answer = str(error)
                 parent.send(answer)
-        except (EOFError, BrokenPipeError):
+        except (EOFError, OSError):  # the parent has ended
             return
 
 

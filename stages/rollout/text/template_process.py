@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import resource
 import signal
 import sys
@@ -116,4 +117,7 @@ def main(cpu_seconds: float, memory: int, max_chars: int) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    try:
+        main(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    except BrokenPipeError:  # the parent has ended
+        os._exit(0)

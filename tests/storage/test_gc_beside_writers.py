@@ -1,0 +1,112 @@
+"""`penstock gc --delete --older-than 0` while other processes write: nothing that they need disappears."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.flows.commands import gc
+from penstock.storage import disk
+from penstock.storage.maintenance.leases import TTL, Lease
+from penstock.storage.maintenance.orphans import find_orphans
+from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.store import Store
+
+KEYS = RunKeys("r")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def deleted(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Delete, as gc does, the first temporary files right before they become visible. Yields their names."""
+    names: list[str] = []
+    link, replace, rename = os.link, Path.replace, Path.rename
+
+    def after_gc(publish: Callable[..., object]) -> Callable[..., object]:
+        def call(temporary: Path, target: Path) -> object:
+            if len(names) < 2:
+                gc.main(["--delete", "--older-than", "0", "--store", store.root])
+                names.append(Path(temporary).name)
+                assert not Path(temporary).exists()
+            return publish(temporary, target)
+
+        return call
+
+    monkeypatch.setattr(os, "link", after_gc(link))
+    monkeypatch.setattr(Path, "replace", after_gc(replace))
+    monkeypatch.setattr(Path, "rename", after_gc(rename))
+    yield names
+
+
+def commit_attempt(store: Store) -> None:
+    attempt = store.new_attempt(KEYS.step_prefix(0))
+    with store.writing(attempt) as out:
+        (out.path / "data").write_bytes(b"data")
+    store.commit(KEYS.step_prefix(0), Commit(kind="step", run="r", index=0, attempt=attempt, files=out.files))
+    assert store.committed(KEYS.step_prefix(0)) is not None
+
+
+WRITERS: dict[str, Callable[[Store], object]] = {
+    "create": lambda store: store.create("runs/r/run.json", b"{}"),
+    "create without hard links": lambda store: disk.create(Path(store.path("runs/r/x")), b"{}", single_writer=True),
+    "replace": lambda store: store.replace("runs/r/note.json", b"{}"),
+    "lease": lambda store: Lease(store, f"{KEYS.prefix}/drivers/x.lease").release(),
+    "commit": commit_attempt,
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=list(WRITERS))
+def test_writer_whose_temporary_file_is_deleted_writes_it_again(
+    store: Store, deleted: list[str], writer: Callable[[Store], object]
+) -> None:
+    writer(store)
+    assert len(set(deleted)) == 2, "gc has deleted temporary files"
+    assert not [path for path in Path(store.root).rglob("*.tmp")]
+
+
+def test_directory_that_disappears_every_time_fails(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(temporary: Path, target: Path) -> None:
+        shutil.rmtree(Path(temporary).parent)
+        raise FileNotFoundError(target)
+
+    monkeypatch.setattr(os, "link", lose)
+    with pytest.raises(FileNotFoundError):
+        store.create("runs/r/run.json", b"{}")
+
+
+def test_probe_of_a_starting_run_is_kept_until_its_writer_must_be_dead(store: Store) -> None:
+    probe = Path(store.path(".penstock-probe-12345678"))
+    probe.write_bytes(b"x")
+    assert find_orphans(store, older_than=0.0, now=time.time() + 1) == []
+    assert [orphan.kind for orphan in find_orphans(store, older_than=0.0, now=time.time() + TTL + 1)] == ["probe file"]
+
+
+def test_starts_and_collections_at_the_same_time_do_not_fail(store: Store) -> None:
+    ended = threading.Event()
+
+    def collect() -> None:
+        while not ended.is_set():
+            gc.main(["--delete", "--older-than", "0", "--store", store.root])
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    try:
+        for number in range(30):
+            Store(store.root)
+            store.create(f"runs/r/changes/{number:06d}.json", b"{}")
+            commit_attempt(store)
+            store.delete([key for key in store.list("runs/r/steps") if key.endswith(".json")])
+    finally:
+        ended.set()
+        thread.join()
+    assert len(store.list("runs/r/changes")) == 30
