@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from penstock.flows.options.argv import format_bytes
 
 _SESSION = re.compile(r"^session_[\d_-]+_(?P<pid>\d+)$")
 _ENGINE_FILE = re.compile(r"^sglang_loads_.+\.shm$")
+_TORCH_FILE = re.compile(r"^torch_(?P<pid>\d+)_\d+_\d+$")  # a shared tensor; pid of the process that created it
+_TORCH_SECONDS = 3600.0  # a shared tensor of a dead process may wait for its receiver, which then maps it
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,21 @@ def _dead_ray_sessions(directory: Path) -> list[Path]:
 
 
 def _unmapped_engine_files(shm: Path) -> list[Path]:
-    """Return files of SGLang in shared memory that no process has mapped; none if that cannot be determined."""
-    candidates = [path for path in _entries_of_this_user(shm) if _ENGINE_FILE.match(path.name)]
+    """Return files of SGLang and of trainers in shared memory that no process has mapped; none if that cannot be
+    determined."""
+    entries = _entries_of_this_user(shm)
+    candidates = [path for path in entries if _ENGINE_FILE.match(path.name) or _is_old_tensor_of_dead_process(path)]
     if not candidates:
         return []
     used = mapped_paths()
     return [] if used is None else [path for path in candidates if str(path) not in used]
+
+
+def _is_old_tensor_of_dead_process(path: Path) -> bool:
+    match = _TORCH_FILE.match(path.name)
+    if match is None or Path(f"/proc/{match['pid']}").exists():
+        return False
+    return time.time() - path.stat().st_mtime > _TORCH_SECONDS
 
 
 def _entries_of_this_user(directory: Path) -> list[Path]:

@@ -12,6 +12,7 @@ import gc
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.memory import MemorySwitch, StateKind
-from penstock.engines.scratch import print_stacks_on_signal
+from penstock.engines.scratch import own_temp_directory, print_stacks_on_signal
 from penstock.stages.train.diagnostics.rank import RankDiagnostics
 from penstock.stages.train.spec import (
     NEEDED_ON_DEVICE,
@@ -140,6 +141,11 @@ class TrainActor:
     def path_exists(self, path: str) -> bool:
         """Return whether a path exists on this rank's machine."""
         return Path(path).exists()
+
+    def rendezvous_file(self) -> str:
+        """Return the URL of a new file for torch.distributed's rendezvous on this node. It is in this process's
+        temporary directory, which the next process of Penstock on this node removes after a kill."""
+        return f"file://{own_temp_directory()}/rendezvous-{uuid.uuid4().hex}"
 
     def open_rendezvous(self) -> str:
         """Open the socket for torch.distributed's rendezvous, on this node's address only, and return its URL

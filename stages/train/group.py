@@ -10,7 +10,6 @@ that took it over last (`TrainActor.call`).
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
 import uuid
@@ -75,7 +74,6 @@ class TrainerGroup:
         self._built = False  # whether the ranks in `_actors` have models
         self._ranks: list[RankInfo] = []
         self._fenced: FencedError | None = None  # set when another driver has taken over; never reset
-        self._rendezvous_file: Path | None = None
 
     # ---- start and end -----------------------------------------------------------------------------------------------
 
@@ -129,8 +127,6 @@ class TrainerGroup:
         been restarted meanwhile."""
         if self._actors is actors:
             self._actors = []
-        if self._rendezvous_file is not None:
-            self._rendezvous_file.unlink(missing_ok=True)
         if actors and not self._is_owned_by_other_driver(actors[0]):
             with suppress(ClusterLost):  # the ranks ended with the cluster
                 self._kill_actors(actors)
@@ -201,10 +197,8 @@ class TrainerGroup:
     def _rendezvous_url(self) -> str:
         """Return the rendezvous URL of the ranks: a file if all are on one node (no port is opened), otherwise a TCP
         address of rank 0."""
-        if len({rank.node for rank in self._ranks}) == 1:
-            self._rendezvous_file = Path(tempfile.gettempdir()) / f"penstock-{uuid.uuid4().hex}"
-            return f"file://{self._rendezvous_file}"
-        return self._call("open_rendezvous", ranks=1)[0]
+        is_one_node = len({rank.node for rank in self._ranks}) == 1
+        return self._call("rendezvous_file" if is_one_node else "open_rendezvous", ranks=1)[0]
 
     # ---- queries -----------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import itertools
 import shutil
 import time
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,7 @@ class FlatBucket:
         parts = [tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in aligned]
         ends = list(itertools.accumulate(len(part) for part in parts))
         self.flat = torch.cat(parts)
+        self._in_shared_memory = False
         # Same fields as SGLang's `FlattenedTensorMetadata`, whose import takes 3 s on CPU.
         self.metadata = [
             SimpleNamespace(
@@ -78,6 +80,7 @@ class FlatBucket:
 
                 monkey_patch_torch_reductions()
             torch.cuda.synchronize(self.device)  # the server reads the tensor on another stream
+        self._in_shared_memory = self.device.type == "cpu"
         content = {"flattened_tensor": self.flat, "metadata": self.metadata}
         # The default sharing strategy for CPU tensors passes file descriptors through a socket that is authenticated
         # with this process's secret, which crashes SGLang's scheduler. Names in /dev/shm need no secret.
@@ -96,7 +99,16 @@ class FlatBucket:
             torch.multiprocessing.set_sharing_strategy(strategy)
 
     def free(self) -> None:
-        """Free the byte tensor. Call it once every receiver has copied it."""
+        """Free the byte tensor. Call it once every receiver has opened or copied it.
+
+        torch deletes the file in /dev/shm when the last receiver frees its tensor, which a receiver that is killed or
+        was not called never does. So the name is deleted here; the receivers' mappings stay valid. The additional
+        reference prevents that the last receiver fails because it cannot delete the name.
+        """
+        if self._in_shared_memory:
+            storage = self.flat.untyped_storage()
+            storage._shared_incref()
+            Path(f"/dev/shm{storage._share_filename_cpu_()[1].decode()}").unlink(missing_ok=True)
         del self.flat
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()
