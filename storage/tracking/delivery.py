@@ -166,10 +166,8 @@ class Delivery:
             closing = self._closing.is_set()
             self._wake.clear()
             try:
-                if not self._outbox.try_lock():
-                    raise BlockingIOError("another process is delivering this run's outbox")
                 if tracker is None:
-                    tracker, lineage, position = self._tracker_class(self.uri, self.run), Lineage(), 0
+                    tracker, lineage, position = self._connect(), Lineage(), 0
                 position = self._deliver(tracker, lineage, position)
                 if self.problem is not None:
                     logger.warning("%s is available again; all waiting records were delivered", tracker.name)
@@ -193,10 +191,19 @@ class Delivery:
                 break
         self._outbox.unlock()
 
+    def _connect(self) -> Tracker:
+        """Return a connection to the tracker, with the delivery lock held."""
+        if not self._outbox.try_lock():
+            raise BlockingIOError("another process is delivering this run's outbox")
+        tracker = self._tracker_class(self.uri, self.run)
+        if tracker.resend_all:
+            self._outbox.mark_delivered(0)
+        return tracker
+
     def _deliver(self, tracker: Tracker, lineage: Lineage, offset: int) -> int:
         """Read the outbox from the byte `offset` on, add its commits to `lineage`, and deliver the undelivered lines.
         Return the byte offset after the last line that was read."""
-        delivered = offset if tracker.resend_all else self._outbox.delivered_offset
+        delivered = self._outbox.delivered_offset
         batch: list[tuple[dict[str, Any], Record]] = []
         for line, end in self._outbox.lines_from(offset):
             record = parse_record(line)

@@ -33,7 +33,7 @@ class TensorBoardTracker:
     """The tracker for TensorBoard, for one Penstock run."""
 
     name: ClassVar[str] = "TensorBoard"
-    resend_all: ClassVar[bool] = True
+    resend_all = True
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         self.directory = Path(uri.removeprefix(_SCHEME)) / f"{run.name}-{run.identity[:8]}"

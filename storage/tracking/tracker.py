@@ -129,9 +129,10 @@ class Tracker(Protocol):
     """The connection of one run to a tracker. Methods may raise any error; the caller (delivery.py) retries."""
 
     name: ClassVar[str]  # of the tracker, for log lines
-    # Whether every start of the run delivers all its records again, also delivered ones. For trackers that may lose
-    # delivered records when the process is killed; they skip the records that they have.
-    resend_all: ClassVar[bool]
+    # Whether this connection delivers all records of the run again, also delivered ones: always for trackers that may
+    # lose delivered records when the process is killed (they skip the records that they have), otherwise if the tracker
+    # does not have the run, because its database was deleted.
+    resend_all: bool
 
     def __init__(self, uri: str, run: TrackedRun) -> None: ...
 

@@ -46,7 +46,7 @@ class WandbTracker:
     """The tracker for Weights & Biases, for one Penstock run."""
 
     name: ClassVar[str] = "W&B"
-    resend_all: ClassVar[bool] = True
+    resend_all = True
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         self.run = run

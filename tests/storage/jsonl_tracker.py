@@ -19,11 +19,11 @@ class JsonlTracker:
     """Metric points, parts and the status of a run in the file of a `jsonl://` URI, one line each, sorted."""
 
     name: ClassVar[str] = "JSONL"
-    resend_all: ClassVar[bool] = False
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         self.path = Path(uri.removeprefix("jsonl://"))
         self.run = run
+        self.resend_all = not self.path.exists()
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         self.lines = {tuple(json.loads(line)[:4]): json.loads(line)[4] for line in lines}
 

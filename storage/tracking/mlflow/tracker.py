@@ -38,7 +38,6 @@ class MlflowTracker:
     """The tracker for MLflow, for one Penstock run."""
 
     name: ClassVar[str] = "MLflow"
-    resend_all: ClassVar[bool] = False
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the outbox retries
@@ -61,6 +60,7 @@ class MlflowTracker:
         self.run = run
         self.client = MlflowClient(with_login(uri))
         self.runs = MlflowRuns(self.client, uri, run)
+        self.resend_all = self.runs.find_main_run(run) is None
         models = MlflowModels(self.runs)
         self.run_page = RunPage(self.runs, models)
         self.commits = MlflowCommits(self.runs, models, self.run_page)

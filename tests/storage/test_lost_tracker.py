@@ -1,0 +1,145 @@
+"""A tracker that has lost the run gets all records again, not only the undelivered ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tracked_run import CONFIG, commits
+
+from penstock.storage.tracking import tracker as trackers
+from penstock.storage.tracking.delivery import RunTracking
+from penstock.storage.tracking.mlflow.tracker import MlflowTracker
+from penstock.storage.tracking.outbox import Outbox
+from penstock.storage.tracking.tracker import TrackedRun
+
+RUN = TrackedRun("demo", "/store")
+ROUNDS = [0, 1, 2, 3]
+
+
+@pytest.fixture
+def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(trackers.TRACKERS, "jsonl", "jsonl_tracker:JsonlTracker")
+    return f"jsonl://{tmp_path / 'points.jsonl'}"
+
+
+def track(directory: Path, uris: list[str], num_commits: int = 100) -> None:
+    """One start of the run: commits that the outbox has are not offered again."""
+    tracking = RunTracking(RUN, directory, uris, CONFIG)
+    for key, commit in commits()[:num_commits]:
+        tracking.record_commit(key, commit)
+    assert tracking.close(timeout=60) == 0
+
+
+def rounds_in_file(uri: str) -> list[int]:
+    rows = [json.loads(line) for line in Path(uri.removeprefix("jsonl://")).read_text().splitlines()]
+    return sorted(row[2] for row in rows if row[0] == "metric rollout/raw_reward")
+
+
+def rounds_in_mlflow(database: Path) -> list[int]:
+    tracker = MlflowTracker(f"sqlite:///{database}", RUN)
+    run = tracker.runs.find_main_run(RUN)
+    assert run is not None
+    return [point.step for point in tracker.client.get_metric_history(run.info.run_id, "rollout/raw_reward")]
+
+
+def delete_file(uri: str) -> None:
+    Path(uri.removeprefix("jsonl://")).unlink()
+
+
+@pytest.mark.parametrize("first", [3, 6, 13], ids=["after one round", "after three rounds", "after all"])
+def test_deleted_file_is_filled_again_by_the_next_start(uri: str, tmp_path: Path, first: int) -> None:
+    track(tmp_path / "out", [uri], first)
+    delete_file(uri)
+    track(tmp_path / "out", [uri])
+    assert rounds_in_file(uri) == ROUNDS
+
+
+def test_file_deleted_during_an_outage_is_filled_again(uri: str, tmp_path: Path, monkeypatch) -> None:
+    import jsonl_tracker
+
+    deliver, failed = jsonl_tracker.JsonlTracker.deliver, []
+
+    def fail_once(self, records, lineage) -> None:
+        if self.path.exists() and not failed:
+            delete_file(uri)
+            failed.append(True)
+            raise ConnectionError("the database is gone")
+        deliver(self, records, lineage)
+
+    track(tmp_path / "out", [uri], 6)
+    monkeypatch.setattr(jsonl_tracker.JsonlTracker, "deliver", fail_once)
+    track_until_delivered(tmp_path / "out", uri)
+    assert failed and rounds_in_file(uri) == ROUNDS
+
+
+def track_until_delivered(directory: Path, uri: str) -> None:
+    tracking = RunTracking(RUN, directory, [uri], CONFIG)
+    for key, commit in commits():
+        tracking.record_commit(key, commit)
+    delivery = tracking.deliveries[0]
+    while delivery.num_waiting() or delivery.problem:
+        delivery.thread.join(0.05)
+    tracking.close(timeout=60)
+
+
+def test_driver_killed_while_it_fills_the_file_continues(uri: str, tmp_path: Path, monkeypatch) -> None:
+    """The tracker has the run again, but the mark of the records that it has must not be the old one."""
+    import jsonl_tracker
+
+    track(tmp_path / "out", [uri])
+    delete_file(uri)
+    deliver = jsonl_tracker.JsonlTracker.deliver
+
+    def write_and_die(self, records, lineage) -> None:
+        deliver(self, records[:1], lineage)
+        raise SystemExit
+
+    monkeypatch.setattr("penstock.storage.tracking.delivery.Delivery.close", lambda self, timeout: self.thread.join())
+    with monkeypatch.context() as patch:
+        patch.setattr(jsonl_tracker.JsonlTracker, "deliver", write_and_die)
+        RunTracking(RUN, tmp_path / "out", [uri], CONFIG).close()
+    assert rounds_in_file(uri) == [] and Outbox(tmp_path / "out", "-jsonl").delivered_offset == 0
+    (tmp_path / "out" / "delivery-jsonl.lock").unlink()  # of this process
+    track(tmp_path / "out", [uri])
+    assert rounds_in_file(uri) == ROUNDS
+
+
+def test_tracker_that_has_the_run_gets_nothing_again(uri: str, tmp_path: Path, monkeypatch) -> None:
+    import jsonl_tracker
+
+    track(tmp_path / "out", [uri])
+    sent: list[int] = []
+    deliver = jsonl_tracker.JsonlTracker.deliver
+
+    def count(self, records, lineage) -> None:
+        sent.append(len(records))
+        deliver(self, records, lineage)
+
+    monkeypatch.setattr(jsonl_tracker.JsonlTracker, "deliver", count)
+    track(tmp_path / "out", [uri])
+    assert sum(sent) == 2, "the start and the end"
+
+
+def delete_run(database: Path) -> None:
+    tracker = MlflowTracker(f"sqlite:///{database}", RUN)
+    run = tracker.runs.find_main_run(RUN)
+    assert run is not None
+    tracker.client.delete_run(run.info.run_id)
+
+
+@pytest.mark.parametrize("lose", ["replaced by an empty one", delete_run], ids=str)
+def test_mlflow_without_the_run_gets_all_rounds(
+    lose: str | Callable[[Path], None], database: Path, empty_database: Path, tmp_path: Path
+) -> None:
+    uri = f"sqlite:///{database}"
+    track(tmp_path / "out", [uri], 6)
+    if callable(lose):
+        lose(database)
+    else:
+        database = tmp_path / "new.db"
+        database.write_bytes(empty_database.read_bytes())
+    track(tmp_path / "out", [f"sqlite:///{database}"])
+    assert rounds_in_mlflow(database) == ROUNDS
