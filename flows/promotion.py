@@ -6,10 +6,11 @@ from pathlib import Path
 
 from penstock.flows.commands.compare import find_evaluations_of_version
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.runtime.runs import keys_of_run, open_store, read_record
+from penstock.flows.runtime.runs import keys_of_run, open_store
 from penstock.stages.eval.config import EvalConfig
 from penstock.stages.eval.promotion import Gate, check_gate
 from penstock.storage.errors import RunError
+from penstock.storage.history.run_record import read_run_record
 from penstock.storage.refs import RunKeys, commit_key
 from penstock.storage.registry import Decision, Policy, champion, read_decisions, record_decision
 from penstock.storage.store import Store
@@ -103,8 +104,8 @@ def with_champion(config: PostTrainConfig) -> PostTrainConfig:
     if not checkpoint.startswith(CHAMPION):
         return config
     store = open_store(config.run, probe=False)
-    record = read_record(store, keys_of_run(config.run.run))
-    path = record["config"]["convert"]["hf_checkpoint"] if record else export_of_champion(store, checkpoint)
+    record = read_run_record(store, keys_of_run(config.run.run))
+    path = record.config["convert"]["hf_checkpoint"] if record else export_of_champion(store, checkpoint)
     return config.model_copy(update={"convert": config.convert.model_copy(update={"hf_checkpoint": path})})
 
 

@@ -29,6 +29,7 @@ from penstock.flows.runtime.engine_options import run_placement
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.storage.config import field_meta
 from penstock.storage.errors import InputError, OptionError, RunError
+from penstock.storage.history.run_record import read_run_record
 from penstock.storage.refs import CheckpointRef, RunKeys, commit_key
 from penstock.storage.store import Store
 
@@ -236,14 +237,15 @@ def _check_versions_are_replayable(
             f"run {keys.run!r} has trained {num_trained} rounds and cannot be replayed from version {first_version} "
             f"to {last_version}: give --from and --to with 0 <= from < to <= {num_trained}"
         )
-    end, entry = last_version, (store.read_json(keys.record) or {}).get("parent")
+    record = read_run_record(store, keys)
+    end, entry = last_version, record.parent if record else None
     while entry is not None:
-        end, ancestor, entry = min(end, entry["at"]), entry, entry.get("parent")
-        has_rounds = max(checkpoint_version, entry["at"] if entry else 0) < end  # which the ancestor trained
-        if has_rounds and training_options(validate_config(ancestor["config"])) != training_options(config):
+        end, ancestor, entry = min(end, entry.at), entry, entry.parent
+        has_rounds = max(checkpoint_version, entry.at if entry else 0) < end  # which the ancestor trained
+        if has_rounds and training_options(validate_config(ancestor.config)) != training_options(config):
             raise RunError(
-                f"the rounds of run {keys.run!r} before {end} were trained by {ancestor['run']!r}, from which it was "
-                f"forked, with other training options: replay those rounds with `penstock replay {ancestor['run']} "
+                f"the rounds of run {keys.run!r} before {end} were trained by {ancestor.run!r}, from which it was "
+                f"forked, with other training options: replay those rounds with `penstock replay {ancestor.run} "
                 f"--to {end}`, and this run with --from {end} (needs a checkpoint of version {end})"
             )
 
@@ -272,7 +274,8 @@ def start_replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -
     cluster = Cluster.start(config.run.ray_address, namespace=f"penstock-replay-{keys.run}", options=placement)
     group = TrainerGroup(cluster, spec)
     try:
-        base = CheckpointRef.model_validate(store.read_json(keys.origin_key("base")))
+        base = store.read_record(CheckpointRef, keys.origin_key("base"))
+        assert base is not None, "`_read_model_shape` has read it"
         yield PolicyRestorer(store, keys, group, base)
     finally:
         group.kill()
@@ -283,14 +286,14 @@ def _read_model_shape(store: Store, keys: RunKeys) -> ModelShape:
     """Return the shape of a run's model. Raises RunError if the run's initial weights are not in the store."""
     from penstock.engines.families.shape import ModelShape
 
-    base = store.read_json(keys.origin_key("base"))
+    base = store.read_record(CheckpointRef, keys.origin_key("base"))
     if base is None:
         raise RunError(
             f"run {keys.run!r} has no initial weights and has not trained any round: there is nothing to replay"
         )
-    model = store.committed(base["key"].removesuffix(commit_key("")))
+    model = store.committed(base.key.removesuffix(commit_key("")))
     if model is None or "shape" not in model.state:
         raise RunError(
-            f"the initial weights of run {keys.run!r} ({base['key']}) are not in the store: convert the model again"
+            f"the initial weights of run {keys.run!r} ({base.key}) are not in the store: convert the model again"
         )
     return ModelShape.model_validate(model.state["shape"])

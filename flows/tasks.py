@@ -21,6 +21,7 @@ from penstock.flows.promotion import gate_of, promote_policy
 from penstock.flows.runtime.conversion import export_origin, import_model
 from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.engine_options import teacher_options
+from penstock.flows.runtime.runs import read_existing_record
 from penstock.flows.runtime.session import Session
 from penstock.flows.runtime.stage import stage
 from penstock.storage.errors import PromotionRefused
@@ -423,9 +424,10 @@ def postponed_evaluations(session: Session, versions: Iterable[int]) -> Iterator
     policies: with its options, training could not reproduce them."""
     due, keys = build_stage_schedule(session), session.keys
     skips_first = session.config.eval.skip_eval_before_train
-    parent = (session.store.read_json(keys.record) or {}).get("parent") or {"at": 0}
+    parent = read_existing_record(session.store, keys).parent
+    fork_point = parent.at if parent else 0
     for version in versions:
-        if version >= max(1, parent["at"]) and request_evaluation in due(version):
+        if version >= max(1, fork_point) and request_evaluation in due(version):
             trained_at = session.read_existing_commit(keys.step_prefix(version - 1)).created_at
             for name in missing_evaluations(session, version):
                 first = session.store.committed(keys.eval_prefix(0, name))

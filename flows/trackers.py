@@ -5,11 +5,11 @@ from __future__ import annotations
 import netrc
 import os
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.flows.run_config import RunConfig
 from penstock.storage.errors import OptionError
+from penstock.storage.history.run_record import RunRecord, read_run_record
 from penstock.storage.refs import RunKeys
 from penstock.storage.secrets import redact
 from penstock.storage.store import Store
@@ -19,7 +19,7 @@ from penstock.storage.tracking.tracker import TrackedRun
 _WANDB_HOST = "https://api.wandb.ai"
 
 
-def tracked_run(store: Store, keys: RunKeys, record: dict[str, Any], num_traces: int | None = None) -> TrackedRun:
+def tracked_run(store: Store, keys: RunKeys, record: RunRecord, num_traces: int | None = None) -> TrackedRun:
     """Return a run as its trackers identify and show it.
 
     Args:
@@ -28,13 +28,13 @@ def tracked_run(store: Store, keys: RunKeys, record: dict[str, Any], num_traces:
         record: of the run (run.json).
         num_traces: samples of each round that MLflow shows as traces; default: as recorded by the run.
     """
-    recorded = record["config"].get("run", {})
+    recorded = record.config.get("run", {})
     if num_traces is None:
         num_traces = recorded.get("mlflow_trace_samples", RunConfig().mlflow_trace_samples)
     return TrackedRun(
         keys.run,
         store.uri,
-        run_id=str(record.get("id") or ""),
+        run_id=record.id,
         recorded_store=str(recorded.get("store") or ""),
         store=store,
         num_traces=num_traces,
@@ -77,10 +77,10 @@ def update_mlflow_registry(store: Store, model: str, policy_run: str) -> str | N
         why MLflow was not updated, or None if it was.
     """
     keys = RunKeys(policy_run)
-    record = store.read_json(keys.record)
+    record = read_run_record(store, keys)
     if record is None:
         return f"run {policy_run!r} has no record"
-    uri = tracking_uri(store, record["config"].get("run", {}).get("mlflow_tracking_uri"))
+    uri = tracking_uri(store, record.config.get("run", {}).get("mlflow_tracking_uri"))
     if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
         return f"{redact(uri)} does not exist"
     from penstock.storage.tracking.mlflow.tracker import MlflowTracker

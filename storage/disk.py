@@ -9,6 +9,7 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 CHUNK = 16 << 20  # bytes per read
+MAX_FILE = 1 << 30  # bytes that are read into memory at once
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux; not in `os`
 SYNC_FILE_RANGE_WRITE = 2  # begin to write the range, and do not wait
 WRITEBACK = 16 << 20  # bytes that are written to the disk at once while a file grows
@@ -207,6 +209,22 @@ def fsync(path: str | Path) -> None:
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_file(path: str | Path, max_bytes: int = MAX_FILE) -> bytes:
+    """Return the content of a file of at most `max_bytes`.
+
+    Raises:
+        OSError: the file cannot be read, is larger, or is a pipe or a device, from which a read may never return.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is a pipe or a device instead of a file", str(path))
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(path))
+    return data
 
 
 def write_back(file: BinaryIO, start: int, end: int) -> int:

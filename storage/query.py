@@ -22,6 +22,7 @@ import pyarrow.fs as pafs
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import OptionError, PenstockError, RunError
+from penstock.storage.history.run_record import RunRecord, read_run_record
 from penstock.storage.maintenance.removal import is_removed
 from penstock.storage.maintenance.retention import expired_versions, read_tombstone
 from penstock.storage.refs import BUFFER, TRAINED, Commit, RunKeys, commit_key
@@ -171,7 +172,7 @@ def open_connection(store: Store, runs: Sequence[str]) -> tuple[duckdb.DuckDBPyC
     for run in runs:
         try:
             contents.extend(read_run(store, RunKeys(run)))
-        except (PenstockError, OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        except (PenstockError, OSError) as error:
             problems[run] = str(error)
     connection = duckdb.connect(":memory:")
     for name, schema in _TABLES.items():
@@ -226,7 +227,7 @@ def read_run(store: Store, keys: RunKeys) -> _Contents:
     contents = _Contents()
     if is_removed(store, keys):
         return contents
-    record = store.read_json(keys.record)
+    record = read_run_record(store, keys)
     prefixes = committed_prefixes(store, keys)
     if record is None:
         if prefixes:
@@ -246,19 +247,16 @@ def read_run(store: Store, keys: RunKeys) -> _Contents:
     return contents
 
 
-def run_row(run: str, record: Any, commits: list[Commit]) -> dict[str, Any]:
-    if not isinstance(record, dict) or not isinstance(record.get("config"), dict):
-        raise RunError("run.json is damaged: restore it from a backup")
-    parent = record.get("parent") or {}
+def run_row(run: str, record: RunRecord, commits: list[Commit]) -> dict[str, Any]:
     return {
-        **{name: record.get(name) for name in ("flow", "code_version", "config_hash")},
+        **record.model_dump(include={"flow", "code_version", "config_hash"}),
         "run": run,
         "num_rollouts": sum(commit.kind == "rollout" for commit in commits),
         "num_steps": sum(commit.kind == "step" for commit in commits),
-        "parent": parent.get("run"),
-        "forked_at": parent.get("at"),
-        "created_at": _timestamp(record["created_at"]),
-        "config": json.dumps(record["config"]),
+        "parent": record.parent.run if record.parent else None,
+        "forked_at": record.parent.at if record.parent else None,
+        "created_at": _timestamp(record.created_at),
+        "config": json.dumps(record.config),
     }
 
 

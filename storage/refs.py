@@ -43,7 +43,9 @@ def decode_record(model: type[Record], key: str, data: bytes) -> Record:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         reason = f"{where}: {first['msg']}" if where else first["msg"]
-        raise StoreError(f"{key} is not a valid record ({reason[:150]}): restore it from a backup") from error
+        raise StoreError(
+            f"{key} is not a valid record ({reason[:150]}): restore it from a backup, or use the release that wrote it"
+        ) from error
 
 
 class Frozen(BaseModel):

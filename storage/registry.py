@@ -15,7 +15,7 @@ from pydantic import Field
 
 from penstock.storage.errors import RunError
 from penstock.storage.keys import is_run_name
-from penstock.storage.refs import Frozen, decode_record
+from penstock.storage.refs import Frozen
 from penstock.storage.store import Store
 
 Action = Literal["promoted", "refused", "rolled back"]
@@ -87,7 +87,7 @@ def read_decisions(store: Store, model: str) -> list[Decision]:
     """
     directory = model_prefix(model)
     keys = [f"{directory}/{name}" for name in store.list(directory) if _NAME.fullmatch(name)]
-    return [decode_record(Decision, key, data) for key in keys if (data := store.read(key)) is not None]
+    return [decision for key in keys if (decision := store.read_record(Decision, key))]
 
 
 def champion(store: Store, model: str) -> Policy | None:

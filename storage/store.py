@@ -11,7 +11,6 @@ equivalent on object stores; opening a store tests that it works. Retries for ob
 from __future__ import annotations
 
 import builtins
-import json
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +27,7 @@ from penstock.storage.errors import StoreError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.keys import describe_key_problem
 from penstock.storage.maintenance import leases
-from penstock.storage.refs import Commit, FileRecord, commit_key, decode_record, encode_commit
+from penstock.storage.refs import Commit, FileRecord, Record, commit_key, decode_record, encode_commit
 from penstock.storage.secret_references import resolve_secrets
 from penstock.storage.secrets import has_credentials
 
@@ -126,9 +125,7 @@ class Store:
 
     def committed(self, prefix: str) -> Commit | None:
         """Return the commit of the stage that writes under `prefix`, or None if it is not committed."""
-        key = commit_key(prefix)
-        data = self.read(key)
-        return None if data is None else decode_record(Commit, key, data)
+        return self.read_record(Commit, commit_key(prefix))
 
     def commit(self, prefix: str, commit: Commit) -> Commit:
         """Publish `commit` and return it, or return the existing commit if another attempt has committed first.
@@ -227,21 +224,20 @@ class Store:
     def read(self, key: str) -> bytes | None:
         """Return the content of a small file, or None if it does not exist."""
         try:
+            if self.is_local:
+                return self._access_with_retries(lambda: disk.read_file(self.path(key)), key)
             return self._access_with_retries(lambda: objects.read(self.fs, self.path(key)), key)
         except FileNotFoundError:
             return None
 
-    def read_json(self, key: str) -> Any | None:
-        """Return the parsed content of a JSON file, or None if it does not exist.
+    def read_record(self, model: type[Record], key: str) -> Record | None:
+        """Return the record in a JSON file, or None if the file does not exist.
 
         Raises:
-            StoreError: the content is not JSON.
+            StoreError: the content is not a valid `model`.
         """
         data = self.read(key)
-        try:
-            return None if data is None else json.loads(data)
-        except ValueError as error:
-            raise StoreError(f"{self.path(key)} is not JSON ({error}): restore it from a backup") from error
+        return None if data is None else decode_record(model, key, data)
 
     def exists(self, key: str) -> bool:
         """Return whether a file or directory exists."""
@@ -396,10 +392,19 @@ class Store:
             raise StoreError(f"store {self.uri!r} accepts a second create of the same key, {advice}")
 
     def _access_with_retries(self, call: Callable[[], T], key: str) -> T:
-        """Return the result of `call`, a read access to `key`; retry transient failures of object stores."""
+        """Return the result of `call`, a read access to `key`; retry transient failures of object stores.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            StoreError: the file cannot be read.
+        """
         try:
             return call() if self.is_local else objects.call_with_retries(call, f"accessing {self.path(key)}")
-        except PermissionError as error:
+        except (FileNotFoundError, StoreError):
+            raise
+        except Exception as error:  # drivers have their own error types
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             raise StoreError(
-                f"{self.path(key)} cannot be read ({error.strerror or error}): run as its owner, or make it readable"
+                f"{self.path(key)} cannot be read ({reason}): make it readable for this user, or correct --store and "
+                "--store-options"
             ) from error

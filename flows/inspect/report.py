@@ -7,7 +7,6 @@ know (defaults of options, the comparison of evaluations, the tokenizer), and wr
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
 from collections.abc import Sequence
@@ -21,8 +20,9 @@ from pydantic_core import PydanticUndefined
 from penstock.flows.config import list_options, validate_config
 from penstock.flows.options.argv import format_bytes, parse_integer, parse_run_argument, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
-from penstock.flows.runtime.runs import latest_schedule_options, open_store, read_record, unknown_run_error
+from penstock.flows.runtime.runs import latest_schedule_options, open_store, unknown_run_error
 from penstock.storage.errors import DataError, InputError, OptionError, StoreError
+from penstock.storage.history.run_record import RunRecord, read_run_record, read_schedule_changes
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.report.data import OptionRow, ReportInput, collect_overview
 from penstock.storage.report.page import GENERATOR, build_page
@@ -37,8 +37,6 @@ USAGE = f"""penstock report RUN [--output FILE] [--max-samples N] [--store URI .
 
   --output        the file to write (default: RUN.html); an existing file is replaced only if it is such a report
   --max-samples   show a selection of at most N samples (default: {DEFAULT_MAX_SAMPLES:,}), spread over all rounds"""
-
-_CHANGE = re.compile(r"\d{6}\.json")
 
 
 def main(argv: list[str]) -> int:
@@ -71,7 +69,7 @@ def make_report(store: Store, run: str, max_samples: int = DEFAULT_MAX_SAMPLES) 
         StoreError: a commit or a shard is damaged.
     """
     keys = RunKeys(run)
-    record = read_record(store, keys)
+    record = read_run_record(store, keys)
     if record is None:
         raise unknown_run_error(store, run)
     overview, commits = collect_overview(store, keys, _report_input(store, keys, record))
@@ -109,14 +107,12 @@ def write_report(path: Path, page: str) -> int:
 # ---- what storage does not know --------------------------------------------------------------------------------------
 
 
-def _report_input(store: Store, keys: RunKeys, record: dict[str, Any]) -> ReportInput:
-    names = [name for name in store.list(f"{keys.prefix}/changes") if _CHANGE.fullmatch(name)]
-    changes = [store.read_json(f"{keys.prefix}/changes/{name}") for name in sorted(names)]
+def _report_input(store: Store, keys: RunKeys, record: RunRecord) -> ReportInput:
     return ReportInput(
         record=record,
         num_planned_rounds=latest_schedule_options(store, keys)["run.num_rollout"],
-        options=option_rows(record["config"]),
-        changes=[mask_secrets(change) for change in changes],
+        options=option_rows(record.config),
+        changes=read_schedule_changes(store, keys),
         compare=compare_evaluations,
     )
 
@@ -152,7 +148,7 @@ def compare_evaluations(store: Store, first: Commit, last: Commit) -> dict[str, 
 
 
 def read_token_texts(
-    store: Store, record: dict[str, Any], commits: Sequence[Commit], token_ids: Sequence[int]
+    store: Store, record: RunRecord, commits: Sequence[Commit], token_ids: Sequence[int]
 ) -> dict[int, str]:
     """Return id -> text of tokens, by the tokenizer of the newest export or of the run's model; {} without one.
 
@@ -165,7 +161,7 @@ def read_token_texts(
             with suppress(StoreError):  # an export may have been moved; the model has the same tokenizer
                 with store.reading(commit, only=["tokenizer.json"]) as directory:
                     return decode_tokens(directory / "tokenizer.json", token_ids)
-    model = record["config"].get("convert", {}).get("hf_checkpoint")
+    model = record.config.get("convert", {}).get("hf_checkpoint")
     path = Path(model, "tokenizer.json") if isinstance(model, str) else None
     return decode_tokens(path, token_ids) if path is not None and path.is_file() else {}
 

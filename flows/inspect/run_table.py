@@ -8,9 +8,10 @@ from penstock.flows.config import RunConfig
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store
 from penstock.flows.runtime.display import print_table
-from penstock.flows.runtime.runs import latest_schedule_options, open_store, read_record
+from penstock.flows.runtime.runs import latest_schedule_options, open_store
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import PenstockError, RunError
+from penstock.storage.history.run_record import read_run_record
 from penstock.storage.maintenance.removal import is_removed
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
@@ -45,7 +46,7 @@ def print_runs(run_config: RunConfig) -> None:
     for run in store.list("runs"):
         try:
             row = row_of_run(store, RunKeys(run))
-        except (PenstockError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (PenstockError, OSError) as error:
             row = [run, "damaged"]
             reasons.append(f"{run} is damaged: {' '.join(str(error).split())[:300]}")
         if row:
@@ -62,7 +63,7 @@ def row_of_run(store: Store, keys: RunKeys) -> list[str]:
     """Return the cells of a run's row in the table; no cells if the run has neither a record nor commits."""
     if is_removed(store, keys):
         return [keys.run, "removed"]
-    record = read_record(store, keys)
+    record = read_run_record(store, keys)
     if record is None:
         if committed_prefixes(store, keys):
             raise RunError("run.json is missing: restore it from a backup")
@@ -70,13 +71,13 @@ def row_of_run(store: Store, keys: RunKeys) -> list[str]:
     rounds = store.committed_indices(f"{keys.prefix}/steps")
     rollouts = [store.committed(keys.rollout_prefix(r)) for r in rounds[:1] + rounds[-1:]]
     rewards = [rollout.summary.get("rollout/raw_reward") for rollout in rollouts if rollout]
-    parent = record.get("parent")
+    parent = record.parent
     return [
-        f"{keys.run} (from {parent['run']} at {parent['at']})" if parent else keys.run,
-        record["flow"],
+        f"{keys.run} (from {parent.run} at {parent.at})" if parent else keys.run,
+        record.flow,
         f"{len(rounds)} of {latest_schedule_options(store, keys)['run.num_rollout']}",
         " -> ".join(f"{reward:.3f}" for reward in rewards if reward is not None) or "-",
         " ".join(str(number) for number in store.committed_indices(f"{keys.prefix}/checkpoints")) or "-",
         " ".join(name.lstrip("0") or "0" for name in store.list(f"{keys.prefix}/evals")) or "-",
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(record["created_at"])),
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created_at)),
     ]

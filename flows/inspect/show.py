@@ -57,11 +57,11 @@ def print_run(store: Store, keys: RunKeys) -> None:
     record = read_existing_record(store, keys)
     commits = read_commits(store, keys)
     num_rounds = int(latest_schedule_options(store, keys)["run.num_rollout"])
-    parent = record.get("parent")
+    parent = record.parent
     rows = {
-        "run": f"{keys.run}  ({record['flow']})" + (f", a fork of {parent['run']} at {parent['at']}" if parent else ""),
+        "run": f"{keys.run}  ({record.flow})" + (f", a fork of {parent.run} at {parent.at}" if parent else ""),
         "store": store.uri,
-        "model": str(record["config"]["convert"]["hf_checkpoint"]),
+        "model": str(record.config["convert"]["hf_checkpoint"]),
         "state": describe_state(store, keys, commits, num_rounds),
         **curve_rows(commits),
         **evaluation_rows(commits),

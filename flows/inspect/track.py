@@ -15,6 +15,7 @@ from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.runs import config_history, open_store, read_existing_record
 from penstock.flows.trackers import check_trackers, tensorboard_uri_of_run, tracked_run, wandb_uri_of_run
 from penstock.storage.errors import OptionError, RunError, TrackerError
+from penstock.storage.history.run_record import RunRecord, read_run_record
 from penstock.storage.maintenance.leases import describe_live_drivers
 from penstock.storage.maintenance.removal import is_removed
 from penstock.storage.refs import RunKeys
@@ -127,7 +128,7 @@ def _runs(store: Store, names: Sequence[str], *, all_runs: bool) -> list[str]:
 
 
 def _created_at(store: Store, name: str) -> float:
-    return float((store.read_json(RunKeys(name).record) or {}).get("created_at", 0.0))
+    return record.created_at if (record := read_run_record(store, RunKeys(name))) else 0.0
 
 
 def _split_tracker_options(argv: Sequence[str], to: str) -> tuple[list[str], dict[str, Any]]:
@@ -141,9 +142,9 @@ def _split_tracker_options(argv: Sequence[str], to: str) -> tuple[list[str], dic
     return store_argv, parse_values(tracker_argv).get("run", {})
 
 
-def _tracking_uri(store: Store, record: dict[str, Any], to: str, given: dict[str, Any]) -> str:
+def _tracking_uri(store: Store, record: RunRecord, to: str, given: dict[str, Any]) -> str:
     """Return the URI of the tracker `to`, from the options in the run's record and those on the command line."""
-    recorded = record["config"].get("run", {})
+    recorded = record.config.get("run", {})
     names = [name for name in RunConfig.model_fields if name.startswith(("mlflow_", "tb_", "wandb_"))]
     values = {name: recorded[name] for name in names if name in recorded} | given
     values |= {"use_tensorboard": True, "use_wandb": True}  # they allow the options of both
@@ -158,7 +159,7 @@ def _tracking_uri(store: Store, record: dict[str, Any], to: str, given: dict[str
     return wandb_uri_of_run(store, run)
 
 
-def _records_of_run(store: Store, keys: RunKeys, record: dict[str, Any]) -> list[Record]:
+def _records_of_run(store: Store, keys: RunKeys, record: RunRecord) -> list[Record]:
     """Return the records of a run: its configs, its commits, its costs at the end of each start, its report and, unless
     a process drives it, its end."""
     commits = read_committed(store, keys)
@@ -169,7 +170,7 @@ def _records_of_run(store: Store, keys: RunKeys, record: dict[str, Any]) -> list
         values["run"]["store"] = store.uri
         starts.append(RunStarted(f"start-{at}", at, values))
         rounds = config.run.num_rollout
-    costs = read_cost_metrics(store, keys, record["config"].get("run", {}).get("price_per_device_hour"))
+    costs = read_cost_metrics(store, keys, record.config.get("run", {}).get("price_per_device_hour"))
     records = sorted([*starts, *commits, *costs], key=lambda record: record.at)
     records.sort(key=lambda record: record is not starts[0])  # a fork has commits that are older than its record
     if report := store.read(keys.report):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend
 from penstock.flows.config import PostTrainConfig
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
     from penstock.engines.options import EngineOptions
     from penstock.engines.serving.adapters import AdapterNames
     from penstock.stages.train.config import TrainConfig
+    from penstock.storage.history.run_record import ParentRecord
 
 
-def with_adapters(options: EngineOptions, config: PostTrainConfig, record: dict[str, Any] | None) -> EngineOptions:
+def with_adapters(options: EngineOptions, config: PostTrainConfig, parent: ParentRecord | None) -> EngineOptions:
     """Return the engine options with the adapters that the engines load; unchanged if they get weights.
 
     Args:
         options: options of the engines.
         config: config of the run.
-        record: the run's record; None: a new run.
+        parent: the origin of the run, if it is a fork.
 
     Raises:
         OptionError: --lora-publish adapter is given, but the engines cannot get adapters.
@@ -39,7 +40,7 @@ def with_adapters(options: EngineOptions, config: PostTrainConfig, record: dict[
         return options
     if train.lora_publish is None and (options.external or calls_engines_itself(config)):
         return options
-    if reason := reason_against_adapters(config, options, record):
+    if reason := reason_against_adapters(config, options, parent):
         if train.lora_publish == "adapter":
             raise _adapters_error(reason)
         return options
@@ -59,9 +60,7 @@ def calls_engines_itself(config: PostTrainConfig) -> bool:
     return any(path is not None and path not in BUILT_IN for path in paths)
 
 
-def reason_against_adapters(
-    config: PostTrainConfig, options: EngineOptions, record: dict[str, Any] | None
-) -> str | None:
+def reason_against_adapters(config: PostTrainConfig, options: EngineOptions, parent: ParentRecord | None) -> str | None:
     """Return why the engines of a run that trains adapters must get merged weights, or None. Arguments as in
     `with_adapters`."""
     from penstock.engines.families import read_shape
@@ -69,7 +68,7 @@ def reason_against_adapters(
 
     run, lora = config.run, config.train.lora
     assert lora is not None, "the run trains all weights"
-    if reason := describe_other_base(config, record):
+    if reason := describe_other_base(config, parent):
         return reason
     if run.streams and options.router is not None:
         return "engines behind a router may have adapters of different versions (--async-mode streaming)"
@@ -82,28 +81,28 @@ def reason_against_adapters(
     return engine_backend().reason_against_adapters(options, shape, targets, compare=run.check_weight_update_equal)
 
 
-def describe_other_base(config: PostTrainConfig, record: dict[str, Any] | None) -> str | None:
+def describe_other_base(config: PostTrainConfig, parent: ParentRecord | None) -> str | None:
     """Return a sentence about the base of the adapters, if it is not the model with whose weights engines start."""
-    ancestor = None if record is None else fully_trained_ancestor(record)
+    ancestor = fully_trained_ancestor(parent)
     start = f"the weights that run {ancestor} has trained" if ancestor else starting_weights(config)
     if start == config.convert.hf_checkpoint:
         return None
     return f"the adapters are trained on {start}, but engines start with the weights of --hf-checkpoint"
 
 
-def check_fork_can_publish(flow: str, config: PostTrainConfig, record: dict[str, Any]) -> None:
+def check_fork_can_publish(flow: str, config: PostTrainConfig, parent: ParentRecord) -> None:
     """Check that a fork with --lora-publish adapter trains its adapters on the model with which engines start.
 
     Args:
         flow: flow of the fork.
         config: config of the fork.
-        record: the fork's record.
+        parent: the origin of the fork.
 
     Raises:
         OptionError: it does not.
     """
     has_engines = flow == "post_train" and not (config.run.debug_rollout_only or config.run.debug_train_only)
-    if has_engines and config.train.lora_publish == "adapter" and (reason := describe_other_base(config, record)):
+    if has_engines and config.train.lora_publish == "adapter" and (reason := describe_other_base(config, parent)):
         raise _adapters_error(reason)
 
 
@@ -132,16 +131,12 @@ def adapter_of_version(
     return PublishedAdapter(names.name(version), served_config(train.lora, shape, model_path), num_tensors, compare)
 
 
-def fully_trained_ancestor(record: dict[str, Any]) -> str | None:
-    """Return the name of the earlier run whose checkpoint is the base of a run's adapters: the run continues it
-    (`penstock fork`), and it has trained all weights. Return None if the base is the model that the run starts from.
-
-    Args:
-        record: the run's record.
-    """
-    parent = record.get("parent")
-    while parent is not None and parent["at"] > 0:
-        if parent["config"].get("train", {}).get("lora_rank") is None:
-            return str(parent["run"])
-        parent = parent.get("parent")
+def fully_trained_ancestor(parent: ParentRecord | None) -> str | None:
+    """Return the name of the earlier run whose checkpoint is the base of the adapters of a fork of `parent`: the run
+    continues it (`penstock fork`), and it has trained all weights. Return None if the base is the model that the run
+    starts from."""
+    while parent is not None and parent.at > 0:
+        if parent.config.get("train", {}).get("lora_rank") is None:
+            return parent.run
+        parent = parent.parent
     return None

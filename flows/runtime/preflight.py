@@ -12,7 +12,7 @@ import os
 import re
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend
 from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilities
@@ -35,12 +35,13 @@ from penstock.flows.options.start_weights import check_start_weights, describe_s
 from penstock.flows.reporting.prometheus import check_prometheus_port
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
-from penstock.flows.runtime.runs import check_run_may_start, open_store, read_record
+from penstock.flows.runtime.runs import check_run_may_start, open_store
 from penstock.flows.trackers import check_trackers, tracker_synonyms
 from penstock.stages.eval.config import EvalConfig, is_eval_metric
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import EngineError, LayoutError, ModelError, OptionError, RewardError, StoreError
+from penstock.storage.history.run_record import ParentRecord, read_run_record
 from penstock.storage.maintenance.removal import is_removed
 from penstock.storage.refs import RunKeys
 from penstock.storage.registry import model_prefix
@@ -91,7 +92,7 @@ def _run_checks_once(flow: str, config_json: str) -> None:
     if flow in GENERATING and not config.run.debug_train_only:
         options = engine_options(config)
         if flow == "post_train":
-            options = with_adapters(options, config, read_current_record(config))
+            options = with_adapters(options, config, read_parent(config))
         engine_backend().check_options(options)
         on_this_machine = config.run.ray_address is None and not options.external
         capabilities = visible_gpu_capabilities() if on_this_machine else None  # None: unknown
@@ -163,10 +164,11 @@ def check_run_record(flow: str, config: PostTrainConfig) -> None:
         ) from error
 
 
-def read_current_record(config: PostTrainConfig) -> dict[str, Any] | None:
-    """Return the record of the run that this config continues; None if it starts a new one."""
+def read_parent(config: PostTrainConfig) -> ParentRecord | None:
+    """Return the origin of the run that this config continues, if that is a fork."""
     store, keys = open_store(config.run, probe=False), RunKeys(config.run.run)
-    return None if is_removed(store, keys) else read_record(store, keys)
+    record = None if is_removed(store, keys) else read_run_record(store, keys)
+    return record.parent if record else None
 
 
 def check_options(flow: str, config: PostTrainConfig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 import subprocess
 import time
@@ -31,17 +30,22 @@ from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.schedule import with_target_rounds
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import InputError, RunError, StoreError
+from penstock.storage.history.run_record import (
+    ParentRecord,
+    RecordedConfig,
+    RunRecord,
+    ScheduleChange,
+    read_run_record,
+    read_schedule_changes,
+    schedule_change_keys,
+)
 from penstock.storage.history.starts import Completion, read_completion
-from penstock.storage.keys import is_run_name
 from penstock.storage.maintenance.leases import Lease, describe_live_drivers
 from penstock.storage.maintenance.removal import describe_removing_process, is_removed, remove_run
 from penstock.storage.maintenance.retention import unfinished_fork_key
 from penstock.storage.refs import DEBUG_DATA, RunKeys
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store
-
-RECORD_VERSION = 1
-_CHANGE = re.compile(r"\d{6}\.json")
 
 
 def open_store(config: RunConfig, *, probe: bool = True) -> Store:
@@ -151,7 +155,7 @@ def open_run(store: Store, flow: str, config: PostTrainConfig, *, lease: Lease |
         if not is_removed(store, keys):
             if create_run_record(store, flow, config):
                 return keys
-            record = read_record(store, keys)
+            record = read_run_record(store, keys)
             if record is not None and describe_difference(record, flow, config) is None:
                 record_schedule(store, keys, record, options_by_mutability(config, "schedule"))
                 return keys
@@ -177,24 +181,22 @@ def remove_run_and_tracking(store: Store, keys: RunKeys, *, own_lease: str | Non
     return sum(file.bytes for file in files)
 
 
-def create_run_record(store: Store, flow: str, config: PostTrainConfig, **more: Any) -> bool:
-    """Write a run's record (run.json), with the extra fields `more`, unless it exists. Return whether this call
-    wrote it."""
+def create_run_record(store: Store, flow: str, config: PostTrainConfig, parent: ParentRecord | None = None) -> bool:
+    """Write the record of a run, of a fork if it has a parent, unless it exists. Return whether this call wrote it."""
     config = with_absolute_paths(config)
     # store_options are not recorded: they may contain credentials, and every start gives them again.
     values = config.model_dump(mode="json", exclude={"run": {"store_options"}})
-    record = {
-        "record_version": RECORD_VERSION,
-        "flow": flow,
-        "config": mask_secrets(values),
-        "config_hash": config_hash(config),
-        "directory": str(Path.cwd()),  # paths below it still match after the project is moved
-        "code_version": code_version(),
-        "created_at": time.time(),
-        "id": uuid.uuid4().hex,  # unique: two concurrent starts cannot write equal records
-        **more,
-    }
-    return store.create(RunKeys(config.run.run).record, json.dumps(record, indent=1).encode())
+    record = RunRecord(
+        flow=flow,  # type: ignore[arg-type]
+        config=mask_secrets(values),
+        config_hash=config_hash(config),
+        directory=str(Path.cwd()),
+        code_version=code_version(),
+        created_at=time.time(),
+        id=uuid.uuid4().hex,
+        parent=parent,
+    )
+    return store.create(RunKeys(config.run.run).record, record.model_dump_json(indent=1).encode())
 
 
 def check_run_may_start(store: Store, flow: str, config: PostTrainConfig, *, own_lease: str | None = None) -> None:
@@ -215,14 +217,14 @@ def check_run_may_start(store: Store, flow: str, config: PostTrainConfig, *, own
         raise RunError(f"run {keys.run!r} is being removed by {other}: wait until the removal is done")
     if is_removed(store, keys):
         return
-    record = read_record(store, keys)
+    record = read_run_record(store, keys)
     if record is None:
         check_commits_without_record(store, keys, flow, config)
         return
     problem = describe_difference(record, flow, config)
     if problem is None:
         return
-    if record.get("parent"):
+    if record.parent:
         raise RunError(f"{problem}: a fork cannot change it; fork again with other options, or give another --run")
     if prefixes := committed_prefixes(store, keys):
         steps = [prefix for prefix in prefixes if prefix.startswith(f"{keys.prefix}/steps/")]
@@ -232,20 +234,18 @@ def check_run_may_start(store: Store, flow: str, config: PostTrainConfig, *, own
         raise RunError(f"{problem}, and the run is driven by {drivers[0]}: stop that process, or give another --run")
 
 
-def describe_difference(record: dict[str, Any], flow: str, config: PostTrainConfig) -> str | None:
+def describe_difference(record: RunRecord, flow: str, config: PostTrainConfig) -> str | None:
     """Describe the first identity option (model, data, seed, algorithm) that differs between a config and a run's
     record. Return None if all are equal.
 
     Paths are also equal if they are so relative to the working directories of both starts: a project may be moved.
     """
     run = config.run.run
-    if record["flow"] != flow:
-        return f"run {run!r} was started by `{record['flow']}`, not `{flow}`"
-    before, now = with_absolute_paths(_validated_config_of_record(record)), with_absolute_paths(config)
+    if record.flow != flow:
+        return f"run {run!r} was started by `{record.flow}`, not `{flow}`"
+    before, now = with_absolute_paths(_validated_config(record.config)), with_absolute_paths(config)
     old, new = options_by_mutability(before, "identity"), options_by_mutability(now, "identity")
-    moved_old = options_by_mutability(
-        with_relative_paths(before, record.get("directory") or str(Path.cwd())), "identity"
-    )
+    moved_old = options_by_mutability(with_relative_paths(before, record.directory), "identity")
     moved_new = options_by_mutability(with_relative_paths(now, str(Path.cwd())), "identity")
     for field, value in new.items():
         if old[field] != value and moved_old[field] != moved_new[field]:
@@ -295,45 +295,18 @@ def check_commits_without_record(store: Store, keys: RunKeys, flow: str, config:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_record(store: Store, keys: RunKeys) -> dict[str, Any] | None:
-    """Return the record of a run, or None if it has none.
-
-    Raises:
-        RunError: a field of the record is missing or invalid.
-        StoreError: the record is not JSON.
-    """
-    record = store.read_json(keys.record)
-    if record is None:
-        return None
-    if (
-        not isinstance(record, dict)
-        or not isinstance(record.get("config"), dict)
-        or not isinstance(record.get("flow"), str)
-    ):
-        raise RunError(f"{store.path(keys.record)} is damaged: restore it from a backup")
-    parent = record.get("parent")
-    while parent is not None:
-        if (
-            not isinstance(parent, dict)
-            or not is_run_name(str(parent.get("run")))
-            or not isinstance(parent.get("at"), int)
-        ):
-            raise RunError(f"{store.path(keys.record)} names an invalid parent run: restore it from a backup")
-        parent = parent.get("parent")
-    return record
-
-
-def read_existing_record(store: Store, keys: RunKeys) -> dict[str, Any]:
+def read_existing_record(store: Store, keys: RunKeys) -> RunRecord:
     """Return the record of a run.
 
     Raises:
-        RunError: the run does not exist, was removed, or its record is missing or damaged.
+        RunError: the run does not exist, was removed, or its record is missing.
+        StoreError: the record is damaged.
     """
     if is_removed(store, keys):
         raise RunError(
             f"run {keys.run!r} was removed, but not completely: finish the removal with `penstock gc --delete`"
         )
-    record = read_record(store, keys)
+    record = read_run_record(store, keys)
     if record is None:
         if committed_prefixes(store, keys):
             raise RunError(
@@ -344,15 +317,15 @@ def read_existing_record(store: Store, keys: RunKeys) -> dict[str, Any]:
     return record
 
 
-def _validated_config_of_record(record: dict[str, Any]) -> PostTrainConfig:
-    """Return the config in a run's record. Raises RunError if this release does not accept it."""
-    values, convert = record["config"], record["config"].get("convert") or {}
-    if load := load_of_older_record(convert, (values.get("train") or {}).get("ref_load")):
+def _validated_config(values: RecordedConfig) -> PostTrainConfig:
+    """Return a recorded config. Raises RunError if this release does not accept it."""
+    convert = values.get("convert", {})
+    if load := load_of_older_record(convert, values.get("train", {}).get("ref_load")):
         values = {**values, "convert": {**convert, "load": load}}
     try:
         return validate_config(values)
     except InputError as error:
-        run = (record["config"].get("run") or {}).get("run", "")
+        run = values.get("run", {}).get("run", "")
         raise RunError(
             f"the recorded options of run {run!r} are not valid in this release ({error}): "
             "use the release that wrote them"
@@ -364,101 +337,96 @@ def latest_schedule_options(store: Store, keys: RunKeys) -> dict[str, Any]:
     their last recorded values: `section.name` -> value.
 
     Raises:
-        RunError: the run's record is missing or damaged, or the newest file in `changes/` is damaged.
+        RunError: the run's record is missing, or this release does not accept its options.
+        StoreError: the run's record or a record of a change is damaged.
     """
-    record = read_record(store, keys)
+    record = read_run_record(store, keys)
     if record is None:
         raise unknown_run_error(store, keys.run)
-    schedule = options_by_mutability(_validated_config_of_record(record), "schedule")
-    if names := _schedule_change_files(store, keys):
-        change = store.read_json(f"{keys.prefix}/changes/{names[-1]}")
-        if not isinstance(change, dict) or not isinstance(change.get("schedule"), dict):
-            raise RunError(f"{keys.prefix}/changes/{names[-1]} is damaged: restore it from a backup")
-        schedule |= {field: value for field, value in change["schedule"].items() if field in schedule}
+    schedule = options_by_mutability(_validated_config(record.config), "schedule")
+    if changes := read_schedule_changes(store, keys):
+        schedule |= {field: value for field, value in changes[-1].schedule.items() if field in schedule}
     return schedule
 
 
-def _schedule_change_files(store: Store, keys: RunKeys) -> list[str]:
-    """Return the names of the files in `changes/`, which record changed schedule options, oldest first."""
-    return [name for name in store.list(f"{keys.prefix}/changes") if _CHANGE.fullmatch(name)]
-
-
-def record_schedule(store: Store, keys: RunKeys, record: dict[str, Any], schedule: dict[str, Any]) -> None:
+def record_schedule(store: Store, keys: RunKeys, record: RunRecord, schedule: dict[str, Any]) -> None:
     """Record the schedule options of this start (number of rounds, save and evaluation intervals, paths) under the next
     free number in `changes/`, unless they equal the latest recorded ones.
 
     If two concurrent starts change the schedule, both changes are recorded and the higher number is in effect.
     """
     before = options_by_mutability(
-        with_absolute_paths(_config_with_schedule(record, latest_schedule_options(store, keys))), "schedule"
+        with_absolute_paths(_config_with_schedule(record.config, latest_schedule_options(store, keys))), "schedule"
     )
     if schedule == before:
         return
-    change = {"at": time.time(), "id": uuid.uuid4().hex, "schedule": schedule}
-    number = max((int(name.removesuffix(".json")) for name in _schedule_change_files(store, keys)), default=-1) + 1
-    while not store.create(f"{keys.prefix}/changes/{number:06d}.json", json.dumps(change, indent=1).encode()):
+    change = ScheduleChange(at=time.time(), id=uuid.uuid4().hex, schedule=schedule)
+    data = change.model_dump_json(indent=1).encode()
+    numbers = [int(Path(key).stem) for key in schedule_change_keys(store, keys)]
+    number = max(numbers, default=-1) + 1
+    while not store.create(f"{keys.prefix}/changes/{number:06d}.json", data):
         number += 1
 
 
-def _config_with_schedule(record: dict[str, Any], schedule: dict[str, Any]) -> PostTrainConfig:
-    """Return the config of a record with `schedule` (`section.name` -> value) in place of the recorded values."""
-    values = {section: dict(fields) for section, fields in record["config"].items()}
+def _config_with_schedule(config: RecordedConfig, schedule: dict[str, Any]) -> PostTrainConfig:
+    """Return a recorded config with `schedule` (`section.name` -> value) in place of the recorded values."""
+    values = {section: dict(fields) for section, fields in config.items()}
     for field, value in schedule.items():
         section, name = field.split(".")
         values.setdefault(section, {})[name] = value  # records of older releases lack new sections
-    return _validated_config_of_record({"config": values})
+    return _validated_config(values)
 
 
 def read_flow_and_config(where: RunConfig, run: str) -> tuple[str, PostTrainConfig]:
     """Return the flow name and the config of a run, with its last recorded schedule options, from the store of `where`.
 
     Raises:
-        RunError: the run does not exist, or its record is missing or damaged.
+        RunError: the run does not exist, or its record is missing.
+        StoreError: its record is damaged.
     """
     store, keys = open_store(where, probe=False), keys_of_run(run)
     record = read_existing_record(store, keys)
-    config = _config_with_schedule(record, latest_schedule_options(store, keys))
+    config = _config_with_schedule(record.config, latest_schedule_options(store, keys))
     stores = {
         "store": where.store,
         "store_options": where.store_options,
         "store_single_writer": where.store_single_writer,
     }
-    return record["flow"], config.model_copy(update={"run": config.run.model_copy(update=stores)})
+    return record.flow, config.model_copy(update={"run": config.run.model_copy(update=stores)})
 
 
-def config_history(store: Store, keys: RunKeys, record: dict[str, Any]) -> list[tuple[float, PostTrainConfig]]:
+def config_history(store: Store, keys: RunKeys, record: RunRecord) -> list[tuple[float, PostTrainConfig]]:
     """Return the configs of a run, oldest first, each with the time of its record: that of run.json, then one for each
     change of schedule options."""
-    configs = [(float(record["created_at"]), _validated_config_of_record(record))]
-    for name in _schedule_change_files(store, keys):
-        change = store.read_json(f"{keys.prefix}/changes/{name}")
-        if isinstance(change, dict) and isinstance(change.get("schedule"), dict):
-            configs.append((float(change["at"]), _config_with_schedule(record, change["schedule"])))
-    return configs
+    changes = read_schedule_changes(store, keys)
+    return [
+        (record.created_at, _validated_config(record.config)),
+        *((change.at, _config_with_schedule(record.config, change.schedule)) for change in changes),
+    ]
 
 
-def config_of_round(record: dict[str, Any], rollout_id: int) -> PostTrainConfig:
+def config_of_round(record: RunRecord, rollout_id: int) -> PostTrainConfig:
     """Return the config that a round was trained with: the run's own or, before its fork point, that of an ancestor."""
-    config, parent = record["config"], record.get("parent")
-    while parent is not None and rollout_id < parent["at"]:
-        config, parent = parent["config"], parent.get("parent")
+    config, parent = record.config, record.parent
+    while parent is not None and rollout_id < parent.at:
+        config, parent = parent.config, parent.parent
     return validate_config(config)
 
 
-def missing_fork_checkpoint(store: Store, record: dict[str, Any]) -> tuple[int, PostTrainConfig] | None:
+def missing_fork_checkpoint(store: Store, record: RunRecord) -> tuple[int, PostTrainConfig] | None:
     """Return the policy version that a fork must save as a checkpoint before it trains, and the config to replay the
     rounds up to that version with. Return None if no checkpoint is needed.
 
     A fork whose training options differ from its parent's needs one: the rounds before the fork point can only be
     replayed with the parent's options, and the rounds after it use the fork's.
     """
-    parent = record.get("parent")
-    if parent is None or parent["at"] == 0:
+    parent = record.parent
+    if parent is None or parent.at == 0:
         return None
-    if store.committed(RunKeys(record["config"]["run"]["run"]).checkpoint_prefix(parent["at"])):
+    if store.committed(RunKeys(record.config["run"]["run"]).checkpoint_prefix(parent.at)):
         return None
-    before, after = config_of_round(record, parent["at"] - 1), validate_config(record["config"])
-    return None if training_options(before) == training_options(after) else (parent["at"], before)
+    before, after = config_of_round(record, parent.at - 1), validate_config(record.config)
+    return None if training_options(before) == training_options(after) else (parent.at, before)
 
 
 @cache

@@ -12,6 +12,7 @@ from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.paths import with_function_names
 from penstock.flows.promotion import with_champion
 from penstock.storage.errors import OptionError
+from penstock.storage.history.run_record import read_run_record
 from penstock.storage.maintenance.removal import is_removed
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
@@ -89,14 +90,13 @@ def target_rounds(store: Store, keys: RunKeys, config: PostTrainConfig) -> int:
 
 def _previous_target_rounds(store: Store, keys: RunKeys, rounds_per_start: int) -> int | None:
     """Return the target of the latest start with --num-rollout-per-start, None if there was no such start."""
-    from penstock.flows.runtime.runs import latest_schedule_options, read_record
+    from penstock.flows.runtime.runs import latest_schedule_options
 
-    record = None if is_removed(store, keys) else read_record(store, keys)
+    record = None if is_removed(store, keys) else read_run_record(store, keys)
     if record is None:
         return None
-    parent = record.get("parent")
     # A fork that was never started: its record has the parent's schedule.
-    if parent and not store.list(f"{keys.prefix}/changes"):
-        return int(parent["at"]) + rounds_per_start
+    if record.parent and not store.list(f"{keys.prefix}/changes"):
+        return record.parent.at + rounds_per_start
     schedule = latest_schedule_options(store, keys)
     return schedule[TARGET] if schedule.get(PER_START) else None

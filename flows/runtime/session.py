@@ -118,7 +118,7 @@ class Session:
             self.keys.run, flow, config, self.store.uri, uris[0], prefect_page=self._flow_run_link or _NO_PAGE
         )
         record = read_existing_record(self.store, self.keys)
-        self._created_at = float(record["created_at"])
+        self._created_at = record.created_at
         self.tracker = RunTracking(
             tracked_run(self.store, self.keys, record, config.run.mlflow_trace_samples),
             tracking_directory(self.store, self.keys.run),
@@ -421,7 +421,8 @@ class Session:
         """
         key = self.keys.origin_key(role)
         self.store.create(key, model.model_dump_json().encode())
-        pinned = CheckpointRef.model_validate(self.store.read_json(key))
+        pinned = self.store.read_record(CheckpointRef, key)
+        assert pinned is not None, "it was created"
         if pinned.key != model.key:
             raise RunError(
                 f"run {self.keys.run!r} uses {pinned.key} as its {role} model, but {path} now contains {model.key}: "

@@ -9,7 +9,6 @@ name that ends in `.parts`.
 from __future__ import annotations
 
 import errno
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from typing import Any, Literal, Protocol
 from penstock.stages.convert.hf.assets import stat_hash
 from penstock.storage import disk
 from penstock.storage.errors import ModelError, OptionError, StoreError
-from penstock.storage.refs import CheckpointRef, Commit, attempt_in_path, commit_key
+from penstock.storage.refs import CheckpointRef, Commit, Frozen, attempt_in_path, commit_key
 from penstock.storage.store import Store
 
 RECORD = ".penstock.json"  # the commit record in a directory written by `penstock convert --save`
@@ -284,6 +283,12 @@ def copy_export(store: Store, export: Commit, uri: str) -> CheckpointRef:
     return target.publish(identity, export.model_copy(update={"attempt": target.attempt, "files": out.files}))
 
 
+class FingerprintMemo(Frozen):
+    """Fingerprint of the source files with a certain `stat_hash`."""
+
+    fingerprint: str
+
+
 def fingerprint_key(stat_hash: str) -> str:
     """Return the key of the fingerprint of Hugging Face files with this `assets.stat_hash`."""
     return f"models/sources/{stat_hash}.json"
@@ -291,7 +296,7 @@ def fingerprint_key(stat_hash: str) -> str:
 
 def record_fingerprint(store: Store, stat_hash: str, fingerprint: str) -> None:
     """Record the fingerprint of Hugging Face files, so that they are not read again until they change."""
-    store.create(fingerprint_key(stat_hash), json.dumps({"fingerprint": fingerprint}).encode())
+    store.create(fingerprint_key(stat_hash), FingerprintMemo(fingerprint=fingerprint).model_dump_json().encode())
 
 
 def is_conversion_of(store: Store, model: CheckpointRef, directory: str) -> bool:
@@ -301,7 +306,8 @@ def is_conversion_of(store: Store, model: CheckpointRef, directory: str) -> bool
         record = read_record(*open_parent_store(directory))
         source = record.state.get("identity") if record else None
     else:
-        source = (store.read_json(fingerprint_key(stat_hash(Path(directory)))) or {}).get("fingerprint")
+        memo = store.read_record(FingerprintMemo, fingerprint_key(stat_hash(Path(directory))))
+        source = memo.fingerprint if memo else None
     name = model.key.removesuffix(commit_key(""))
     return bool(source) and name.startswith(f"models/{source}") and store.committed(name) is not None
 

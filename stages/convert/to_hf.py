@@ -182,7 +182,7 @@ def write_export(work: HFExport, rank: int = 0, num_ranks: int = 1, on_progress:
                 hashes[file.name] = plan.write_file(file, directory, weights, progress)
 
             files = write_files(work.target, write, lambda: hashes)
-            return {"files": [file.model_dump() for file in files]}
+            return WorkRecord(files=tuple(files))
 
         items.run(process_item, progress, rank, num_ranks)
     failpoint("export-writing")

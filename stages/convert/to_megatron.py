@@ -6,7 +6,6 @@ Only the model weights are copied, one parameter at a time; optimizer and RNG st
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,10 +34,16 @@ from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.stages.convert.torch_dist_writer import Slice, group_units, write_metadata, write_unit
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, collect_file_records, write_files
 from penstock.storage.errors import OptionError
-from penstock.storage.refs import CheckpointRef, Commit, commit_key
+from penstock.storage.refs import CheckpointRef, Commit, Frozen, commit_key
 from penstock.storage.store import Store
 
 FORMAT = 1  # version of unfinished exports; those of another version are not resumed
+
+
+class ImportMemo(Frozen):
+    """Name of the converted model that was imported from a directory with a certain state."""
+
+    identity: str
 
 
 def export_megatron(
@@ -104,12 +109,12 @@ def import_megatron_checkpoint(store: Store, directory: str, origin: Origin) -> 
         origin = Origin(assets, family_path=origin.family_path)
     name = _identity(str(source), origin, "local")
     target, memo = StoreTarget(store, name), f"models/sources/megatron-{name}.json"
-    known = store.read_json(memo)
-    if known and (existing := target.find_published(known["identity"])):
+    known = store.read_record(ImportMemo, memo)
+    if known and (existing := target.find_published(known.identity)):
         return existing
     ref = copy_megatron_weights(source, origin, target, None, "local")
     identity = ref.key.removeprefix("models/").removesuffix(commit_key(""))
-    store.create(memo, json.dumps({"identity": identity}).encode())
+    store.create(memo, ImportMemo(identity=identity).model_dump_json().encode())
     return ref
 
 
@@ -152,7 +157,7 @@ def copy_megatron_weights(
 
     def write_index_and_assets(directory: Path) -> None:
         write_common_files(directory, shape, (target.iteration or 0) if isinstance(target, DirectoryTarget) else 0)
-        spans = [(unit, record["spans"]) for unit, record in records]
+        spans = [(unit, record.spans) for unit, record in records]
         objects = result.extra_state_keys(names) if isinstance(target, DirectoryTarget) else []
         write_metadata(directory, result, spans, objects)
         copy_assets(assets_dir, directory / ASSETS_DIRECTORY)

@@ -31,6 +31,7 @@ from penstock.stages.convert.hf.weights import CODES, HFWeights, Shard, write_sh
 from penstock.stages.convert.targets import (
     ASSETS_DIRECTORY,
     DirectoryTarget,
+    FingerprintMemo,
     StoreTarget,
     check_free_space,
     fingerprint_key,
@@ -190,9 +191,8 @@ def _known_fingerprint(store: Store, target: StoreTarget | DirectoryTarget, hf_d
     """
     if isinstance(target, DirectoryTarget):
         return model_fingerprint(hf_dir) if target.is_occupied() else None
-    memo = store.read_json(fingerprint_key(stat))
-    if memo is not None:
-        return memo["fingerprint"]
+    if memo := store.read_record(FingerprintMemo, fingerprint_key(stat)):
+        return memo.fingerprint
     if not target.may_have_model(header_hash(hf_dir)):
         return None
     fingerprint = model_fingerprint(hf_dir)
@@ -235,7 +235,7 @@ def write_units(work: Conversion, rank: int = 0, num_ranks: int = 1, on_progress
 
         def process_item(item: SourceHash | WorkUnit) -> WorkRecord:
             if isinstance(item, SourceHash):
-                return {"xxh3": weights.hash_weight_file(item.path)}
+                return WorkRecord(xxh3=weights.hash_weight_file(item.path))
             return write_unit(work.target, item, content, progress.add)
 
         work.work_items.run(process_item, progress, rank, num_ranks)
@@ -251,10 +251,10 @@ def finish_conversion(
         raise ModelError(
             f"files in {work.hf_dir} changed during the conversion: repeat the conversion while nothing writes there"
         )
-    hashes = {item.path.name: record["xxh3"] for item, record in records if isinstance(item, SourceHash)}
+    hashes = {item.path.name: record.xxh3 for item, record in records if isinstance(item, SourceHash)}
     source_fingerprint = work.source.fingerprint or model_fingerprint(work.hf_dir, hashes)
     carried = work.source.untrained if work.options.mtp == "keep" else ()
-    spans = [(item, record["spans"]) for item, record in records if isinstance(item, WorkUnit)]
+    spans = [(item, record.spans) for item, record in records if isinstance(item, WorkUnit)]
 
     def write_index_and_assets(directory: Path) -> None:
         write_common_files(directory, work.shape)

@@ -226,7 +226,7 @@ def write_unit(
         hashes[unit.file] = out.digest.hexdigest()
 
     files = write_files(target, write, lambda: hashes)
-    return {"files": [file.model_dump() for file in files], "spans": spans}
+    return WorkRecord(files=tuple(files), spans=tuple(spans))
 
 
 def write_metadata(

@@ -7,7 +7,6 @@ with any number of processes, runs only the items without a record.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
@@ -20,13 +19,20 @@ from typing import Any, Generic, Protocol, TypeVar
 from penstock.stages.convert.targets import Target, full_disk_as_store_error
 from penstock.storage import disk
 from penstock.storage.maintenance import leases
-from penstock.storage.refs import FileRecord
+from penstock.storage.refs import FileRecord, Frozen
 from penstock.storage.store import hash_file
 
 OnBytes = Callable[[int, int], object]  # arguments: bytes done, total bytes
-WorkRecord = dict[str, Any]
 NUM_THREADS = 4  # per process; one thread can read while another waits for the disk
 REPORT_INTERVAL = 0.2  # seconds between two reports of progress
+
+
+class WorkRecord(Frozen):
+    """What a finished work item has written or computed."""
+
+    files: tuple[FileRecord, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()  # of a checkpoint's file: (first byte, length) of each slice
+    xxh3: str = ""  # of a source file that was only hashed
 
 
 class WorkItem(Protocol):
@@ -94,7 +100,7 @@ class WorkItems(Generic[W]):
         """Run the unfinished items among `items[rank::num_ranks]`, in several threads.
 
         Args:
-            process: processes one item and returns its record (JSON); it must add the item's bytes to `progress`.
+            process: processes one item and returns its record; it must add the item's bytes to `progress`.
             progress: this method adds the bytes of the items that an earlier start of the conversion has finished.
             rank: rank of this process among the processes that share the conversion.
             num_ranks: number of these processes.
@@ -109,7 +115,7 @@ class WorkItems(Generic[W]):
             if item.name not in unfinished:
                 progress.add(item.num_bytes)
                 return
-            record = json.dumps(process(item)).encode()
+            record = process(item).model_dump_json().encode()
             if not self.target.store.create(self._record_key(item), record):
                 self.target.store.delete(
                     [self._record_key(item)]
@@ -142,9 +148,9 @@ class WorkItems(Generic[W]):
         store = self.target.store
 
         def read(item: W) -> WorkRecord | None:
-            record = store.read_json(self._record_key(item))
-            files = [] if record is None else record.get("files", [])
-            return record if all(store.size(file["path"]) == file["bytes"] for file in files) else None
+            record = store.read_record(WorkRecord, self._record_key(item))
+            files = record.files if record else ()
+            return record if all(store.size(file.path) == file.bytes for file in files) else None
 
         return disk.map_in_threads(read, items, 16)
 
@@ -163,7 +169,7 @@ class WorkItems(Generic[W]):
 
 def collect_file_records(records: Sequence[tuple[Any, WorkRecord]]) -> list[FileRecord]:
     """Return the path, size and hash of every file that the records of finished work items list."""
-    return [FileRecord.model_validate(file) for _, record in records for file in record.get("files", [])]
+    return [file for _, record in records for file in record.files]
 
 
 def write_files(

@@ -10,6 +10,7 @@ from typing import Any
 from penstock.stages.rollout.prompts.data_source import group_by_group_id, resized_group
 from penstock.stages.rollout.prompts.state import SourceState
 from penstock.storage.errors import RunError
+from penstock.storage.history.run_record import read_run_record
 from penstock.storage.refs import BUFFER, RunKeys
 from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import read_samples
@@ -45,13 +46,12 @@ def read_resume_point(store: Store, keys: RunKeys, rollout_id: int) -> ResumePoi
             f"run round {rollout_id - 1} first"
         )
     state = previous.state["data_source"]
-    record = store.read_json(keys.record) or {}
-    parent = record.get("parent") or {}
-    is_fork_point = parent.get("at") == rollout_id
-    if is_fork_point and parent.get("restart_data"):
+    record = read_run_record(store, keys)
+    fork = record.parent if record and record.parent and record.parent.at == rollout_id else None
+    if fork and fork.restart_data:
         return ResumePoint(SourceState(issued=state["issued"], segments=()).model_dump(mode="json"))
     buffer = read_samples(store, previous, BUFFER) if previous.num_samples(BUFFER) else []
-    if is_fork_point and parent.get("discard_responses"):
-        num_samples = record["config"]["rollout"]["n_samples_per_prompt"]
+    if record and fork and fork.discard_responses:
+        num_samples = record.config["rollout"]["n_samples_per_prompt"]
         buffer = [sample for group in group_by_group_id(buffer) for sample in resized_group(group, num_samples)]
     return ResumePoint(state, buffer)

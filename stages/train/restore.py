@@ -265,8 +265,7 @@ class PolicyRestorer:
         }
         models: dict[AuxiliaryModel, Commit] = {}
         for name in (name for name, is_needed in needed.items() if is_needed):
-            pinned = self.store.read_json(self.keys.origin_key(name))
-            key = CheckpointRef.model_validate(pinned).key if pinned else self.base.key
+            key = (self.store.read_record(CheckpointRef, self.keys.origin_key(name)) or self.base).key
             if not (name == "reference" and config.lora and key == base_key):
                 models[name] = self._read_model(key)
         return models

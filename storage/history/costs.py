@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from penstock.storage.commits import read_commits
+from penstock.storage.history.run_record import read_run_record
 from penstock.storage.history.starts import Start, StartEnd, read_starts
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
@@ -129,10 +130,11 @@ def costs_at_end(store: Store, keys: RunKeys, number: int | None = None) -> Iter
 def read_own_commits(store: Store, keys: RunKeys) -> list[Commit]:
     """Return the commits of a run without those that a fork shares with its parent, and without rescored evaluations,
     which are made when no driver is alive."""
-    parent = (store.read_json(keys.record) or {}).get("parent") or {}
+    record = read_run_record(store, keys)
+    first_step = record.parent.at if record and record.parent else 0
     here = f"{keys.prefix}/"
     own = (c for c in read_commits(store, keys) if not c.is_rescore and (c.attempt or here).startswith(here))
-    return [commit for commit in own if commit.kind != "step" or commit.index >= parent.get("at", 0)]
+    return [commit for commit in own if commit.kind != "step" or commit.index >= first_step]
 
 
 def sum_costs(commits: list[Commit], recorded_starts: list[tuple[Start, StartEnd | None]]) -> RunCosts:

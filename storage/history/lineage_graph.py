@@ -27,7 +27,8 @@ import pyarrow.parquet as pq
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import RunError, StoreError
-from penstock.storage.refs import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key, decode_record
+from penstock.storage.history.run_record import read_run_record
+from penstock.storage.refs import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.samples.shards import is_shard
 from penstock.storage.store import Store
 
@@ -134,21 +135,19 @@ def read_lineage(store: Store) -> LineageGraph:
 
 def read_models(store: Store, keys: RunKeys) -> dict[str, str]:
     """Return the models that a run started with: role -> key of the model's commit."""
-    records = {role: store.read(keys.origin_key(role)) for role in ORIGINS}
-    return {
-        role: decode_record(CheckpointRef, keys.origin_key(role), data).key for role, data in records.items() if data
-    }
+    models = {role: store.read_record(CheckpointRef, keys.origin_key(role)) for role in ORIGINS}
+    return {role: model.key for role, model in models.items() if model}
 
 
 def find_originals(store: Store, keys: RunKeys, commits: dict[str, Commit]) -> dict[str, str]:
     """Return the commits of a fork that are copies of its parent's: key of the copy -> key of the original."""
-    parent = (store.read_json(keys.record) or {}).get("parent")
-    if not parent:
+    record = read_run_record(store, keys)
+    if record is None or record.parent is None:
         return {}
     copies = {}
     for key, commit in commits.items():
         if key.startswith(f"{keys.prefix}/"):
-            original = RunKeys(parent["run"]).prefix + key.removeprefix(keys.prefix)
+            original = RunKeys(record.parent.run).prefix + key.removeprefix(keys.prefix)
             other = commits.get(original)  # missing if the parent's checkpoint has expired
             if other and (other.attempt, other.created_at) == (commit.attempt, commit.created_at):
                 copies[key] = original

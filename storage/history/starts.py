@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import Field
 
-from penstock.storage.refs import Frozen, RunKeys, decode_record
+from penstock.storage.refs import Frozen, RunKeys
 from penstock.storage.store import Store
 
 _NAME = re.compile(r"(\d{6})\.json")
@@ -78,8 +78,7 @@ def record_completion(store: Store, keys: RunKeys, number: int, completion: Comp
 def read_completion(store: Store, keys: RunKeys) -> Completion | None:
     """Return what the run's last start has completed; None if it has not, or if the run has no starts."""
     key = _completion_key(keys, max((number for number, _ in list_starts(store, keys)), default=-1))
-    data = store.read(key)
-    return None if data is None else decode_record(Completion, key, data)
+    return store.read_record(Completion, key)
 
 
 def read_starts(store: Store, keys: RunKeys) -> list[tuple[Start, StartEnd | None]]:
@@ -90,10 +89,8 @@ def read_starts(store: Store, keys: RunKeys) -> list[tuple[Start, StartEnd | Non
     """
     starts = []
     for number, key in list_starts(store, keys):
-        data, end = store.read(key), store.read(_end_key(keys, number))
-        if data is not None:
-            ended = decode_record(StartEnd, _end_key(keys, number), end) if end else None
-            starts.append((decode_record(Start, key, data), ended))
+        if start := store.read_record(Start, key):
+            starts.append((start, store.read_record(StartEnd, _end_key(keys, number))))
     return starts
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import RunError, StoreError
+from penstock.storage.history.run_record import RunRecord, read_run_record, read_schedule_changes
+from penstock.storage.history.starts import read_starts
 from penstock.storage.maintenance.orphans import NUM_READS, find_orphans
 from penstock.storage.maintenance.prompt_audit import PromptAudit, max_staleness, read_round
 from penstock.storage.maintenance.retention import Tombstone, expired_versions, read_tombstone, tombstone_key
@@ -67,6 +68,7 @@ def audit_run(store: Store, keys: RunKeys, *, verify_hashes: bool = True) -> Aud
     """
     check = _RunAudit(store, keys)
     record = check.read_run_record()
+    check.check_starts_and_changes()
     commits = check.read_commits()
     tombstones = check.read_tombstones()
     check.check_file_sizes_or_hashes(commits, verify_hashes)
@@ -87,21 +89,27 @@ class _RunAudit:
     def add_problem(self, problem: str | Exception) -> None:
         self.result.problems.append(str(problem).partition("\n")[0])
 
-    def read_run_record(self) -> dict[str, Any]:
-        """Return run.json. If it is damaged or missing, report a problem and return {}."""
+    def read_run_record(self) -> RunRecord | None:
+        """Return run.json. If it is damaged or missing, report a problem and return None."""
         store, keys = self.store, self.keys
         try:
-            record = store.read_json(keys.record)
+            record = read_run_record(store, keys)
         except StoreError as error:
             self.add_problem(error)
-            return {}
-        if isinstance(record, dict):
-            return record
-        if record is None and not store.list(keys.prefix):
-            raise RunError(f"store {store.uri} has no run {keys.run!r}: check the name, or pass the right --store")
-        state = "is missing" if record is None else "is not a JSON object"
-        self.add_problem(f"{keys.record} {state}: restore it from a backup")
-        return {}
+            return None
+        if record is None:
+            if not store.list(keys.prefix):
+                raise RunError(f"store {store.uri} has no run {keys.run!r}: check the name, or pass the right --store")
+            self.add_problem(f"{keys.record} is missing: restore it from a backup")
+        return record
+
+    def check_starts_and_changes(self) -> None:
+        """Check that the records of the run's starts and of its changed schedules can be read."""
+        for read in (read_starts, read_schedule_changes):
+            try:
+                read(self.store, self.keys)
+            except StoreError as error:
+                self.add_problem(error)
 
     def read_commits(self) -> dict[str, Commit]:
         """Return the readable commits of the run and of the models that it started with, by their prefix in the store;
@@ -261,7 +269,7 @@ class _RunAudit:
                     f"{kind} {last} has a policy version that was not trained: the run has {num_trained} trained rounds"
                 )
 
-    def check_sample_ids_and_prompts(self, run_record: dict[str, Any], commits_by_prefix: dict[str, Commit]) -> None:
+    def check_sample_ids_and_prompts(self, run_record: RunRecord | None, commits_by_prefix: dict[str, Commit]) -> None:
         """Check that sample ids are unique, and that every prompt was issued exactly once per epoch."""
         store, result = self.store, self.result
         prefixes = sorted(prefix for prefix, commit in commits_by_prefix.items() if commit.kind in ("rollout", "eval"))
@@ -270,8 +278,8 @@ class _RunAudit:
         )
         for round in rounds:
             result.problems += round.problems
-        parent = run_record.get("parent") or {}
-        prompts = PromptAudit(set(parent.get("restarts", [parent["at"]] if parent.get("restart_data") else [])))
+        parent = run_record.parent if run_record else None
+        prompts = PromptAudit(set(parent.restarts if parent else ()))
         ids: list[np.ndarray] = []
         for prefix, round in zip(prefixes, rounds, strict=True):
             if commits_by_prefix[prefix].kind == "rollout":

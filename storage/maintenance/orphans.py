@@ -36,7 +36,7 @@ from penstock.storage.maintenance.retention import (
     tombstone_key,
     unfinished_fork_key,
 )
-from penstock.storage.refs import JOURNAL, Commit, RunKeys, commit_key, decode_record, split_stage_key
+from penstock.storage.refs import JOURNAL, Commit, RunKeys, commit_key, split_stage_key
 from penstock.storage.store import Store, StoredFile
 
 NUM_READS = 16  # concurrent reads of small files, since latency dominates on an object store
@@ -220,9 +220,8 @@ def _read_records(store: Store, keys: list[str], model: type[R]) -> dict[str, R]
     """Return the records at `keys` by key. Records that were deleted meanwhile are skipped."""
 
     def read(key: str) -> R | None:
-        data = store.read(key)
         try:
-            return None if data is None else decode_record(model, key, data)
+            return store.read_record(model, key)
         except StoreError as error:
             raise StoreError(
                 f"{error}; the files of this record are unknown, so nothing is deleted (details: `penstock verify`)"

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import RunError, StoreError
+from penstock.storage.history.run_record import ForkRecord, read_run_record
 from penstock.storage.maintenance.leases import Lease, describe_lease_holder, describe_live_drivers, store_time
 from penstock.storage.maintenance.retention import unfinished_fork_key
 from penstock.storage.refs import RunKeys
@@ -96,15 +97,14 @@ def dependent_runs(store: Store, keys: RunKeys) -> list[str]:
 
 def _run_uses_files_of(store: Store, user: RunKeys, owner: RunKeys) -> bool:
     try:
-        fork = store.read_json(unfinished_fork_key(user))
-        if isinstance(fork, dict) and (fork.get("parent") or {}).get("run") == owner.run:
+        fork = store.read_record(ForkRecord, unfinished_fork_key(user))
+        if fork and fork.parent.run == owner.run:
             return True
-        record = store.read_json(user.record)
-        ancestors = []
-        while isinstance(record, dict) and isinstance(record.get("parent"), dict):
-            record = record["parent"]
-            ancestors.append(record.get("run"))
-        if isinstance(record, dict) and owner.run not in ancestors:
+        record = read_run_record(store, user)
+        parent = record.parent if record else None
+        while parent and parent.run != owner.run:
+            parent = parent.parent
+        if record and parent is None:
             return False
     except StoreError:  # a damaged record: decide by the commits
         pass

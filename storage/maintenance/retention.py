@@ -16,10 +16,13 @@ import math
 import re
 import time
 from collections.abc import Collection
+from contextlib import suppress
 
 from pydantic import model_validator
 
-from penstock.storage.refs import Commit, Frozen, RunKeys, commit_key, decode_record
+from penstock.storage.errors import StoreError
+from penstock.storage.history.run_record import ForkRecord, read_run_record
+from penstock.storage.refs import Commit, Frozen, RunKeys, commit_key
 from penstock.storage.store import Store
 
 _TOMBSTONE = re.compile(r"(\d+)\.expired\.json")
@@ -50,9 +53,7 @@ def tombstone_key(prefix: str) -> str:
 
 def read_tombstone(store: Store, prefix: str) -> Tombstone | None:
     """Return the tombstone of the checkpoint under `prefix`, or None if the checkpoint has not expired."""
-    key = tombstone_key(prefix)
-    data = store.read(key)
-    return None if data is None else decode_record(Tombstone, key, data)
+    return store.read_record(Tombstone, tombstone_key(prefix))
 
 
 def expired_versions(store: Store, keys: RunKeys) -> list[int]:
@@ -147,10 +148,10 @@ def fork_point_versions(store: Store, keys: RunKeys, versions: Collection[int]) 
     points: list[int] = []
     for run in store.list("runs"):
         other = RunKeys(run)
-        record = store.read_json(other.record) or store.read_json(unfinished_fork_key(other)) or {}
-        parent = record.get("parent")
-        if parent and keys.run in (parent["run"], run):
-            points.append(parent["at"])
+        with suppress(StoreError):  # a damaged record: `is_checkpoint_used` keeps the files that the fork lists
+            record = read_run_record(store, other) or store.read_record(ForkRecord, unfinished_fork_key(other))
+            if record and record.parent and keys.run in (record.parent.run, run):
+                points.append(record.parent.at)
     return {max(below) for point in points if (below := [version for version in versions if version <= point])}
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 from penstock.storage.commits import read_commits
 from penstock.storage.history.costs import RunCosts, close_starts, compute_costs
+from penstock.storage.history.run_record import ParentRecord, RunRecord, ScheduleChange
 from penstock.storage.history.starts import read_starts
-from penstock.storage.refs import ORIGINS, Commit, RunKeys, attempt_in_path, commit_key
+from penstock.storage.refs import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store
 
@@ -41,10 +42,10 @@ class OptionRow:
 class ReportInput:
     """What the report needs besides commits: values that are defined above the storage layer."""
 
-    record: dict[str, Any]  # run.json
+    record: RunRecord
     num_planned_rounds: int
     options: list[OptionRow]
-    changes: list[dict[str, Any]] = field(default_factory=list)  # records of changes/, oldest first
+    changes: list[ScheduleChange] = field(default_factory=list)  # oldest first
     compare: Compare | None = None  # paired comparison of two evaluations on one data set
 
 
@@ -76,7 +77,7 @@ def collect_overview(store: Store, keys: RunKeys, given: ReportInput) -> tuple[d
         ],
         "comparisons": collect_comparisons(store, commits, given.compare),
         "lineage": collect_lineage(store, keys, given.record, commits),
-        "costs": collect_costs(compute_costs(store, keys), stages, given.record["config"]),
+        "costs": collect_costs(compute_costs(store, keys), stages, given.record.config),
         "options": collect_options(given),
         "changes": describe_changes(given),
     }
@@ -105,14 +106,14 @@ def collect_rounds(rollouts: Mapping[int, Commit], steps: Mapping[int, Commit]) 
     return {"round": rounds, "metrics": {name: [summary.get(name) for summary in summaries] for name in names}}
 
 
-def is_inherited(keys: RunKeys, record: Mapping[str, Any], commit: Commit) -> bool:
+def is_inherited(keys: RunKeys, record: RunRecord, commit: Commit) -> bool:
     """Return whether a fork shares this commit with its parent. The copied record names the fork as its run, but its
     files remain in the parent's directory; steps have no files."""
-    if not record.get("parent"):
+    if record.parent is None:
         return False
     if commit.attempt:
         return not commit.attempt.startswith(f"{keys.prefix}/")
-    return bool(commit.index < record["parent"]["at"])
+    return commit.index < record.parent.at
 
 
 def stage_entry(commit: Commit, inherited: bool) -> dict[str, Any]:
@@ -150,7 +151,7 @@ def collect_events(
     rounds: Mapping[str, Any],
     stages: list[dict[str, Any]],
     gaps: list[dict[str, Any]],
-    changes: list[dict[str, Any]],
+    changes: list[ScheduleChange],
 ) -> list[dict[str, Any]]:
     """Return the traces of faults and restarts, in time: {"at": time, "text": what the commits show}."""
     ends = {stage["index"]: stage["end"] for stage in stages if stage["kind"] == "rollout"}
@@ -176,7 +177,7 @@ def collect_events(
             if previous:
                 events.append({"at": stage["end"], "text": f"code changed from {previous} to {stage['code']}"})
             previous = stage["code"]
-    events += [{"at": change["at"], "text": "options of the schedule changed"} for change in changes]
+    events += [{"at": change.at, "text": "options of the schedule changed"} for change in changes]
     return sorted(events, key=lambda event: event["at"])
 
 
@@ -197,14 +198,14 @@ def collect_header(
     checkpoints = [commit.index for commit in commits if commit.kind == "checkpoint"]
     return {
         "run": keys.run,
-        "flow": record["flow"],
-        "model": record["config"].get("convert", {}).get("hf_checkpoint"),
-        "parent": _short_parent(record.get("parent")),
-        "started_at": record.get("created_at"),
+        "flow": record.flow,
+        "model": record.config.get("convert", {}).get("hf_checkpoint"),
+        "parent": _short_parent(record.parent),
+        "started_at": record.created_at,
         "last_commit_at": max((commit.created_at for commit in own), default=None),
         "generated_at": time.time(),
         "code_versions": list(dict.fromkeys(commit.code_version for commit in own if commit.code_version))
-        or [record.get("code_version", "")],
+        or [record.code_version],
         "num_rounds": len(steps),
         "num_planned_rounds": given.num_planned_rounds,
         "final_reward": to_json_number(rewards[-1]) if rewards else None,
@@ -213,8 +214,8 @@ def collect_header(
     }
 
 
-def _short_parent(parent: Any) -> dict[str, Any] | None:
-    return {"run": parent["run"], "at": parent["at"]} if parent else None
+def _short_parent(parent: ParentRecord | None) -> dict[str, Any] | None:
+    return parent.model_dump(include={"run", "at"}) if parent else None
 
 
 def _task_of(commit: Commit) -> str:
@@ -244,15 +245,15 @@ def collect_comparisons(store: Store, commits: Iterable[Commit], compare: Compar
 # ---- lineage, costs, options -----------------------------------------------------------------------------------------
 
 
-def collect_lineage(store: Store, keys: RunKeys, record: Mapping[str, Any], commits: list[Commit]) -> dict[str, Any]:
+def collect_lineage(store: Store, keys: RunKeys, record: RunRecord, commits: list[Commit]) -> dict[str, Any]:
     """Return the models and runs that the run is made from, and the checkpoints, evaluations and exports made of it."""
-    origins = {role: store.read_json(keys.origin_key(role)) for role in ORIGINS}
+    origins = {role: store.read_record(CheckpointRef, keys.origin_key(role)) for role in ORIGINS}
     names = store.list(f"{keys.prefix}/checkpoints")
     expired = [int(match[1]) for name in names if (match := _EXPIRED.fullmatch(name))]
-    parents, parent = [], record.get("parent")
+    parents, parent = [], record.parent
     while parent is not None:
         parents.append(_short_parent(parent))
-        parent = parent.get("parent")
+        parent = parent.parent
 
     def entry(commit: Commit) -> dict[str, Any]:
         return {
@@ -262,7 +263,7 @@ def collect_lineage(store: Store, keys: RunKeys, record: Mapping[str, Any], comm
             "inherited": is_inherited(keys, record, commit),
         }
 
-    models = {role: origin["key"] for role, origin in origins.items() if origin}
+    models = {role: origin.key for role, origin in origins.items() if origin}
     base = store.committed(models["base"].removesuffix(commit_key(""))) if "base" in models else None
     return {
         "sources": [describe_source(path) for path in (base.inputs.values() if base else ())],
@@ -309,7 +310,7 @@ def collect_costs(costs: RunCosts, stages: list[dict[str, Any]], config: Mapping
 
 def collect_options(given: ReportInput) -> list[dict[str, Any]]:
     """Return the rows of the configuration table. Rows of a fork also have the parent's value if it differs."""
-    parent = given.record.get("parent")
+    parent = given.record.parent
     rows = []
     for option in given.options:
         row = {
@@ -319,7 +320,7 @@ def collect_options(given: ReportInput) -> list[dict[str, Any]]:
             "default": option.default,
             "changed": option.value != option.default,
         }
-        before = parent["config"].get(option.section, {}) if parent else {}  # without options that are not recorded
+        before = parent.config.get(option.section, {}) if parent else {}  # without options that are not recorded
         if (option.section, option.name) != ("run", "run") and before.get(option.name, option.value) != option.value:
             row["parent"] = mask_secrets(before[option.name], option.name)
         rows.append(row)
@@ -331,10 +332,10 @@ def describe_changes(given: ReportInput) -> list[dict[str, Any]]:
     values = {f"{option.section}.{option.name}": option.value for option in given.options}
     out = []
     for change in given.changes:
-        schedule = change["schedule"]
+        schedule = change.schedule
         out.append(
             {
-                "at": change["at"],
+                "at": change.at,
                 "options": [
                     [name, values.get(name), value] for name, value in schedule.items() if values.get(name) != value
                 ],

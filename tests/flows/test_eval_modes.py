@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from run_records import parent_record, run_json
 
 sys.path.append(str(Path(__file__).parents[1] / "storage"))
 from made_run import config_of, make_run, score_one, write_data
@@ -100,10 +100,11 @@ def test_only_evaluations_of_data_sets_that_the_run_had_are_made_up_for(
         num_trained_rounds=lambda: 4,
         read_existing_commit=store.committed,
     )
+    store.create(KEYS.record, run_json())
     tasks.evaluate_skipped(session)  # type: ignore[arg-type]
     assert evaluated == [(1, "old"), (2, "old"), (3, "old"), (3, "new")]
     evaluated.clear()
-    store.create(KEYS.record, json.dumps({"parent": {"run": "parent", "at": 2}}).encode())
+    store.replace(KEYS.record, run_json(parent=parent_record("parent", 2)))
     tasks.evaluate_skipped(session)  # type: ignore[arg-type]
     assert evaluated == [(2, "old"), (3, "old"), (3, "new")], "a fork cannot train its parent's rounds again"
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.storage.history.run_record import ForkRecord, read_run_record
+
 sys.path.append(str(Path(__file__).parents[1] / "storage"))
 from made_run import BATCH, ROWS, SAMPLES, config_of, make_run, write_data
 from penstock_command import penstock
@@ -63,11 +65,11 @@ def test_fork_shares_rounds_and_commits_its_own_after_them(store: Store, capsys:
     assert commit is not None and original is not None
     assert (commit.run, commit.inputs) == ("f", {"rollout": commit_key(keys.rollout_prefix(2))})
     assert commit.model_copy(update={"run": "r", "inputs": original.inputs, "digest": original.digest}) == original
-    record = store.read_json(keys.record)
-    assert {name: record["parent"][name] for name in ("run", "at", "restart_data", "restarts", "parent")} == {
+    record = read_run_record(store, keys)
+    assert record.parent.model_dump(exclude={"config", "discard_responses"}) == {
         **{"run": "r", "at": 3, "restart_data": False, "restarts": [], "parent": None}
     }
-    assert "store_options" not in record["parent"]["config"]["run"], "credentials are not written down"
+    assert "store_options" not in record.parent.config["run"], "credentials are not written down"
     assert not store.exists(unfinished_fork_key(keys))
     go_on(store, "f", ROUNDS + 2)
     assert audit_run(store, keys).problems == audit_run(store, old).problems == []
@@ -216,7 +218,9 @@ def test_unfinished_fork_is_not_taken_for_another_fork(store: Store) -> None:
     assert command(store, "r", "--at", "4", "--name", "f") == 0
     with pytest.raises(ValueError, match="run 'f' exists already"):
         command(store, "r", "--at", "3", "--name", "f")
-    store.create(unfinished_fork_key(RunKeys("f")), store.read(RunKeys("f").record) or b"")
+    record = read_run_record(store, RunKeys("f"))
+    unfinished = ForkRecord(**record.model_dump(include=ForkRecord.model_fields.keys()))
+    store.create(unfinished_fork_key(RunKeys("f")), unfinished.model_dump_json().encode())
     store.delete([RunKeys("f").record])
     with pytest.raises(ValueError, match="run 'f' is an unfinished fork with another origin"):
         command(store, "r", "--at", "3", "--name", "f")
@@ -243,8 +247,8 @@ def test_fork_with_other_data_restarts_at_its_first_row_and_continues_prompt_num
     words = [str(tmp_path / "data.jsonl") if word == "NEW" else word for word in words]
     assert command(store, "r", "--at", "3", "--name", "f", *words) == 0
     keys = go_on(store, "f", ROUNDS + 2)
-    parent = store.read_json(keys.record)["parent"]
-    assert (parent["restart_data"], parent["restarts"]) == (True, [3])
+    parent = read_run_record(store, keys).parent
+    assert (parent.restart_data, parent.restarts) == (True, [3])
     commit = store.committed(keys.rollout_prefix(3))
     assert commit is not None
     state = commit.state["data_source"]
@@ -253,10 +257,10 @@ def test_fork_with_other_data_restarts_at_its_first_row_and_continues_prompt_num
     # the fork of a fork knows both its own past and its parent's
     assert command(store, "f", "--at", "5", "--name", "g", *words) == 0
     restarts = [3, 5] if "--prompt-data" in words else [3]  # the same seed is not a change
-    assert store.read_json(RunKeys("g").record)["parent"]["restarts"] == restarts
+    assert read_run_record(store, RunKeys("g")).parent.restarts == restarts
     assert audit_run(store, go_on(store, "g", ROUNDS + 3)).problems == []
     assert command(store, "f", "--at", "2", "--name", "h") == 0, "from before the data restarted"
-    assert store.read_json(RunKeys("h").record)["parent"]["restarts"] == [2], "the position is one in other data"
+    assert read_run_record(store, RunKeys("h")).parent.restarts == [2], "the position is one in other data"
     assert audit_run(store, go_on(store, "h", ROUNDS)).problems == []
 
 
@@ -265,11 +269,11 @@ def test_fork_of_a_fork_at_its_fork_point_also_restarts_the_data(store: Store, t
     assert command(store, "r", "--at", "3", "--name", "f", "--rollout-seed", "7") == 0
     assert command(store, "f", "--at", "3", "--name", "g", "--lr", "2e-6") == 0
     assert command(store, "g", "--at", "3", "--name", "h", "--lr", "3e-6") == 0
-    assert [store.read_json(RunKeys(run).record)["parent"]["restarts"] for run in "fgh"] == [[3], [3], [3]]
+    assert [read_run_record(store, RunKeys(run)).parent.restarts for run in "fgh"] == [[3], [3], [3]]
     sources = [sources_of_round(store, go_on(store, run, ROUNDS), 3) for run in "fgh"]
     assert sources[0] == sources[1] == sources[2]
     assert command(store, "h", "--at", "4", "--name", "i") == 0, "after it, the position is one in its own data"
-    assert store.read_json(RunKeys("i").record)["parent"]["restart_data"] is False
+    assert read_run_record(store, RunKeys("i")).parent.restart_data is False
 
 
 def sources_of_round(store: Store, keys: RunKeys, rollout_id: int) -> list[dict[str, int]]:
@@ -339,17 +343,17 @@ def test_shared_rounds_are_replayed_with_the_config_that_trained_them(store: Sto
     assert command(store, "r", "--at", "3", "--name", "f", "--lr", "1e-3") == 0
     go_on(store, "f", 5)
     assert command(store, "f", "--at", "4", "--name", "g", "--lr", "1e-2") == 0
-    record = store.read_json(RunKeys("g").record)
+    record = read_run_record(store, RunKeys("g"))
     assert [config_of_round(record, r).train.lr for r in (0, 2, 3, 4, 9)] == [1e-6, 1e-6, 1e-3, 1e-2, 1e-2]
     version, before = missing_fork_checkpoint(store, record) or (None, None)
     assert version == 4 and before is not None and before.train.lr == 1e-3
     assert command(store, "f", "--at", "2", "--name", "h", "--lr", "1e-2") == 0, "before the parent's own beginning"
-    record = store.read_json(RunKeys("h").record)
+    record = read_run_record(store, RunKeys("h"))
     assert config_of_round(record, 1).train.lr == 1e-6
     assert missing_fork_checkpoint(store, record) is None, "checkpoint 2 exists"
     assert command(store, "r", "--at", "3", "--name", "same", "--num-engines", "2") == 0
-    assert missing_fork_checkpoint(store, store.read_json(RunKeys("same").record)) is None, "same training options"
-    assert missing_fork_checkpoint(store, store.read_json(RunKeys("r").record)) is None, "not a fork"
+    assert missing_fork_checkpoint(store, read_run_record(store, RunKeys("same"))) is None, "same training options"
+    assert missing_fork_checkpoint(store, read_run_record(store, RunKeys("r"))) is None, "not a fork"
 
 
 def test_replay_refuses_rounds_that_an_ancestor_trained_with_other_options(store: Store) -> None:
@@ -376,7 +380,7 @@ def test_fork_at_zero_shares_only_the_initial_weights(store: Store, capsys: pyte
     assert "0 rollouts, 0 steps, 0 checkpoints, 1 evals" in capsys.readouterr().out
     keys = go_on(store, "f", 2)
     assert store.read(f"{keys.prefix}/base.json") == store.read("runs/r/base.json")
-    assert missing_fork_checkpoint(store, store.read_json(keys.record)) is None
+    assert missing_fork_checkpoint(store, read_run_record(store, keys)) is None
     assert audit_run(store, keys).problems == []
 
 

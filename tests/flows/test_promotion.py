@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from run_records import run_json
 
 from penstock.flows import tasks
 from penstock.flows.cli import main
@@ -56,7 +57,7 @@ def store(tmp_path: Path) -> Store:
     """Versions 1 to 4 with checkpoint and evaluation: 2 is clearly better than 1, 3 about equal to 2, 4 better on
     `sums` and worse on `code`."""
     store = Store(str(tmp_path / "store"))
-    store.create(KEYS.record, json.dumps({"flow": "post_train", "config": {}}).encode())
+    store.create(KEYS.record, run_json())
     half = [float(prompt % 2) for prompt in range(NUM_PROMPTS)]
     better = [1.0 if prompt % 8 else 0.0 for prompt in range(NUM_PROMPTS)]
     equal = [1.0 - better[prompt] if prompt % 16 in (0, 1) else better[prompt] for prompt in range(NUM_PROMPTS)]
@@ -178,8 +179,7 @@ def test_run_starts_from_the_export_of_the_champion_and_keeps_it(store: Store, t
     path = with_champion(config).convert.hf_checkpoint
     export = store.committed(KEYS.export_prefix(1))
     assert path == store.path(export.attempt)
-    record = {"flow": "post_train", "config": {"convert": {"hf_checkpoint": path}}}
-    store.create(RunKeys("next").record, json.dumps(record).encode())
+    store.create(RunKeys("next").record, run_json(config={"convert": {"hf_checkpoint": path}}))
     promote(store, 2)
     assert with_champion(config).convert.hf_checkpoint == path
     given = ["--hf-checkpoint", "champion:math"]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from run_records import run_json
 
 from penstock.flows.cli import main
 from penstock.flows.commands.resume import read_flow_and_resumed_config
@@ -23,6 +24,7 @@ from penstock.flows.runtime.runs import (
     read_flow_and_config,
 )
 from penstock.storage.errors import OptionError, RunError
+from penstock.storage.history.run_record import read_schedule_changes
 from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
@@ -98,7 +100,7 @@ def test_concurrent_schedule_changes_are_all_kept(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     names = store.list(f"{keys.prefix}/changes")
-    kept = [store.read_json(f"{keys.prefix}/changes/{name}")["schedule"]["run.num_rollout"] for name in names]
+    kept = [change.schedule["run.num_rollout"] for change in read_schedule_changes(store, keys)]
     assert names == [f"{number:06d}.json" for number in range(6)] and sorted(kept) == list(range(10, 16))
     assert latest_schedule_options(store, keys)["run.num_rollout"] == kept[-1]
 
@@ -434,12 +436,8 @@ def test_moved_project_resumes(typed) -> None:
 def test_record_with_relative_paths_resumes_in_its_directory(typed) -> None:
     first = typed("project")
     store = open_store(first.run)
-    old = {
-        "flow": "post_train",
-        "config": first.model_dump(mode="json", exclude={"run": {"store_options"}}),
-        "created_at": 0.0,
-    }
-    store.create(KEYS.record, json.dumps(old).encode())
+    config = first.model_dump(mode="json", exclude={"run": {"store_options"}})
+    store.create(KEYS.record, run_json(config=config, directory=str(Path.cwd())))
     commit_round(store, first)
     assert open_run(store, "post_train", first).run == "r"
     assert store.list(f"{KEYS.prefix}/changes") == []

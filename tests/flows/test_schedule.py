@@ -1,9 +1,9 @@
 """Runs with --num-rollout-per-start: every start adds its rounds once, also after kills."""
 
-import json
 from pathlib import Path
 
 import pytest
+from run_records import parent_record, run_json
 
 from penstock.flows.config import PostTrainConfig, options_by_mutability, validate_config
 from penstock.flows.runtime.runs import open_run
@@ -67,9 +67,7 @@ def test_run_can_switch_between_fixed_length_and_rounds_per_start(store: Store) 
 @pytest.mark.parametrize("recorded", [6, 8])  # 8: what the fork's first start is to reach, by chance
 def test_fork_with_rounds_per_start_counts_from_its_first_round(store: Store, recorded: int) -> None:
     values = config(3, num_rollout=recorded).model_dump(mode="json")
-    store.create(
-        KEYS.record, json.dumps({"flow": "post_train", "config": values, "parent": {"run": "p", "at": 5}}).encode()
-    )
+    store.create(KEYS.record, run_json(config=values, parent=parent_record("p", 5)))
     train(store, range(0, 5))
     assert start(store, config()) == 8
     train(store, range(5, 6))

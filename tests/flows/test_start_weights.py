@@ -159,7 +159,7 @@ def test_run_of_an_older_release_keeps_its_start_weights(tmp_path: Path) -> None
     store = Store(run.run.store)
     create_run_record(store, "post_train", run)
     assert starting_weights(read_flow_and_config(run.run, "r")[1]) == str(Path("reference").absolute())
-    record = store.read_json(RunKeys("r").record)
+    record = json.loads(store.read(RunKeys("r").record) or b"")
     del record["config"]["convert"]["load"]  # such a release started from --hf-checkpoint, whatever --ref-load was
     Path(store.path(RunKeys("r").record)).write_text(json.dumps(record))
     assert starting_weights(read_flow_and_config(run.run, "r")[1]) == str(hf)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from run_records import parent_record, run_json
 from scripted_engine import KEYS, Bench, SlowClient
 
 from penstock.engines.generation import Generation
@@ -114,9 +115,9 @@ def test_fork_with_another_group_size_generates_buffered_groups_again(
     bench = bench_with(tmp_path, tokenizer, over_sampling_batch_size=10)
     aside = groups(buffered(bench, bench.round(0, client=SlowClient)))
     bench.config = bench.config.model_copy(update={"n_samples_per_prompt": num_samples})
-    parent = {"run": "parent", "at": 1, "discard_responses": True}
-    record = {"run": "run", "parent": parent, "config": {"rollout": bench.config.model_dump(mode="json")}}
-    bench.store.create(KEYS.record, json.dumps(record).encode())
+    parent = parent_record("parent", 1, discard_responses=True)
+    record = run_json(parent=parent, config={"rollout": bench.config.model_dump(mode="json")})
+    bench.store.create(KEYS.record, record)
     second = bench.round(1, client=SlowClient)
     samples = trained(bench, second) + buffered(bench, second)
     assert groups(samples) >= aside
@@ -260,7 +261,7 @@ def test_groups_lost_by_data_source_are_dropped_with_reason(tmp_path: Path, toke
 
 def problems_of(bench: Bench) -> list[str]:
     """What the audit finds in the rollouts: every prompt in one place, in the order of the data source."""
-    bench.store.create(KEYS.record, json.dumps({"run": "run"}).encode())
+    bench.store.create(KEYS.record, run_json())
     return [line for line in audit_run(bench.store, KEYS).problems if "rollouts/" in line or "sample ids" in line]
 
 

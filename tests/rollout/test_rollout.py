@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_records import parent_record, run_json
 from scripted_engine import KEYS, Bench, ScriptedClient, write_jsonl
 
 from penstock.stages.rollout.deadline import run_blocking
@@ -75,7 +76,7 @@ def test_a_row_appended_at_the_boundary_of_an_epoch_still_belongs_to_it(
 
 def test_fork_with_new_data_restarts_data_and_continues_numbering(bench: Bench, tmp_path: Path) -> None:
     bench.round(0), bench.round(1)
-    bench.store.create(KEYS.record, b'{"parent": {"run": "other", "at": 2, "restart_data": true}}')
+    bench.store.create(KEYS.record, run_json(parent=parent_record("other", 2, restart_data=True)))
     rows = [{"input": f"{i}+3=", "label": str(i + 3)} for i in range(10)]
     bench.config = bench.config.model_copy(update={"prompt_data": [write_jsonl(tmp_path / "others.jsonl", rows)]})
     commits = [bench.round(r) for r in (2, 3)]

@@ -4,7 +4,6 @@ slow and stale ones, and that a restart loses no group and uses none twice."""
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import random
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from run_records import run_json
 from scripted_engine import KEYS
 from simulated_stream import Clock, SimulatedBench, SimulatedStream, clock, lengths_of, number_of, short_lengths
 
@@ -68,7 +68,7 @@ def check_every_prompt_is_used_once(bench: SimulatedBench) -> None:
         assert len(ids(samples)) == BATCH and len({sample.sample_id for sample in samples}) == len(samples)
         used.update(ids(samples) + dropped)
         assert sorted([*used.elements(), *waiting]) == list(range(commit.state["data_source"]["issued"]))
-    bench.store.create(KEYS.record, json.dumps({"run": "run"}).encode())
+    bench.store.create(KEYS.record, run_json())
     assert [line for line in audit_run(bench.store, KEYS).problems if "rollouts/" in line or "sample ids" in line] == []
 
 

@@ -8,6 +8,7 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import open_run
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.resume_point import read_resume_point
+from penstock.storage.history.run_record import read_run_record
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import write_shards
@@ -53,9 +54,9 @@ def make_run(
 
 def roll_one(store: Store, keys: RunKeys, config: PostTrainConfig, rollout_id: int) -> Commit:
     state = read_resume_point(store, keys, rollout_id).state
-    parent = (store.read_json(keys.record) or {}).get("parent") or {}
+    parent = read_run_record(store, keys).parent
     source = PromptSource.open(config.rollout)
-    if parent.get("restart_data") and parent["at"] == rollout_id and state is not None:
+    if parent and parent.restart_data and parent.at == rollout_id and state is not None:
         state = {"epoch": 0, "cursor": 0, "issued": state["issued"], "segments": []}
     prompts, after = source.take(source.restore(state), config.rollout.rollout_batch_size)
     samples = _samples(prompts, rollout_id, config.rollout.n_samples_per_prompt, reward=0.25)

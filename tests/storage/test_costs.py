@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+from run_records import run_json
 
 from penstock.flows.cli import main
 from penstock.flows.config import validate_config
@@ -109,7 +110,7 @@ def test_starts_are_numbered_and_keep_their_ends(store: Store) -> None:
 
 
 def test_command_prints_every_stage(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    store.create(KEYS.record, b'{"flow": "post_train", "config": {}}')
+    store.create(KEYS.record, run_json())
     assert main(["cost", "r", "--rounds", "--price", "36", "--store", store.root]) == 0
     text = capsys.readouterr().out
     assert "r in " in text and "80.0 s in 2 starts" in text and "2 x trainer" in text and "4 x engines" in text
@@ -153,7 +154,7 @@ def test_energy_that_no_device_tells_is_absent(store: Store, capsys: pytest.Capt
     costs = compute_costs(store, KEYS)
     assert costs.joules == {} and costs.checkpoint_joules == {} and costs.rounds[0].joules == {}
     assert not [name for name in costs.metrics() if "energy" in name or "joules" in name]
-    store.create(KEYS.record, b'{"flow": "post_train", "config": {}}')
+    store.create(KEYS.record, run_json())
     assert main(["cost", "r", "--rounds", "--store", store.root]) == 0
     assert "energy of the GPUs" not in capsys.readouterr().out
 

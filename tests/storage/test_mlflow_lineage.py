@@ -16,6 +16,7 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import read_flow_and_config
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.history.lineage_graph import read_lineage
+from penstock.storage.history.run_record import read_run_record
 from penstock.storage.history.starts import Start, record_start
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key, encode_commit
 from penstock.storage.samples.shards import read_samples
@@ -214,12 +215,12 @@ def test_run_page_shows_user_source_commit_and_flow_run(store: Store, database: 
     url = "http://127.0.0.1:4200/runs/flow-run/f0"
     record_start(store, RunKeys("r"), Start(user="ada", flow_run=url))
     run = next(run for run in Shown(send(store, database, "r")).runs if run.info.run_name == "r")
-    record = store.read_json(RunKeys("r").record)
+    record = read_run_record(store, RunKeys("r"))
     assert record is not None
     expected = {
         "mlflow.user": "ada",
         "mlflow.source.name": "penstock post_train",
-        "mlflow.source.git.commit": record["code_version"].partition("+")[2],
+        "mlflow.source.git.commit": record.code_version.partition("+")[2],
         "penstock.flow_run": url,
     }
     assert {name: run.data.tags[name] for name in expected} == expected

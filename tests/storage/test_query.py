@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from run_records import parent_record, run_json
 
 from penstock.flows.cli import main
 from penstock.flows.inspect.query import USAGE
@@ -83,9 +84,8 @@ def commit_evaluation(store: Store, keys: RunKeys, version: int, mean: float) ->
 def make_store(store: Store) -> Store:
     """A run of four rounds with checkpoints 1 (expired), 2 and 4, and a fork of it at round 2."""
     config = {"train": {"lr": 0.5}}
-    for keys, more in ((KEYS, {}), (FORK, {"parent": {"run": "my-run", "at": 2}})):
-        record = {"flow": "post_train", "config": config, "created_at": 1e9, **more}
-        store.create(keys.record, json.dumps(record).encode())
+    for keys, more in ((KEYS, {}), (FORK, {"parent": parent_record("my-run", 2)})):
+        store.create(keys.record, run_json(config=config, created_at=1e9, **more))
     for r in range(4):
         commit_round(store, KEYS, r)
     for version in (1, 2, 4):

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 from made_run import config_of, make_run, write_data
+from run_records import parent_record
 
 from penstock.flows.cli import main
 from penstock.flows.commands import fork, gc, rm
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import open_run, read_flow_and_config
 from penstock.storage.errors import OptionError, RunError
+from penstock.storage.history.run_record import ForkRecord
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.maintenance.orphans import find_orphans, remove_orphan
@@ -108,7 +110,10 @@ def test_a_run_needed_by_a_fork_is_not_removed(store: Store) -> None:
 
 
 def test_a_fork_made_during_removal_is_seen_or_sees_the_removal(store: Store) -> None:
-    store.create(unfinished_fork_key(RunKeys("f")), b'{"parent": {"run": "r"}}')
+    store.create(
+        unfinished_fork_key(RunKeys("f")),
+        ForkRecord(flow="sft", config={}, parent=parent_record("r", 2)).model_dump_json().encode(),
+    )
     with pytest.raises(RunError, match="its fork 'f'"):
         command(store, "r", "--yes", "r")
     store.delete([unfinished_fork_key(RunKeys("f"))])

@@ -52,7 +52,7 @@ def answer(group: TrainerGroup, store: Store, base: CheckpointRef, command: str,
 def main() -> None:
     address, uri, model, lr = sys.argv[1:]
     store = Store(uri)
-    base = CheckpointRef.model_validate(store.read_json("base.json"))
+    base = store.read_record(CheckpointRef, "base.json")
     config = TrainConfig(lr=float(lr), num_steps_per_rollout=2, actor_num_gpus_per_node=2, trainer_threads=1)
     cluster = Cluster.start(address, namespace=f"penstock-{KEYS.run}")
     spec = TrainerSpec(run=KEYS.run, shape=read_shape(model), config=config, store=uri)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mlflow.entities import LoggedModelInput, LoggedModelOutput, RunTag
 from mlflow.utils import mlflow_tags
 
+from penstock.storage.history.run_record import RunRecord, read_run_record
 from penstock.storage.history.starts import read_starts
-from penstock.storage.refs import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key, decode_record
+from penstock.storage.refs import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.tracking.lineage import Lineage
 from penstock.storage.tracking.mlflow.links import Link
 from penstock.storage.tracking.mlflow.models import MlflowModels, short_fingerprint
@@ -43,17 +44,17 @@ class RunPage:
         """Log user, source, git commit, Prefect flow run and description, and link the run with its parent and its
         forks. All come from the records in the store; without a store nothing is logged."""
         run = self.runs.run
-        record = run.store.read_json(RunKeys(run.name).record) if run.store else None
+        record = read_run_record(run.store, RunKeys(run.name)) if run.store else None
         if run.store is None or record is None:
             return
         starts = [start for start, _ in read_starts(run.store, RunKeys(run.name))]
         tags = {
-            mlflow_tags.MLFLOW_SOURCE_NAME: f"penstock {record['flow']}",
+            mlflow_tags.MLFLOW_SOURCE_NAME: f"penstock {record.flow}",
             mlflow_tags.MLFLOW_SOURCE_TYPE: "LOCAL",
-            mlflow_tags.MLFLOW_GIT_COMMIT: str(record.get("code_version", "")).partition("+")[2],
+            mlflow_tags.MLFLOW_GIT_COMMIT: record.code_version.partition("+")[2],
             mlflow_tags.MLFLOW_USER: next((start.user for start in starts if start.user), ""),
             "penstock.flow_run": starts[-1].flow_run if starts else "",
-            "penstock.code_version": record.get("code_version", ""),
+            "penstock.code_version": record.code_version,
         }
         self.client.log_batch(main_run, tags=[RunTag(name, value) for name, value in tags.items() if value])
         links = [
@@ -62,15 +63,15 @@ class RunPage:
             if start.flow_run.startswith("http")
         ]
         self.runs.add_links(main_run, links, describe_run(run, record))
-        if parent := record.get("parent"):
-            other = run.store.read_json(RunKeys(parent["run"]).record) or {}
-            self.client.set_tag(main_run, _PARENT, str(other.get("id") or parent["run"]))
-            if found := self.runs.find_main_run(replace(run, name=parent["run"], run_id=str(other.get("id") or ""))):
-                self._link_fork(found.info.run_id, parent["run"], main_run, run.name, parent["at"])
-        for fork in self.runs.find_all({_PARENT: str(record.get("id") or run.name)}):
+        if parent := record.parent:
+            other = read_run_record(run.store, RunKeys(parent.run))
+            self.client.set_tag(main_run, _PARENT, other.id if other else parent.run)
+            if found := self.runs.find_main_run(replace(run, name=parent.run, run_id=other.id if other else "")):
+                self._link_fork(found.info.run_id, parent.run, main_run, run.name, parent.at)
+        for fork in self.runs.find_all({_PARENT: record.id}):
             name = fork.data.tags["penstock.run"]
-            if (read := run.store.read_json(RunKeys(name).record)) and read.get("parent"):
-                self._link_fork(main_run, run.name, fork.info.run_id, name, read["parent"]["at"])
+            if (of_fork := read_run_record(run.store, RunKeys(name))) and of_fork.parent:
+                self._link_fork(main_run, run.name, fork.info.run_id, name, of_fork.parent.at)
 
     def _link_fork(self, parent_run: str, parent: str, fork_run: str, fork: str, at: int) -> None:
         """Link the MLflow runs of a fork from round `at` and of its parent."""
@@ -86,16 +87,14 @@ class RunPage:
         if self.base_model is not None:
             return
         if store is None:
-            if model := lineage.model():
-                self._log_origin(main_run, "base", *model)
+            if base := lineage.model():
+                self._log_origin(main_run, "base", *base)
             return
         for role in ORIGINS:
-            key = RunKeys(self.runs.run.name).origin_key(role)
-            data = store.read(key)
-            model_key = decode_record(CheckpointRef, key, data).key if data else ""
-            commit = store.committed(model_key.removesuffix(commit_key(""))) if model_key else None
-            if commit is not None:
-                self._log_origin(main_run, role, model_key, commit)
+            model = store.read_record(CheckpointRef, RunKeys(self.runs.run.name).origin_key(role))
+            commit = store.committed(model.key.removesuffix(commit_key(""))) if model else None
+            if model is not None and commit is not None:
+                self._log_origin(main_run, role, model.key, commit)
 
     def _log_origin(self, main_run: str, role: str, key: str, commit: Commit) -> None:
         """Log a converted model as an input of the run, with its conversion."""
@@ -142,7 +141,7 @@ class RunPage:
         return (self.models.of_attempt(attempt) if attempt else None) or self.models.of_source(path)
 
 
-def describe_run(run: TrackedRun, record: dict[str, Any]) -> str:
+def describe_run(run: TrackedRun, record: RunRecord) -> str:
     """Return the description of a run, as Markdown."""
-    command = f"`penstock {record['flow']}` with Penstock {record.get('code_version', '')}"
+    command = f"`penstock {record.flow}` with Penstock {record.code_version}"
     return f"{command}, store `{run.store_uri}`; more: `penstock lineage {run.name}`, `penstock report {run.name}`"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key, decode_record
+from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import SCHEMA, Status
 from penstock.storage.samples.shards import is_shard
 from penstock.storage.store import Store
@@ -105,10 +105,8 @@ class MlflowTraces:
             return None
         from tokenizers import Tokenizer
 
-        key = RunKeys(run.name).origin_key("base")
-        data = run.store.read(key)
-        model = decode_record(CheckpointRef, key, data).key if data else ""
-        commit = run.store.committed(model.removesuffix(commit_key(""))) if model else None
+        model = run.store.read_record(CheckpointRef, RunKeys(run.name).origin_key("base"))
+        commit = run.store.committed(model.key.removesuffix(commit_key(""))) if model else None
         if commit is None or f"{commit.attempt}/{_TOKENIZER}" not in [file.path for file in commit.files]:
             return None
         with run.store.reading(commit, only=[_TOKENIZER]) as directory:

@@ -1,0 +1,170 @@
+"""Damaged records in a store: every command names the record, in one line with exit code 2, and `runs` lists the other
+runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_records import parent_record
+
+sys.path.append(str(Path(__file__).parents[1] / "storage"))
+from made_run import config_of, make_run, write_data
+
+from penstock.flows.cli import main
+from penstock.storage.history.starts import Start, record_start
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
+
+Damage = bytes | Callable[[dict[str, Any]], object]
+
+
+def sets(**fields: Any) -> Damage:
+    """Set fields of a record."""
+    return lambda record: record.update(fields)
+
+
+def with_parent(**fields: Any) -> Damage:
+    """Make the run a fork whose origin has these fields."""
+    return sets(parent=parent_record("p", 1).model_dump() | fields)
+
+
+DAMAGED_RUNS: dict[str, Damage] = {
+    "newer-version": sets(record_version=99),
+    "version-text": sets(record_version="x"),
+    "version-null": sets(record_version=None),
+    "empty-object": b"{}",
+    "list": b"[]",
+    "null": b"null",
+    "empty": b"",
+    "binary": bytes(range(256)),
+    "surrogate": b'"\\ud800"',
+    "nested": b"[" * 100_000,
+    "no-flow": lambda record: record.pop("flow"),
+    "other-flow": sets(flow="train"),
+    "no-config": lambda record: record.pop("config"),
+    "config-list": sets(config=[]),
+    "section-list": lambda record: record["config"].update(run=[]),
+    "time-text": sets(created_at="yesterday"),
+    "time-huge": sets(created_at=1e300),
+    "time-negative": sets(created_at=-1e18),
+    "id-number": sets(id=5),
+    "no-directory": lambda record: record.pop("directory"),
+    "unknown-field": sets(owner="ada"),
+    "parent-number": sets(parent=3),
+    "parent-path": with_parent(run="../x"),
+    "parent-negative": with_parent(at=-1),
+    "parent-text": with_parent(at="first"),
+    "parent-restarts": with_parent(restarts="all"),
+    "grandparent": with_parent(parent={"run": "p"}),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Two runs of two rounds, the second one with a changed schedule and a start."""
+    root = tmp_path_factory.mktemp("records")
+    store, data = Store(str(root / "store")), write_data(root / "data.jsonl")
+    make_run(store, config_of(store, data, "good"), 2, save=(2,))
+    make_run(store, config_of(store, data, "bad"), 2, save=(2,))
+    make_run(store, config_of(store, data, "bad", "--num-rollout", "7"), 2)
+    record_start(store, RunKeys("bad"), Start())
+    return store
+
+
+@pytest.fixture
+def damage(made: Store) -> Any:
+    """A function that damages a record of the run `bad`; afterwards the record is restored."""
+    written: dict[Path, bytes] = {}
+
+    def change(name: str, damage: Damage) -> str:
+        path = Path(made.path(f"runs/bad/{name}"))
+        written[path] = path.read_bytes()
+        if isinstance(damage, bytes):
+            path.write_bytes(damage)
+        else:
+            damage(record := json.loads(written[path]))
+            path.write_text(json.dumps(record))
+        return f"runs/bad/{name}"
+
+    yield change
+    for path, content in written.items():
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", DAMAGED_RUNS)
+def test_damaged_run_record_is_named_by_every_command(
+    name: str, made: Store, damage: Callable[[str, Damage], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, before = damage("run.json", DAMAGED_RUNS[name]), sorted(file.key for file in made.walk(""))
+    for command in (["resume", "bad"], ["show", "bad"], ["fork", "bad", "--at", "1", "--name", "f"]):
+        assert main([*command, "--store", made.root]) == 2
+        error = capsys.readouterr().err
+        assert key in error and error.count("\n") == 1 and len(error) < 400, error
+    assert main(["verify", "bad", "--store", made.root]) == 1
+    assert f"WRONG: {key} is not a valid record" in capsys.readouterr().err
+    check_runs(made, key, capsys)
+    assert sorted(file.key for file in made.walk("")) == before
+
+
+DAMAGED_FILES: dict[str, tuple[str, Damage]] = {
+    "change-list": ("changes/000000.json", b"[]"),
+    "change-number": ("changes/000000.json", sets(schedule=5)),
+    "change-without-section": ("changes/000000.json", sets(schedule={"num_rollout": 3})),
+    "change-without-time": ("changes/000000.json", lambda record: record.pop("at")),
+    "step-empty": ("steps/000001.commit.json", b"{}"),
+    "step-newer": ("steps/000001.commit.json", sets(record_version=99)),
+    "rollout-surrogate": ("rollouts/000001.commit.json", b'"\\udfff"'),
+    "rollout-summary": ("rollouts/000001.commit.json", sets(summary=[1])),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_FILES)
+def test_other_damaged_record_is_found_by_verify_and_runs(
+    name: str, made: Store, damage: Callable[[str, Damage], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = damage(*DAMAGED_FILES[name])
+    assert main(["verify", "bad", "--store", made.root]) == 1
+    assert f"WRONG: {key} is not a valid record" in capsys.readouterr().err
+    if "commit" not in name:
+        assert main(["show", "bad", "--store", made.root]) == 2
+        assert key in capsys.readouterr().err
+    if not key.startswith("runs/bad/steps/"):  # `runs` only counts them
+        check_runs(made, key, capsys)
+
+
+@pytest.mark.parametrize(("name", "content"), [("starts/000000.json", b"[]"), ("base.json", b"{}")])
+def test_damaged_record_that_runs_does_not_read_is_found_by_verify(
+    name: str, content: bytes, made: Store, damage: Callable[[str, Damage], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = damage(name, content)
+    assert main(["verify", "bad", "--store", made.root]) == 1
+    assert f"WRONG: {key} is not a valid record" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["run.json", "changes/000000.json", "rollouts/000001.commit.json"])
+@pytest.mark.parametrize("kind", ["pipe", "directory", "loop"])
+def test_record_that_is_not_a_file_is_refused(
+    name: str, kind: str, made: Store, damage: Callable[[str, Damage], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(made.path(damage(name, b"")))
+    path.unlink()
+    {"pipe": os.mkfifo, "directory": os.mkdir, "loop": lambda path: path.symlink_to(path)}[kind](path)
+    try:
+        assert main(["show", "bad", "--store", made.root]) == 2
+        assert "cannot be read" in capsys.readouterr().err
+        check_runs(made, f"runs/bad/{name}", capsys)
+    finally:
+        path.rmdir() if kind == "directory" else path.unlink()
+
+
+def check_runs(store: Store, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`penstock runs` lists the undamaged run and names the damaged record."""
+    assert main(["runs", "--store", store.root]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 9" in out and "bad is damaged: " in out and key in out
