@@ -92,15 +92,9 @@ class Cluster:
         log_ray_messages()
         quiet: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
         if address is not None:
-            try:
+            with translate_ray_errors(address):
                 check_ray_answers(address)
                 connect_to_ray(address=address, **quiet)
-            except (OSError, ray.exceptions.RayError) as error:
-                raise EngineError(
-                    f"no Ray cluster answers at {address!r} ({error}): start one with `ray start --head` and set the "
-                    "same RAY_AUTH_MODE and RAY_AUTH_TOKEN for this process, or omit --ray-address to start a local "
-                    "Ray that ends with this process"
-                ) from error
             return cls(namespace, options=options)
         start_ray(num_cpus=num_cpus or cpu_count(), num_gpus=num_gpus, **quiet)
         return cls(namespace, ray._private.worker._global_node, options)
@@ -330,6 +324,23 @@ class Cluster:
             ) from error
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
+
+
+@contextmanager
+def translate_ray_errors(address: str) -> Iterator[None]:
+    """Turn the errors of a connection to the Ray cluster at `address` into an EngineError."""
+    import ray
+
+    try:
+        yield
+    except EngineError:
+        raise
+    except (OSError, ValueError, ray.exceptions.RayError) as error:
+        raise EngineError(
+            f"no Ray cluster answers at {address!r} ({error}): start one with `ray start --head` and set the same "
+            "RAY_AUTH_MODE and RAY_AUTH_TOKEN for this process, or omit --ray-address to start a local Ray that ends "
+            "with this process"
+        ) from error
 
 
 def check_ray_answers(address: str) -> None:

@@ -63,10 +63,7 @@ USAGE = """usage: penstock COMMAND [options]
 `penstock COMMAND --help` explains a command, `penstock train --help-all` lists every option. `--config FILE.toml` reads
 them from a file; --verbose shows Prefect's log lines, and the traceback of an error."""
 
-USER_ERRNOS = {  # file errors that count as an invalid request (exit code 2), not as a bug
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EISDIR),
-    *(errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
-}
+USER_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}  # errors without a file's name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,7 +100,7 @@ def _run_and_report(arguments: list[str]) -> int:
     except PenstockError as error:
         return _report_user_error(error, arguments)
     except OSError as error:
-        if error.errno in USER_ERRNOS:
+        if error.filename is not None or error.errno in USER_ERRNOS:  # an invalid request, not a bug
             return _report_user_error(error, arguments)
         return _report_bug(error, arguments)
     except ModuleNotFoundError as error:

@@ -29,6 +29,7 @@ from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.algorithms.registry import ESTIMATORS
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.config import Mutability, StageConfig, field_meta, option
+from penstock.storage.disk import read_file
 from penstock.storage.errors import InputError, OptionError
 from penstock.storage.near_names import nearest_name
 from penstock.storage.secret_references import contains_hidden_secret, hide_literal_secrets, resolve_secrets
@@ -348,21 +349,12 @@ def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
 def read_config_text(path: str | Path, flag: str = "--config", kind: str = "TOML") -> str:
     """Return the text of the file that `flag` names, in the format `kind`. Raises OptionError if it cannot be read."""
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(MAX_CONFIG_BYTES + 1)  # bounded: a device file has no size
-        if len(data) > MAX_CONFIG_BYTES:
-            raise OptionError(
-                f"config file {path} exceeds the limit of {MAX_CONFIG_BYTES} bytes: check that {flag} names a "
-                f"{kind} config file"
-            )
-        return data.decode("utf-8").replace("\r\n", "\n")
+        return read_file(path, MAX_CONFIG_BYTES).decode("utf-8").replace("\r\n", "\n")
     except FileNotFoundError:
         raise OptionError(f"config file {path} does not exist: give {flag} a {kind} file") from None
     except UnicodeDecodeError as error:
         raise OptionError(f"config file {path} is not UTF-8 (byte {error.start}): give {flag} a {kind} file") from None
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL character
-        if isinstance(error, OptionError):
-            raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise OptionError(
             f"config file {short_repr(str(path))} cannot be read ({reason}): give {flag} a {kind} file"

@@ -25,6 +25,7 @@ from typing import Any
 
 from penstock.stages.slime_modules import missing_imports, provide_slime_modules
 from penstock.storage.errors import PluginError
+from penstock.storage.preemption import time_limit
 
 # Option that names a function -> the function's name in a file that is given without one.
 DEFAULT_NAMES = {
@@ -230,7 +231,8 @@ def _load_module(location: str, path: str) -> ModuleType:
     if location.endswith(".py"):
         return _load_file(Path(location))
     try:
-        return importlib.import_module(location)
+        with time_limit("the import"):
+            return importlib.import_module(location)
     except (Exception, SystemExit) as error:
         raise PluginError(f"{path}: module {location} fails to import: {_describe_import_error(error)}") from error
 
@@ -248,7 +250,8 @@ def _load_file(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up
     try:
-        spec.loader.exec_module(module)
+        with time_limit("the import"):
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise PluginError(f"{file} fails to import: {_describe_import_error(error)}") from error

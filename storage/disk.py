@@ -217,9 +217,8 @@ def read_file(path: str | Path, max_bytes: int = MAX_FILE) -> bytes:
     Raises:
         OSError: the file cannot be read, is larger, or is a pipe or a device, from which a read may never return.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is a pipe or a device instead of a file", str(path))
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:

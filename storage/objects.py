@@ -80,21 +80,22 @@ def open_file_system(uri: str, options: dict[str, Any]) -> tuple[fsspec.Abstract
         StoreError: the scheme is unknown, or its driver is not installed.
     """
     protocol = uri.split("://", 1)[0] if "://" in uri else "file"
-    if protocol in ("s3", "s3a"):
-        config: dict[str, Any] = {"max_pool_connections": 2 * _NUM_FILES * _NUM_PARTS}
-        if not {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"} & set(os.environ):
-            config["retries"] = {"total_max_attempts": 3, "mode": "standard"}  # with jitter
-        options = {**options, "config_kwargs": {**config, **options.get("config_kwargs", {})}}
     try:
+        if protocol in ("s3", "s3a"):
+            config: dict[str, Any] = {"max_pool_connections": 2 * _NUM_FILES * _NUM_PARTS}
+            if not {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"} & set(os.environ):
+                config["retries"] = {"total_max_attempts": 3, "mode": "standard"}  # with jitter
+            options = {**options, "config_kwargs": {**config, **options.get("config_kwargs", {})}}
         fs, root = fsspec.core.url_to_fs(uri, **options)
     except ImportError as error:
         package = known_implementations.get(protocol, {}).get("class", protocol).split(".")[0]
         raise StoreError(
             f"store {uri!r} needs the package {package}, which is not installed ({error}): pip install {package}"
         ) from error
-    except ValueError as error:
+    except Exception as error:  # drivers have their own error types
         raise StoreError(
-            f"store {uri!r} cannot be opened ({error}): give --store a local path or a URI that fsspec supports"
+            f"store {uri!r} cannot be opened ({type(error).__name__}: {error}): give --store a local path or a URI "
+            "that fsspec supports, and --store-options that its driver has"
         ) from error
     if _is_s3(fs):
         fs.retries = 2  # instead of 5, since botocore retries below s3fs, and `call_with_retries` above it
@@ -125,6 +126,10 @@ def call_with_retries(call: Callable[[], T], operation: str, num_tries: int | No
         try:
             return call()
         except Exception as error:  # drivers have their own error types
+            if _s3_error_code(error) == "NoSuchBucket":
+                raise StoreError(
+                    f"{operation} failed: the bucket does not exist; correct --store, or create it"
+                ) from error
             if type(error).__name__ in _CREDENTIAL_ERRORS:
                 raise StoreError(
                     f"{operation} needs credentials ({error}): set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "

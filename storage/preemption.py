@@ -1,9 +1,15 @@
-"""Cooperative preemption: a stop request with a grace period, and the exception with which a stage then ends."""
+"""Cooperative preemption: a stop request with a grace period, and the exception with which a stage then ends; and a
+time limit for user-defined code and patterns."""
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PATIENCE = 45.0  # seconds for an import of user-defined code or a search for a user's pattern
 
 
 class Preempted(BaseException):
@@ -45,3 +51,31 @@ class StopRequest:
         """Raise Preempted if a stop was requested. The driver calls it between stages."""
         if self.requested:
             raise Preempted("the run was asked to stop")
+
+
+@contextmanager
+def time_limit(action: str) -> Iterator[None]:
+    """Raise TimeoutError in the block if it takes more than PATIENCE seconds. Does nothing in other threads than the
+    main one, to which Python delivers signals.
+
+    The timer thread ends code that sleeps; the CPU timer ends code that does not let other threads run, as a search for
+    a regular expression.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_timeout(number: int, frame: object) -> None:
+        raise TimeoutError(f"{action} takes more than {PATIENCE:g} s")
+
+    before = signal.signal(signal.SIGVTALRM, on_timeout)
+    timer = threading.Timer(PATIENCE, signal.pthread_kill, (threading.get_ident(), signal.SIGVTALRM))
+    timer.daemon = True
+    timer.start()
+    signal.setitimer(signal.ITIMER_VIRTUAL, PATIENCE)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

@@ -14,10 +14,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from penstock.storage.disk import read_file
 from penstock.storage.errors import OptionError
 from penstock.storage.secrets import ENV, FILE, has_credentials, is_reference, is_secret_name, register_secret
 
 PREFIX = "PENSTOCK_SECRET_"
+_MAX_SECRET_BYTES = 1 << 20
 _hidden: dict[str, str] = {}  # name in the reference -> literal secret, in this process only
 
 
@@ -80,6 +82,6 @@ def _read_secret(name: str) -> str:
     try:
         if path.stat().st_mode & 0o077:
             raise OptionError(f"secret-file:{name} can be read by other users: chmod 600 {name}")
-        return path.read_text(encoding="utf-8").strip()
+        return read_file(path, _MAX_SECRET_BYTES).decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"secret-file:{name} cannot be read ({type(error).__name__}): check the path") from error

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock.engines.families.shape import Llama3Scaling, Rotary, YarnScaling
+from penstock.storage.disk import read_file
 from penstock.storage.errors import ModelError
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # OWNER/NAME
 LARGEST = 2**31 - 1  # maximum of integer entries: Megatron's kernels cannot index more rows or columns
 LARGEST_NUMBER = 1e30  # maximum of other numeric entries; excludes NaN and infinity
 MAX_LAYERS = 10_000
+MAX_CONFIG_BYTES, MAX_JSON_BYTES = 16 << 20, 256 << 20  # of config.json, of other files (the largest tokenizers: 40 MB)
 EntryType = tuple[str, Callable[[Any], bool]]  # (description of valid values, function that checks a value)
 
 
@@ -156,15 +159,30 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path} does not exist: give --hf-checkpoint a Hugging Face model directory (config.json, *.safetensors, "
             "tokenizer)"
         )
+    check_model_files(path.parent)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_file(path, MAX_CONFIG_BYTES).decode("utf-8"))
     except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error.strerror}): make it a readable file") from None
+        raise ModelError(f"{path} cannot be read ({error.strerror}): replace it by a readable file") from None
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON ({error}): download it again") from None
     if not isinstance(values, dict):
         raise ModelError(f"{path} contains a JSON {type(values).__name__} instead of an object: download it again")
     return values
+
+
+def check_model_files(directory: Path) -> None:
+    """Check that what a model directory contains are files and directories, and that its JSON files can be read into
+    memory. Raises ModelError."""
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        try:
+            status = path.stat()
+        except OSError:  # a broken link: whoever needs the file reports it
+            continue
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+            raise ModelError(f"{path} is a pipe or a device instead of a file: remove it from the model's directory")
+        if path.suffix in (".json", ".jinja") and status.st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path} has {status.st_size} bytes, more than {MAX_JSON_BYTES}: download it again")
 
 
 class ConfigEntries:

@@ -13,6 +13,7 @@ from types import ModuleType
 
 from penstock.engines.families.family import Family
 from penstock.storage.errors import PluginError
+from penstock.storage.preemption import time_limit
 
 
 def load_family(path: str) -> Family:
@@ -39,12 +40,16 @@ def _import_module(path: str) -> ModuleType:
     """Import the Python file or module `path`, and return the module."""
     try:
         if not path.endswith(".py"):
-            return importlib.import_module(path)
+            with time_limit("the import"):
+                return importlib.import_module(path)
+        if Path(path).exists() and not Path(path).is_file():
+            raise OSError("it is not a file")
         name = f"penstock_family_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses need the module in sys.modules
-        spec.loader.exec_module(module)
+        with time_limit("the import"):
+            spec.loader.exec_module(module)
         return module
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}"

@@ -6,13 +6,13 @@ Routed experts have PEFT's names of one linear layer per projection (`mlp.expert
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.families import tensor_layout
+from penstock.engines.families.entries import read_config
 from penstock.engines.families.ops import TensorLayout
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.lora import AdapterTarget, LoraOptions, adapter_targets
@@ -116,12 +116,12 @@ def check_peft_directory(directory: Path, shape: ModelShape, options: LoraOption
     Raises:
         ModelError: a file is missing, or the adapters differ.
     """
-    from safetensors import safe_open
+    from penstock.engines.weights.hf_headers import read_header
 
     for name in (CONFIG, WEIGHTS):
         if not (directory / name).is_file():
             raise ModelError(f"{directory / name} does not exist: give --lora-load a directory that PEFT has saved")
-    config = json.loads((directory / CONFIG).read_text())
+    config = read_config(directory / CONFIG)
     needed = {"r": options.rank, "lora_alpha": options.alpha, "use_rslora": options.use_rslora}
     neutral = dict.fromkeys(("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform"))
     for name, value in {**needed, **neutral, "bias": "none", "fan_in_fan_out": False}.items():
@@ -138,8 +138,7 @@ def check_peft_directory(directory: Path, shape: ModelShape, options: LoraOption
             out, size = layout.hf_shapes[f"{module}.weight"]
             shapes[f"{PREFIX}{module}.lora_A.weight"] = [options.rank, size]
             shapes[f"{PREFIX}{module}.lora_B.weight"] = [out, options.rank]
-    with safe_open(directory / WEIGHTS, framework="np") as file:
-        found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    found = {name: tensor["shape"] for name, tensor in read_header(directory / WEIGHTS)[0].items()}
     if differing := sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name)):
         name = differing[0]
         raise ModelError(

@@ -230,12 +230,19 @@ def _response_options(config: PostTrainConfig) -> dict[str, Any]:
 
 
 def check_rounds_are_trained(store: Store, keys: RunKeys, num_rounds: int) -> None:
-    """Check that a run has trained the first `num_rounds` rounds. Raises RunError."""
-    num_trained = len(store.committed_indices(f"{keys.prefix}/steps"))
-    if num_rounds > num_trained:
-        raise RunError(
-            f"run {keys.run!r} has {num_trained} trained rounds, but --at is {num_rounds}: give at most {num_trained}"
-        )
+    """Check that the rollouts and steps of the first `num_rounds` rounds of a run are committed. Raises RunError."""
+    for kind in ("steps", "rollouts"):
+        indices = store.committed_indices(f"{keys.prefix}/{kind}")
+        missing = min(set(range(len(indices) + 1)) - set(indices))
+        if missing < num_rounds and missing < max(indices, default=-1):
+            raise RunError(
+                f"{commit_key(f'{keys.prefix}/{kind}/{missing:06d}')} is missing, but a fork at round {num_rounds} "
+                f"shares it: restore it from a backup, or give --at {missing}"
+            )
+        if missing < num_rounds:
+            raise RunError(
+                f"run {keys.run!r} has {missing} trained rounds, but --at is {num_rounds}: give at most {missing}"
+            )
 
 
 def reserve_run_name(store: Store, new: RunKeys, fork_record: ForkRecord) -> None:

@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
@@ -21,6 +20,7 @@ from penstock.flows.options.argv import parse_integer, short_repr, split_args, t
 from penstock.flows.options.flags import parse_store_options, split_flags
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store
 from penstock.flows.terminal.escape import escape_controls, unescaped
+from penstock.storage.disk import read_file
 from penstock.storage.errors import OptionError
 from penstock.storage.query import VIEWS, execute, list_columns, open_connection, sql_error
 
@@ -107,7 +107,7 @@ def read_sql(positional: Sequence[str], file: str | None) -> str | None:
         return None
     try:
         if file is not None:
-            sql = Path(file).read_text(encoding="utf-8")
+            sql = read_file(file).decode("utf-8")
         else:
             sql = sys.stdin.read() if positional[0] == "-" else positional[0]
     except UnicodeDecodeError as error:

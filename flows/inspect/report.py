@@ -83,13 +83,11 @@ def check_output_file(path: Path) -> None:
         raise OptionError(f"--output {short_repr(str(path))} is a directory: give the name of a file in it")
     if not path.absolute().parent.is_dir():
         raise OptionError(f"--output {short_repr(str(path))}: its directory does not exist: create it first")
-    if path.exists():
-        with path.open("rb") as file:
-            if GENERATOR.encode() not in file.read(1000):
-                raise OptionError(
-                    f"--output {short_repr(str(path))} exists and is not a report of this command: "
-                    "move it, or give another file"
-                )
+    if path.exists() and not (path.is_file() and GENERATOR.encode() in path.read_bytes()[:1000]):
+        raise OptionError(
+            f"--output {short_repr(str(path))} exists and is not a report of this command: "
+            "move it, or give another file"
+        )
 
 
 def write_report(path: Path, page: str) -> int:

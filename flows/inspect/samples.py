@@ -99,7 +99,7 @@ def parse_request(run: str, own: dict[str, str]) -> Request:
         raise OptionError(f"--status takes one of {', '.join(Status)}; found {short_repr(status)}")
     try:
         pattern = re.compile(own.get("--grep", ""))
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:
         raise OptionError(f"--grep is not a regular expression ({error}): correct it") from error
     sign = {"--worst": 1, "--best": -1}.get(next((flag for flag in ("--worst", "--best") if flag in own), ""), 0)
     return Request(

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from penstock.flows.config import flag_of_field, validate_config
+from penstock.flows.options.addresses import MLFLOW, check_url
 from penstock.flows.options.argv import check_run_name, split_args
 from penstock.flows.options.flags import parse_store_options, parse_values, split_flags
 from penstock.flows.options.paths import with_absolute_paths
@@ -151,6 +152,7 @@ def _tracking_uri(store: Store, record: RunRecord, to: str, given: dict[str, Any
     run = with_absolute_paths(validate_config({"run": values})).run
     check_trackers(run.model_copy(update={"use_tensorboard": to == "tensorboard", "use_wandb": to == "wandb"}))
     if to == "mlflow":
+        check_url("--tracking-uri", run.mlflow_tracking_uri, MLFLOW)
         return tracking_uri(store, run.mlflow_tracking_uri)
     if to == "tensorboard":
         return tensorboard_uri_of_run(store, run)

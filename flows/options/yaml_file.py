@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.flows.config import read_config_text
+from penstock.storage.config import parse_yaml
 from penstock.storage.errors import OptionError
 
 
@@ -18,8 +19,8 @@ def read_yaml(path: str) -> dict[str, Any]:
 
     text = read_config_text(path, "--custom-config-path", "YAML")
     try:
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+        values = parse_yaml(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:150]
         raise OptionError(f"--custom-config-path {path} is not valid YAML ({reason}): correct it") from None
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):

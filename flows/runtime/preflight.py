@@ -30,6 +30,7 @@ from penstock.flows.gpu_plan import (
     speed_warnings,
 )
 from penstock.flows.options.adapters import with_adapters
+from penstock.flows.options.addresses import check_addresses
 from penstock.flows.options.partners import options_without_partner
 from penstock.flows.options.start_weights import check_start_weights, describe_start_weights, loaded_checkpoint
 from penstock.flows.reporting.prometheus import check_prometheus_port
@@ -208,12 +209,7 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
         raise OptionError(
             "--eval-prompt-data is missing: give NAME PATH, any number of times, or data sets with --eval-config"
         )
-    if run.ray_address is not None and not re.fullmatch(
-        r"auto|local|(ray://)?[\w.\[\]:-]+:\d{1,5}", run.ray_address, re.ASCII
-    ):
-        raise OptionError(
-            f"--ray-address {run.ray_address[:80]!r} is not an address: give auto, HOST:PORT or ray://HOST:PORT"
-        )
+    check_addresses(config)
     check_option_values(train.megatron)
     if rollout.rollout_external_engine_addrs and (started := sorted(set(rollout.sglang) - {"api_key"})):
         raise EngineError(

@@ -48,6 +48,11 @@ def _run_flow(name: str, config: PostTrainConfig) -> int:
         print(f"run {config.run.run} is complete, nothing is left to do; `penstock show {config.run.run}` prints it")
         return 0
     preflight(name, config)  # before the import of Prefect, which takes seconds
+    if config.run.ray_address is not None:
+        from penstock.engines.cluster import check_ray_answers, translate_ray_errors
+
+        with translate_ray_errors(config.run.ray_address):
+            check_ray_answers(config.run.ray_address)
     wait("loading Prefect")
     from prefect.exceptions import TerminationSignal
 

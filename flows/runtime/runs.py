@@ -64,6 +64,9 @@ def open_store(config: RunConfig, *, probe: bool = True) -> Store:
             raise StoreError(
                 f"store {config.store!r} is not writable: {path} is not a directory; give --store a directory or a URI"
             )
+        for name in ("runs", "models", "mlflow", "tensorboard"):
+            if (path := Path(config.store, name)).exists() and not path.is_dir():
+                raise StoreError(f"{path} is not a directory, as the store needs it: move it, or give another --store")
     return Store(config.store, config.store_options, single_writer=config.store_single_writer, probe=probe)
 
 

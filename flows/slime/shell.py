@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MAX_CHARACTERS = 1 << 20
+from penstock.storage.disk import read_file
+
+MAX_BYTES = 1 << 20
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _BLOCK_ENDS = {"fi": "if", "done": "do", "esac": "case", "}": "{"}
 MAX_NUMBERS = 10_000  # that `seq` may give
@@ -52,7 +54,7 @@ def read_script(
 
     Raises:
         OSError: the script cannot be read.
-        ValueError: it is not a text, or longer than MAX_CHARACTERS.
+        ValueError: it is not a text, or longer than MAX_BYTES.
     """
     script = Script()
     _Reader(script, find_source, environment or {}).read(path)
@@ -68,9 +70,7 @@ class _Reader:
         self.depth = 0  # of sourced files
 
     def read(self, path: Path) -> None:
-        text = path.read_text(encoding="utf-8")
-        if len(text) > MAX_CHARACTERS:
-            raise ValueError(f"{path} has more than {MAX_CHARACTERS} characters")
+        text = read_file(path, MAX_BYTES).decode("utf-8")
         outer, self.path = self.path, path
         self.depth += 1
         blocks: list[str] = []  # open blocks: "if" in the branch that is read, "before" or "else" in other ones, "do"

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 from penstock.stages.convert.hf.assets import stat_hash
 from penstock.storage import disk
+from penstock.storage.disk import read_file
 from penstock.storage.errors import ModelError, OptionError, StoreError
 from penstock.storage.refs import CheckpointRef, Commit, Frozen, attempt_in_path, commit_key
 from penstock.storage.store import Store
@@ -241,7 +242,7 @@ def megatron_directory(directory: str | Path) -> Path | None:
         return path
     if not (path / TRACKER).is_file():
         return None
-    name = (path / TRACKER).read_text().strip()
+    name = read_file(path / TRACKER).decode(errors="replace").strip()
     checkpoint = path / (f"iter_{int(name):07d}" if name.isdecimal() else RELEASE)
     if not (name.isdecimal() or name == RELEASE) or not (checkpoint / METADATA).is_file():
         raise ModelError(

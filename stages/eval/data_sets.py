@@ -9,12 +9,12 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError
 
-from penstock.storage.config import StageConfig
+from penstock.storage.config import StageConfig, parse_yaml
+from penstock.storage.disk import read_file
 from penstock.storage.errors import OptionError
 from penstock.storage.refs import JOURNAL, commit_key
 
@@ -90,11 +90,7 @@ class EvalFile(StageConfig):
 def read_eval_file(path: str) -> EvalFile:
     """Read and validate the --eval-config file at `path`. Raises OptionError for the first problem in it."""
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-        if len(data) > _MAX_BYTES:
-            raise OptionError(f"this file is larger than {_MAX_BYTES} bytes: give a TOML file with [[datasets]]")
-        text = data.decode("utf-8").replace("\r\n", "\n")
+        text = read_file(path, _MAX_BYTES).decode("utf-8").replace("\r\n", "\n")
         values = _parse_yaml(text) if path.endswith(_YAML) else tomllib.loads(text)
     except FileNotFoundError:
         raise OptionError("this file does not exist: give a TOML file with [[datasets]]") from None
@@ -111,8 +107,8 @@ def _parse_yaml(text: str) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        values = parse_yaml(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise OptionError(f"this file is not YAML ({' '.join(str(error).split())[:150]}): correct it") from None
     if isinstance(values, dict) and list(values) == ["eval"]:
         values = values["eval"]

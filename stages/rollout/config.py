@@ -312,7 +312,7 @@ class RolloutConfig(GenerationConfig):
     """Seconds that grading one sample may take; a sample that takes longer gets the status failed. If one call grades
     several samples, the limit is multiplied by their number."""
 
-    reward_start_timeout: float = option(300.0, mutability="placement", gt=0)
+    reward_start_timeout: float = option(45.0, mutability="placement", gt=0)
     """Seconds that a grading process may take to import the reward and construct its class, including loading a model.
     """
 

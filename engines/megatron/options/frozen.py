@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from penstock.engines.families import tensor_layout
 from penstock.engines.families.shape import ModelShape
 from penstock.storage.errors import OptionError
+from penstock.storage.preemption import time_limit
 
 FREEZE, ONLY_TRAIN = "--freeze-params-name-list", "--only-train-params-name-list"
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
@@ -44,8 +45,11 @@ def frozen_parameters(shape: ModelShape, freeze: Sequence[str] | None, only_trai
     matched: set[str] = set()
     for pattern in patterns:
         try:
-            found = {name for name in names if any(re.search(pattern, text) for text in _names_of(shape, name))}
-        except re.error as error:
+            with time_limit("the search"):
+                found = {name for name in names if any(re.search(pattern, text) for text in _names_of(shape, name))}
+        except TimeoutError as error:
+            raise OptionError(f"{flag} {pattern}: {error}; give a pattern without nested repetitions") from None
+        except (re.error, RecursionError, OverflowError) as error:
             raise OptionError(f"{flag} {pattern}: not a regular expression ({error}); correct it") from None
         if not found:
             raise OptionError(

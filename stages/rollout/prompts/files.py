@@ -26,6 +26,7 @@ import pyarrow as pa
 
 from penstock.stages.rollout.config import PromptConfig
 from penstock.stages.rollout.prompts.arrow import COLUMNAR, field_names, open_batches, select_fields
+from penstock.stages.rollout.prompts.bounded import open_data_file
 from penstock.stages.rollout.prompts.rows import (
     FIRST_ROW_KEYS,
     ArrowRows,
@@ -47,7 +48,7 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 _BLOCK_BYTES = 1 << 20  # bytes of a JSON file that are read at a time, and parsed as one block
 _BLOCK_ROWS = 1024  # rows of a columnar file that are parsed as one block
-_MAX_ROW = 1 << 24  # maximum characters of an element of a JSON array, or of a line or value of a CSV file
+_MAX_ROW = 16 << 20  # maximum bytes or characters of a row of a JSON file, or of a line or value of a CSV file
 _DECODER = json.JSONDecoder()
 _BEFORE_ELEMENT = re.compile(r"\s*[\[,]\s*")
 _END = re.compile(r"\s*\[?\s*\]\s*")
@@ -169,7 +170,7 @@ class _Files:
     @contextmanager
     def open(self, name: str, file: str) -> Iterator[BinaryIO]:
         """Open one of the files, decompressed. Raises DataError if it cannot be opened."""
-        with _translate_file_errors(name), self.fs.open(file, "rb", compression="infer") as opened:
+        with _translate_file_errors(name), open_data_file(self.fs, file, name) as opened:
             yield opened
 
     def fingerprints(self) -> list[str]:
@@ -230,6 +231,8 @@ def _translate_file_errors(path: str) -> Iterator[None]:
         raise DataError(f"prompt file {path} does not exist: correct the path, or create the file") from None
     except PermissionError:
         raise DataError(f"prompt file {path} is not readable by this user: change its permissions") from None
+    except OSError as error:
+        raise DataError(f"prompt file {path} cannot be read ({error.strerror or error}): correct the path") from None
 
 
 def _select_rows(blocks: Iterator[Block], start: int, stop: int | None) -> Iterator[Block]:
@@ -261,6 +264,11 @@ def _jsonl_blocks(file: BinaryIO, path: str) -> Iterator[JsonRows]:
         end = data.rfind(b"\n") + 1 if data else 0
         if data and not end:  # a line longer than a block
             rest += data
+            if len(rest) > _MAX_ROW:
+                raise DataError(
+                    f"{path}:{number}: line of more than {_MAX_ROW >> 20} MiB; every line must be one JSON object of "
+                    "one row: split the file into lines"
+                )
             continue
         lines = (rest + data[:end]).split(b"\n")
         rest = data[end:]

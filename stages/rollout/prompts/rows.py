@@ -25,6 +25,7 @@ from penstock.stages.rollout.text.messages import normalize_messages
 from penstock.storage.errors import DataError
 
 _ROLE = re.compile(r"""["']role["']\s*:""")
+MAX_PROMPT = 4 << 20  # characters, about a million tokens; tokenizers need 200 bytes of memory for each
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,7 @@ def _read_prompt(record: dict[str, Any], where: str, columns: Columns) -> str | 
     if isinstance(prompt, str) and _is_messages_text(prompt):
         prompt = _parse_json_text(prompt, where, columns.prompt, "--input-key")
     if isinstance(prompt, str) and prompt:
+        _check_length(len(prompt), where, columns)
         return prompt
     if not isinstance(prompt, list) or not prompt:
         raise DataError(
@@ -204,9 +206,19 @@ def _read_prompt(record: dict[str, Any], where: str, columns: Columns) -> str | 
             "messages with role and content: repair the row, or name another column with --input-key"
         )
     try:
-        return normalize_messages(prompt)
+        messages = normalize_messages(prompt)
     except DataError as error:
         raise DataError(f"{where}: column {columns.prompt!r}: {error}; repair the row") from None
+    _check_length(sum(len(message["content"] or "") for message in messages), where, columns)
+    return messages
+
+
+def _check_length(num_characters: int, where: str, columns: Columns) -> None:
+    if num_characters > MAX_PROMPT:
+        raise DataError(
+            f"{where}: column {columns.prompt!r} holds {num_characters} characters, but a prompt has at most "
+            f"{MAX_PROMPT}: remove the row"
+        )
 
 
 def _is_messages_text(prompt: str) -> bool:

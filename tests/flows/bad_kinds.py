@@ -1,0 +1,324 @@
+"""Kinds of bad inputs, each tried at every place where it can occur (test_bad_kinds.py): files that cannot be read,
+damaged and oversized data, patterns and imports that never end, addresses, layouts of stores.
+
+`{case}` in a word or a variable stands for an empty directory of the case, `{root}` for the directory of bad_place.py.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bad_inputs import on
+
+Make = Callable[[Path, Path], object]  # (directory of the case, root) -> writes what the words name
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command that must be refused, and what its message must name."""
+
+    id: str
+    words: tuple[str, ...]
+    culprit: str
+    make: Make = lambda case, root: None
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+# ---- files that cannot be read ---------------------------------------------------------------------------------------
+
+UNREADABLE: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "loop": lambda path: path.symlink_to(path),
+    "directory": Path.mkdir,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+}
+MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+
+
+def unreadable_files() -> Iterator[Case]:
+    """Every file that a run reads, in every form that cannot be read."""
+    file = "{case}/"
+    places = {  # file of the case -> the command that reads it
+        "run.toml": on("train", "--config", file + "run.toml"),
+        "more.yaml": on("train", "--custom-config-path", file + "more.yaml"),
+        "evals.toml": on("eval", "--eval-config", file + "evals.toml", without="--eval-prompt-data"),
+        "evals.yaml": on("eval", "--eval-config", file + "evals.yaml", without="--eval-prompt-data"),
+        "prompts.jsonl": on("train", "--prompt-data", file + "prompts.jsonl"),
+        "prompts.parquet": on("train", "--prompt-data", file + "prompts.parquet"),
+        "chats.jsonl": on("sft", "--prompt-data", file + "chats.jsonl"),
+        "sums.jsonl": on("eval", "--eval-prompt-data", f"sums {file}sums.jsonl"),
+        "reward.py": on("train", "--custom-rm-path", file + "reward.py", without="--rm-type"),
+        "filter.py": on("train", "--dynamic-sampling-filter-path", file + "filter.py"),
+        "family.py": on("train", "--model-family-path", file + "family.py"),
+        "secret": on("train", "--use-wandb", "--wandb-key", f"secret-file:{file}secret"),
+    }
+    for kind, make in UNREADABLE.items():
+        for name, row in places.items():
+            words = tuple(
+                part for word in row.words for part in ([word] if "sums {case}" not in word else word.split())
+            )
+            yield Case(f"{kind} {name}", words, name, lambda case, root, make=make, name=name: make(case / name))
+        for name in MODEL_FILES:
+            if kind in ("loop", "directory") and name in ("generation_config.json", "tokenizer_config.json"):
+                continue  # as without the file
+            yield Case(
+                f"{kind} {name}",
+                on("train", "--hf-checkpoint", file + "model").words,
+                "model",
+                lambda case, root, make=make, name=name: replace_in_model(case, root, name, make),
+            )
+        yield Case(
+            f"{kind} query",
+            ("query", "--file", file + "q.sql", "--store", "{root}/runs"),
+            "q.sql",
+            lambda case, root, make=make: make(case / "q.sql"),
+        )
+        yield Case(
+            f"{kind} slime script",
+            ("import-slime", file + "run.sh"),
+            "run.sh",
+            lambda case, root, make=make: make(case / "run.sh"),
+        )
+    yield Case(
+        "pipe report",
+        ("report", "old", "--output", file + "r.html", "--store", "{root}/runs"),
+        "r.html",
+        lambda case, root: os.mkfifo(case / "r.html"),
+    )
+
+
+def replace_in_model(case: Path, root: Path, name: str, make: Callable[[Path], object]) -> None:
+    """Copy the model and replace one of its files."""
+    shutil.copytree(root / "model", case / "model")
+    (case / "model" / name).unlink(missing_ok=True)
+    make(case / "model" / name)
+
+
+def model_with(name: str, content: bytes | int) -> Make:
+    """Copy the model with another content of a file, or with a sparse file of a size."""
+
+    def make(path: Path) -> None:
+        path.write_bytes(content) if isinstance(content, bytes) else write_sparse(path, content)
+
+    return lambda case, root: replace_in_model(case, root, name, make)
+
+
+def write_sparse(path: Path, num_bytes: int) -> None:
+    """Write a file of zeros that takes no room on the disk."""
+    with path.open("wb") as file:
+        file.truncate(num_bytes)
+
+
+def write(name: str, content: bytes | str) -> Make:
+    """Write one file of the case."""
+    return lambda case, root: (case / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+# ---- damaged and oversized content -----------------------------------------------------------------------------------
+
+ROW = b'{"prompt": "1+1=", "label": "2"}\n'
+BILLION_LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
+)
+
+
+def compressed(suffix: str, data: bytes) -> bytes:
+    """Compress data."""
+    if suffix == "zst":
+        import zstandard
+
+        return zstandard.ZstdCompressor().compress(data)
+    return {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[suffix](data)
+
+
+def bomb(suffix: str) -> bytes:
+    """Compress 320 MiB of a repeated row."""
+    row = json.dumps({"prompt": "1+1=" + "x" * 1000, "label": "2"}).encode() + b"\n"
+    chunk = compressed(suffix, row * (8 << 10))  # 8 MiB; all formats allow concatenation
+    return chunk * 40
+
+
+def contents() -> Iterator[Case]:
+    """Files with a content that is damaged or of a size that nobody means."""
+    for suffix in ("gz", "bz2", "xz", "zst"):
+        name, data = f"prompts.jsonl.{suffix}", compressed(suffix, os.urandom(4000).hex().encode() + b"\n" + ROW * 50)
+        row = on("train", "--prompt-data", f"{{case}}/{name}").words
+        yield Case(f"{suffix} text", row, name, write(name, ROW))
+        yield Case(f"{suffix} cut", row, name, write(name, data[: len(data) // 2]))
+        yield Case(f"{suffix} changed", row, name, write(name, data[:40] + bytes(40) + data[80:]))
+        yield Case(f"{suffix} empty", row, name, write(name, b""))
+    for suffix in ("gz", "xz"):
+        name = f"bomb.jsonl.{suffix}"
+        row = on("train", "--prompt-data", f"{{case}}/{name}@[-9:]").words
+        yield Case(
+            f"{suffix} bomb", row, name, lambda case, root, name=name, s=suffix: (case / name).write_bytes(bomb(s))
+        )
+    long = "{case}/long.jsonl"
+    yield Case(
+        "endless line",
+        on("train", "--prompt-data", long).words,
+        "long.jsonl:1",
+        lambda case, root: write_sparse(case / "long.jsonl", 100 << 20),
+    )
+    for name, size in (("prompt", 10 << 20), ("prompt", 50 << 20)):
+        yield Case(
+            f"{name} of {size >> 20} MiB",
+            on("train", "--prompt-data", long).words,
+            "long.jsonl",
+            lambda case, root, name=name, size=size: (case / "long.jsonl").write_text(
+                json.dumps({"prompt": "1+1=", "label": "2"} | {name: "x1" * (size // 2)}) + "\n"
+            ),
+        )
+    for kind, text in {
+        "bomb": BILLION_LAUGHS,
+        "cycle": "lr: &a [*a]\n",
+        "deep": "lr: " + "[" * 5000,
+        "deep mapping": "".join(" " * i + "a:\n" for i in range(1500)),
+        "tag": "lr: !!python/object/apply:os.system ['true']\n",
+        "two documents": "lr: 1\n---\nlr: 2\n",
+        "unhashable": "? [a]\n: 1\n",
+        "date": "lr: 2026-02-31\n",
+        "control": "lr: \x07\n",
+        "surrogate": 'lr: "\\ud800"\n',
+    }.items():
+        words = on("train", "--custom-config-path", "{case}/more.yaml").words
+        yield Case(f"yaml {kind}", words, "levels" if kind == "deep mapping" else "more.yaml", write("more.yaml", text))
+        evals = on("eval", "--eval-config", "{case}/evals.yaml", without="--eval-prompt-data").words
+        yield Case(f"eval yaml {kind}", evals, "evals.yaml", write("evals.yaml", f"datasets:\n  - name: a\n{text}"))
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        words = on("train", "--hf-checkpoint", "{case}/model").words
+        yield Case(f"sparse {name}", words, "model", model_with(name, 3 << 30))
+        yield Case(f"nested {name}", words, "model", model_with(name, b"[" * 100_000))
+        yield Case(f"surrogate {name}", words, "model", model_with(name, b'"\\ud800"'))
+        yield Case(f"utf-16 {name}", words, "model", model_with(name, b"\xff\xfe{\0}\0"))
+    yield Case(
+        "tracker file", on("train", "--load", "{case}").words, "latest_checkpointed_iteration.txt",
+        write("latest_checkpointed_iteration.txt", b"\xff\xfe")
+    )  # fmt: skip
+    for kind, files in {
+        "no json": {"adapter_config.json": b"{"},
+        "list": {"adapter_config.json": b"[]"},
+        "text": {"adapter_config.json": b'{"r": 4, "lora_alpha": 16, "bias": "none"}'},
+        "binary": {"adapter_config.json": bytes(range(256))},
+        "empty": {"adapter_config.json": b""},
+        "nested": {"adapter_config.json": b"[" * 100_000},
+    }.items():
+        words = on("train", "--lora-rank", "4", "--lora-alpha", "16", "--lora-load", "{case}").words
+        yield Case(
+            f"adapter {kind}", words, "adapter",
+            lambda case, root, files=files: [
+                (case / n).write_bytes(c) for n, c in (files | {"adapter_model.safetensors": b"x"}).items()
+            ],
+        )  # fmt: skip
+
+
+# ---- code and patterns that do not end -------------------------------------------------------------------------------
+
+
+def endless() -> Iterator[Case]:
+    """User-defined code that does not end its import, and patterns whose search does not end."""
+    for kind, code in {
+        "sleeps": "import time\ntime.sleep(1000)\n",
+        "loops": "while True: pass\n",
+        "waits": "import threading\nthreading.Event().wait()\n",
+        "reads": "import os\nos.read(os.pipe()[0], 1)\n",
+        "matches": "import re\nre.match('(a+)+$', 'a' * 40 + 'b')\n",
+    }.items():
+        for flag in ("--custom-rm-path", "--dynamic-sampling-filter-path", "--custom-advantage-function-path"):
+            words = on("train", flag, "{case}/f.py", without="--rm-type" if flag == "--custom-rm-path" else "").words
+            words += ("--reward-start-timeout", "2") if flag == "--custom-rm-path" else ()
+            yield Case(f"import {kind} {flag}", words, "f.py", write("f.py", code + "def f(*a, **k): return 0.0\n"))
+        yield Case(
+            f"import {kind} family",
+            on("train", "--model-family-path", "{case}/f.py").words,
+            "f.py",
+            write("f.py", code),
+        )
+    for pattern in (r"(.*)*$x", r"^(([a-z.0-9_])+)+$!", r"(\w|\w)*!", "(" * 3000, "a{99999999999}"):
+        for flag in ("--freeze-params-name-list", "--only-train-params-name-list"):
+            yield Case(f"pattern {pattern[:20]} {flag}", on("train", flag, pattern).words, flag)
+    for pattern in ("(" * 3000, "a{99999999999}", "(?P<a>x)(?P<a>y)"):
+        yield Case(f"grep {pattern[:20]}", ("samples", "old", "--grep", pattern, "--store", "{root}/runs"), "--grep")
+    yield Case(
+        "grep without end",
+        ("samples", "old", "--grep", r"(.|.|\w|\d|\s)*\Z!", "--store", "{root}/runs"),
+        "--grep",
+    )
+
+
+# ---- addresses and variables -----------------------------------------------------------------------------------------
+
+NO_URLS = ("nonsense", "http://", "ftp://host/api", "http://host:99999/api", "http://host:port/api", "http://[::1/api")
+
+
+def addresses() -> Iterator[Case]:
+    """Addresses of services, as options and as environment variables."""
+    for url in (*NO_URLS, "http://a b/api", "://", "http://host\n/api"):
+        train = on("train", culprit="-").words
+        yield Case(f"prefect {url!r}", train, "PREFECT_API_URL", environment={"PREFECT_API_URL": url})
+    for url in (*NO_URLS[1:], "nothing://host"):
+        yield Case(f"mlflow {url!r}", train, "MLFLOW_TRACKING_URI", environment={"MLFLOW_TRACKING_URI": url})
+        yield Case(f"mlflow option {url!r}", (*train, "--mlflow-tracking-uri", url), "--mlflow-tracking-uri")
+    for url in NO_URLS:
+        yield Case(f"reward {url!r}", on("train", "--rm-type", "remote_rm", "--rm-url", url).words, "--rm-url")
+        wandb = ("--use-wandb", "--wandb-mode", "offline", "--wandb-host", url)
+        yield Case(f"wandb {url!r}", on("train", *wandb).words, "--wandb-host")
+    for address in ("gar:bage:1", "host:99999", "host", "host:", ":6379", "ray://host:x", "a b:1", "http://h:1", ""):
+        words = on("train", "--ray-address", "auto").words
+        if address:
+            yield Case(f"RAY_ADDRESS {address}", words, "RAY_ADDRESS", environment={"RAY_ADDRESS": address})
+        yield Case(f"ray {address!r}", on("train", "--ray-address", address or "::").words, "--ray-address")
+
+
+# ---- stores ----------------------------------------------------------------------------------------------------------
+
+
+def stores() -> Iterator[Case]:
+    """Options and contents of stores."""
+    for name in ("runs", "models", "mlflow", "runs/new"):
+        words = on("train", "--store", "{case}").words
+        yield Case(
+            f"file {name}", words, name.partition("/")[0],
+            lambda case, root, name=name: ((case / name).parent.mkdir(exist_ok=True), (case / name).write_text("")),
+        )  # fmt: skip
+    yield Case(
+        "file tensorboard",
+        on("train", "--store", "{case}", "--use-tensorboard").words,
+        "tensorboard",
+        write("tensorboard", ""),
+    )
+    for name, what in (("rollouts", "rollout 1"), ("steps", "step 1"), ("rollouts/000000", "rollout 0")):
+        number = "000001" if "/" not in name else "000000"
+        key = f"runs/old/{name.partition('/')[0]}/{number}.commit.json"
+        yield Case(
+            f"fork without {what}",
+            ("fork", "old", "--at", "3" if number == "000001" else "1", "--name", "f", "--store", "{case}"),
+            f"{name.partition('/')[0]}/{number}",
+            lambda case, root, key=key: (
+                shutil.copytree(root / "runs", case, dirs_exist_ok=True),
+                (case / key).unlink(),
+            ),
+        )
+    for command in (("runs",), ("show", "old"), ("verify", "old"), ("gc",), ("query", "select 1"), ("rm", "old")):
+        for option in ("key=5", "client_kwargs=5", "config_kwargs=x", "no_such_option=1"):
+            words = (*command, "--store", "s3://bucket/x", "--store-options", option)
+            yield Case(f"{command[0]} s3 {option}", words, "bucket/x")
+    for option in ("client_kwargs=5", "config_kwargs=x", "config_kwargs={\"no_such\": 1}", "no_such_option=1",
+                   "endpoint_url=nonsense", "endpoint_url=ftp://x", "client_kwargs={\"region_name\": 5}"):  # fmt: skip
+        words = ("train", "--store", "s3://bucket/x", "--store-options", option)
+        yield Case(f"train s3 {option}", on(*words).words, "bucket/x")
+    for uri in ("s3://", "s3:///x", "s3://Bucket_With_Capitals!/x", "s3://a b/x", "http://host/store"):
+        yield Case(f"store {uri}", on("train", "--store", uri).words, uri[:6])
+
+
+def all_cases() -> list[Case]:
+    """All cases, with unique ids."""
+    return [*unreadable_files(), *contents(), *endless(), *addresses(), *stores()]

@@ -1,0 +1,51 @@
+"""Every kind of bad input ends in one line and exit code 2 within a minute, starts nothing and takes no name."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from bad_inputs import Bad
+from bad_kinds import Case, all_cases
+from test_bad_inputs import check_outcome, no_engine, place, snapshot, watch  # noqa: F401 fixtures
+
+from penstock.flows.cli import main
+from penstock.storage import preemption
+
+SECONDS = 60.0  # within which a bad input is refused
+CASES = all_cases()
+
+
+def test_cases_have_unique_ids_and_are_many() -> None:
+    assert len({case.id for case in CASES}) == len(CASES) >= 250
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_bad_input_of_a_kind_is_refused_in_one_line(
+    case: Case,
+    place: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fill(text: str) -> str:
+        return text.replace("{case}", str(tmp_path)).replace("{root}", str(place))
+
+    case.make(tmp_path, place)
+    for name, value in case.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(preemption, "PATIENCE", 2.0)
+    monkeypatch.chdir(place / "directory")
+    words, before, start = [fill(word) for word in case.words], snapshot(place) | snapshot(tmp_path), time.monotonic()
+    capsys.readouterr()
+    watch.on = True
+    try:
+        code = main(words)
+    finally:
+        watch.on = False
+    assert time.monotonic() - start < SECONDS
+    out = capsys.readouterr()
+    check_outcome(Bad(case.words, fill(case.culprit)), place, code, out.out, out.err)
+    assert "report this bug" not in out.err
+    assert snapshot(place) | snapshot(tmp_path) == before, "something was written"
