@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from penstock.storage.errors import StoreError
 from penstock.storage.keys import validate_key
+from penstock.storage.samples.unicode_text import escape_invalid_text
 
 TRAINED, BUFFER = (
     "part",
@@ -149,8 +150,10 @@ class Commit(BaseModel):
 
 
 def encode_commit(commit: Commit) -> bytes:
-    """Set `record_version` and `digest` of `commit` in place, and return the commit as JSON."""
+    """Set `record_version` and `digest` of `commit` in place, escape invalid text in it, and return it as JSON."""
     commit.record_version, commit.digest = COMMIT_VERSION, ""
+    for name in ("inputs", "seconds", "summary", "state"):
+        setattr(commit, name, escape_invalid_text(getattr(commit, name)))
     record = json.loads(commit.model_dump_json())
     record["digest"] = commit.digest = record_digest(record)
     return json.dumps(record, indent=1, ensure_ascii=False).encode()

@@ -20,6 +20,7 @@ from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import DataError
 from penstock.storage.refs import Commit
 from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.unicode_text import escape_invalid_text
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,8 @@ def sft_samples(
                 metadata={**prompt.metadata, "source": prompt.position},
             )
         )
+        if any(text != escape_invalid_text(text) for text, _ in pieces):
+            samples[-1].fail("the conversation is not valid Unicode: it has a lone surrogate")
     return samples
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import accumulate
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from penstock.storage.errors import PluginError, RunError
+from penstock.storage.samples.unicode_text import escape_invalid_text
 
 SCHEMA_VERSION = 3  # 2 adds routed_experts, 3 adds teacher_logprobs
 _VERSION_KEY = b"penstock_schema_version"
@@ -78,6 +79,11 @@ class Sample:
         self.loss_mask += [int(is_trained)] * len(token_ids)
         self.rollout_logprobs += logprobs
 
+    def fail(self, reason: str) -> None:
+        """Set the status FAILED with a reason, and exclude all tokens from training."""
+        self.status, self.metadata["error"] = Status.FAILED, reason
+        self.loss_mask = [0] * len(self.loss_mask)
+
     def check(self) -> None:
         """Check that the per-token fields are consistent.
 
@@ -128,12 +134,22 @@ SCHEMA = pa.schema(
 
 
 def to_table(samples: Iterable[Sample]) -> pa.Table:
-    """Return samples as an Arrow table with SCHEMA.
+    """Return samples as an Arrow table with SCHEMA. Text that is not valid Unicode is escaped.
 
     Raises:
         PluginError: a sample has inconsistent per-token fields.
     """
     rows = list(samples)
+    try:
+        return _build_table(rows)
+    except UnicodeEncodeError:
+        texts = ("sample_id", "group_id", "trajectory_id", "prompt", "response", "label", "rewards", "metadata")
+        return _build_table(
+            [replace(row, **{name: escape_invalid_text(getattr(row, name)) for name in texts}) for row in rows]
+        )
+
+
+def _build_table(rows: list[Sample]) -> pa.Table:
     columns: dict[str, Any] = {f.name: [getattr(row, f.name) for row in rows] for f in fields(Sample)}
     if token_columns := _build_token_columns(rows):
         columns |= token_columns

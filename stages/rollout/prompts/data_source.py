@@ -25,6 +25,7 @@ from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import PluginError
 from penstock.storage.refs import Kind
 from penstock.storage.samples.sample import ATTRIBUTES, Sample, Status
+from penstock.storage.samples.unicode_text import escape_invalid_text
 
 Group = list[Sample]  # the samples of one prompt
 # (args, buffer, num_samples) or (args, rollout_id, buffer, num_samples) -> the groups of the buffer to use next
@@ -86,6 +87,9 @@ def new_groups(
             )
             for index in range(num_samples)
         ]
+        if text != escape_invalid_text(text):
+            for sample in samples:
+                sample.fail("the prompt is not valid Unicode: it has a lone surrogate")
         groups.append(samples)
     return groups
 

@@ -150,7 +150,7 @@ def to_canonical_rows(block: Block, columns: Columns) -> Rows:
         if columns.tools and (tools := _parse_tools(_value(record, columns.tools), where, columns.tools)):
             row.append((columns.tools, tools))
         parts = [_to_json(value, where, key) for key, value in row]
-        result.rows.append(f"[{','.join(parts)}]".encode())
+        result.rows.append(f"[{','.join(parts)}]".encode(errors="surrogatepass"))
     return result
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from penstock.stages.rollout.text.messages import CALL_FORMS, CallForm, convert_tool_calls, normalize_messages
 from penstock.stages.rollout.text.templates import RENDERER, Chat, Messages
 from penstock.storage.errors import DataError, ModelError, TemplateError
+from penstock.storage.samples.unicode_text import escape_invalid_text
 
 logger = logging.getLogger(__name__)
 Tools = list[dict[str, Any]] | None
@@ -197,8 +198,9 @@ class PromptTokenizer:
         return str(templates)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each text. Special tokens are not added, because the chat template writes them."""
-        return self.inner(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+        """Return the token ids of each text. Special tokens are not added, because the chat template writes them. Lone
+        surrogates, which tokenizers refuse, are escaped."""
+        return self.inner(escape_invalid_text(texts), add_special_tokens=False)["input_ids"] if texts else []
 
     def decode(self, token_ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
         """Return the text of each list of token ids."""

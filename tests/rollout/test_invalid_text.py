@@ -1,0 +1,152 @@
+"""Text that is not valid Unicode: its sample fails or is stored escaped; the round and its other samples succeed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_engine import Bench
+
+from penstock.stages.rollout.prompts.source import Prompt
+from penstock.stages.rollout.sft_data import sft_samples
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.refs import Commit, decode_record, encode_commit, has_matching_digest
+from penstock.storage.samples.sample import Sample, Status, from_table, to_table
+from penstock.storage.samples.shards import read_samples
+
+BAD, ESCAPED = "a\ud83db", "a\\ud83db"  # the first half of an emoji
+FIELDS: dict[str, tuple[Any, Any]] = {  # field of a sample -> invalid value, stored value
+    **{name: (BAD, ESCAPED) for name in ("sample_id", "group_id", "trajectory_id", "prompt", "response", "label")},
+    "rewards": ({BAD: 1.0}, {ESCAPED: 1.0}),
+    "metadata": ({BAD: [BAD, {"x": BAD}], "n": 3}, {ESCAPED: [ESCAPED, {"x": ESCAPED}], "n": 3}),
+}
+
+
+def sample(**fields: Any) -> Sample:
+    values = {"sample_id": "s", "group_id": "g", "trajectory_id": "t", "rollout_id": 0, **fields}
+    return Sample(**values, token_ids=[5], loss_mask=[1], rollout_logprobs=[-1.0], status=Status.COMPLETED)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_invalid_text_of_a_sample_is_stored_escaped(name: str) -> None:
+    value, stored = FIELDS[name]
+    good = sample(prompt="caf\u00e9 \U0001f600", metadata={"x": "\U0001f600"})
+    assert from_table(to_table([good, sample(**{name: value})])) == [good, sample(**{name: stored})]
+
+
+@pytest.mark.parametrize("bad", ["\ud800", "\udfff", "x\udcffy", "\ude00\ud83d"])
+def test_every_lone_surrogate_is_escaped(bad: str) -> None:
+    [read] = from_table(to_table([sample(label=bad)]))
+    assert read.label == bad.encode("utf-8", "backslashreplace").decode() and read.label.isascii()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"summary": {BAD: 1.0}},
+        {"seconds": {BAD: 1.0}},
+        {"inputs": {"file": BAD}},
+        {"state": {"sample": BAD}},
+        {"state": {BAD: [{"reason": BAD}]}},
+        {"state": {"shown": [[BAD, 1], {"x": [BAD]}]}},
+    ],
+    ids=str,
+)
+def test_invalid_text_of_a_commit_is_stored_escaped(fields: dict[str, Any]) -> None:
+    commit = Commit(kind="rollout", **fields)
+    data = encode_commit(commit)
+    read = decode_record(Commit, "key", data)
+    assert read == commit and has_matching_digest(data)
+    assert ESCAPED in json.loads(json.dumps(str(read.model_dump()))).replace("\\\\", "\\")
+
+
+def with_rows(bench: Bench, **changes: Any) -> Bench:
+    """Change row 1 of the data."""
+    path = Path(bench.config.prompt_data[0])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[1] |= changes
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return bench
+
+
+def bench_with(directory: Path, tokenizer: PromptTokenizer, **options: Any) -> Bench:
+    return Bench(directory, tokenizer, num_rows=4, rollout_shuffle=False, num_shown_samples=4, **options)
+
+
+@pytest.mark.parametrize("bad", ["\ud800", "1+1=\udfff", "\ude00\ud83d"])
+def test_samples_of_an_invalid_prompt_fail_and_the_round_is_committed(
+    tmp_path: Path, tokenizer: PromptTokenizer, bad: str
+) -> None:
+    bench = with_rows(bench_with(tmp_path, tokenizer), input=bad)
+    samples = read_samples(bench.store, bench.round(0))
+    assert [s.status is Status.FAILED for s in samples] == [False, False, True, True] + [False] * 4
+    assert "not valid Unicode" in samples[2].metadata["error"] and not any(samples[2].loss_mask)
+    assert bad.encode("utf-8", "backslashreplace").decode() in samples[2].prompt
+
+
+@pytest.mark.parametrize("changes", [{"label": BAD}, {"metadata": {"i": BAD}}, {"metadata": {BAD: 1}}], ids=str)
+def test_invalid_label_or_metadata_is_stored_escaped(
+    tmp_path: Path, tokenizer: PromptTokenizer, changes: dict[str, Any]
+) -> None:
+    bench = with_rows(bench_with(tmp_path, tokenizer), **changes)
+    samples = read_samples(bench.store, bench.round(0))
+    assert len(samples) == 8 and ESCAPED in json.dumps([samples[2].label, samples[2].metadata]).replace("\\\\", "\\")
+
+
+REWARDS = {
+    "message": "raise ValueError('a\\ud83db')",
+    "class": "raise type('E', (Exception,), {'__str__': lambda e: 'a\\ud83db'})()",
+    "group": "raise ExceptionGroup('a\\ud83db', [ValueError('x')])",
+    "component": "return {'score': 1.0, 'a\\ud83db': 2.0}",
+}
+
+
+@pytest.mark.parametrize("kind", REWARDS)
+def test_invalid_text_of_a_reward_does_not_fail_the_round(
+    tmp_path: Path, tokenizer: PromptTokenizer, kind: str
+) -> None:
+    code = f"def reward_func(args, sample, **kwargs):\n    if sample.label == '2':\n        {REWARDS[kind]}\n"
+    code += "    return {'score': 1.0}\n" if kind == "component" else "    return 1.0\n"
+    (tmp_path / "reward.py").write_text(code)
+    options = {"custom_rm_path": str(tmp_path / "reward.py"), "rm_type": None}
+    options |= {"reward_key": "score"} if kind == "component" else {}
+    bench = bench_with(tmp_path, tokenizer, **options)
+    commit = bench.round(0)
+    samples = read_samples(bench.store, commit)
+    assert [s.reward for s in samples[:2] + samples[4:]] == [1.0] * 6
+    if kind == "component":
+        assert samples[2].rewards[ESCAPED] == 2.0 and any(ESCAPED in name for name in commit.summary)
+    else:
+        assert samples[2].status is Status.FAILED and ESCAPED in samples[2].metadata["error"]
+
+
+def test_invalid_reason_of_a_filter_does_not_fail_the_round(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    (tmp_path / "filter.py").write_text(
+        "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
+        "def keep(args, samples):\n"
+        "    return DynamicFilterOutput(samples[0].label != '2', 'a\\ud83db')\n"
+    )
+    bench = bench_with(
+        tmp_path, tokenizer, dynamic_sampling_filter_path=str(tmp_path / "filter.py"), over_sampling_batch_size=8
+    )
+    commit = bench.round(0)
+    assert commit.num_samples() == 8 and any(ESCAPED in name for name in commit.summary)
+    assert {group["reason"] for group in commit.state["dropped"]} >= {ESCAPED}
+
+
+def test_demonstration_with_invalid_text_is_not_trained(tokenizer: PromptTokenizer) -> None:
+    chats = [[{"role": "user", "content": "1+1="}, {"role": "assistant", "content": text}] for text in ("2", BAD)]
+    prompts = [
+        Prompt(issue=i, epoch=0, file=0, row=i, content=chat, label="", metadata={}) for i, chat in enumerate(chats)
+    ]
+    good, bad = sft_samples(prompts, tokenizer, rollout_id=0)
+    assert any(good.loss_mask) and good.status is Status.COMPLETED
+    assert not any(bad.loss_mask) and bad.status is Status.FAILED and "not valid Unicode" in bad.metadata["error"]
+    assert from_table(to_table([good, bad]))[1].response.count(ESCAPED) == 1
+
+
+@pytest.mark.parametrize("texts", [[BAD], ["1+1=", BAD], [BAD, BAD]], ids=str)
+def test_tokenizer_encodes_invalid_text_escaped(tokenizer: PromptTokenizer, texts: list[str]) -> None:
+    assert tokenizer.encode(texts) == tokenizer.encode([text.replace(BAD, ESCAPED) for text in texts])
