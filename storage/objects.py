@@ -98,6 +98,8 @@ def open_file_system(uri: str, options: dict[str, Any]) -> tuple[fsspec.Abstract
             "that fsspec supports, and --store-options that its driver has"
         ) from error
     if _is_s3(fs):
+        if not root or root.startswith("/"):
+            raise StoreError(f"--store {uri} names no bucket: give s3://BUCKET or s3://BUCKET/PREFIX")
         fs.retries = 2  # instead of 5, since botocore retries below s3fs, and `call_with_retries` above it
     return fs, root
 
