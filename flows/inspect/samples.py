@@ -18,6 +18,7 @@ from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store
 from penstock.flows.terminal.escape import TerminalConsole
 from penstock.storage.errors import OptionError, RunError
+from penstock.storage.preemption import time_limit
 from penstock.storage.refs import RunKeys
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_samples
@@ -132,10 +133,14 @@ def select_samples(store: Store, keys: RunKeys, request: Request) -> dict[int, l
     if request.prompt is not None:
         prompt = find_prompt(store, keys, request, rounds)
         rounds = {n: [sample for sample in samples if prompt_of(sample) == prompt] for n, samples in rounds.items()}
-    selected = {
-        number: sorted(filter(request.keep, samples), key=request.order)[: request.limit]
-        for number, samples in rounds.items()
-    }
+    try:
+        with time_limit("the search"):
+            selected = {
+                number: sorted(filter(request.keep, samples), key=request.order)[: request.limit]
+                for number, samples in rounds.items()
+            }
+    except TimeoutError as error:
+        raise OptionError(f"--grep: {error}; give a pattern without nested repetitions") from None
     if not any(selected.values()):
         where = ", ".join(map(str, request.numbers or ())) or f"0 to {max(numbers, default=-1)}"
         raise RunError(
