@@ -280,11 +280,9 @@ def _parse_json_text(value: Any, where: str, key: str, flag: str) -> Any:
 def _to_json(value: Any, where: str, key: str | None, **style: Any) -> str:
     style = {"separators": (",", ":"), **style}
     try:
-        text = json.dumps(value, ensure_ascii=False, default=_decimal_to_number, **style)
-        text.encode()
+        return json.dumps(value, ensure_ascii=False, default=_decimal_to_number, **style)
     except (TypeError, ValueError) as error:
         raise DataError(f"{where}: column {key!r} holds what JSON text cannot ({error}): convert the column") from None
-    return text
 
 
 def _decimal_to_number(value: Any) -> int | float:
