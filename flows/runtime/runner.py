@@ -35,9 +35,9 @@ def run_flow(name: str, config: PostTrainConfig) -> int:
 
 
 def _run_flow(name: str, config: PostTrainConfig) -> int:
+    from penstock.flows.options.resolve import resolve_config
     from penstock.flows.runtime.preflight import preflight
-    from penstock.flows.runtime.runs import is_complete
-    from penstock.flows.runtime.schedule import resolve_config
+    from penstock.flows.runtime.schedule import is_complete
 
     assert name in FLOWS
     wait = functools.partial(show_wait, run=config.run.run, as_json=config.run.log_format == "json")

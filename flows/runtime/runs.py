@@ -27,7 +27,6 @@ from penstock.flows.options.nearby_stores import stores_with_run
 from penstock.flows.options.paths import with_absolute_paths, with_relative_paths
 from penstock.flows.options.start_weights import load_of_older_record
 from penstock.flows.run_config import RunConfig
-from penstock.flows.runtime.schedule import with_target_rounds
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import InputError, RunError, StoreError
 from penstock.storage.history.run_record import (
@@ -39,7 +38,7 @@ from penstock.storage.history.run_record import (
     read_schedule_changes,
     schedule_change_keys,
 )
-from penstock.storage.history.starts import Completion, read_completion
+from penstock.storage.history.starts import Completion
 from penstock.storage.maintenance.leases import Lease, describe_live_drivers
 from penstock.storage.maintenance.removal import describe_removing_process, is_removed, remove_run
 from penstock.storage.maintenance.retention import unfinished_fork_key
@@ -120,20 +119,6 @@ def completion_of(flow: str, store: Store, config: PostTrainConfig) -> Completio
         options=hashlib.sha256(values.encode()).hexdigest(),
         outputs={name: placement[name] for name in outputs if placement[name] != defaults[name]},
     )
-
-
-def is_complete(flow: str, config: PostTrainConfig) -> bool:
-    """Return whether the run's last start has completed it with the options of `config`, and its copies of checkpoints
-    (--save-hf) exist: nothing is left to do."""
-    from penstock.stages.convert.targets import is_published
-
-    store, keys = open_store(config.run, probe=False), keys_of_run(config.run.run)
-    config = with_target_rounds(store, config)
-    completed, now = read_completion(store, keys), completion_of(flow, store, config)
-    if completed is None or completed.options != now.options or not now.outputs.items() <= completed.outputs.items():
-        return False
-    versions = store.committed_indices(f"{keys.prefix}/checkpoints") if config.run.save_hf else []
-    return all(is_published(config.run.hf_path(version), store.options) for version in versions)
 
 
 def open_run(store: Store, flow: str, config: PostTrainConfig, *, lease: Lease | None = None) -> RunKeys:

@@ -9,25 +9,14 @@ that resumes a killed one keeps the target of the killed one, and retries do not
 from __future__ import annotations
 
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.options.paths import with_function_names
-from penstock.flows.promotion import with_champion
 from penstock.storage.errors import OptionError
 from penstock.storage.history.run_record import read_run_record
+from penstock.storage.history.starts import read_completion
 from penstock.storage.maintenance.removal import is_removed
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
 TARGET, PER_START = "run.num_rollout", "run.num_rollout_per_start"
-
-
-def resolve_config(flow: str, config: PostTrainConfig) -> PostTrainConfig:
-    """Return the config with what is known only when a run starts: the champion of `--hf-checkpoint champion:MODEL`,
-    the rounds of --num-epoch, and the names of user-defined functions.
-
-    Raises:
-        InputError: see `with_champion`, `with_rounds_of_epochs` and `with_function_names`.
-    """
-    return with_function_names(with_rounds_of_epochs(flow, with_champion(config)))
 
 
 def with_rounds_of_epochs(flow: str, config: PostTrainConfig) -> PostTrainConfig:
@@ -100,3 +89,18 @@ def _previous_target_rounds(store: Store, keys: RunKeys, rounds_per_start: int) 
         return record.parent.at + rounds_per_start
     schedule = latest_schedule_options(store, keys)
     return schedule[TARGET] if schedule.get(PER_START) else None
+
+
+def is_complete(flow: str, config: PostTrainConfig) -> bool:
+    """Return whether the run's last start has completed it with the options of `config`, and its copies of checkpoints
+    (--save-hf) exist: nothing is left to do."""
+    from penstock.flows.runtime.runs import completion_of, keys_of_run, open_store
+    from penstock.stages.convert.targets import is_published
+
+    store, keys = open_store(config.run, probe=False), keys_of_run(config.run.run)
+    config = with_target_rounds(store, config)
+    completed, now = read_completion(store, keys), completion_of(flow, store, config)
+    if completed is None or completed.options != now.options or not now.outputs.items() <= completed.outputs.items():
+        return False
+    versions = store.committed_indices(f"{keys.prefix}/checkpoints") if config.run.save_hf else []
+    return all(is_published(config.run.hf_path(version), store.options) for version in versions)

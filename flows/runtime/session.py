@@ -27,6 +27,7 @@ from penstock.engines.weights.fp8 import fp8_weights
 from penstock.flows.config import PostTrainConfig, config_hash
 from penstock.flows.debug_options import gpu_flow
 from penstock.flows.options.paths import with_absolute_paths
+from penstock.flows.options.resolve import resolve_config
 from penstock.flows.reporting.final_report import write_final_report
 from penstock.flows.reporting.hang_detector import HangDetector
 from penstock.flows.reporting.prefect_page import (
@@ -59,7 +60,7 @@ from penstock.flows.runtime.runs import (
     open_store,
     read_existing_record,
 )
-from penstock.flows.runtime.schedule import resolve_config, with_target_rounds
+from penstock.flows.runtime.schedule import with_target_rounds
 from penstock.flows.runtime.signals import CLEANUP, stop_signals
 from penstock.flows.terminal.lines import describe_commit
 from penstock.flows.trackers import tracked_run, tracking_uris

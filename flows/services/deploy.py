@@ -53,8 +53,8 @@ def main(argv: list[str]) -> int:
     if not positional:
         return deploy_all(ensure_prefect_api())
     from penstock.flows.options import flags
+    from penstock.flows.options.resolve import resolve_config
     from penstock.flows.runtime.preflight import preflight
-    from penstock.flows.runtime.schedule import resolve_config
 
     flow = flow_module_name(positional[0])
     if "--name" not in own:
