@@ -60,8 +60,7 @@ def convert_unless_unchanged(session: Session, role: str, path: str) -> Checkpoi
     from; otherwise convert them. Only a conversion needs a process."""
     from penstock.stages.convert.targets import is_conversion_of
 
-    record = session.store.read_json(session.keys.origin_key(role))
-    model = None if record is None else CheckpointRef.model_validate(record)
+    model = session.store.read_record(CheckpointRef, session.keys.origin_key(role))
     if model is not None and is_conversion_of(session.store, model, path):
         return model
     # A run loads its initial weights from its own store.
