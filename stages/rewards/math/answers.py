@@ -332,8 +332,9 @@ def _join_items(tokens: tuple[str, ...], items: list[ParsedAnswer], brackets: st
     if len(items) == 1:
         return items[0]
     names = ["".join(item.name) for item in items]
-    if len(items) > 1 and all(item.kind == "complement" for item in items):
-        return replace(items[0], items=sum((item.items for item in items), ()))
+    if items and items[0].kind == "complement" and all(item.kind == "complement" or not item.name for item in items):
+        removed = (item.items if item.kind == "complement" else (item,) for item in items)
+        return replace(items[0], items=sum(removed, ()))
     if all(name.startswith("x_") or not name for name in names):  # x_1 = 2, x_2 = 3 are two roots
         items = [replace(item, name=item.name[:1]) for item in items]
     elif items and all(names) and len(set(names)) == len(names) and all(item.kind == "value" for item in items):
@@ -628,12 +629,16 @@ def _rays(items: Sequence[ParsedAnswer]) -> tuple[ParsedAnswer, ParsedAnswer] | 
 
 
 def _merge_rays(items: Sequence[ParsedAnswer]) -> ParsedAnswer | None:
-    """Return (-oo, a) and (a, oo) as the complement of a."""
-    rays = _rays(items)
-    if rays is None or rays[0].brackets + rays[1].brackets != "()()":
-        return None
-    left, right = rays[0].items[1], rays[1].items[0]
-    return ParsedAnswer("complement", left.tokens, (left,)) if _equal_values(left, right) else None
+    """Return (-oo, a), (a, b) and (b, oo) as the complement of a and b."""
+    for parts in (items, items[::-1]):
+        if not parts or any(item.kind != "tuple" or len(item.items) != 2 or item.brackets != "()" for item in parts):
+            return None
+        ends = [part.items[1] for part in parts[:-1]]
+        if _rays((parts[0], parts[-1])) == (parts[0], parts[-1]) and all(
+            _equal_values(end, part.items[0]) for end, part in zip(ends, parts[1:])
+        ):
+            return ParsedAnswer("complement", parts[0].tokens, tuple(ends))
+    return None
 
 
 def _intersect_rays(items: Sequence[ParsedAnswer]) -> ParsedAnswer | None:

@@ -161,7 +161,9 @@ class _UnitParser:
         if token == "a" and before == f"{WORD}of":
             return Unit()
         return (
-            _known_unit(name) if (self.letters or before == "/") and (token.isalpha() or token == r"\Omega") else None
+            _known_unit(name)
+            if (self.letters or before[:1] in ("/", WORD)) and (token.isalpha() or token == r"\Omega")
+            else None
         )
 
 
