@@ -53,8 +53,8 @@ class _EscapingStream:
 def escaped_output() -> Iterator[None]:
     """Escape what this process prints during the block."""
     with ExitStack() as stack:
-        stack.enter_context(redirect_stdout(_EscapingStream(sys.stdout)))  # type: ignore[type-var]
-        stack.enter_context(redirect_stderr(_EscapingStream(sys.stderr)))  # type: ignore[type-var]
+        stack.enter_context(redirect_stdout(_EscapingStream(sys.stdout)))
+        stack.enter_context(redirect_stderr(_EscapingStream(sys.stderr)))
         yield
 
 
