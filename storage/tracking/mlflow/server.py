@@ -95,7 +95,8 @@ class StoreArtifacts(LocalArtifactRepository):
 def confine_artifacts(root: Path) -> None:
     """Let MLflow, in this process, find artifacts in the directory `root` only."""
     StoreArtifacts.root = root.resolve()
-    schemes = get_registered_artifact_repositories()  # the registry itself: without an entry MLflow refuses a URI
+    # The registry itself, whose values are classes: without an entry MLflow refuses a URI.
+    schemes: dict[str, Any] = get_registered_artifact_repositories()
     schemes.clear()
     schemes.update({"": StoreArtifacts, "file": StoreArtifacts})
 
