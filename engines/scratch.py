@@ -10,6 +10,7 @@ gc` removes the directory.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import faulthandler
 import fcntl
 import os
@@ -33,6 +34,7 @@ COMPILE_CACHES = {  # variable with the directory of a compiler's kernels -> nam
 }
 MAX_RAY_PATH = 40  # characters: Ray appends up to 66 for its sockets, and the kernel allows 107 per socket path
 MAX_BASE_PATH = 70  # characters, so that the path of a socket directly in a temporary directory has at most 107
+_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 STACK_SIGNAL = signal.SIGUSR2  # makes a process print its Python stacks, as in engines/sglang/launch.py
 
 _own: tuple[Path, int, int] | None = None  # this process's directory, descriptor of its lock file, pid of the owner
@@ -75,6 +77,12 @@ def print_stacks_on_signal() -> None:
     directory.mkdir(exist_ok=True)
     file = (directory / f"{os.getpid()}.txt").open("a")  # stays open: faulthandler writes to its descriptor
     faulthandler.register(STACK_SIGNAL, file)
+
+
+def end_with_parent() -> None:
+    """Make the kernel kill this actor as soon as its parent, Ray's raylet, dies. Ray's own check uses a timer of the
+    wall clock: after a backward step of the clock it waits for as long as that step."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def keep_compile_caches() -> None:

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict
 
 from penstock.engines.network import LOOPBACK, interface_of, join_address, node_address, socket_environment
 from penstock.engines.ports import HIGHEST, is_free, reserve_free_port
-from penstock.engines.scratch import own_temp_directory
+from penstock.engines.scratch import end_with_parent, own_temp_directory
 from penstock.engines.serving import keys
 from penstock.storage.errors import EngineError
 from penstock.storage.refs import Commit
@@ -152,6 +152,7 @@ class EngineServer(ABC):
                 seconds; the message has the tail of its log.
         """
         assert self._process is None, "the server has already been started"
+        end_with_parent()
         deadline = time.monotonic() + self.spec.start_timeout
         self.rendezvous = rendezvous
         if self.spec.several_nodes and self.node_rank == 0:

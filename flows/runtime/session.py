@@ -119,7 +119,8 @@ class Session:
             self.keys.run, flow, config, self.store.uri, uris[0], prefect_page=self._flow_run_link or _NO_PAGE
         )
         record = read_existing_record(self.store, self.keys)
-        self._created_at = record.created_at
+        self._age_at_start = max(0.0, time.time() - record.created_at)
+        self._monotonic_start = time.monotonic()
         self.tracker = RunTracking(
             tracked_run(self.store, self.keys, record, config.run.mlflow_trace_samples),
             tracking_directory(self.store, self.keys.run),
@@ -243,7 +244,7 @@ class Session:
     def _log_system_metrics(self, metrics: dict[str, float]) -> None:
         """Log metrics of the driver's node. Their step is the time since the run was created, in seconds, so that it
         increases over all starts."""
-        seconds = int(time.time() - self._created_at)
+        seconds = int(self._age_at_start + time.monotonic() - self._monotonic_start)
         self.tracker.enqueue_metrics(f"system-{self._start}-{seconds}", metrics, step=seconds)
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:

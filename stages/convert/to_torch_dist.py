@@ -301,14 +301,14 @@ def finish_conversion(
 def _verify(work: Conversion, commit: Commit, directory: Path, on_progress: OnBytes | None) -> Commit:
     """Compare every tensor of the written checkpoint with its source. Return the checkpoint's commit record with the
     number of compared tensors added to its summary."""
-    start, total = time.time(), work.work_items.num_bytes
+    start, total = time.monotonic(), work.work_items.num_bytes
     progress = Progress(2 * total, on_progress)
     progress.add(total)
     with HFWeights(work.hf_dir) as weights:
         report = verify_conversion(weights, directory, tensor_layout(work.shape), work.checkpoint, progress.add)
     return commit.model_copy(
         update={
-            "seconds": {**commit.seconds, "verify": time.time() - start},
+            "seconds": {**commit.seconds, "verify": time.monotonic() - start},
             "summary": {**commit.summary, "convert/num_tensors": report.num_tensors},
         }
     )
@@ -319,11 +319,11 @@ def _compare_logits(work: Conversion, commit: Commit, directory: Path) -> Commit
     later checks do not repeat the comparison."""
     from penstock.stages.convert.logits import compare_logits
 
-    start, result = time.time(), compare_logits(directory, work.hf_dir, family_path=work.shape.family_path)
+    start, result = time.monotonic(), compare_logits(directory, work.hf_dir, family_path=work.shape.family_path)
     difference = {} if result.difference is None else {"convert/logits_difference": result.difference}
     return commit.model_copy(
         update={
-            "seconds": {**commit.seconds, "logits": time.time() - start},
+            "seconds": {**commit.seconds, "logits": time.monotonic() - start},
             "summary": {**commit.summary, **difference},
             "state": {**commit.state, "logits": str(result)},
         }

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.memory import MemorySwitch, StateKind
-from penstock.engines.scratch import own_temp_directory, print_stacks_on_signal
+from penstock.engines.scratch import end_with_parent, own_temp_directory, print_stacks_on_signal
 from penstock.stages.train.diagnostics.rank import RankDiagnostics
 from penstock.stages.train.spec import (
     NEEDED_ON_DEVICE,
@@ -67,6 +67,7 @@ class TrainActor:
         self._memory_switches: list[MemorySwitch] = []  # since they were last taken
         self.diagnostics = RankDiagnostics(self.spec.diagnostics, self.spec.run, rank)
         print_stacks_on_signal()
+        end_with_parent()
 
     # ---- ownership ---------------------------------------------------------------------------------------------------
 

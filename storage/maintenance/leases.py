@@ -2,8 +2,9 @@
 committed.
 
 A lease is a small object that its holder renews. It ends when the holder releases it, when the holder's process is
-known to be dead (on the same machine), or when it was not renewed for TTL seconds by the store's clock. The lease of a
-writer is `attempt-<id>.lease`, next to its attempt; that of a driver is `runs/<run>/drivers/<id>.lease`.
+known to be dead (on the same machine), or when it was not renewed for TTL seconds: by this machine's boot-time clock if
+the holder runs on it, which no step of the wall clock affects, otherwise by the store's clock. The lease of a writer is
+`attempt-<id>.lease`, next to its attempt; that of a driver is `runs/<run>/drivers/<id>.lease`.
 
 A lease does not protect a writer that was suspended for longer than TTL. Therefore writer and `gc` both try to create
 `attempt-<id>.claim`, and only one of them succeeds: the writer with the content SEALED right before it commits, `gc`
@@ -92,6 +93,7 @@ class Lease:
     def _write(self) -> None:
         try:
             process = {**_machine_identity(), "pid": os.getpid(), "started": _process_start_time(os.getpid())}
+            process |= {"renewed": time.clock_gettime(_CLOCK)}
             self.store.replace(self.key, json.dumps(process).encode())
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -139,13 +141,16 @@ def describe_lease_holder(store: LeaseStore, key: str, now: float) -> str | None
     except ValueError:  # written incompletely on a full disk; its modification time is still valid
         process = None
     process = process if isinstance(process, dict) else {}
-    if now - modified > TTL:
-        return None
     here = _machine_identity()
+    age = now - modified
+    if here["boot"] and process.get("boot") == here["boot"] and "renewed" in process:
+        age = time.clock_gettime(_CLOCK) - process["renewed"]
+    if abs(age) > TTL:  # negative after a backward step of the store's clock: a live holder has renewed it since
+        return None
     is_local = here["boot"] and all(process.get(name) == value for name, value in here.items())
     if is_local and _process_start_time(int(process["pid"])) != process["started"]:  # the process has ended
         return None
-    renewed = f"lease renewed {max(0.0, now - modified):.0f} s ago"
+    renewed = f"lease renewed {max(0.0, age):.0f} s ago"
     return f"process {process.get('pid', '?')} on {process.get('host', '?')} ({renewed})"
 
 
