@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-MAX_YAML_VALUES = 100_000
 Mutability = Literal["identity", "schedule", "placement"]
 
 
@@ -68,22 +67,3 @@ def field_meta(field: FieldInfo) -> FieldMeta:
     """Return the metadata that `option` attached to a field, or the default metadata for any other field."""
     extra: dict[str, Any] = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     return FieldMeta(extra.get("change", "identity"), extra.get("aliases", []), extra.get("secret", False))
-
-
-def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML document. Aliases are allowed if the expanded value has at most MAX_YAML_VALUES parts.
-
-    Raises:
-        yaml.YAMLError: `text` is not YAML.
-        ValueError: the value is larger, or contains itself.
-    """
-    import yaml
-
-    value = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the C parser is 10x faster
-    parts, count = [value], 0
-    while parts:
-        part, count = parts.pop(), count + 1
-        if count > MAX_YAML_VALUES:
-            raise ValueError(f"with its aliases expanded it has more than {MAX_YAML_VALUES} values")
-        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-    return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.flows.config import read_config_text
-from penstock.storage.config import parse_yaml
+from penstock.stages.eval.data_sets import parse_yaml
 from penstock.storage.errors import OptionError
 
 

@@ -250,7 +250,7 @@ def endless() -> Iterator[Case]:
     yield Case(
         "grep without end",
         ("samples", "old", "--grep", r"(((.|.)*)*)*!", "--store", "{root}/runs"),
-        "--grep",
+        "takes more than",
     )
 
 

@@ -258,7 +258,7 @@ def test_an_unknown_scheme_is_refused() -> None:
 
 
 def test_a_missing_bucket_is_refused(s3_options: dict) -> None:
-    with pytest.raises(StoreError, match="not writable"):
+    with pytest.raises(StoreError, match="the bucket does not exist"):
         Store("s3://no-such-bucket/x", s3_options)
 
 
