@@ -21,10 +21,10 @@ from penstock.flows.promotion import gate_of, promote_policy
 from penstock.flows.runtime.conversion import export_origin, import_model
 from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.engine_options import teacher_options
-from penstock.flows.runtime.runs import read_existing_record
 from penstock.flows.runtime.session import Session
 from penstock.flows.runtime.stage import stage
 from penstock.storage.errors import PromotionRefused
+from penstock.storage.history.run_record import read_run_record
 from penstock.storage.maintenance.retention import expire_checkpoints
 from penstock.storage.preemption import Preempted
 from penstock.storage.refs import CheckpointRef, Commit, EvalRef, RolloutRef, StepRef, commit_key
@@ -423,8 +423,8 @@ def postponed_evaluations(session: Session, versions: Iterable[int]) -> Iterator
     policies: with its options, training could not reproduce them."""
     due, keys = build_stage_schedule(session), session.keys
     skips_first = session.config.eval.skip_eval_before_train
-    parent = read_existing_record(session.store, keys).parent
-    fork_point = parent.at if parent else 0
+    record = read_run_record(session.store, keys)
+    fork_point = record.parent.at if record and record.parent else 0
     for version in versions:
         if version >= max(1, fork_point) and request_evaluation in due(version):
             trained_at = session.read_existing_commit(keys.step_prefix(version - 1)).created_at

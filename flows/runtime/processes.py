@@ -27,10 +27,10 @@ from penstock.flows.debugging.config import DebugConfig
 from penstock.flows.options.adapters import adapter_of_version, with_adapters
 from penstock.flows.options.start_weights import starting_weights
 from penstock.flows.runtime.engine_options import TEACHER, engine_options, run_placement, teacher_options
-from penstock.flows.runtime.runs import missing_fork_checkpoint, read_existing_record
+from penstock.flows.runtime.runs import missing_fork_checkpoint
 from penstock.flows.turns import Turns
 from penstock.storage.failpoints import failpoint
-from penstock.storage.history.run_record import RunRecord
+from penstock.storage.history.run_record import RunRecord, read_run_record
 from penstock.storage.refs import CheckpointRef, RunKeys
 from penstock.storage.store import Store
 
@@ -108,8 +108,8 @@ class Processes:
         self._base = base
 
     @cached_property
-    def _run_record(self) -> RunRecord:
-        return read_existing_record(self.store, self.keys)
+    def _run_record(self) -> RunRecord | None:
+        return read_run_record(self.store, self.keys)
 
     @cached_property
     def _options(self) -> EngineOptions:
@@ -124,14 +124,15 @@ class Processes:
         version = INITIAL if awaits_weights else self.weight_version(0)
         options = engine_options(self.config)
         if self.has_trainer:
-            options = with_adapters(options, self.config, self._run_record.parent)
+            options = with_adapters(options, self.config, self._run_record.parent if self._run_record else None)
         if options.adapters is not None:
             version = BASE
         return options.replace_spec_fields(weight_version=version, log_dir=log_dir)
 
     @cached_property
     def _adapter_names(self) -> AdapterNames:
-        return AdapterNames(f"{self.store.uri} {self.keys.run} {self._run_record.created_at}")
+        created_at = self._run_record.created_at if self._run_record else None
+        return AdapterNames(f"{self.store.uri} {self.keys.run} {created_at}")
 
     @cached_property
     def router(self) -> RequestRouter | None:
@@ -189,7 +190,7 @@ class Processes:
     def start_trainer(self) -> None:
         """Start the trainer's processes, without models, unless `materialize_fork` needs another trainer first. Does
         not wait until they have imported torch and Megatron (5-15 s)."""
-        if missing_fork_checkpoint(self.store, self._run_record) is None:
+        if self._run_record and missing_fork_checkpoint(self.store, self._run_record) is None:
             self.trainer.start_processes()
 
     def restore_trainer_at(self, version: int) -> TrainerGroup:
@@ -248,6 +249,7 @@ class Processes:
 
         The policy is recomputed by replaying the rounds before the fork point with the parent's options.
         """
+        assert self._run_record is not None
         if (fork_point := missing_fork_checkpoint(self.store, self._run_record)) is None:
             return
         version, parent_config = fork_point

@@ -7,21 +7,27 @@ from pathlib import Path
 
 import pytest
 from bad_inputs import Bad
-from bad_kinds import Case, all_cases
+from bad_kinds import Case, all_cases, endless
 from test_bad_inputs import check_outcome, no_engine, place, snapshot, watch  # noqa: F401 fixtures
 
 from penstock.flows.cli import main
 from penstock.storage import preemption
 
 SECONDS = 60.0  # within which a bad input is refused
-CASES = all_cases()
+CASES, SLOW = all_cases(), [*endless()]
 
 
 def test_cases_have_unique_ids_and_are_many() -> None:
     assert len({case.id for case in CASES}) == len(CASES) >= 250
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case",
+    [  # a third of those that wait for a time limit, and all others
+        pytest.param(case, id=case.id, marks=[pytest.mark.full] if number % 3 and case in SLOW else [])
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_bad_input_of_a_kind_is_refused_in_one_line(
     case: Case,
     place: Path,  # noqa: F811
