@@ -297,7 +297,7 @@ def test_a_damaged_json_array_names_the_row(
         ("rows.arrow", b"", r"is not a Arrow file"),
         ("rows.feather", b"FEA1xxxxxxxxxxxxxxFEA1", r"is not a Feather file"),
         ("rows.parquet", b"PAR1", r"is not a Parquet file"),
-        ("rows.parquet.gz", gzip.compress(b"PAR1"), r"is not a Parquet file"),
+        ("rows.parquet.gz", gzip.compress(b"PAR1", mtime=0), r"is not a Parquet file"),
         ("rows.csv.gz", b"input\na\n", r"cannot be read beyond line 0"),
     ],
 )
