@@ -23,7 +23,15 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from penstock.engines.local_ray import ClusterLost, connect_to_ray, import_ray, log_ray_messages, start_ray
+from penstock.engines.local_ray import (
+    ClusterLost,
+    connect_to_ray,
+    import_ray,
+    kill_processes,
+    local_ray_processes,
+    log_ray_messages,
+    start_ray,
+)
 from penstock.engines.placement import NodeLost, Placement, PlacementOptions, Slot
 from penstock.engines.scratch import is_temp_directory_kept_at_exit, own_temp_directory
 from penstock.storage.errors import EngineError
@@ -115,7 +123,9 @@ class Cluster:
         self._lost.set()
         with self._idle:  # `ray.shutdown` during a running Ray call would end this process
             self._idle.wait_for(lambda: self._num_calls == 0, timeout=2 * POLL_SECONDS)
+        processes = local_ray_processes() if self.owned else []
         ray.shutdown()
+        kill_processes(processes)  # a worker that is starting does not notice the end of its raylet for a while
         if self._node is not None and not is_temp_directory_kept_at_exit():
             shutil.rmtree(self._node.get_session_dir_path(), ignore_errors=True)
 

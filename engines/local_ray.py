@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -97,11 +97,24 @@ def _ray_directory() -> str:
 
 def _kill_half_started_ray(keep_pids: set[int]) -> None:
     """Kill the Ray daemons that a failed `ray.init` left running: those child processes not in `keep_pids`."""
+    kill_processes(local_ray_processes(keep_pids))
+
+
+def local_ray_processes(keep_pids: Collection[int] = ()) -> list[psutil.Process]:
+    """Return the daemons of this process's local Ray and their children, without the daemons `keep_pids`."""
+    processes: list[psutil.Process] = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             if child.pid not in keep_pids and child.name() in RAY_PROCESSES:
-                for process in [*child.children(recursive=True), child]:
-                    process.kill()
+                processes += [*child.children(recursive=True), child]
+    return processes
+
+
+def kill_processes(processes: list[psutil.Process]) -> None:
+    """Kill those processes that still run."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def connect_to_ray(**options: Any) -> None:

@@ -93,20 +93,11 @@ def _run_and_report(arguments: list[str]) -> int:
         code = run_command(arguments)
         sys.stdout.flush()
         return code
-    except (KeyboardInterrupt, Preempted):
-        return report_stop(resumable=bool(arguments) and arguments[0] in RESUMABLE)
-    except BrokenPipeError as error:
-        return _silence_closed_pipe() if _stdout_is_closed() else _report_bug(error, arguments)
-    except PenstockError as error:
-        return _report_user_error(error, arguments)
-    except OSError as error:
-        if error.filename is not None or error.errno in USER_ERRNOS:  # an invalid request, not a bug
-            return _report_user_error(error, arguments)
-        return _report_bug(error, arguments)
-    except ModuleNotFoundError as error:
-        return _report_missing_module(error, arguments)
-    except Exception as error:
-        return _report_bug(error, arguments)
+    except (KeyboardInterrupt, Preempted, Exception) as error:
+        # A library may have turned the exception of a signal handler into one of its own.
+        if stop_signals.received or not isinstance(error, Exception):
+            return report_stop(resumable=bool(arguments) and arguments[0] in RESUMABLE)
+        return _report_error(error, arguments)
 
 
 def run_command(argv: list[str]) -> int:
@@ -253,6 +244,17 @@ RESUMABLE = ("demo", "train", "train-async", "sft", "convert", "eval", "resume")
 
 
 # ---- errors and exit codes -------------------------------------------------------------------------------------------
+
+
+def _report_error(error: Exception, argv: list[str]) -> int:
+    """Report the exception that ended a command. Return the exit code."""
+    if isinstance(error, BrokenPipeError):
+        return _silence_closed_pipe() if _stdout_is_closed() else _report_bug(error, argv)
+    if isinstance(error, PenstockError) or (isinstance(error, OSError) and error.errno in USER_ERRNOS):
+        return _report_user_error(error, argv)
+    if isinstance(error, ModuleNotFoundError):
+        return _report_missing_module(error, argv)
+    return _report_bug(error, argv)
 
 
 def _report_missing_module(error: ModuleNotFoundError, argv: list[str]) -> int:

@@ -70,6 +70,8 @@ def _run_flow(name: str, config: PostTrainConfig) -> int:
         _print_error(f"{name} stopped on request; the same command resumes after the last committed stage")
         return stop_signals.exit_code
     except Exception as error:  # all retries failed; the Prefect page has the traceback
+        if stop_signals.received and not observed.finished:  # a library has turned Preempted into its own exception
+            raise
         reason = observed.error or error  # `error` may be Prefect's, if it could not report the flow's own error
         if observed.finished:
             _print_error(

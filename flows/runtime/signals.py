@@ -6,12 +6,14 @@ stop: the running stage may finish or cancel itself (`storage/preemption.py`), a
 the end. SIGINT interrupts it at once, as do all signals outside a session, and a second SIGINT kills the process.
 
 An exception that a handler raises is lost if a library swallows it, for instance in an import, so it is raised again
-every TICK seconds until the session's cleanup begins. Python's handlers do not run while native code blocks, so another
-process (services/watchdog.py) also learns of each signal, and kills this one.
+every TICK seconds until the session's cleanup begins. A thread ends the grace period. Handlers and threads do not run
+while native code blocks the main thread or holds the interpreter's lock, so another process (services/watchdog.py) also
+learns of each signal, and kills this one.
 """
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import os
 import signal
@@ -40,7 +42,6 @@ class StopSignals:
         self.received: list[int] = []
         self.exits = False  # the command has ended: a signal kills what is left
         self._grace_seconds = GRACE_SECONDS
-        self._deadline = float("inf")  # end of the grace period, by time.monotonic
         self._stop: StopRequest | None = None  # that of the session
         self._interrupts = False  # whether signals interrupt the session: not during its cleanup
         self._watchdog: subprocess.Popen[bytes] | None = None
@@ -62,7 +63,7 @@ class StopSignals:
         """Start the process that ends this one after the grace period (watchdog.py)."""
         reader, writer = os.pipe()
         command = [sys.executable, "-P", str(WATCHDOG), str(os.getpid())]
-        seconds = max(self._grace_seconds, CLEANUP) + 2 * TICK  # `_on_alarm` comes first
+        seconds = max(self._grace_seconds, CLEANUP) + 4 * TICK  # `_kill_after` comes first
         # In a session of its own, which Ctrl-C and signals to the process group do not reach
         self._watchdog = subprocess.Popen([*command, str(seconds)], stdin=reader, start_new_session=True)
         os.close(reader)
@@ -112,7 +113,8 @@ class StopSignals:
         if self.exits or is_second_interrupt:
             kill_command(self.exit_code)
         if len(self.received) == 1:
-            self._deadline = time.monotonic() + max(self._grace_seconds, CLEANUP)
+            # Not a `threading.Thread`, whose locks the interrupted code may hold
+            _thread.start_new_thread(self._kill_after, (max(self._grace_seconds, CLEANUP),))
             signal.setitimer(signal.ITIMER_REAL, TICK, TICK)
         if self._stop is None:
             raise self._exception()
@@ -120,9 +122,12 @@ class StopSignals:
         self._interrupt_session()
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
-        if time.monotonic() >= self._deadline:
-            kill_command(self.exit_code)
         self._interrupt_session()
+
+    def _kill_after(self, seconds: float) -> None:
+        """Kill this process at the end of the grace period, from a thread: the main thread may be in native code."""
+        time.sleep(seconds)
+        kill_command(self.exit_code)
 
     def _interrupt_session(self) -> None:
         """Raise an exception if a stage runs whose time is over."""
@@ -137,7 +142,7 @@ class StopSignals:
 
 
 def kill_command(exit_code: int) -> None:
-    """Kill all child processes and this process, from a signal handler."""
+    """Kill all child processes and this process."""
     import psutil
 
     for child in psutil.Process().children(recursive=True):

@@ -31,9 +31,8 @@ def half_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[i
                 started.append(subprocess.Popen([gcs_server, "60"]))
                 raise Exception("The current node timed out during startup.")
 
-        monkeypatch.setitem(
-            sys.modules, "ray", SimpleNamespace(init=init, shutdown=lambda: None)
-        )  # see test_cluster.py
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(shutdown=lambda: None))  # see test_cluster.py
+        monkeypatch.setattr(local_ray, "connect_to_ray", init)
         monkeypatch.setattr(local_ray, "_patched_ray", nullcontext)
         monkeypatch.setattr(local_ray, "_ray_directory", lambda: str(tmp_path))
         return started
@@ -71,7 +70,8 @@ def test_start_ray_does_not_retry_wrong_options(monkeypatch: pytest.MonkeyPatch)
         raise ValueError("num_cpus must be positive")
 
     monkeypatch.setattr(local_ray, "_kill_half_started_ray", lambda keep_pids: pytest.fail("nothing was started"))
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    monkeypatch.setattr(local_ray, "connect_to_ray", init)
     monkeypatch.setattr(local_ray, "_patched_ray", nullcontext)
     monkeypatch.setattr(local_ray, "_ray_directory", lambda: "/tmp/ray")
     with pytest.raises(ValueError, match="num_cpus"):

@@ -78,6 +78,16 @@ def test_error_of_a_command_is_one_line(error, code, text, capsys, monkeypatch: 
     assert capsys.readouterr() == ("", text)
 
 
+@pytest.mark.parametrize("error", [ValueError("Preempted: stopped"), StoreError("x"), OSError(5, "x")], ids=repr)
+def test_signal_whose_exception_a_library_has_replaced_is_reported_as_a_stop(
+    error: Exception, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli.stop_signals, "received", [signal.SIGHUP])
+    monkeypatch.setitem(cli.COMMANDS, "runs", raising(error))
+    assert cli.main(["runs"]) == 129
+    assert capsys.readouterr().err == "penstock: stopped by SIGHUP\n"
+
+
 def test_verbose_shows_the_traceback(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli.COMMANDS, "runs", raising(RuntimeError("why")))
     assert cli.main(["runs", "--verbose"]) == 1
