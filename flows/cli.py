@@ -250,7 +250,8 @@ def _report_error(error: Exception, argv: list[str]) -> int:
     """Report the exception that ended a command. Return the exit code."""
     if isinstance(error, BrokenPipeError):
         return _silence_closed_pipe() if _stdout_is_closed() else _report_bug(error, argv)
-    if isinstance(error, PenstockError) or (isinstance(error, OSError) and error.errno in USER_ERRNOS):
+    of_file = isinstance(error, OSError) and (error.filename is not None or error.errno in USER_ERRNOS)
+    if isinstance(error, PenstockError) or of_file:
         return _report_user_error(error, argv)
     if isinstance(error, ModuleNotFoundError):
         return _report_missing_module(error, argv)
