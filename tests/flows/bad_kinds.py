@@ -247,11 +247,6 @@ def endless() -> Iterator[Case]:
             yield Case(f"pattern {pattern[:20]} {flag}", on("train", flag, pattern).words, flag)
     for pattern in ("(" * 3000, "a{99999999999}", "(?P<a>x)(?P<a>y)"):
         yield Case(f"grep {pattern[:20]}", ("samples", "old", "--grep", pattern, "--store", "{root}/runs"), "--grep")
-    yield Case(
-        "grep without end",
-        ("samples", "old", "--grep", f"({'|'.join(['[^!]'] * 8)})*!", "--store", "{root}/runs"),
-        "takes more than",
-    )
 
 
 # ---- addresses and variables -----------------------------------------------------------------------------------------

@@ -11,10 +11,12 @@ from bad_kinds import Case, all_cases, endless
 from test_bad_inputs import check_outcome, no_engine, place, snapshot, watch  # noqa: F401 fixtures
 
 from penstock.flows.cli import main
+from penstock.flows.inspect import samples
 from penstock.storage import preemption
+from penstock.storage.samples.sample import Sample
 
 SECONDS = 60.0  # within which a bad input is refused
-CASES, SLOW = all_cases(), [*endless()]
+CASES, SLOW = all_cases(), {case.id for case in endless()}
 
 
 def test_cases_have_unique_ids_and_are_many() -> None:
@@ -24,7 +26,7 @@ def test_cases_have_unique_ids_and_are_many() -> None:
 @pytest.mark.parametrize(
     "case",
     [  # a third of those that wait for a time limit, and all others
-        pytest.param(case, id=case.id, marks=[pytest.mark.full] if number % 3 and case in SLOW else [])
+        pytest.param(case, id=case.id, marks=[pytest.mark.full] if number % 3 and case.id in SLOW else [])
         for number, case in enumerate(CASES)
     ],
 )
@@ -55,3 +57,15 @@ def test_bad_input_of_a_kind_is_refused_in_one_line(
     check_outcome(Bad(case.words, fill(case.culprit)), place, code, out.out, out.err)
     assert "report this bug" not in out.err
     assert snapshot(place) | snapshot(tmp_path) == before, "something was written"
+
+
+def test_search_that_does_not_end_is_refused(
+    place: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    long = Sample("s", "g", "t", 0, prompt="a" * 60)
+    monkeypatch.setattr(samples, "_read", lambda *arguments: [long])
+    monkeypatch.setattr(preemption, "PATIENCE", 1.0)
+    assert main(["samples", "old", "--grep", "(a|aa)+$!", "--store", str(place / "runs")]) == 2
+    assert "--grep: the search takes more than 1 s" in capsys.readouterr().err
