@@ -80,8 +80,8 @@ def print_stacks_on_signal() -> None:
 
 
 def end_with_parent() -> None:
-    """Make the kernel kill this actor as soon as its parent, Ray's raylet, dies. With Ray's own check, actors have lived
-    on for minutes after a backward step of the clock."""
+    """Make the kernel kill this actor as soon as its parent, Ray's raylet, dies. Without this, actors have lived for
+    minutes longer after a backward step of the clock."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -19,7 +19,7 @@ from penstock.flows.runtime.conversion import ProgressCallback, run_conversion, 
 from penstock.flows.runtime.prefect_api import wait_for_api
 from penstock.flows.runtime.preflight import preflight
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
-from penstock.flows.terminal.escape import TerminalConsole
+from penstock.flows.terminal.console import TerminalConsole
 from penstock.stages.convert.config import ConvertConfig
 from penstock.stages.convert.targets import ASSETS_DIRECTORY, megatron_directory, open_parent_store, read_record
 from penstock.storage.errors import OptionError

@@ -20,7 +20,7 @@ import psutil
 from rich.console import Console
 from rich.text import Text
 
-from penstock.flows.terminal.escape import TerminalConsole
+from penstock.flows.terminal.console import TerminalConsole
 from penstock.storage.errors import OptionError, PenstockError
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.refs import RunKeys

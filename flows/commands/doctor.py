@@ -21,7 +21,7 @@ from penstock.flows.commands import plan
 from penstock.flows.install.uses import Targets, Use, planned_uses
 from penstock.flows.options.argv import penstock_command, short_repr, split_args
 from penstock.flows.runtime.display import print_table
-from penstock.flows.terminal.escape import TerminalConsole
+from penstock.flows.terminal.console import TerminalConsole
 from penstock.storage.errors import OptionError
 
 USAGE = """penstock doctor [--store URI ...] [--ray-address HOST:PORT] [--mlflow-tracking-uri URL]

@@ -14,7 +14,7 @@ from penstock.flows.inspect.samples import print_samples
 from penstock.flows.options.argv import format_bytes, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import open_store
-from penstock.flows.terminal.escape import TerminalConsole
+from penstock.flows.terminal.console import TerminalConsole
 from penstock.storage.errors import OptionError
 from penstock.storage.history.lineage_graph import REFERENCES, LineageGraph, Node, find_node, read_lineage
 from penstock.storage.samples.sample import Sample

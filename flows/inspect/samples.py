@@ -16,7 +16,7 @@ from rich.table import Table
 from penstock.flows.options.argv import parse_integer, parse_run_argument, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store
-from penstock.flows.terminal.escape import TerminalConsole
+from penstock.flows.terminal.console import TerminalConsole
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.preemption import time_limit
 from penstock.storage.refs import RunKeys

@@ -12,7 +12,7 @@ from penstock.flows.options.argv import parse_run_argument, penstock_command, sp
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.options.nearby_stores import names_no_store, stores_with_run
 from penstock.flows.runtime.runs import latest_schedule_options, open_store, read_existing_record
-from penstock.flows.terminal.escape import TerminalConsole
+from penstock.flows.terminal.console import TerminalConsole
 from penstock.flows.terminal.lines import COLUMNS, format_with_interval, short_exponent
 from penstock.flows.terminal.panel import format_duration
 from penstock.flows.terminal.sparkline import sparkline

@@ -21,7 +21,7 @@ from rich.text import Text
 from penstock.flows.options.argv import penstock_command
 from penstock.flows.reporting.log_format import json_line
 from penstock.flows.runtime import environment
-from penstock.flows.terminal.escape import TerminalConsole
+from penstock.flows.terminal.console import TerminalConsole
 from penstock.flows.terminal.lines import (
     EVENT_LINES,
     MAX_COLUMNS,

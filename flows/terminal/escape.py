@@ -1,7 +1,8 @@
 """What a command prints reaches the terminal through this module: control characters are escaped.
 
 Samples, names and errors may contain text that a model or a data set wrote. A terminal obeys its control sequences,
-which set the title, clear the screen, hide text, or show a link to a place that it does not name.
+which set the title, clear the screen, hide text, or show a link to a place that it does not name. Imports only the
+standard library, because `penstock setup` runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -12,10 +13,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import IO, Any
-
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
-from rich.text import Text
 
 # C0 but tab and newline, C1, format characters that are not seen (bidirectional controls, tags, ...; not the joiners of
 # emoji and scripts), separators of lines, and halves of surrogate pairs, which no encoding can print.
@@ -62,23 +59,3 @@ def unescaped(stream: IO[str]) -> IO[str]:
     """Return the stream below an escaping one, for control codes of our own; another stream as it is."""
     original: IO[str] = getattr(stream, "unescaped", stream)
     return original
-
-
-class TerminalConsole(Console):
-    """A console that writes its own control codes, and escapes those in what is printed."""
-
-    def __init__(self, *, file: IO[str] | None = None, **options: Any) -> None:
-        super().__init__(file=unescaped(file or sys.stdout), **options)
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        """Return a string as a text: escaped before its width is measured."""
-        return super().render_str(escape_controls(text), **options)
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield the segments of whatever is printed."""
-        for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(escape_controls(segment.text), segment.style)
-
-    def out(self, *objects: Any, **options: Any) -> None:
-        """Print objects as they are, but escaped."""
-        super().out(*(escape_controls(str(each)) for each in objects), **options)

@@ -17,7 +17,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from penstock.flows.terminal.escape import TerminalConsole, escape_controls, unescaped
+from penstock.flows.terminal.console import TerminalConsole
+from penstock.flows.terminal.escape import escape_controls, unescaped
 
 REFRESH_SECONDS = 0.25
 

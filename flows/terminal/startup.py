@@ -7,7 +7,7 @@ import sys
 from rich.text import Text
 
 from penstock.flows.reporting.log_format import json_line
-from penstock.flows.terminal.escape import TerminalConsole
+from penstock.flows.terminal.console import TerminalConsole
 from penstock.flows.terminal.panel import Panel
 from penstock.flows.terminal.region import LiveRegion, can_redraw
 

@@ -130,6 +130,17 @@ def test_lock_files_agree_with_the_steps_and_exist_for_every_supported_python() 
     assert f"TORCH={steps.TORCH}\n" in (ROOT / "configs/environment/lock.sh").read_text()
 
 
+def test_setup_runs_before_any_package_is_installed() -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\nfrom penstock.flows.cli import main\n"
+        "sys.exit(main(['setup', '--help']))"
+    )
+    command = [sys.executable, "-S", "-c", code, str(Path(__file__).parents[2])]  # -S: without site-packages
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"]})
+    assert done.returncode == 0, done.stderr
+    assert "penstock setup" in done.stdout
+
+
 def test_help_names_every_extra() -> None:
     extras = set(declared(ROOT)[1]) - {"cpu", "gpu"}
     assert extras <= set(re.findall(r"[a-z0-9]+", command.USAGE))

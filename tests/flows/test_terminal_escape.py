@@ -19,7 +19,8 @@ from rich.text import Text
 
 from penstock.flows import cli
 from penstock.flows.runtime.display import Display, print_table
-from penstock.flows.terminal.escape import TerminalConsole, escape_controls, escaped_output
+from penstock.flows.terminal.console import TerminalConsole
+from penstock.flows.terminal.escape import escape_controls, escaped_output
 from penstock.flows.terminal.panel import Panel
 from penstock.flows.terminal.region import LiveRegion
 from penstock.storage.errors import OptionError
