@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import http.server
+import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import tomllib
 import zipfile
