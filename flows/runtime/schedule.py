@@ -99,8 +99,11 @@ def is_complete(flow: str, config: PostTrainConfig) -> bool:
 
     store, keys = open_store(config.run, probe=False), keys_of_run(config.run.run)
     config = with_target_rounds(store, config)
-    completed, now = read_completion(store, keys), completion_of(flow, store, config)
-    if completed is None or completed.options != now.options or not now.outputs.items() <= completed.outputs.items():
+    completed = read_completion(store, keys)
+    if completed is None:  # before `completion_of`, which creates the directory of the trackers
+        return False
+    now = completion_of(flow, store, config)
+    if completed.options != now.options or not now.outputs.items() <= completed.outputs.items():
         return False
     versions = store.committed_indices(f"{keys.prefix}/checkpoints") if config.run.save_hf else []
     return all(is_published(config.run.hf_path(version), store.options) for version in versions)

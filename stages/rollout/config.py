@@ -38,7 +38,7 @@ class PromptConfig(StageConfig):
     Without weights, an epoch visits the entries one after another."""
 
     input_key: str = option("input", aliases=("prompt-key",))
-    """Column with the prompt: text, or a list of chat messages (or its JSON text). A key with dots, `a.b`, names the
+    """Column with the prompt: text, chat messages, or their JSON text. A key with dots, `a.b`, names the
     entry `b` of the column `a`; this applies to all columns."""
 
     label_key: str | None = option(None)

@@ -298,7 +298,7 @@ def test_a_damaged_json_array_names_the_row(
         ("rows.feather", b"FEA1xxxxxxxxxxxxxxFEA1", r"is not a Feather file"),
         ("rows.parquet", b"PAR1", r"is not a Parquet file"),
         ("rows.parquet.gz", gzip.compress(b"PAR1", mtime=0), r"is not a Parquet file"),
-        ("rows.csv.gz", b"input\na\n", r"cannot be read beyond line 0"),
+        ("rows.csv.gz", b"input\na\n", r"is damaged after 0 decompressed bytes"),
     ],
 )
 def test_a_damaged_columnar_file_is_named(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
