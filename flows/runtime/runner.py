@@ -36,13 +36,14 @@ def run_flow(name: str, config: PostTrainConfig) -> int:
 
 def _run_flow(name: str, config: PostTrainConfig) -> int:
     from penstock.flows.options.resolve import resolve_config
-    from penstock.flows.runtime.preflight import preflight
+    from penstock.flows.runtime.preflight import check_options, preflight
     from penstock.flows.runtime.schedule import is_complete
 
     assert name in FLOWS
     wait = functools.partial(show_wait, run=config.run.run, as_json=config.run.log_format == "json")
     wait("checking options, model and data", only_on_terminal=True)
     config = resolve_config(name, config)
+    check_options(name, config)
     if name != "convert" and is_complete(name, config):
         end_wait()
         print(f"run {config.run.run} is complete, nothing is left to do; `penstock show {config.run.run}` prints it")
