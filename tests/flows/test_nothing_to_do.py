@@ -59,10 +59,19 @@ def complete(root: str, flow: str, *more: str) -> Store:
     return store
 
 
-@pytest.mark.parametrize("flow", ["post_train", "sft", "evaluate"])
-def test_completed_run_starts_nothing(root: str, flow: str, capsys: pytest.CaptureFixture[str]) -> None:
-    complete(root, flow)
-    assert runner.run_flow(flow, parse_config(words(root))) == 0
+@pytest.mark.parametrize(
+    ("flow", "more"),
+    [
+        ("post_train", []),
+        ("sft", ["--loss-type", "sft_loss"]),
+        ("evaluate", ["--eval-prompt-data", "sums", "/sums.jsonl"]),
+    ],
+)
+def test_completed_run_starts_nothing(
+    root: str, flow: str, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    complete(root, flow, *more)
+    assert runner.run_flow(flow, parse_config(words(root, *more))) == 0
     assert "nothing is left to do" in capsys.readouterr().out
 
 
