@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,15 +14,17 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.preflight import config_warnings
 from penstock.storage.errors import OptionError
+from penstock.storage.history.run_record import ParentRecord
+from tests.run_records import parent_record
 
 
 def config_of(model: Path, *words: str) -> PostTrainConfig:
     return parse_config(["--run", "r", "--hf-checkpoint", str(model), "--lora-rank", "4", "--num-rollout", "9", *words])
 
 
-def options_of(model: Path, *words: str, record: dict[str, Any] | None = None) -> EngineOptions:
+def options_of(model: Path, *words: str, parent: ParentRecord | None = None) -> EngineOptions:
     config = config_of(model, *words)
-    return with_adapters(engine_options(config), config, record)
+    return with_adapters(engine_options(config), config, parent)
 
 
 def test_engines_get_adapters_by_default(tiny_model: Path) -> None:
@@ -59,12 +60,12 @@ def test_other_runs_get_merged_weights_or_are_refused(
 
 
 def test_fork_of_full_training_gets_merged_weights(tiny_model: Path) -> None:
-    full = {"run": "full", "config": {"train": {}}, "at": 3, "parent": None}
-    adapters = {"run": "adapters", "config": {"train": {"lora_rank": 4}}, "at": 5, "parent": full}
-    assert fully_trained_ancestor({"parent": full}) == fully_trained_ancestor({"parent": adapters}) == "full"
-    assert fully_trained_ancestor({"parent": full | {"at": 0}}) is None and fully_trained_ancestor({}) is None
-    assert options_of(tiny_model, record={"parent": full}).adapters is None
-    assert options_of(tiny_model, record={"parent": adapters | {"parent": None}}).adapters is not None
+    full = parent_record("full", 3, config={"train": {}})
+    adapters = parent_record("adapters", 5, config={"train": {"lora_rank": 4}}, parent=full.model_dump())
+    assert fully_trained_ancestor(full) == fully_trained_ancestor(adapters) == "full"
+    assert fully_trained_ancestor(full.model_copy(update={"at": 0})) is None and fully_trained_ancestor(None) is None
+    assert options_of(tiny_model, parent=full).adapters is None
+    assert options_of(tiny_model, parent=adapters.model_copy(update={"parent": None})).adapters is not None
 
 
 def test_functions_that_may_call_engines_get_merged_weights_by_default(tiny_model: Path) -> None:

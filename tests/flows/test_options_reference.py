@@ -48,10 +48,12 @@ def test_every_name_of_slime_and_the_seeds_is_in_a_class() -> None:
 
 @cache
 def attributes_read() -> set[str]:
-    """Return the names of all attributes that the program reads."""
+    """Return the names of all attributes that the program reads, and of hooks that it loads with `plugin("NAME")`."""
     paths = [path for name in ("flows", "stages", "engines", "storage") for path in (ROOT / name).rglob("*.py")]
-    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    hooks = {ast.unparse(node.args[0])[1:-1] for node in nodes
+             if isinstance(node, ast.Call) and ast.unparse(node.func) == "plugin" and node.args}  # fmt: skip
+    return hooks | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
 
 
 def test_every_option_is_read() -> None:

@@ -111,7 +111,7 @@ def test_schedule_change_with_a_taken_number_gets_the_next(tmp_path: Path, monke
     store = open_store(first.run)
     keys = open_run(store, "post_train", first)
     open_run(store, "post_train", config(tmp_path, "--num-rollout", "4"))
-    monkeypatch.setattr(runs, "_schedule_change_files", lambda store, keys: [])
+    monkeypatch.setattr(runs, "schedule_change_keys", lambda store, keys: [])
     open_run(store, "post_train", config(tmp_path, "--num-rollout", "5"))
     monkeypatch.undo()
     assert latest_schedule_options(store, keys)["run.num_rollout"] == 5

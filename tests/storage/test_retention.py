@@ -1,5 +1,6 @@
 """Only unneeded checkpoints expire, despite kills; gc deletes exactly the orphans."""
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -11,6 +12,7 @@ from made_run import BATCH, commit_files, config_of, make_run, save_one, score_o
 from penstock.flows.commands import gc
 from penstock.flows.commands.fork import create_fork
 from penstock.storage.errors import StoreError
+from penstock.storage.history.run_record import ScheduleChange
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.leases import lease_key
 from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
@@ -195,6 +197,8 @@ def litter(store: Store, keys: RunKeys) -> dict[str, str]:
     ]
     for key in [*files, *needed]:
         content = Commit(kind="step").model_dump_json() if key.endswith(".commit.json") else "{}"
+        if key in needed[2:]:
+            content = ScheduleChange(at=0.0, id="1", schedule={}).model_dump_json()
         store.create(key, content.encode())
     return {
         lost: "unfinished attempt",
@@ -244,6 +248,8 @@ def test_gc_keeps_a_run_named_like_a_part_of_a_key(store: Store, data: Path, run
     with store.writing(attempt) as out:
         (out.path / "part").write_bytes(b"x")
         assert store.exists(lease_key(attempt)), "its writer is protected"
+    lease = json.loads(store.read(lease_key(attempt)))
+    store.replace(lease_key(attempt), json.dumps(lease | {"renewed": lease["renewed"] - 7200}).encode())
     later = time.time() + 7200
     found = find_orphans(store, older_than=0, now=later)
     assert [(orphan.kind, orphan.key) for orphan in found] == [("unfinished attempt", attempt)]

@@ -441,7 +441,7 @@ def test_a_literal_api_key_is_refused_and_not_shown(tmp_path: Path) -> None:
     assert "literal-key-123" not in str(error.value)
     store = Store(str(tmp_path))
     create_run_record(store, "post_train", parse_config(["--run", "r", "--use-wandb", "--wandb-key", "env:SOME_KEY"]))
-    assert read_existing_record(store, RunKeys("r"))["config"]["run"]["wandb_key"] == "env:SOME_KEY"
+    assert read_existing_record(store, RunKeys("r")).config["run"]["wandb_key"] == "env:SOME_KEY"
 
 
 def test_missing_packages_and_keys_are_reported_before_the_start(

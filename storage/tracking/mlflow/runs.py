@@ -38,14 +38,13 @@ class MlflowRuns:
     @property
     def experiment_id(self) -> str:
         """Return the id of the run's experiment, which is created if missing."""
-        if self._experiment_id is None:
-            name, location = self.run.experiment, None
-            if self.uri.startswith("sqlite:///"):  # without a server, MLflow would write to the current directory
-                database = Path(self.uri.removeprefix("sqlite:///")).absolute()
-                location = (database.parent / ARTIFACTS / name).as_uri()
-                update_artifact_paths(database, name)
-            existing = self.client.get_experiment_by_name(name)
-            self._experiment_id = existing.experiment_id if existing else self._create_experiment(name, location)
+        if self._find_experiment() is None:
+            tags = {"mlflow.experimentKind": "custom_model_development"}  # otherwise MLflow guesses, and asks the user
+            location = None
+            if self._database is not None:  # without a server, MLflow would write to the current directory
+                location = (self._database.parent / ARTIFACTS / self.run.experiment).as_uri()
+            self._experiment_id = self.client.create_experiment(self.run.experiment, location, tags)
+        assert self._experiment_id is not None
         return self._experiment_id
 
     @property
@@ -101,9 +100,12 @@ class MlflowRuns:
 
     def find_all(self, key: dict[str, str], max_results: int = 100) -> list[Run]:
         """Return the MLflow runs with the given tags, the oldest first."""
+        experiment = self._find_experiment()
+        if experiment is None:
+            return []
         where = " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in key.items())
         order = ["attributes.start_time ASC"]
-        return self.client.search_runs([self.experiment_id], where, max_results=max_results, order_by=order)
+        return self.client.search_runs([experiment], where, max_results=max_results, order_by=order)
 
     def url(self, kind: str, id: str, path: str = "") -> str:
         """Return the URL of a page, relative to the server: of a run (kind "runs") or model ("models")."""
@@ -119,9 +121,19 @@ class MlflowRuns:
         if tags:
             self.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
 
-    def _create_experiment(self, name: str, location: str | None) -> str:
-        tags = {"mlflow.experimentKind": "custom_model_development"}  # otherwise MLflow guesses, and asks the user
-        return self.client.create_experiment(name, location, tags)
+    @property
+    def _database(self) -> Path | None:
+        path = self.uri.removeprefix("sqlite:///")
+        return None if path == self.uri else Path(path).absolute()
+
+    def _find_experiment(self) -> str | None:
+        """Return the id of the run's experiment, or None if MLflow does not have it."""
+        if self._experiment_id is None:
+            if self._database is not None:
+                update_artifact_paths(self._database, self.run.experiment)
+            existing = self.client.get_experiment_by_name(self.run.experiment)
+            self._experiment_id = existing.experiment_id if existing else None
+        return self._experiment_id
 
 
 def _part_tags(run: str, identity: str, part: str) -> dict[str, str]:
