@@ -17,7 +17,7 @@ from run_records import parent_record, run_json
 from scripted_engine import KEYS, Bench, SlowClient
 
 from penstock.engines.generation import Generation
-from penstock.stages.rollout.group import mask_stale_tokens
+from penstock.stages.rollout.group import mask_stale_tokens, policy_spans
 from penstock.stages.rollout.plugins.filters import DynamicFilterOutput
 from penstock.stages.rollout.rollout import collect_groups
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
@@ -209,11 +209,11 @@ def test_tokens_of_earlier_policies_can_be_masked(tmp_path: Path, tokenizer: Pro
     num_masked = 0
     for r in range(4):
         for sample in trained(bench, bench.round(r, client=SlowClient, longest=40)):
-            spans = sample.metadata.get("policy_spans", [[r, sum(sample.loss_mask)]])
-            assert sum(sample.loss_mask) == spans[-1][1]
+            num_trained, num_prompt = sum(sample.loss_mask), len(tokenizer.encode([sample.prompt])[0])
+            assert policy_spans(sample) == [[sample.policy_versions[1], num_trained]], "of one policy"
             assert all((p == 0.0) == (m == 0) for p, m in zip(sample.rollout_logprobs, sample.loss_mask))
-            assert sample.loss_mask[len(sample.loss_mask) - spans[-1][1] :] == [1] * spans[-1][1]
-            num_masked += len(spans) > 1
+            assert sample.loss_mask[len(sample.loss_mask) - num_trained :] == [1] * num_trained
+            num_masked += num_prompt + num_trained < len(sample.token_ids)
     assert num_masked
 
 
