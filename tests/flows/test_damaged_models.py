@@ -118,7 +118,7 @@ def plan(tiny_model: Path, tmp_path: Path) -> Callable[[Change, bool], int]:
     return run
 
 
-@pytest.mark.parametrize("starts", [False, True], ids=["dry run", "start"])
+@pytest.mark.parametrize("starts", [False, pytest.param(True, marks=pytest.mark.full)], ids=["dry run", "start"])
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damaged_model_is_refused(
     name: str, starts: bool, plan: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
