@@ -540,9 +540,9 @@ def groups_of(store: Store, keys: RunKeys, rollout_id: int) -> list[Group]:
 
 def config_of(store: Store, keys: RunKeys) -> dict[str, Any]:
     """Return the recorded config of a run."""
-    record = store.read_json(keys.record)
+    record = store.read(keys.record)
     assert record is not None, f"the store has no run {keys.run}"
-    return dict(record["config"])
+    return dict(json.loads(record)["config"])
 
 
 def mode_of(store: Store, keys: RunKeys) -> Mode:

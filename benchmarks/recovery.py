@@ -78,7 +78,7 @@ def measure_recovery(config: PostTrainConfig, versions: list[int]) -> None:
 
     store, keys = open_store(config.run), RunKeys(config.run.run)
     rounds = len(store.committed_indices(f"{keys.prefix}/steps"))
-    base = CheckpointRef.model_validate(store.read_json(f"{keys.prefix}/base.json"))
+    base = CheckpointRef.model_validate_json(store.read(f"{keys.prefix}/base.json") or b"")
     spec = TrainerSpec(
         run=keys.run,
         shape=read_shape(config.convert.hf_checkpoint),

@@ -117,7 +117,7 @@ def measure_run(arguments: list[str], config: PostTrainConfig, directory: Path) 
         command = [sys.executable, "-m", "penstock", "train", *arguments]
         subprocess.run(command, env=env, stdout=log, stderr=log, timeout=TIMEOUT, check=True)
     ended, store, keys = time.time(), open_store(config.run), RunKeys(RUN)
-    base = store.read(CheckpointRef.model_validate(store.read_json(f"{keys.prefix}/base.json")).key)
+    base = store.read(CheckpointRef.model_validate_json(store.read(f"{keys.prefix}/base.json") or b"").key)
     rollout, step = store.committed(keys.rollout_prefix(0)), store.committed(keys.step_prefix(0))
     assert base and rollout and step
     times = {
