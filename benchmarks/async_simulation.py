@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
+import json
 import math
 import random
 import statistics

@@ -1,9 +1,7 @@
 """Supervised fine-tuning: the loop of post_train.py over demonstrations, without engines. Each round trains
 on the next rows of the data set."""
 
-from __future__ import annotations
-
-from typing import Annotated
+from typing import Annotated  # annotations are evaluated here: Prefect reads them from a copy of the function elsewhere
 
 from prefect import State, flow
 from pydantic import BeforeValidator

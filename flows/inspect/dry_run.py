@@ -95,7 +95,8 @@ def dry_run(flow: str, config: PostTrainConfig) -> int:
     if absent:
         print(f"not ready here: {'; '.join(absent)}; everything that does not need this was checked")
     else:
-        print("ready: the same command without --dry-run starts the run")
+        place = "" if visible_gpu_bytes() or config.run.ray_address else ", on the CPU: this machine has no GPU"
+        print(f"ready: the same command without --dry-run starts the run{place}")
     return 0
 
 

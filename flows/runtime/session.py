@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 
 
-_NO_PAGE = "no page after this run's end; `make up` shows it"
+_NO_PAGE = "`make up` shows this run, also after its end"
 EVALUATION_END_TIMEOUT = 60.0  # seconds for an evaluation in another thread to end after a failure
 
 

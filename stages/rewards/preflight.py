@@ -164,13 +164,13 @@ def _is_rewarded(name: str, row: RewardRow) -> bool:
 def try_reward_on_test_samples(
     options: RewardOptions, rows: Sequence[RewardRow], arguments: dict[str, Any] | None = None
 ) -> list[tuple[str, Outcome]]:
-    """Check the reward: call it on test samples made from the first rows, or connect to the server at --rm-url.
+    """Check the reward: call it on test samples made from the first row, or connect to the server at --rm-url.
 
     The response of a test sample is empty, the label, or the label in \\boxed{}.
 
     Args:
         options: the rollout's configuration.
-        rows: rows of the prompt data; the first three are used, or with --group-rm only the first.
+        rows: rows of the prompt data; the first is used.
         arguments: attributes of the `args` passed to a user-defined reward: `RolloutConfig.plugin_arguments()`.
 
     Returns:
@@ -181,7 +181,7 @@ def try_reward_on_test_samples(
         RewardError: no test sample got a finite reward, or the connection to --rm-url failed.
         PluginError: the user-defined reward does not load, or has the wrong signature.
     """
-    samples = _make_test_samples(rows, only_first_row=options.group_rm)
+    samples = _make_test_samples(rows, same_group=options.group_rm)
     if not samples:
         return []
     if not options.custom_rm_path and not any(sample.metadata.get("custom_rm_path") for sample in samples):
@@ -203,19 +203,18 @@ def try_reward_on_test_samples(
     return [(sample.response, outcome) for sample, outcome in zip(samples, outcomes, strict=True)]
 
 
-def _make_test_samples(rows: Sequence[RewardRow], *, only_first_row: bool) -> list[Sample]:
+def _make_test_samples(rows: Sequence[RewardRow], *, same_group: bool) -> list[Sample]:
     """Return NUM_SAMPLES completed test samples, with 4 prompt tokens and one token per character of the response."""
     if not rows:
         return []
-    samples = []
+    samples, row = [], rows[0]
     for index in range(NUM_SAMPLES):
-        row = rows[0 if only_first_row else index % len(rows)]
         response = ("", row.label, rf"\boxed{{{row.label}}}")[index % 3]
         num_tokens = max(1, len(response))
         samples.append(
             Sample(
                 f"preflight-{index}",
-                f"preflight-{0 if only_first_row else index}",
+                f"preflight-{0 if same_group else index}",
                 f"preflight-{index}",
                 0,
                 prompt=row.prompt,

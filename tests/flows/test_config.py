@@ -1,11 +1,14 @@
 """The command line and the composed config: spellings, families of flags, invalid values."""
 
+import importlib
+
 import pytest
 
 from penstock.flows.config import PostTrainConfig, config_hash, list_options, options_by_mutability, validate_config
 from penstock.flows.options.flags import parse_config, parse_values, penstock_flags, split_flags
 from penstock.flows.options.refused import log_once
 from penstock.flows.runtime.conversion import export_origin
+from penstock.flows.runtime.runner import FLOWS, ObservedFlow
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
 
@@ -188,3 +191,11 @@ def test_options_with_their_partners_give_no_warning() -> None:
     flags = "--advantage-estimator ppo --gamma 0.9 --critic-lr 1e-5 --eval-prompt-data a b --eval-interval 5"
     assert list(options_without_partner(parse_config(flags.split()))) == []
     assert list(options_without_partner(parse_config([]))) == []
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_flow_that_is_observed_takes_a_config_as_json(name: str) -> None:
+    """The runner starts a copy of the flow, in whose module the names of the flow's annotations are unknown."""
+    flow = ObservedFlow(getattr(importlib.import_module(f"penstock.flows.{name}"), name)).flow
+    config = flow.validate_parameters({"config": {"run": {"run": "r"}}})["config"]
+    assert config.train.loss_type == ("sft_loss" if name == "sft" else "policy_loss")

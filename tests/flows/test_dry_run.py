@@ -80,7 +80,8 @@ def test_rewards_of_the_test_responses_are_printed(
 ) -> None:
     (tmp_path / "code.py").write_text(REWARDS)
     words = words.format(code=tmp_path / "code.py")
-    lines = planned(tiny_model, [{"prompt": "1+2=", "label": 3}], words, tmp_path, capsys)
+    rows = [{"prompt": "1+2=", "label": 3}, {"prompt": "2+2=", "label": 4}, {"prompt": "2+3=", "label": 5}]
+    lines = planned(tiny_model, rows, words, tmp_path, capsys)
     first = next(index for index, line in enumerate(lines) if line.startswith("test rewards"))
     for line, text in zip(lines[first : first + 3], shown, strict=True):
         assert line.removeprefix("test rewards").strip().startswith(text)
