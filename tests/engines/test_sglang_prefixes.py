@@ -69,7 +69,10 @@ class Engine:
         """Load the other model's weights."""
         self.loaded, self.num_updates = 1 - self.loaded, self.num_updates + 1
         named = {name: value for name, value in self.models[self.loaded].state_dict().items() if "lm_head" not in name}
-        SGLangClient([self.url]).update_weights(iter(named.items()), version or f"run/{self.num_updates}", transport)
+        client = SGLangClient([self.url])
+        client.update_weights(iter(named.items()), version or f"run/{self.num_updates}", transport)
+        assert client._weight_sender is not None
+        client._weight_sender._leave_engine_group()  # so that other clients of this process can have theirs
 
     @torch.no_grad()
     def error(self, prompt: list[int], generation: Generation, model: int | None = None) -> float:
