@@ -402,8 +402,6 @@ class Store:
             return call() if self.is_local else objects.call_with_retries(call, f"accessing {self.path(key)}")
         except (FileNotFoundError, StoreError):
             raise
-        except NotADirectoryError as error:  # a part of the path is a file
-            raise FileNotFoundError(self.path(key)) from error
         except Exception as error:  # drivers have their own error types
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             raise StoreError(

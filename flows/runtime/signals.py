@@ -125,9 +125,11 @@ class StopSignals:
         self._interrupt_session()
 
     def _kill_after(self, seconds: float) -> None:
-        """Kill this process at the end of the grace period, from a thread: the main thread may be in native code."""
+        """Kill this process at the end of the grace period, from a thread: the main thread may be in native code. A
+        process that is not a command of ours lives on if the session has ended."""
         time.sleep(seconds)
-        kill_command(self.exit_code)
+        if self._watchdog is not None or self._stop is not None:
+            kill_command(self.exit_code)
 
     def _interrupt_session(self) -> None:
         """Raise an exception if a stage runs whose time is over."""

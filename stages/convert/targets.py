@@ -178,10 +178,8 @@ def open_parent_store(uri: str, options: dict[str, Any] | None = None) -> tuple[
 
 def read_record(store: Store, name: str) -> Commit | None:
     """Return the commit record of a directory written by `penstock convert --save`; None if it has no record."""
-    try:
-        data = store.read(f"{name}/{RECORD}")
-    except NotADirectoryError:  # `name` is a file
-        data = None
+    is_file = store.is_local and Path(store.path(name)).is_file()
+    data = None if is_file else store.read(f"{name}/{RECORD}")
     return None if data is None else Commit.model_validate_json(data)
 
 

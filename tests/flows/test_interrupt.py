@@ -30,14 +30,22 @@ def start(*words: str, **more: object) -> subprocess.Popen[str]:
     [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "stopped by SIGTERM"), (signal.SIGHUP, "stopped by SIGHUP")],
 )
 def test_signal_ends_a_command_in_one_line_with_its_exit_code(tmp_path: Path, number: int, text: str) -> None:
-    fifo = tmp_path / "c.toml"
-    os.mkfifo(fifo)
-    with start("train", "--config", str(fifo)) as process:
-        writer = os.open(fifo, os.O_WRONLY)  # returns when the command reads its --config
+    ready, plugin = tmp_path / "ready", tmp_path / "slow.py"
+    os.mkfifo(ready)
+    plugin.write_text(f"import time\nopen({str(ready)!r}).close()\ntime.sleep(600)\n")
+    options = {
+        "--run": "r",
+        "--hf-checkpoint": "m",
+        "--prompt-data": "d.jsonl",
+        "--num-rollout": "1",
+        "--rm-type": "random",
+    }
+    words = [word for option in options.items() for word in option]
+    with start("train", *words, "--store", str(tmp_path), "--custom-generate-function-path", str(plugin)) as process:
+        os.close(os.open(ready, os.O_WRONLY))  # returns when the command imports the plug-in
         process.send_signal(number)
         assert process.stderr is not None
         err = process.stderr.read()
-        os.close(writer)
     assert process.returncode == 128 + number
     assert err == f"penstock: {text}; the same command resumes after the last committed stage\n"
 

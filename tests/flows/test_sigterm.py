@@ -219,6 +219,20 @@ def test_cleanup_of_a_session_is_not_interrupted(number: int, monkeypatch: pytes
     assert stop.requested and stops.exit_code == 128 + number
 
 
+def test_process_of_another_program_outlives_a_session_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr("penstock.flows.runtime.signals.kill_command", killed.append)
+    monkeypatch.setattr("penstock.flows.runtime.signals.CLEANUP", 0.0)
+    stop, stops = StopRequest(), StopSignals()
+    stops.received = [signal.SIGTERM]
+    stops._kill_after(0.0)
+    assert killed == [], "no session runs"
+    with stops.session(stop, 0.0):
+        stops.begin_cleanup()
+        stops._kill_after(0.0)
+    assert killed == [128 + signal.SIGTERM]
+
+
 def test_work_that_ends_within_the_grace_period_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.flows.runtime.signals.TICK", 0.01)
     stop = StopRequest()
