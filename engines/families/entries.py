@@ -155,6 +155,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     check_not_hub_id("--hf-checkpoint", path.parent)
     if not path.exists():
+        check_not_gguf(path.parent)
         raise ModelError(
             f"{path} does not exist: give --hf-checkpoint a Hugging Face model directory (config.json, *.safetensors, "
             "tokenizer)"
@@ -169,6 +170,18 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ModelError(f"{path} contains a JSON {type(values).__name__} instead of an object: download it again")
     return values
+
+
+def check_not_gguf(model: Path) -> None:
+    """Check that a model without config.json or safetensors is not GGUF: such a file, or a directory with one. Raises
+    ModelError."""
+    files = [model] if model.suffix.lower() == ".gguf" and model.is_file() else sorted(model.glob("*.gguf"))
+    if files:
+        raise ModelError(
+            f"{files[0]} is GGUF, but Penstock needs config.json, *.safetensors and the tokenizer: download the model "
+            "that it was made from, or write its weights with transformers (from_pretrained(DIRECTORY, gguf_file=NAME) "
+            "and save_pretrained) and add that model's tokenizer"
+        )
 
 
 def check_model_files(directory: Path) -> None:

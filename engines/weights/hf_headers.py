@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from penstock.engines.families import tensor_layout
+from penstock.engines.families.entries import check_not_gguf
 from penstock.engines.families.ops import TensorLayout
 from penstock.engines.families.shape import ModelShape
 from penstock.storage.errors import ModelError
@@ -110,6 +111,7 @@ def weight_files(directory: Path) -> list[Path]:
     elif (directory / "model.safetensors").is_file():
         names = ["model.safetensors"]
     else:
+        check_not_gguf(directory)
         raise ModelError(
             f"{directory} has neither model.safetensors nor {INDEX}: save the model with `save_pretrained`"
         )

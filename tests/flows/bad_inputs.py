@@ -95,6 +95,9 @@ def rows_of_models() -> Iterator[Bad]:
         )
     for name, _, culprit in TOKENIZERS:
         yield train("--hf-checkpoint", f"{{root}}/tokenizers/{name}", culprit=culprit)
+    for path in ("{root}/gguf/model.Q4_1.gguf", "{root}/gguf", "{root}/gguf-weights"):
+        for command in ("convert", "train", "eval"):
+            yield on(command, "--hf-checkpoint", path, culprit="model.Q4_1.gguf is GGUF")
     for path in (
         "{root}/nowhere",
         "{root}/file",
