@@ -86,7 +86,7 @@ def run_training(run: str, options: Any) -> list[tuple[float, str]]:
 
 def start_times(store: Store, keys: RunKeys, start: float) -> dict[str, float]:
     """Return the seconds from the start of the command to the stages of the first round."""
-    base = store.read(CheckpointRef.model_validate(store.read_json(f"{keys.prefix}/base.json")).key)
+    base = store.read(CheckpointRef.model_validate_json(store.read(f"{keys.prefix}/base.json") or b"").key)
     assert base is not None
     rollout, step = read_commit(store, keys.rollout_prefix(0)), read_commit(store, keys.step_prefix(0))
     evaluations = [read_commit(store, keys.eval_prefix(0, task)) for task in TASKS]
