@@ -49,8 +49,8 @@ def main() -> int:
     options.directory.mkdir(parents=True, exist_ok=True)
     environment.set_default_variables()
     penstock("convert", options, ["--hf-checkpoint", options.model, "--save", options.directory / "converted"]).wait()
-    for process in [generate(name, options) for name in SETS]:  # at once
-        if process.wait():
+    for name in SETS:
+        if generate(name, options).wait():
             raise SystemExit(f"the engine did not generate: see the logs in {options.directory}")
     figures = {"mean absolute differences": compare_all(options)}
     options.model = options.data = None  # paths of this machine
