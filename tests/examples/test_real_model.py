@@ -69,17 +69,16 @@ def test_greedy_text_of_the_engine_equals_transformers(
     model: Path, prompts: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from penstock.engines.serving.pool import EnginePool
     from penstock.engines.serving.server import ServerSpec
     from penstock.engines.sglang.client import SGLangClient
-    from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 
-    tokenizer = PromptTokenizer(model, apply_chat_template=True)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     rows = [json.loads(line) for line in prompts.read_text().splitlines()][::4]
-    inputs = [tokenizer.tokenizer.apply_chat_template(r["prompt"], add_generation_prompt=True) for r in rows]
-    inputs = [list(ids["input_ids"] if hasattr(ids, "keys") else ids) for ids in inputs]
+    options = {"add_generation_prompt": True, "return_dict": False}
+    inputs = [tokenizer.apply_chat_template(row["prompt"], **options) for row in rows]
     sampling: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 64, "ignore_eos": True}
     pool = EnginePool(cluster, ServerSpec(model_path=str(model), log_dir=str(tmp_path)))
     try:
