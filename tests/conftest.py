@@ -8,6 +8,7 @@ import fcntl
 import gc
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # started with `nohup`, programs of the tests would ignore it
 
 if TYPE_CHECKING:
     from penstock.engines.cluster import Cluster
