@@ -395,7 +395,7 @@ class Store:
         """Return the result of `call`, a read access to `key`; retry transient failures of object stores.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
             StoreError: the file cannot be read.
         """
         try:

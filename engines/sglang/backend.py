@@ -116,7 +116,8 @@ class SGLangBackend(EngineBackend):
         if options.external and options.in_flight == "in_place":
             raise EngineError(
                 "--pause-generation-mode in_place needs engines that the run starts, because those of "
-                "--rollout-external-engine-addrs would reuse keys and values of earlier weights: omit one of them"
+                "--rollout-external-engine-addrs would reuse keys and values of earlier weights: use retract, or leave "
+                "out the addresses"
             )
         args = check_sglang_args(spec.args)
         if options.router is not None:

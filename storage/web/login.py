@@ -1,7 +1,7 @@
 """The login of this user's local web servers, and links that log a browser in.
 
 All users of a machine reach 127.0.0.1. So every start of a server has a new login, which only its owner can read, and
-LoginGate looks at every request before the server's app does. A login that somebody else received after the server's
+LoginGate looks at every request before the server's app does. A login that another user received after the server's
 end, for instance on the same port, is worthless.
 """
 

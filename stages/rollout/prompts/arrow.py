@@ -48,7 +48,7 @@ def open_batches(file: BinaryIO, suffix: str, num_rows: int) -> tuple[pa.Schema,
 
 
 def field_names(fields: Iterable[pa.Field]) -> dict[str, Any]:
-    """Return the names of columns or of fields of a struct, each with the names inside, or True if it is no struct."""
+    """Return the names of columns or of fields of a struct, each with the names inside it, or True if not a struct."""
     return {field.name: field_names(field.type) if types.is_struct(field.type) else True for field in fields}
 
 

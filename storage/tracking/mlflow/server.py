@@ -58,7 +58,7 @@ async def open_model_training(request: Request) -> HTMLResponse:
 
 
 async def refuse_assistant(request: Request) -> PlainTextResponse:
-    """Answer that there is no assistant."""
+    """Answer 404: the assistant, which runs commands, is turned off."""
     return PlainTextResponse("Penstock does not start MLflow's assistant\n", 404)
 
 
