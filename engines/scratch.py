@@ -120,11 +120,11 @@ def abandoned_temp_directories(base: Path | None = None, skip_kept_for_seconds: 
     directories = []
     for directory in sorted(base.glob(f"{PREFIX}*")):
         lock, kept = directory / LOCK, directory / KEPT
-        if directory.is_symlink() or directory.stat().st_uid != os.geteuid() or not lock.is_file():
-            continue
-        if kept.exists() and time.time() - kept.stat().st_mtime < skip_kept_for_seconds:
-            continue
         try:
+            if directory.is_symlink() or directory.stat().st_uid != os.geteuid() or not lock.is_file():
+                continue
+            if kept.exists() and time.time() - kept.stat().st_mtime < skip_kept_for_seconds:
+                continue
             os.close(_lock_file(lock))
         except OSError:  # the lock is held by a living owner, or the directory has just been removed
             continue

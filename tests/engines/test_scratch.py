@@ -123,3 +123,10 @@ def test_directories_of_other_users_are_ignored(tmp_path: Path, monkeypatch: pyt
         process.kill()
     monkeypatch.setattr(os, "geteuid", lambda: os.stat(tmp_path).st_uid + 1)
     assert abandoned_temp_directories(tmp_path) == []
+
+
+def test_directory_that_its_owner_removes_meanwhile_is_not_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "glob", lambda base, pattern: [base / "penstock-removed"])
+    assert scratch.abandoned_temp_directories(tmp_path) == []
