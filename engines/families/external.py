@@ -38,13 +38,13 @@ def source_hash(path: str) -> str:
 @cache
 def _import_module(path: str) -> ModuleType:
     """Import the Python file or module `path`, and return the module."""
+    name = f"penstock_family_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
     try:
         if not path.endswith(".py"):
             with time_limit("the import"):
                 return importlib.import_module(path)
         if Path(path).exists() and not Path(path).is_file():
             raise OSError("it is not a file")
-        name = f"penstock_family_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses need the module in sys.modules
@@ -52,6 +52,7 @@ def _import_module(path: str) -> ModuleType:
             spec.loader.exec_module(module)
         return module
     except (Exception, SystemExit) as error:
+        sys.modules.pop(name, None)
         reason = f"{type(error).__name__}: {error}"
         raise PluginError(
             f"--model-family-path {path} fails to import ({reason}): give a Python file or module that defines FAMILY"
