@@ -147,7 +147,7 @@ def bomb(suffix: str) -> bytes:
 
 
 def contents() -> Iterator[Case]:
-    """Files with a content that is damaged or of a size that nobody means."""
+    """Files with damaged content, or of an absurd size."""
     for suffix in ("gz", "bz2", "xz", "zst"):
         name, data = f"prompts.jsonl.{suffix}", compressed(suffix, os.urandom(4000).hex().encode() + b"\n" + ROW * 50)
         row = on("train", "--prompt-data", f"{{case}}/{name}").words

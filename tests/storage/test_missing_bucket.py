@@ -1,4 +1,4 @@
-"""Every command that is given a bucket that does not exist says so; a bucket without runs is no error."""
+"""Every command names a bucket that does not exist; a bucket without runs is not an error."""
 
 from __future__ import annotations
 

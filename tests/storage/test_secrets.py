@@ -152,7 +152,7 @@ def test_whatever_may_be_a_secret_in_a_url_is_redacted_by_its_place(url: str) ->
         )
         assert redact(redact(text)) == redact(text)
     assert "host.example" not in url or url.endswith("@host/x") or "host.example" in redact(url), (
-        "what is no secret stays"
+        "what is not a secret stays"
     )
 
 
