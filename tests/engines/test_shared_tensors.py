@@ -30,12 +30,17 @@ print("closed", flush=True)
 Receiver = subprocess.Popen[str]
 
 
+FILES = f"torch_{os.getpid()}_*"  # in SHM
+EARLIER: set[Path] = set()  # of other tests of this process
+
+
 def own_files() -> list[Path]:
-    return list(SHM.glob(f"torch_{os.getpid()}_*"))
+    return [file for file in SHM.glob(FILES) if file not in EARLIER]
 
 
 @pytest.fixture
 def bucket() -> FlatBucket:
+    EARLIER.update(SHM.glob(FILES))
     return FlatBucket([("w", torch.ones(1000))])
 
 

@@ -30,9 +30,7 @@ GRADERS = list(builtin_graders())
 IN_EVERY_RUN = [
     f"{piece!r} repeated"
     for piece in (
-        "[", "(", "{", r"\frac", "$", "*", "#", "<<", '"', ",", "\n", "7", " ", "\u200b", "\ud800", "word ", "a",
-        ".", "<i>",
-        "a. ", "\u0301\u0316", "猫",
+        "[", r"\frac", "$", "\n", "\ud800", "a. ", "\u0301\u0316",
     )
 ] + [r"'\\boxed{' nested", "'{\"a\":' nested", "random mixture 0"]  # fmt: skip
 

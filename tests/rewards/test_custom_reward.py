@@ -259,6 +259,7 @@ def test_class_whose_constructor_exits_is_rejected(tmp_path: Path) -> None:
         grader.grade(group("a"))
 
 
+@pytest.mark.full
 def test_class_reward_is_constructed_once_per_process(tmp_path: Path) -> None:
     path, log = tmp_path / "model.py", tmp_path / "log"
     path.write_text(MODEL)

@@ -63,6 +63,7 @@ def test_report_that_fails_or_takes_too_long_is_one_note(store: Store, monkeypat
     assert "RunError" in notes[0] and "not written within 0 s" in notes[1] and len(notes) == 2
 
 
+@pytest.mark.full
 def test_report_reaches_mlflow_and_track_restores_it(store: Store, database: Path, tmp_path: Path) -> None:
     run = tracked_run(store, KEYS, read_existing_record(store, KEYS))
     content = write_final_report(store, KEYS, print)

@@ -130,6 +130,7 @@ def delete_run(database: Path) -> None:
     tracker.client.delete_run(run.info.run_id)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lose", ["replaced by an empty one", delete_run], ids=["replaced by an empty one", "deleted"])
 def test_mlflow_without_the_run_gets_all_rounds(
     lose: str | Callable[[Path], None], database: Path, empty_database: Path, tmp_path: Path

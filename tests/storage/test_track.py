@@ -178,6 +178,7 @@ def test_track_sends_what_is_missing_and_nothing_twice(
     assert "commits with" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_track_finds_the_run_of_a_moved_store(store: Store, run: TrackedRun, database: Path, tmp_path: Path) -> None:
     deliver(store, run, [f"sqlite:///{database}"])
     before = mlflow_content(database)

@@ -119,6 +119,7 @@ def test_each_metric_has_one_point_a_step(database: Path, tmp_path: Path) -> Non
     assert [row for row in points + linked if row[3] > 1] == []
 
 
+@pytest.mark.full
 def test_samples_are_tables_that_mlflow_can_show(
     database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +145,7 @@ def test_samples_are_tables_that_mlflow_can_show(
     assert scored["prompt"].tolist() == ["eval 4"]
 
 
+@pytest.mark.full
 def test_mlflow_can_open_the_source_of_every_data_set(database: Path, tmp_path: Path) -> None:
     import mlflow.data
 
@@ -170,6 +172,7 @@ def test_artifacts_are_beside_a_database_given_by_a_relative_path(
     assert list(tmp_path.glob("artifacts/penstock/*/artifacts/commit.json"))
 
 
+@pytest.mark.full
 def test_delivering_everything_again_changes_nothing(database: Path, tmp_path: Path) -> None:
     track(tmp_path / "out", database, commits())
     before = counts(database)
@@ -224,6 +227,7 @@ for line, end in outbox.lines_from(0):
     assert counts(database) == counts(clean)
 
 
+@pytest.mark.full
 def test_a_changed_schedule_is_a_tag_not_an_error(database: Path, tmp_path: Path) -> None:
     track(tmp_path / "out", database, commits()[:3])
     track(tmp_path / "out", database, commits(), {"run": {"num_rollout": 8}})
