@@ -10,7 +10,7 @@ import glob
 import logging
 import os
 import re
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -400,6 +400,7 @@ def check_data(
 ) -> tuple[PromptTokenizer, list[tuple[str, Outcome]]]:
     """Check tokenizer, prompts and rewards of training and evaluations. Return the tokenizer, and the test responses of
     the first rewards with their outcomes. Raises InputError."""
+    from penstock.stages.rewards.grading import check_reward_options
     from penstock.stages.rollout.plugins.check import check_rollout_functions
     from penstock.stages.rollout.prompts.check import check_prompt_data
     from penstock.stages.rollout.text.tokenizer import check_tokenizer, check_vocabulary
@@ -413,8 +414,6 @@ def check_data(
     )
     check_vocabulary(tokenizer, shape.vocab_size, config.convert.hf_checkpoint)
     positions = _context_length(config, shape)
-    if flow != "evaluate" and (config.run.num_rollout or config.run.num_rollout_per_start):
-        check_prompt_data(config.rollout, is_sft=demonstrations, tokenizer=tokenizer, max_seq_len=positions)
     evaluated = [
         config.rollout_with_args.model_copy(update=config.eval.rollout_overrides(path, name))
         for name, path in config.eval.eval_prompt_data
@@ -425,34 +424,39 @@ def check_data(
         raise RewardError(
             "--group-rm compares the samples of a prompt, which evaluations do not support: give --eval-rm-type"
         )
-    for rollout in evaluated:
-        check_prompt_data(rollout, tokenizer=tokenizer, max_seq_len=positions)
     graded = [*([config.rollout_with_args] if flow == "post_train" else []), *evaluated]
+    for rollout in graded:
+        check_reward_options(rollout)
+    check_rows = partial(check_prompt_data, tokenizer=tokenizer, max_seq_len=positions)
+    if flow != "evaluate" and (config.run.num_rollout or config.run.num_rollout_per_start):
+        grading = None if demonstrations or _may_grade_itself(config.rollout) else config.rollout
+        check_rows(config.rollout, is_sft=demonstrations, grading=grading)
+    for rollout in evaluated:
+        check_rows(rollout, grading=None if _may_grade_itself(rollout) else rollout)
     templates = [tokenizer.chat_template_source() if rollout.apply_chat_template else "" for rollout in graded]
-    tried = [check_row_rewards(rollout, template) for rollout, template in zip(graded, templates)]
+    tried = [try_reward(rollout, template) for rollout, template in zip(graded, templates)]
     return tokenizer, next(iter(tried), [])
 
 
-def check_row_rewards(rollout: RolloutConfig, template: str) -> list[tuple[str, Outcome]]:
-    """Check that each of the first rows has a reward and the label that the reward needs; call the reward on test
-    samples. `template` is the source of the chat template, or "" without one. Return the test responses and their
-    outcomes."""
-    from penstock.stages.rewards.grading import check_reward_options
+def _may_grade_itself(rollout: RolloutConfig) -> bool:
+    """Return whether a user-defined generate function may set the rewards, because no reward is given."""
+    return bool(rollout.custom_generate_function_path) and not (rollout.rm_type or rollout.custom_rm_path)
+
+
+def try_reward(rollout: RolloutConfig, template: str) -> list[tuple[str, Outcome]]:
+    """Call the reward on test samples made of the first rows, and warn if it rewards none of these rows. `template` is
+    the source of the chat template, or "" without one. Return the test responses and their outcomes."""
     from penstock.stages.rewards.preflight import (
-        RewardRow,
-        check_reward_rows,
         try_reward_on_test_samples,
         unrequested_format_warning,
         unrewarded_labels_warning,
     )
     from penstock.stages.rollout.prompts.check import read_first_rows
 
+    if _may_grade_itself(rollout):
+        return []
     rollout = rollout.model_copy(update={"rm_url": resolve_secrets(rollout.rm_url)})
-    check_reward_options(rollout)
-    if rollout.custom_generate_function_path and not (rollout.rm_type or rollout.custom_rm_path):
-        return []  # the generate function may grade its samples
-    rows = [RewardRow(where, label, metadata, prompt) for where, prompt, label, metadata in read_first_rows(rollout)]
-    check_reward_rows(rollout, rows)
+    rows = read_first_rows(rollout)
     if warning := unrewarded_labels_warning(rollout, rows):
         logger.warning(warning)
     warning = unrequested_format_warning(rollout, rows, template)

@@ -1,11 +1,11 @@
-"""Check the reward before a run starts: validate the first rows of the prompt data, and call user-defined rewards on
+"""Check the reward before a run starts: validate the rows of the prompt data, and call user-defined rewards on
 test responses."""
 
 from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -54,7 +54,7 @@ class RowOptions(RewardOptions, Protocol):
     label_key: str | None
 
 
-def check_reward_rows(options: RowOptions, rows: Sequence[RewardRow]) -> None:
+def check_reward_rows(options: RowOptions, rows: Iterable[RewardRow]) -> None:
     """Check that every row has a reward that exists and is allowed, and a label if the reward needs a label.
 
     Raises:

@@ -53,6 +53,19 @@ def test_missing_or_malformed_data_is_refused(good, tmp_path: Path, capsys) -> N
     assert "'question'" in said and "prompt" in said and "label" in said, "the columns that are there are named"
 
 
+@pytest.mark.parametrize("command", ["train", "eval", "train with an evaluation"])
+def test_missing_label_in_any_row_is_refused_with_file_and_row(good, tmp_path: Path, capsys, command: str) -> None:
+    late = tmp_path / "late.jsonl"
+    rows = [{"prompt": "1+1=", "label": "2"}] * 1100 + [{"prompt": "2+2=", "label": ""}]
+    late.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = good | ({"--prompt-data": str(late)} if command == "train" else {"--eval-prompt-data": "held", str(late): ""})
+    if command == "eval":
+        for name in ("--prompt-data", "--num-rollout", "--n-samples-per-prompt"):
+            options.pop(name)
+    said = refusal(options, capsys, command.split()[0])
+    assert f"{late} row 1100: the row has no label" in said and "'label'" in said
+
+
 def test_invalid_model_directory_is_refused(good, tmp_path: Path, tiny_model: Path, capsys) -> None:
     assert "config.json does not exist" in refusal(good | {"--hf-checkpoint": str(tmp_path)}, capsys)
     other = tmp_path / "other"

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from chat_templates import chat_tokenizer
 from scripted_engine import write_jsonl
@@ -16,7 +14,7 @@ from penstock.stages.rollout.prompts.check import check_prompt_data, check_rende
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.text.chat_format import ChatFormat
 from penstock.stages.rollout.text.tokenizer import check_vocabulary
-from penstock.storage.errors import DataError, ModelError, OptionError, TemplateError
+from penstock.storage.errors import DataError, InputError, ModelError, OptionError, RewardError, TemplateError
 
 ADD = {"type": "function", "function": {"name": "add"}}
 USER = [{"role": "user", "content": "1+1?"}]
@@ -30,20 +28,41 @@ def config_of(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> Rol
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_missing_label_names_file_and_row(tmp_path: Path, label: Any, streaming: bool) -> None:
     rows = [{"input": "a", "answer": 0}, {"input": "b", "answer": label}]
-    config = config_of(tmp_path, rows, label_key="answer", streaming_data=streaming, data_cache=str(tmp_path / "cache"))
+    options: dict[str, Any] = {"label_key": "answer", "streaming_data": streaming, "data_cache": str(tmp_path / "c")}
+    config = config_of(tmp_path, rows, rm_type="math", **options)
     assert check_prompt_data(config) == 2
-    with pytest.raises(DataError, match=r"rows.jsonl row 1: column 'answer'.*--label-key"):
-        check_prompt_data(config, needs_labels=True)
+    with pytest.raises(RewardError, match=r"rows.jsonl row 1: the row has no label.*'answer'.*--label-key"):
+        check_prompt_data(config, grading=config)
 
 
-@pytest.mark.parametrize("parquet", [False, True])
-def test_a_label_key_that_is_missing_names_the_columns(tmp_path: Path, parquet: bool) -> None:
-    config = config_of(tmp_path, [{"input": "a", "answer": "1"}])
-    if parquet:
-        pq.write_table(pa.table({"input": ["a"], "answer": ["1"]}), tmp_path / "rows.parquet")
-        config = RolloutConfig(prompt_data=str(tmp_path / "rows.parquet"))
-    with pytest.raises(DataError, match=r"rows\..*--label-key; it has 'input', 'answer'"):
-        check_prompt_data(config, needs_labels=True)
+@pytest.mark.parametrize(
+    ("row", "options", "named"),
+    [
+        ({"label": ""}, {}, "no label"),
+        ({"label": None}, {}, "no label"),
+        ({"label": "  "}, {}, "no label"),
+        ({"label": "two"}, {"rm_type": "exact_number"}, "not an integer"),
+        ({"label": "", "metadata": {"rm_type": "f1"}}, {"rm_type": "random"}, "the reward f1"),
+        ({"label": "3", "metadata": {"rm_type": "mathh"}}, {}, "mathh"),
+        ({"label": "3", "metadata": {"custom_rm_path": "grade.py"}}, {}, "--allow-row-code"),
+        ({"label": "", "metadata": {"choices": ["a", "b"]}}, {"rm_type": "gpqa"}, "gpqa"),
+    ],
+)
+def test_a_row_beyond_the_rendered_ones_that_cannot_be_graded_is_named(
+    tmp_path: Path, row: dict[str, Any], options: dict[str, Any], named: str
+) -> None:
+    rows = [{"input": "a", "label": "1"}] * 700 + [{"input": "b"} | row, {"input": "c", "label": ""}]
+    config = config_of(tmp_path, rows, **({"rm_type": "math", "label_key": "label"} | options))
+    with pytest.raises(InputError, match=rf"rows.jsonl row 700: .*{named}"):
+        check_prompt_data(config, grading=config)
+
+
+def test_rows_without_labels_are_accepted_if_their_reward_needs_none(tmp_path: Path) -> None:
+    rows = [{"input": "a", "metadata": {"rm_type": kind}} for kind in ("zero", "random", None)]
+    config = config_of(tmp_path, rows[1:], rm_type="random")
+    assert check_prompt_data(config, grading=config) == 2
+    own = config_of(tmp_path, rows, custom_rm_path="mine.py")
+    assert check_prompt_data(own, grading=own) == 3
 
 
 def test_the_column_tools_is_read_without_a_flag(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from test_prompt_files import MEASURE, rows_of, texts
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts import files as prompt_files
 from penstock.stages.rollout.prompts.check import check_prompt_data
-from penstock.storage.errors import DataError
+from penstock.storage.errors import DataError, RewardError
 
 Rows = list[dict[str, Any]]
 
@@ -466,9 +466,9 @@ def test_a_label_of_any_type_becomes_its_text(tmp_path: Path, kind: str, values:
     [row] = rows_of(tmp_path / f"rows.{kind}", label_key="label")
     assert json.loads(row)[1] == label
     if not label:
-        config = RolloutConfig(prompt_data=str(tmp_path / f"rows.{kind}"), label_key="label")
-        with pytest.raises(DataError, match=r"row 0: column 'label' is empty"):
-            check_prompt_data(config, needs_labels=True)
+        config = RolloutConfig(prompt_data=str(tmp_path / f"rows.{kind}"), label_key="label", rm_type="math")
+        with pytest.raises(RewardError, match=r"row 0: the row has no label"):
+            check_prompt_data(config, grading=config)
 
 
 @pytest.mark.parametrize("value", ["NaN", "null", '""'])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from penstock.stages.rewards.preflight import RewardRow, RowOptions, check_reward_rows
 from penstock.stages.rollout.config import GenerationConfig, PromptConfig
-from penstock.stages.rollout.prompts.files import PromptEntry, column_names, parse_slice, read_entry, read_prompt_files
+from penstock.stages.rollout.prompts.files import PromptEntry, parse_slice, read_entry, read_prompt_files
 from penstock.stages.rollout.prompts.lengths import max_prompt_tokens
 from penstock.stages.rollout.prompts.rows import FIRST_ROW_KEYS
 from penstock.stages.rollout.text.loss_masks import (
@@ -27,7 +28,7 @@ def check_prompt_data(
     config: GenerationConfig,
     *,
     is_sft: bool = False,
-    needs_labels: bool = False,
+    grading: RowOptions | None = None,
     tokenizer: PromptTokenizer | None = None,
     max_seq_len: int | None = None,
 ) -> int:
@@ -36,7 +37,8 @@ def check_prompt_data(
     Args:
         config: names the prompt files and their columns.
         is_sft: rows are conversations to train on (SFT), not prompts to answer.
-        needs_labels: every row needs a label, because the reward compares responses with labels.
+        grading: options of the reward that grades the responses: every row needs a reward, and a label if its reward
+            compares responses with labels; None: rows are not graded.
         tokenizer: renders up to 97 rows of each entry of --prompt-data; None: no row is rendered.
         max_seq_len: maximum sequence length of the model in tokens, which a prompt plus the longest response must not
             exceed; None: lengths are not checked.
@@ -44,6 +46,7 @@ def check_prompt_data(
     Raises:
         OptionError: options contradict each other, or a prompt plus the longest response exceeds `max_seq_len`.
         DataError: a row is invalid; the message names the first such row.
+        RewardError: a row cannot be graded; the message names the first such row.
         TemplateError: the chat template fails for a row.
     """
     if config.tool_key and not (config.apply_chat_template or is_sft):
@@ -52,7 +55,9 @@ def check_prompt_data(
         )
     num_rows = 0
     for entry in read_prompt_files(config):
-        _check_entry(entry, config, is_sft=is_sft, needs_labels=needs_labels)
+        _check_entry(entry, config, is_sft=is_sft)
+        if grading is not None:
+            check_reward_rows(grading, _reward_rows(entry.name, entry.rows))
         if tokenizer is not None:
             check_rendered_rows(
                 entry.name,
@@ -118,18 +123,22 @@ def check_rendered_rows(
             _check_sequence_length(f"{path} row {number}", len(tokenizer.encode([text])[0]), config, max_seq_len)
 
 
-def read_first_rows(config: PromptConfig) -> list[tuple[str, str, str, dict[str, Any]]]:
-    """Return the first 64 rows of each entry of --prompt-data as (file and row for error messages, prompt, label,
-    metadata). A prompt that is a list of chat messages is returned as JSON text."""
+def read_first_rows(config: PromptConfig) -> list[RewardRow]:
+    """Return the first 64 rows of each entry of --prompt-data."""
     config = config.model_copy(update={"streaming_data": False})
-    rows = []
+    rows = list[RewardRow]()
     for path in config.prompt_data:
         part = path if parse_slice(path)[1:] != (None, None) else f"{path}@[:{NUM_TRIED_ROWS}]"
-        for number, line in enumerate(read_entry(part, config).rows[:NUM_TRIED_ROWS]):
-            content, label, metadata, *_ = json.loads(line)
-            text = content if isinstance(content, str) else json.dumps(content)
-            rows.append((f"{path} row {number}", text, label, metadata))
+        rows += _reward_rows(path, read_entry(part, config).rows[:NUM_TRIED_ROWS])
     return rows
+
+
+def _reward_rows(path: str, rows: Sequence[bytes]) -> Iterator[RewardRow]:
+    """Yield what a reward reads of rows in canonical JSON; messages are JSON text."""
+    for number, row in enumerate(rows):
+        content, label, metadata, *_ = json.loads(row)
+        text = content if isinstance(content, str) else json.dumps(content)
+        yield RewardRow(f"{path} row {number}", label, metadata, text)
 
 
 def render_first_prompt(config: PromptConfig, tokenizer: PromptTokenizer) -> tuple[str, str]:
@@ -152,8 +161,8 @@ def _read_first_row(config: PromptConfig) -> list[Any]:
     return row
 
 
-def _check_entry(entry: PromptEntry, config: PromptConfig, *, is_sft: bool, needs_labels: bool) -> None:
-    chat, unanswered, unlabelled = (entry.first[key] for key in FIRST_ROW_KEYS)
+def _check_entry(entry: PromptEntry, config: PromptConfig, *, is_sft: bool) -> None:
+    chat, unanswered = (entry.first[key] for key in FIRST_ROW_KEYS)
     if is_sft and unanswered is not None:
         raise DataError(
             f"{entry.name} row {unanswered}: column {config.input_key!r} is not a conversation with an assistant "
@@ -163,17 +172,6 @@ def _check_entry(entry: PromptEntry, config: PromptConfig, *, is_sft: bool, need
         raise DataError(
             f"{entry.name} row {chat}: column {config.input_key!r} holds chat messages, which need a chat template: "
             "give --apply-chat-template"
-        )
-    if needs_labels and config.label_key is None:
-        columns = ", ".join(map(repr, column_names(entry.name)))[:120]
-        raise DataError(
-            f"{entry.name} is read without labels, but the reward needs a label: name the column of labels with "
-            f"--label-key; it has {columns}"
-        )
-    if needs_labels and unlabelled is not None:
-        raise DataError(
-            f"{entry.name} row {unlabelled}: column {config.label_key!r} is empty, but the reward needs a label: "
-            "add the label, remove the row, or name another column with --label-key"
         )
 
 

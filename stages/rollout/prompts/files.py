@@ -60,7 +60,7 @@ class PromptEntry:
 
     name: str
     rows: Sequence[bytes]
-    first: dict[str, int | None]  # first_chat, first_unanswered, first_unlabelled -> row number; see rows.Rows
+    first: dict[str, int | None]  # first_chat, first_unanswered -> row number; see rows.Rows
 
 
 def read_prompt_files(config: PromptConfig) -> Iterator[PromptEntry]:
@@ -100,15 +100,6 @@ def read_entry(entry: str, config: PromptConfig) -> PromptEntry:
         fill_first_row_numbers(first, part, len(rows))
         rows += part.rows
     return _check_not_empty(PromptEntry(entry, rows, first))
-
-
-def column_names(entry: str) -> list[str]:
-    """Return the column names in the first row of an entry, for error messages. Raises DataError like `read_entry`."""
-    files = _Files.find(parse_slice(entry)[0])
-    if _suffix(files.files[0][0]) in COLUMNAR:
-        with files.open(*files.files[0]) as opened:
-            return list(open_batches(opened, _suffix(files.files[0][0]), _BLOCK_ROWS)[0].names)
-    return next((list(row) for block in files.blocks(Columns("", None, "", None)) for _, row in block.records()), [])
 
 
 def parse_slice(entry: str) -> tuple[str, int | None, int | None]:

@@ -112,11 +112,10 @@ class Rows:
     rows: list[bytes] = field(default_factory=list)
     first_chat: int | None = None  # first row whose prompt is a list of messages
     first_unanswered: int | None = None  # first row that is not a conversation with an assistant message
-    first_unlabelled: int | None = None  # first row whose label is empty
 
 
 # Fields of Rows with the number of the first row that has a certain property.
-FIRST_ROW_KEYS = ("first_chat", "first_unanswered", "first_unlabelled")
+FIRST_ROW_KEYS = ("first_chat", "first_unanswered")
 
 
 def fill_first_row_numbers(first_row_numbers: dict[str, int | None], part: Rows, num_before: int) -> None:
@@ -143,8 +142,6 @@ def to_canonical_rows(block: Block, columns: Columns) -> Rows:
         ):
             result.first_unanswered = number
         label = _read_label(record, where, columns)
-        if not label and result.first_unlabelled is None:
-            result.first_unlabelled = number
         metadata = _parse_metadata(_value(record, columns.metadata), where, columns.metadata)
         row = [(columns.prompt, prompt), (columns.label, label), (columns.metadata, metadata)]
         if columns.tools and (tools := _parse_tools(_value(record, columns.tools), where, columns.tools)):
