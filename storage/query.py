@@ -265,7 +265,7 @@ def add_commit(contents: _Contents, store: Store, run: str, prefix: str, commit:
     run is that of the record's directory, not that of its files."""
     rows, version = contents.rows, commit.policy_version
     created_at, seconds = _timestamp(commit.created_at), sum(commit.seconds.values())
-    common = {"run": run, "kind": "rescore" if commit.is_rescore else commit.kind, "index": commit.index}
+    common = {"run": run, "kind": commit.listed_kind, "index": commit.index}
     row = commit.model_dump(include={"attempt", "config_hash", "code_version"})
     row |= {"bytes": sum(file.bytes for file in commit.files), "rows": sum(file.rows or 0 for file in commit.files)}
     row |= {"policy_version": version, "created_at": created_at, "key": commit_key(prefix)}

@@ -140,9 +140,10 @@ class Commit(BaseModel):
         return self
 
     @property
-    def is_rescore(self) -> bool:
-        """Whether `penstock eval --rescore` graded an evaluation's samples again: no stage of the run took its time."""
-        return self.kind == "eval" and "samples" in self.inputs
+    def listed_kind(self) -> str:
+        """The kind under which the commit is listed and counted: `rescore` if `penstock eval --rescore` graded an
+        evaluation's samples again, which is not an evaluation of the run and took none of its time; else `kind`."""
+        return "rescore" if self.kind == "eval" and "samples" in self.inputs else self.kind
 
     def num_samples(self, name: str = TRAINED) -> int:
         """Return the number of rows in the committed shards `<name>-*.parquet` (TRAINED or BUFFER)."""

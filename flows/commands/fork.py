@@ -120,10 +120,10 @@ def create_fork(
         finally:
             lease.release()
     store.delete([unfinished_fork_key(new)])
-    shared = [
-        prefix.split("/")[2] for prefix in committed_prefixes(store, new) if _fork_shares_commit(new, prefix, at_round)
-    ]
-    return ", ".join(f"{shared.count(kind)} {kind}" for kind in _LAST_SHARED)
+    prefixes = [prefix for prefix in committed_prefixes(store, new) if _fork_shares_commit(new, prefix, at_round)]
+    shared = [commit.listed_kind for commit in map_in_threads(store.committed, prefixes, _NUM_COPIES) if commit]
+    names = ("rollout", "step", "checkpoint", "eval", *(["rescore"] if "rescore" in shared else []))
+    return ", ".join(f"{shared.count(kind)} {kind}s" for kind in names)
 
 
 # ---- the new run's config --------------------------------------------------------------------------------------------

@@ -115,17 +115,18 @@ def curve_rows(commits: Sequence[Commit]) -> dict[str, Text]:
 
 
 def evaluation_rows(commits: Sequence[Commit]) -> dict[str, Text]:
-    """Return the rewards of the evaluations: data set -> curve, and number by policy version."""
-    scores: dict[str, list[Commit]] = {}
-    for commit in sorted((c for c in commits if c.kind == "eval"), key=lambda c: c.index):
+    """Return the rewards of the evaluations, then of the rescored ones: kind and data set -> curve, and number by
+    policy version."""
+    scores: dict[tuple[str, str], list[Commit]] = {}
+    for commit in sorted((c for c in commits if c.kind == "eval"), key=lambda c: (c.listed_kind, c.index)):
         for name in eval_rewards(commit):
-            scores.setdefault(name, []).append(commit)
+            scores.setdefault((commit.listed_kind, name), []).append(commit)
     rows = {}
-    for name, evaluated in scores.items():
+    for (kind, name), evaluated in scores.items():
         rewards = [commit.summary[f"eval/{name}"] for commit in evaluated]
         texts = [f"{format_with_interval(c.summary, f'eval/{name}')} (version {c.index})" for c in evaluated]
         shown = texts if len(texts) <= 4 else [texts[0], "...", *texts[-2:]]
-        rows[f"eval {name}"] = Text.assemble((sparkline(rewards, MAX_CURVE), "green"), f"  {', '.join(shown)}")
+        rows[f"{kind} {name}"] = Text.assemble((sparkline(rewards, MAX_CURVE), "green"), f"  {', '.join(shown)}")
     return rows
 
 

@@ -48,7 +48,7 @@ def training_rewards(commits: Sequence[Commit]) -> dict[int, float]:
 def evaluation_rewards(commits: Sequence[Commit]) -> dict[str, dict[int, float]]:
     """Return data set -> policy version -> mean reward of the evaluations."""
     scores: dict[str, dict[int, float]] = defaultdict(dict)
-    for commit in sorted((c for c in commits if c.kind == "eval"), key=lambda c: c.index):
+    for commit in sorted((c for c in commits if c.listed_kind == "eval"), key=lambda c: c.index):
         for task, reward in eval_rewards(commit).items():
             scores[task][commit.index] = reward
     return dict(scores)

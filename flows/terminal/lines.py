@@ -163,7 +163,7 @@ def summary_rows(commits: Sequence[Commit], publish_seconds: Sequence[float], st
         first, last = min(rewards), max(rewards)
         rows["reward"] = f"{rewards[first]:.3f} in round {first}, {rewards[last]:.3f} in round {last}"
     scores: dict[str, list[str]] = defaultdict(list)
-    for commit in sorted((c for c in commits if c.kind == "eval"), key=lambda c: c.index):
+    for commit in sorted((c for c in commits if c.listed_kind == "eval"), key=lambda c: c.index):
         for task, reward in eval_rewards(commit).items():
             scores[task].append(f"{reward:.3f} after {commit.index} rounds")
     rows |= {f"eval {task}": ", ".join(history) for task, history in scores.items()}
@@ -180,7 +180,7 @@ def seconds_by_stage(commits: Sequence[Commit], publish_seconds: Sequence[float]
     """
     spent: dict[str, float] = {}
     for kind, stage in _STAGES.items():
-        if of_kind := [c for c in commits if c.kind == kind]:
+        if of_kind := [c for c in commits if c.listed_kind == kind]:
             spent[stage] = sum(c.seconds.get(stage, sum(c.seconds.values())) for c in of_kind)
         if kind == "step" and publish_seconds:
             spent["publish"] = sum(publish_seconds)

@@ -133,7 +133,7 @@ def read_own_commits(store: Store, keys: RunKeys) -> list[Commit]:
     record = read_run_record(store, keys)
     first_step = record.parent.at if record and record.parent else 0
     here = f"{keys.prefix}/"
-    own = (c for c in read_commits(store, keys) if not c.is_rescore and (c.attempt or here).startswith(here))
+    own = (c for c in read_commits(store, keys) if c.listed_kind != "rescore" and (c.attempt or here).startswith(here))
     return [commit for commit in own if commit.kind != "step" or commit.index >= first_step]
 
 

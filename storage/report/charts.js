@@ -310,7 +310,8 @@ function showLineage(overview) {
   const rows = [
     ...lineage.checkpoints.map((entry) => row("checkpoint", entry)),
     ...lineage.expired.map((version) => ["expired checkpoint", { n: String(version) }, "", "", ""]),
-    ...lineage.evaluations.map((entry) => row("evaluation", entry)), ...lineage.exports.map((entry) => row("export", entry))];
+    ...lineage.evaluations.map((entry) => row("evaluation", entry)),
+    ...lineage.rescores.map((entry) => row("rescored", entry)), ...lineage.exports.map((entry) => row("export", entry))];
   const forks = lineage.parents.map(({ run, at }) => "fork of " + run + " at round " + at);
   const models = Object.entries(lineage.models).map(([role, key]) => role + " model: " + key.replace(".commit.json", ""));
   section("lineage", "Lineage", card(holder,

@@ -57,7 +57,7 @@ def collect_overview(store: Store, keys: RunKeys, given: ReportInput) -> tuple[d
     """
     commits = read_commits(store, keys)
     rollouts, steps = ({c.index: c for c in commits if c.kind == kind} for kind in ("rollout", "step"))
-    of_run = [commit for commit in commits if not commit.is_rescore]
+    of_run = [commit for commit in commits if commit.listed_kind != "rescore"]
     stages = [stage_entry(commit, is_inherited(keys, given.record, commit)) for commit in of_run]
     gaps = find_gaps(store, keys, [commit for commit in of_run if not is_inherited(keys, given.record, commit)])
     rounds = collect_rounds(rollouts, steps)
@@ -67,14 +67,8 @@ def collect_overview(store: Store, keys: RunKeys, given: ReportInput) -> tuple[d
         "stages": stages,
         "gaps": gaps,
         "events": collect_events(rounds, stages, gaps, given.changes),
-        "evaluations": [
-            {
-                "task": _task_of(commit),
-                "version": commit.index,
-                "metrics": {name: to_json_number(value) for name, value in commit.summary.items()},
-            }
-            for commit in _evaluations(commits)
-        ],
+        "evaluations": _scores(commits, "eval"),
+        "rescores": _scores(commits, "rescore"),
         "comparisons": collect_comparisons(store, commits, given.compare),
         "lineage": collect_lineage(store, keys, given.record, commits),
         "costs": collect_costs(compute_costs(store, keys), stages, given.record.config),
@@ -224,9 +218,20 @@ def _task_of(commit: Commit) -> str:
     return parts[-2] if len(parts) >= 2 else ""
 
 
-def _evaluations(commits: Iterable[Commit]) -> list[Commit]:
-    """Return the evaluations of a run, sorted by data set and version."""
-    return sorted((c for c in commits if c.kind == "eval"), key=lambda commit: (_task_of(commit), commit.index))
+def _evaluations(commits: Iterable[Commit], kind: str = "eval") -> list[Commit]:
+    """Return the evaluations (`eval`) or the rescored ones (`rescore`), sorted by data set and version."""
+    return sorted((c for c in commits if c.listed_kind == kind), key=lambda commit: (_task_of(commit), commit.index))
+
+
+def _scores(commits: Iterable[Commit], kind: str) -> list[dict[str, Any]]:
+    return [
+        {
+            "task": _task_of(commit),
+            "version": commit.index,
+            "metrics": {name: to_json_number(value) for name, value in commit.summary.items()},
+        }
+        for commit in _evaluations(commits, kind)
+    ]
 
 
 def collect_comparisons(store: Store, commits: Iterable[Commit], compare: Compare | None) -> list[dict[str, Any]]:
@@ -271,7 +276,8 @@ def collect_lineage(store: Store, keys: RunKeys, record: RunRecord, commits: lis
         "parents": parents,
         "checkpoints": [entry(c) for c in commits if c.kind == "checkpoint"],
         "expired": expired,
-        "evaluations": [entry(c) | {"task": _task_of(c)} for c in commits if c.kind == "eval"],
+        "evaluations": [entry(c) | {"task": _task_of(c)} for c in _evaluations(commits)],
+        "rescores": [entry(c) | {"task": _task_of(c)} for c in _evaluations(commits, "rescore")],
         "exports": [entry(c) for c in commits if c.kind == "export"],
     }
 

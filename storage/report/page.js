@@ -133,8 +133,9 @@ function showHeader(overview) {
 }
 
 function showEvaluations(overview) {
-  if (!overview.evaluations.length) return;
-  const rows = overview.evaluations.map(({ task, version, metrics }) => {
+  const scores = [...overview.evaluations, ...overview.rescores];
+  if (!scores.length) return;
+  const rows = scores.map(({ task, version, metrics }) => {
     const value = (suffix) => metrics["eval/" + task + suffix];
     const interval = (suffix) => isNumber(value(suffix + "-ci_low"))
       ? { n: formatNumber(value(suffix + "-ci_low")) + " to " + formatNumber(value(suffix + "-ci_high")) } : null;

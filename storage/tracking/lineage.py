@@ -120,7 +120,8 @@ class Lineage:
     def eval_curves(self) -> dict[str, dict[int, float]]:
         """Return the mean rewards of all evaluations: data set -> policy version -> mean reward."""
         curves: dict[str, dict[int, float]] = defaultdict(dict)
-        for commit in sorted(self._evals.values(), key=lambda commit: commit.index):
+        evaluations = (commit for commit in self._evals.values() if commit.listed_kind == "eval")
+        for commit in sorted(evaluations, key=lambda commit: commit.index):
             for task, reward in eval_rewards(commit).items():
                 curves[task][commit.index] = reward
         return curves

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,21 @@ from evaluated_run import config_of, evaluate, keys_of, write_sums
 
 from penstock.flows import cli
 from penstock.flows.commands import rescore
+from penstock.flows.inspect.report import compare_evaluations
+from penstock.flows.inspect.show import evaluation_rows
+from penstock.flows.reporting.progress import describe_progress, evaluation_rewards
 from penstock.flows.runtime.runs import read_existing_record
+from penstock.flows.terminal.lines import seconds_by_stage, summary_rows
 from penstock.stages.eval.rescore import Scoring
+from penstock.storage.commits import read_commits
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.query import execute, open_connection
-from penstock.storage.refs import RunKeys
+from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.report.data import ReportInput, collect_overview
 from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store
+from penstock.storage.tracking.lineage import Lineage
 
 RESPONSES = [["0", "no 0"], ["2, or 3", "?..."], ["\\boxed{4}", "4..."], ["", "?"]]
 
@@ -62,6 +69,62 @@ def test_rescoring_commits_beside_the_old_evaluation(store: Store, capsys: pytes
     assert [s.sample_id for s in samples][:1] == [f"eval-000020-{name}-000000000-00"]
     assert [s.token_ids for s in samples] == [s.token_ids for s in read_samples(store, old)]
     assert audit_run(store, keys).problems == problems
+
+
+def rescored_run(store: Store) -> list[Commit]:
+    assert command(store, "--eval-rm-type", "boxed_exact_number") == 0
+    commits = read_commits(store, RunKeys("r"))
+    assert [c.listed_kind for c in commits] == ["eval", "eval", "rescore", "rescore"]
+    return commits
+
+
+def curves_of_trackers(commits: list[Commit]) -> Collection[str]:
+    lineage = Lineage()
+    for number, commit in enumerate(commits):
+        lineage.add(f"runs/r/evals/{number}", commit)
+    return lineage.eval_curves()
+
+
+@pytest.mark.parametrize(
+    "names_of_evaluations",
+    [
+        lambda commits: evaluation_rewards(commits),
+        lambda commits: describe_progress(commits).split()[1:2],
+        lambda commits: [name[5:] for name in summary_rows(commits, [], "store") if name.startswith("eval ")],
+        lambda commits: [name[5:] for name in evaluation_rows(commits) if name.startswith("eval ")],
+        curves_of_trackers,
+    ],
+    ids=["curve of the Prefect page", "line of a start", "summary", "show", "curve of the trackers"],
+)
+def test_rescored_evaluation_is_not_listed_as_an_evaluation(store: Store, names_of_evaluations) -> None:
+    assert list(names_of_evaluations(rescored_run(store))) == ["sums"]
+
+
+def test_rescored_evaluations_add_nothing_to_the_seconds_of_evaluations(store: Store) -> None:
+    commits = rescored_run(store)
+    assert seconds_by_stage(commits, []) == seconds_by_stage(commits[:2], [])
+
+
+def test_show_lists_rescored_evaluations_under_their_own_title(store: Store) -> None:
+    rows = evaluation_rows(rescored_run(store))
+    assert list(rows) == ["eval sums", f"rescore {scored_again(store, 0)[0]}"]
+
+
+def test_report_separates_rescored_evaluations(store: Store) -> None:
+    rescored_run(store)
+    record = read_existing_record(store, RunKeys("r"))
+    report, _ = collect_overview(store, RunKeys("r"), ReportInput(record, 0, [], compare=compare_evaluations))
+    name = scored_again(store, 0)[0]
+    for part in (report, report["lineage"]):
+        assert [(e["task"], e["version"]) for e in part["evaluations"]] == [("sums", 0), ("sums", 20)]
+        assert [(e["task"], e["version"]) for e in part["rescores"]] == [(name, 0), (name, 20)]
+    assert [comparison["task"] for comparison in report["comparisons"]] == ["sums"]
+
+
+def test_fork_counts_rescored_evaluations_apart(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    rescored_run(store)
+    assert cli.main(["fork", "r", "--at", "0", "--name", "f", "--store", store.root]) == 0
+    assert "0 checkpoints, 1 evals, 1 rescores" in capsys.readouterr().out
 
 
 def test_seconds_of_a_rescored_evaluation_are_not_those_of_an_evaluation(store: Store) -> None:

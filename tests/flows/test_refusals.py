@@ -58,7 +58,9 @@ def test_missing_label_in_any_row_is_refused_with_file_and_row(good, tmp_path: P
     late = tmp_path / "late.jsonl"
     rows = [{"prompt": "1+1=", "label": "2"}] * 1100 + [{"prompt": "2+2=", "label": ""}]
     late.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = good | ({"--prompt-data": str(late)} if command == "train" else {"--eval-prompt-data": "held", str(late): ""})
+    options = good | (
+        {"--prompt-data": str(late)} if command == "train" else {"--eval-prompt-data": "held", str(late): ""}
+    )
     if command == "eval":
         for name in ("--prompt-data", "--num-rollout", "--n-samples-per-prompt"):
             options.pop(name)
