@@ -235,7 +235,8 @@ def describe_sample(sample: Sample) -> str:
     """Return reward, status, length and policy versions of a sample in one line."""
     first, last = sample.policy_versions
     parts = [] if sample.reward is None else [f"reward {sample.reward:.3f}"]
-    parts += [f"{name} {value:.3f}" for name, value in sample.rewards.items()]
+    others = [(name, value) for name, value in sample.rewards.items() if (name, value) != ("reward", sample.reward)]
+    parts += [f"{name} {value:.3f}" for name, value in others]
     parts += [sample.status.value, f"{sum(sample.loss_mask)} trained of {len(sample.token_ids)} tokens"]
     if first >= 0:
         parts.append(f"policy version {first}" + (f" to {last}" if last != first else ""))

@@ -61,7 +61,7 @@ from penstock.flows.runtime.runs import (
     read_existing_record,
 )
 from penstock.flows.runtime.schedule import with_target_rounds
-from penstock.flows.runtime.signals import CLEANUP, stop_signals
+from penstock.flows.runtime.signals import CLEANUP, describe_cleanup, stop_signals
 from penstock.flows.terminal.lines import describe_commit
 from penstock.flows.trackers import tracked_run, tracking_uris
 from penstock.storage.commits import committed_prefixes, read_commits
@@ -252,9 +252,9 @@ class Session:
         if kind is not None and not issubclass(kind, Preempted):
             scratch.keep_temp_directory_at_exit()  # it has the logs of Ray and the engines
         was_interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
-        rest = "" if kind is None else " (Ctrl-C again kills them)" if was_interrupted else " after a failure"
-        self.display.show_phase(f"stopping trainer and engines, writing the report{rest}")
         was_stopped = kind is not None and issubclass(kind, Preempted)
+        writes_report = self.config.run.report and not was_stopped
+        self.display.show_phase(describe_cleanup(kind, is_requested=self.stop.requested, writes_report=writes_report))
         patience = CLEANUP / 4 if was_stopped or was_interrupted else None  # for each service
         self.wait_for_checkpoint_until_deadline()
         if kind is not None:  # end an evaluation in another thread
@@ -266,7 +266,7 @@ class Session:
         self.display.close()
         self._record_end(kind, joules)
         self._track_costs()
-        has_report = not was_stopped and self._write_report()
+        has_report = writes_report and self._write_report()
         self.tracker.close("FAILED" if kind else "FINISHED", timeout=patience or 30)
         for delivery in self.tracker.deliveries:
             if waiting := delivery.num_waiting():
@@ -305,9 +305,8 @@ class Session:
             self.display.note(f"the completion of the run is not recorded ({error}); the next start checks its stages")
 
     def _write_report(self) -> bool:
-        """Write the report of a run that has commits, with --report, and give it to the trackers. Return whether that
-        worked."""
-        if not self.config.run.report or not committed_prefixes(self.store, self.keys):
+        """Write the report of a run that has commits, and give it to the trackers. Return whether that worked."""
+        if not committed_prefixes(self.store, self.keys):
             return False
         content = write_final_report(self.store, self.keys, self.display.note)
         if content is not None:

@@ -153,6 +153,17 @@ def kill_command(exit_code: int) -> None:
     os._exit(exit_code)
 
 
+def describe_cleanup(kind: type[BaseException] | None, *, is_requested: bool, writes_report: bool) -> str:
+    """Return what a session does when it ends, and why it ends. `kind` is the exception that ends it, if any;
+    `is_requested`: a stop was requested, so that other exceptions are its consequences."""
+    actions = "stopping trainer and engines" + (", writing the report" if writes_report else "")
+    if kind is None:
+        return actions
+    if issubclass(kind, KeyboardInterrupt):
+        return f"interrupted: {actions} (Ctrl-C again kills them)"
+    return f"stopped on request: {actions}" if is_requested or issubclass(kind, Preempted) else f"failed: {actions}"
+
+
 def report_stop(*, resumable: bool) -> int:
     """Print which signal has stopped the command. Return the exit code."""
     first = stop_signals.received[0] if stop_signals.received else signal.SIGINT

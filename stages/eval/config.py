@@ -12,7 +12,9 @@ from penstock.storage.config import StageConfig, option
 from penstock.storage.errors import OptionError
 
 _MEAN = r"(-pass@\d+|-majority@\d+)?(-ci_low|-ci_high)?"
-_METRIC = re.compile(rf"{_MEAN}|-(truncated|failed)_ratio|/response_len/(mean|median|max)|/num_(samples|prompts)")
+_METRIC = re.compile(
+    rf"{_MEAN}|-(truncated|failed)_ratio|/response_len/(mean|median|max)|/num_(samples|prompts)|/rewards/.+"
+)
 
 
 def is_eval_metric(metric: str, name: str, *, any_suffix: bool = False) -> bool:

@@ -33,7 +33,8 @@ def compute_eval_metrics(
 
     Returns:
         `eval/<name>` (mean reward), `eval/<name>-truncated_ratio`, `eval/<name>-failed_ratio`,
-        `eval/<name>/response_len/...`; if passing is defined, also `eval/<name>-pass@k` for k = 1, 2, 4, ... and
+        `eval/<name>/response_len/...`, `eval/<name>/rewards/<part>` for each number of a reward that is a dictionary;
+        if passing is defined, also `eval/<name>-pass@k` for k = 1, 2, 4, ... and
         `eval/<name>-majority@k` for k = 4, 8, ... up to the samples per prompt. With at least two prompts, the mean,
         pass@k and majority@k have confidence intervals.
 
@@ -52,6 +53,9 @@ def compute_eval_metrics(
         f"eval/{name}/num_samples": float(len(samples)),
         f"eval/{name}/num_prompts": float(len(groups)),
     }
+    for part in sorted({part for sample in samples for part in sample.rewards}):
+        values = [s.rewards.get(part, 0.0) for s in samples if part in s.rewards or s.reward is None]
+        plain[f"eval/{name}/rewards/{part}"] = statistics.fmean(values)
     sizes = np.array([len(group) for group in groups], dtype=np.float64)
     sums, weights = {f"eval/{name}": np.array([sum(group) for group in rewards])}, {f"eval/{name}": sizes}
     passes = decide_passes(groups, pass_threshold)

@@ -1,5 +1,6 @@
 """Metrics of an evaluation, compared with brute force."""
 
+import dataclasses
 import itertools
 import random
 
@@ -35,6 +36,29 @@ def test_score() -> None:
     assert found["eval/aime-truncated_ratio"] == found["eval/aime-failed_ratio"] == 0.25
     assert found["eval/aime/response_len/mean"] == 3 and found["eval/aime/response_len/max"] == 6
     assert found["eval/aime-pass@1"] == 0.5 and found["eval/aime-pass@2"] == 1.0
+
+
+def parts(group: str, reward: float | None, rewards: dict[str, float]) -> Sample:
+    return dataclasses.replace(make(group, reward), rewards=rewards)
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        ([parts("a", 1.0, {"correct": 1.0, "format": 0.5}), parts("a", 0.0, {"correct": 0.0, "format": 0.0})],
+         {"correct": 0.5, "format": 0.25}),
+        ([parts("a", 1.0, {"correct": 1.0}), parts("b", None, {})], {"correct": 0.5}),
+        ([parts("a", 1.0, {"correct": 1.0}), parts("b", 1.0, {})], {"correct": 1.0}),
+        ([parts("a", 1.0, {"correct": 1.0}), parts("b", 1.0, {"style": 3.0})], {"correct": 1.0, "style": 3.0}),
+        ([parts("a", 1.0, {}), parts("b", None, {})], {}),
+    ],
+    ids=["two parts", "failed sample", "number beside dictionary", "different parts", "numbers"],
+)  # fmt: skip
+def test_parts_of_a_dictionary_reward_have_means(samples: list[Sample], expected: dict[str, float]) -> None:
+    metrics = compute_eval_metrics(samples, "aime")
+    prefix = "eval/aime/rewards/"
+    assert {name.removeprefix(prefix): v for name, v in metrics.items() if name.startswith(prefix)} == expected
+    assert all(is_eval_metric(name, "aime") for name in metrics)
 
 
 def test_keep_best_accepts_every_metric_of_an_evaluation_and_nothing_else() -> None:

@@ -8,9 +8,11 @@ import pytest
 
 from penstock.flows.cli import main
 from penstock.flows.commands.fork import main as fork
+from penstock.flows.inspect.samples import describe_sample
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.history.lineage_graph import LineageGraph, find_node, read_lineage
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
+from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.store import Store
 from tests.storage.made_run import commit_files, config_of, make_run, write_data
 
@@ -168,6 +170,22 @@ def test_samples_of_a_prompt_side_by_side(store: Store, capsys: pytest.CaptureFi
         main(["samples", "r", "--prompt", samples[0]["sample_id"], "--rounds", "0,1,2,3", "--store", store.root]) == 0
     )
     assert "round" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ({}, "reward 1.000"),
+        ({"reward": 1.0}, "reward 1.000"),
+        ({"reward": 1.0, "format": 0.5}, "reward 1.000, format 0.500"),
+        ({"format": 0.5, "reward": 1.0}, "reward 1.000, format 0.500"),
+        ({"correct": 1.0, "format": 0.5}, "reward 1.000, correct 1.000, format 0.500"),
+        ({"score": 1.0, "reward": 0.25}, "reward 1.000, score 1.000, reward 0.250"),
+    ],
+)
+def test_a_reward_is_printed_once(rewards: dict[str, float], expected: str) -> None:
+    sample = Sample("s", "g", "s", 0, reward=1.0, rewards=rewards, status=Status.COMPLETED)
+    assert describe_sample(sample).partition(", completed")[0] == expected
 
 
 def test_worst_samples_come_first_and_the_limit_holds(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

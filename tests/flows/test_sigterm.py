@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.flows.runtime.signals import StopSignals
+from penstock.flows.runtime.signals import StopSignals, describe_cleanup
 from penstock.storage.preemption import Preempted, StopRequest
 
 ROOT = Path(__file__).parents[2]
@@ -262,3 +262,22 @@ def test_without_a_request_nothing_stops() -> None:
     stop = StopRequest()
     stop.raise_if_requested()
     assert not stop.wait(0) and stop.seconds_left == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_requested", "writes_report", "text"),
+    [
+        (None, False, True, "stopping trainer and engines, writing the report"),
+        (None, False, False, "stopping trainer and engines"),
+        (Preempted, True, False, "stopped on request: stopping trainer and engines"),
+        (Preempted, False, False, "stopped on request: stopping trainer and engines"),
+        (RuntimeError, True, True, "stopped on request: stopping trainer and engines, writing the report"),
+        (RuntimeError, False, True, "failed: stopping trainer and engines, writing the report"),
+        (RuntimeError, False, False, "failed: stopping trainer and engines"),
+        (KeyboardInterrupt, True, True, "interrupted: stopping trainer and engines, writing the report (Ctrl-C again"),
+    ],
+)
+def test_a_failure_is_named_only_if_no_stop_was_requested(
+    kind: type[BaseException] | None, is_requested: bool, writes_report: bool, text: str
+) -> None:
+    assert describe_cleanup(kind, is_requested=is_requested, writes_report=writes_report).startswith(text)
