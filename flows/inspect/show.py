@@ -12,13 +12,14 @@ from penstock.flows.options.argv import parse_run_argument, penstock_command, sp
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.options.nearby_stores import names_no_store, stores_with_run
 from penstock.flows.runtime.runs import latest_schedule_options, open_store, read_existing_record
+from penstock.flows.services.live_links import live_link
 from penstock.flows.terminal.console import TerminalConsole
 from penstock.flows.terminal.lines import COLUMNS, format_with_interval, short_exponent
 from penstock.flows.terminal.panel import format_duration
 from penstock.flows.terminal.sparkline import sparkline
 from penstock.storage.commits import read_commits
 from penstock.storage.errors import OptionError
-from penstock.storage.history.starts import read_starts
+from penstock.storage.history.starts import Start, read_starts
 from penstock.storage.maintenance.leases import describe_live_drivers
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
@@ -139,8 +140,14 @@ def artifact_rows(commits: Sequence[Commit]) -> dict[str, str]:
     return rows
 
 
+def link_of_start(start: Start) -> str:
+    """Return a link to the Prefect page of a start, or "" if no server that answers has it."""
+    flow_run = start.flow_run.rpartition("/")[2]
+    return live_link(start.flow_run, has_page=f"/api/flow_runs/{flow_run}") if "://" in start.flow_run else ""
+
+
 def start_lines(store: Store, keys: RunKeys) -> list[str]:
-    """Return a line for each of the newest starts: time, host, duration, how it ended, Prefect page."""
+    """Return a line for each of the newest starts: time, host, duration, how it ended, page if its server answers."""
     starts = read_starts(store, keys)
     lines = [f"{len(starts) - _MAX_STARTS} earlier starts"] if len(starts) > _MAX_STARTS else []
     running = bool(describe_live_drivers(store, keys))
@@ -150,5 +157,6 @@ def start_lines(store: Store, keys: RunKeys) -> list[str]:
             outcome = f"{end.outcome.lower()} after {format_duration(end.at - start.at)}"
         else:
             outcome = "running" if running and number == len(starts) - 1 else "killed"
-        lines.append(f"{at} on {start.host}, {outcome}{f', {start.flow_run}' if start.flow_run else ''}")
+        link = link_of_start(start)
+        lines.append(f"{at} on {start.host}, {outcome}{f', {link}' if link else ''}")
     return lines

@@ -21,6 +21,7 @@ from rich.text import Text
 from penstock.flows.options.argv import penstock_command
 from penstock.flows.reporting.log_format import json_line
 from penstock.flows.runtime import environment
+from penstock.flows.services.live_links import live_link
 from penstock.flows.terminal.console import TerminalConsole
 from penstock.flows.terminal.lines import (
     EVENT_LINES,
@@ -36,7 +37,6 @@ from penstock.flows.terminal.startup import end_wait
 from penstock.storage.refs import Commit
 from penstock.storage.secrets import redact
 from penstock.storage.tracking.lineage import eval_rewards
-from penstock.storage.web.login import page_link
 
 ProgressCallback = Callable[[int, int], None]  # done, total
 
@@ -246,7 +246,7 @@ class Display:
             "data": data if isinstance(data, str) else ", ".join(map(str, data or [])),
             "evaluation": ", ".join(f"{name} ({path})" for name, path in config.eval.eval_prompt_data or []),
             "store": self.store_uri,
-            "mlflow": page_link(redact(self.tracking_uri)),
+            "mlflow": live_link(redact(self.tracking_uri)),
             "prefect": self.prefect_page,
         }
         self._print_rows({title: str(value) for title, value in rows.items() if value})

@@ -206,7 +206,7 @@ class Session:
 
     def _links(self) -> dict[str, str]:
         """Return title -> URL of the pages of this flow run in Prefect and of this run in the trackers."""
-        pages = {delivery.name: page_link(delivery.page or "") for delivery in self.tracker.deliveries}
+        pages = {d.name: page_link(d.page or "") for d in self.tracker.deliveries if d.problem is None}
         return {title: url for title, url in {"Prefect": self._flow_run_link, **pages}.items() if url}
 
     def __enter__(self) -> Session:

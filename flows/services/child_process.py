@@ -23,7 +23,7 @@ import psutil
 
 from penstock.engines.ports import is_free, is_reserved_here, reserve_free_port, reserve_ports
 from penstock.storage.errors import OptionError
-from penstock.storage.web.login import HOST
+from penstock.storage.web.login import HOST, LOOPBACK
 
 START_TIMEOUT = 120.0  # seconds
 STOP_TIMEOUT = 15.0  # seconds
@@ -129,7 +129,7 @@ class Service:
 
 def http_answers(address: str, timeout: float = 2.0) -> bool:
     """Return whether an HTTP server answers at `address` with a status below 500 (4xx counts as an answer)."""
-    loopback = urllib.parse.urlsplit(address).hostname in (HOST, "localhost", "::1")
+    loopback = urllib.parse.urlsplit(address).hostname in LOOPBACK
     proxies = urllib.request.ProxyHandler({} if loopback else None)  # proxies cannot reach our loopback
     try:
         with urllib.request.build_opener(proxies).open(address, timeout=timeout):

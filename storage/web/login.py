@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 _NAMES = (HOST, "localhost")  # host names under which a server answers
+LOOPBACK = (*_NAMES, "::1")
 _PAGE = "/open"  # of LoginGate: logs a browser in, then opens the page that is given after `#`
 _TOKEN_BYTES = 24
 _TOKEN = re.compile(r"[\w-]{32}")  # of a link

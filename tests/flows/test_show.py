@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
 from penstock.flows.cli import main
+from penstock.flows.inspect.show import link_of_start
 from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store
+from penstock.flows.services.live_links import live_link
 from penstock.storage.history.starts import Start, record_end, record_start
+from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
+from penstock.storage.web.login import LoginGate, create_login, page_link
 from tests.storage.made_run import config_of, make_run, write_data
 
 
@@ -69,7 +81,7 @@ def test_show_finds_the_store_of_a_run_and_draws_its_curves(
     rows = dict(line.split(maxsplit=1) for line in out.splitlines() if line.strip() and line[0] != " ")
     assert "->" in rows["reward"] and any(block in rows["reward"] for block in "▁▅█")
     assert "(version 2)" in rows["eval"] and rows["checkpoints"] == "2"
-    assert "on first, killed, http://127.0.0.1:4200/runs/1" in out and "on second, finished after 0:00" in out
+    assert "on first, killed\n" in out and "4200" not in out and "on second, finished after 0:00" in out
     assert "\x1b" not in out
 
 
@@ -81,3 +93,80 @@ def test_show_of_a_run_in_no_store_or_in_two_names_the_stores(
     (tmp_path / "demo" / "store" / "runs" / "s").mkdir()
     (tmp_path / "demo" / "store" / "runs" / "s" / "run.json").write_text("{}")
     assert main(["show", "s"]) == 2 and "2 stores have a run 's' (demo/store, other)" in capsys.readouterr().err
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+class Pages(BaseHTTPRequestHandler):
+    """A server that has the flow run `mine`, and whose page /broken fails."""
+
+    def do_GET(self) -> None:
+        self.send_response({"/api/flow_runs/mine": 200, "/": 200, "/broken": 500}.get(self.path, 404))
+        self.end_headers()
+        self.wfile.write(b"a page")
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    page_link.cache_clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def dead_origin() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("flow_run", "is_shown"),
+    [
+        ("{live}/runs/flow-run/mine", True),
+        ("{live}/runs/flow-run/other", False),
+        ("{dead}/runs/flow-run/mine", False),
+        ("http://127.0.0.1:bad/runs/flow-run/mine", False),
+        ("http://[::1/runs/flow-run/mine", False),
+        ("mine", False),
+        ("", False),
+    ],
+)
+def test_show_links_only_to_a_server_that_has_the_flow_run(origin: str, flow_run: str, is_shown: bool) -> None:
+    url = flow_run.format(live=origin, dead=dead_origin())
+    assert link_of_start(Start(host="h", flow_run=url)) == (url if is_shown else "")
+
+
+def test_show_links_to_the_page_of_a_start(stores: list[str], origin: str, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store(stores[0])
+    record_start(store, RunKeys("r"), Start(host="third", flow_run=f"{origin}/runs/flow-run/mine"))
+    assert main(["show", "r"]) == 0
+    assert f"on third, killed, {origin}/runs/flow-run/mine\n" in capsys.readouterr().out
+
+
+def test_link_is_left_out_if_its_server_does_not_answer_or_is_another(origin: str) -> None:
+    port = int(origin.rpartition(":")[2])
+    assert live_link(f"{origin}/x") == f"{origin}/x"
+    assert live_link(f"{dead_origin()}/x") == "" == live_link("http://127.0.0.1:bad/")
+    assert live_link("sqlite:////mlflow.db") == "sqlite:////mlflow.db"
+    create_login(port)  # of a server that has ended; another one answers at its port
+    assert live_link(f"{origin}/x") == ""
+
+
+def test_link_to_an_own_server_logs_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    page_link.cache_clear()
+    app = Starlette(routes=[Route("/", lambda _: PlainTextResponse("a page"))])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        login = create_login(port)
+        server = uvicorn.Server(uvicorn.Config(LoginGate(app, port, login, script=""), log_level="error"))
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        assert live_link(f"http://127.0.0.1:{port}/x") == f"http://127.0.0.1:{port}/open#/x"
+        server.should_exit = True
+        thread.join()
