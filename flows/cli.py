@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import logging
 import os
 import select
 import sys
@@ -59,7 +60,7 @@ USAGE = """usage: penstock COMMAND [options]
   setup     install what the wheel cannot install by itself, for CPU or CUDA; continues after an interruption
   doctor    check the installation and print how to fix each problem; --plan estimates the GPU memory of a run
 
-`penstock train --dry-run` (also train-async, sft) checks a run and prints its plan, without starting anything.
+`penstock train --dry-run` (also train-async, sft, eval, resume) checks a run and prints its plan; it starts nothing.
 `penstock COMMAND --help` explains a command, `penstock train --help-all` lists every option. `--config FILE.toml` reads
 them from a file; --verbose shows Prefect's log lines, and the traceback of an error."""
 
@@ -78,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         stop_signals.install()
         stop_signals.start_watchdog()
+        if logging.lastResort is not None:  # prints what is logged while nothing else shows it
+            logging.lastResort.setFormatter(logging.Formatter("warning: %(message)s"))
     from penstock.flows.terminal.escape import escaped_output
 
     try:
@@ -155,8 +158,6 @@ def _run_or_plan(flow: str, config: PostTrainConfig, *, dry_run: bool) -> int:
         from penstock.flows.runtime.runner import run_flow
 
         return run_flow(flow, config)
-    if flow == "evaluate":
-        raise OptionError("--dry-run plans training (penstock train, train-async, sft): omit it")
     from penstock.flows.inspect import dry_run as planning
 
     return planning.dry_run(flow, config)

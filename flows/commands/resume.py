@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.argv import parse_run_argument, split_args
 from penstock.flows.options.flags import parse_values, store_options_from_values, update_config_from_argv
+from penstock.flows.runtime.preflight import TRAINING
 from penstock.flows.runtime.runner import run_flow
-from penstock.flows.runtime.runs import read_flow_and_config
+from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.storage.errors import OptionError
+from penstock.storage.refs import RunKeys
 
-USAGE = """penstock resume RUN [--store URI ...]
+USAGE = """penstock resume RUN [--store URI ...] [--dry-run]
 
   Resumes a run after its last committed stage, with the configuration recorded in the store. Number of rounds,
   intervals, engines, GPUs, memory options and time limits may change: `penstock resume --help-all` lists these options.
-  Options of placement and memory are not recorded: give them again at the next start."""
+  Options of placement and memory are not recorded: give them again at the next start. --dry-run checks the run
+  and prints its plan."""
 
 
 def main(argv: list[str]) -> int:
@@ -24,8 +27,16 @@ def main(argv: list[str]) -> int:
     Raises:
         InputError: the run does not exist, or an option is given that a resumed run cannot change.
     """
-    positional, _, rest = split_args(argv, {})
-    return run_flow(*read_flow_and_resumed_config(parse_run_argument("resume", positional), rest))
+    positional, own, rest = split_args(argv, {"--dry-run": False})
+    flow, config = read_flow_and_resumed_config(parse_run_argument("resume", positional), rest)
+    if "--dry-run" not in own:
+        return run_flow(flow, config)
+    from penstock.flows.inspect.dry_run import dry_run
+
+    if flow in TRAINING:
+        num_done = len(open_store(config.run, probe=False).committed_indices(f"{RunKeys(config.run.run).prefix}/steps"))
+        print(f"{num_done} rounds are committed; the run continues after them")
+    return dry_run(flow, config)
 
 
 def read_flow_and_resumed_config(run: str, argv: Sequence[str]) -> tuple[str, PostTrainConfig]:

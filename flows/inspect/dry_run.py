@@ -1,4 +1,5 @@
-"""`penstock train --dry-run`: check a run and print its plan, without starting or writing anything.
+"""`penstock train --dry-run` (also train-async, sft, eval, resume): check a run and print its plan, without starting or
+writing anything.
 
 Checks that need a file which does not exist on this machine are left out. The last line names these files, or says that
 the run is ready.
@@ -6,7 +7,9 @@ the run is ready.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +29,7 @@ from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.preflight import (
     GENERATING,
+    TRAINING,
     check_algorithm,
     check_data,
     check_layout,
@@ -35,6 +39,7 @@ from penstock.flows.runtime.preflight import (
 )
 from penstock.flows.runtime.schedule import with_rounds_of_epochs
 from penstock.flows.trackers import check_trackers
+from penstock.stages.rollout.config import PromptConfig
 from penstock.stages.rollout.prompts.check import render_first_prompt, split_first_conversation
 from penstock.stages.rollout.prompts.files import parse_slice
 from penstock.storage.config import field_meta
@@ -54,7 +59,7 @@ Row = tuple[str, str]
 
 
 def dry_run(flow: str, config: PostTrainConfig) -> int:
-    """Check a config for the flow post_train or sft, print the plan, and return 0.
+    """Check a config for the flow post_train, sft or evaluate, print the plan, and return 0.
 
     Raises:
         InputError: the run would be refused.
@@ -76,19 +81,20 @@ def dry_run(flow: str, config: PostTrainConfig) -> int:
     check_options(flow, config)
     check_secrets(config)
     shape, examples = None, list[Row]()
-    if (Path(config.convert.hf_checkpoint).expanduser() / "config.json").is_file():
-        shape = check_model(flow, config)
-    if not missing and shape is not None:
-        check_algorithm(config, shape)
-        tokenizer, tried = check_data(flow, config, shape)
-        if config.rollout.prompt_data:
-            examples = list(example_rows(flow, config, tokenizer, tried))
+    with collected_warnings() as warnings:
+        if (Path(config.convert.hf_checkpoint).expanduser() / "config.json").is_file():
+            shape = check_model(flow, config)
+        if not missing and shape is not None:
+            check_algorithm(config, shape)
+            tokenizer, tried = check_data(flow, config, shape)
+            if rollout := first_prompts(flow, config):
+                examples = list(example_rows(flow, rollout, tokenizer, tried))
     rows = [*plan_rows(flow, config, shape), *examples, *option_rows(given)]
     print_table(("plan", ""), [(title, escape(text)) for title, text in rows])
     if shape is not None and (gpus := visible_gpu_bytes()):
         print()
         print_plan(plan_gpu_memory(flow, config, shape, min(gpus)), config)
-    warnings = config_warnings(flow, config) if shape is not None else options_without_partner(config)
+    warnings += config_warnings(flow, config) if shape is not None else options_without_partner(config)
     for warning in warnings:
         print(f"warning: {warning}")
     absent = [flag + f" {path}" + " does not exist here" * flag.startswith("--") for flag, path in missing]
@@ -100,17 +106,38 @@ def dry_run(flow: str, config: PostTrainConfig) -> int:
     return 0
 
 
+@contextmanager
+def collected_warnings() -> Iterator[list[str]]:
+    """Collect the warnings that checks log during the block, to be printed below the plan like the others."""
+    texts, logger = list[str](), logging.getLogger("penstock")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
+
+
+def first_prompts(flow: str, config: PostTrainConfig) -> PromptConfig | None:
+    """Return the options of the prompts of training or, without training, of the first evaluation."""
+    if flow != "evaluate" and config.rollout.prompt_data:
+        return config.rollout
+    evaluated = [(path, name) for name, path in config.eval.eval_prompt_data]
+    return config.rollout.model_copy(update=config.eval.rollout_overrides(*evaluated[0])) if evaluated else None
+
+
 def example_rows(
-    flow: str, config: PostTrainConfig, tokenizer: PromptTokenizer, tried: list[tuple[str, Outcome]]
+    flow: str, rollout: PromptConfig, tokenizer: PromptTokenizer, tried: list[tuple[str, Outcome]]
 ) -> Iterator[Row]:
     """Yield the first prompt and the rewards of test responses, or the first conversation of demonstrations."""
     if flow == "sft":
-        pieces = split_first_conversation(config.rollout, tokenizer)
+        pieces = split_first_conversation(rollout, tokenizer)
         marked = [f"«{_shorten(text)}»" if is_trained else _shorten(text) for text, is_trained in pieces]
         yield "first row", "".join(marked)[: 4 * MAX_PROMPT]
         yield "", "what is trained stands in « »"
         return
-    text, label = render_first_prompt(config.rollout, tokenizer)
+    text, label = render_first_prompt(rollout, tokenizer)
     yield "first prompt", short_repr(text, MAX_PROMPT)
     yield "its label", short_repr(label)
     title = "test rewards"
@@ -184,7 +211,7 @@ def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
 
 def plan_rows(flow: str, config: PostTrainConfig, shape: ModelShape | None) -> Iterator[Row]:
     """Yield the rows of the plan: rounds, batches, placement, bytes, evaluations."""
-    run, rollout, train = config.run, config.rollout, config.train
+    run, train = config.run, config.train
     yield "run", f"{run.run} in {run.store}"
     if shape is not None:
         number = shape.num_parameters
@@ -192,6 +219,28 @@ def plan_rows(flow: str, config: PostTrainConfig, shape: ModelShape | None) -> I
         active = f", {shape.num_active_parameters / 1e9:.1f} B active" if shape.experts and number >= 1e7 else ""
         layers = f"{shape.num_layers} layers of {shape.hidden_size}"
         yield "model", f"{shape.architecture}, {size} parameters{active}, {layers}"
+    if flow in TRAINING:
+        yield from training_rows(config)
+    if flow in GENERATING:
+        yield "engines", describe_engines(config)
+    if flow == "post_train":
+        if teacher := teacher_options(config):
+            yield "teacher", f"{teacher.spec.model_path}, an engine of {teacher.gpus_per_engine} GPUs of its own"
+        yield "asynchronous", describe_mode(config)
+    if shape is not None and flow in TRAINING:
+        dtype = train.params_dtype or "bf16"
+        weights = shape.num_parameters * BYTES_PER_WEIGHT[dtype]
+        state = shape.num_parameters * (BYTES_PER_WEIGHT[dtype] + MOMENTS_AND_MAIN_WEIGHT[dtype])
+        if flow == "post_train":
+            yield "bytes a round", f"{format_bytes(weights)} of weights to the engines; {describe_shards(config)}"
+        yield "a checkpoint", f"{format_bytes(state)}, an export {format_bytes(weights)}"
+    names, interval = ", ".join(name for name, _ in config.eval.eval_prompt_data), config.eval.eval_interval
+    yield "evaluations", f"{names} every {interval} rounds" if names and interval else names or "none"
+
+
+def training_rows(config: PostTrainConfig) -> Iterator[Row]:
+    """Yield the rows of the plan that describe rounds, batches and the trainer."""
+    run, rollout, train = config.run, config.rollout, config.train
     rounds = f"{run.num_rollout_per_start} a start" if run.num_rollout_per_start else f"{run.num_rollout:,}"
     if run.num_epoch and not run.num_rollout:
         rounds = f"{run.num_epoch} passes over the rows of --prompt-data"
@@ -209,20 +258,6 @@ def plan_rows(flow: str, config: PostTrainConfig, shape: ModelShape | None) -> I
         f"pipeline {train.pipeline_model_parallel_size} x context {train.context_parallel_size} x data "
         f"{train.data_parallel_size}; expert {train.expert_model_parallel_size}",
     )
-    if flow == "post_train":
-        yield "engines", describe_engines(config)
-        if teacher := teacher_options(config):
-            yield "teacher", f"{teacher.spec.model_path}, an engine of {teacher.gpus_per_engine} GPUs of its own"
-        yield "asynchronous", describe_mode(config)
-    if shape is not None:
-        dtype = train.params_dtype or "bf16"
-        weights = shape.num_parameters * BYTES_PER_WEIGHT[dtype]
-        state = shape.num_parameters * (BYTES_PER_WEIGHT[dtype] + MOMENTS_AND_MAIN_WEIGHT[dtype])
-        if flow == "post_train":
-            yield "bytes a round", f"{format_bytes(weights)} of weights to the engines; {describe_shards(config)}"
-        yield "a checkpoint", f"{format_bytes(state)}, an export {format_bytes(weights)}"
-    names = ", ".join(name for name, _ in config.eval.eval_prompt_data)
-    yield "evaluations", f"{names} every {config.eval.eval_interval} rounds" if names else "none"
 
 
 def describe_engines(config: PostTrainConfig) -> str:

@@ -237,6 +237,8 @@ def megatron_flag_names() -> dict[str, str]:
 def describe_unknown_flag(name: str, known: Sequence[str]) -> str:
     """Return the error message for an unknown flag."""
     hint = did_you_mean(name, known) or ": `penstock train --help-all` lists them"
+    if name == "--dry-run":
+        hint = ": train, train-async, sft, eval and resume have it"
     return f"unknown flag {short_repr(name)[1:-1]}{hint}"
 
 

@@ -8,8 +8,23 @@ from pathlib import Path
 import pytest
 
 from penstock.flows.cli import main
+from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.runs import open_run
+from penstock.storage.store import Store
 
 RECIPE = Path(__file__).parents[2] / "configs" / "recipes" / "demo-grpo.toml"
+
+
+REWARDS = """
+def half(args, sample, **kwargs):
+    return 0.5 * (sample.response == sample.label)
+
+def broken(args, sample, **kwargs):
+    return 1 / len(sample.response)
+
+async def later(args, sample, **kwargs):
+    return {"score": 2.0, "length": 1.0}
+"""
 
 
 def planned(
@@ -38,25 +53,42 @@ def test_first_prompt_is_shown_as_the_model_gets_it(
     assert f"first prompt   {shown}" in lines and "its label      '3'" in lines
 
 
-def test_math_reward_without_boxed_in_the_prompts_is_a_warning(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("row", "words", "text"),
+    [
+        ({"prompt": r"1+2= in \boxed{}", "label": 3}, "--rm-type math", None),
+        ({"prompt": "1+2=", "label": 3}, "--rm-type exact_number", None),
+        ({"prompt": "1+2=", "label": 3}, "--rm-type math", r"none of the first 1 prompts contains \boxed"),
+        (
+            {"prompt": "1+2=", "label": 3},
+            "--rm-type boxed_exact_number",
+            r"none of the first 1 prompts contains \boxed",
+        ),
+        ({"prompt": "1+2=", "label": 3}, "--rm-type dapo --reward-key score", "contains Answer:"),
+        ({"prompt": "1+2=", "label": "?"}, "--rm-type gpqa", "rewards none of the first 1 labels"),
+        (
+            {"prompt": "1+2=", "label": 3},
+            "--rm-type none --custom-rm-path code.py:broken",
+            "returned no number for a test sample (ZeroDivisionError",
+        ),
+    ],
+)
+def test_warnings_of_checks_are_printed_below_the_plan_like_all_others(
+    row: dict[str, object],
+    words: str,
+    text: str | None,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    planned(tiny_model, [{"prompt": r"1+2= in \boxed{}", "label": 3}], "--rm-type math", tmp_path, capsys)
-    assert caplog.text == ""
-    planned(tiny_model, [{"prompt": "1+2=", "label": 3}], "--rm-type math", tmp_path, capsys)
-    assert r"none of the first 1 prompts contains \boxed" in caplog.text
-
-
-REWARDS = """
-def half(args, sample, **kwargs):
-    return 0.5 * (sample.response == sample.label)
-
-def broken(args, sample, **kwargs):
-    return 1 / len(sample.response)
-
-async def later(args, sample, **kwargs):
-    return {"score": 2.0, "length": 1.0}
-"""
+    monkeypatch.chdir(tmp_path)
+    Path("code.py").write_text(REWARDS)
+    lines = planned(tiny_model, [row], words, tmp_path, capsys)
+    warnings = [line for line in lines[:-1] if line.startswith("warning: ")]
+    assert lines[-1].startswith("ready: ") and lines[-1 - len(warnings) : -1] == warnings
+    of_checks = [line for line in warnings if "--eval-interval" not in line]
+    assert [line for line in of_checks if text and text in line] == of_checks and len(of_checks) == (text is not None)
 
 
 @pytest.mark.parametrize(
@@ -200,3 +232,61 @@ def test_name_on_the_hub_is_refused_with_the_download_command(
         error = capsys.readouterr().err
         assert command in error and error.count("\n") == 1
     assert not (tmp_path / "s" / "runs").exists()
+
+
+@pytest.mark.parametrize("also", ["", "--eval-interval 5", "--n-samples-per-eval-prompt 4 --log-passrate"])
+def test_dry_run_of_an_evaluation_shows_its_first_prompt_and_no_training(
+    also: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "held.jsonl"
+    data.write_text('{"question": "1+2=", "answer": 3}\n')
+    argv = ["eval", "--run", "r", "--hf-checkpoint", str(tiny_model), "--eval-prompt-data", "held", str(data)]
+    argv += ["--eval-input-key", "question", "--eval-label-key", "answer", "--rm-type", "exact_number"]
+    assert main([*argv, "--rollout-max-response-len", "16", *also.split(), "--dry-run"]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    rows = {line[:14].strip(): line[14:].strip() for line in lines}
+    assert rows["first prompt"] == "'1+2='" and rows["its label"] == "'3'" and rows["test rewards"] == "'' gets 0.0"
+    assert rows["evaluations"].startswith("held") and "None" not in rows["evaluations"] and "engines" in rows
+    assert not {"rounds", "a round", "trainer", "a checkpoint", "asynchronous"} & rows.keys()
+    assert lines[-1].startswith("ready: ") and not (tmp_path / "penstock").exists()
+
+
+def test_dry_run_of_an_evaluation_refuses_what_its_start_refuses(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "held.jsonl"
+    data.write_text('{"input": "1+2="}\n')
+    argv = ["eval", "--run", "r", "--hf-checkpoint", str(tiny_model), "--rollout-max-response-len", "16", "--dry-run"]
+    assert main([*argv, "--rm-type", "math"]) == 2 and "--eval-prompt-data" in capsys.readouterr().err
+    argv += ["--eval-prompt-data", "held", str(data)]
+    assert main([*argv, "--rm-type", "math"]) == 2 and f"{data} row 0: " in capsys.readouterr().err
+    assert main([*argv, "--rm-type", "mth"]) == 2 and "'mth'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flow", ["post_train", "sft", "evaluate"])
+def test_dry_run_of_resume_plans_the_recorded_run(
+    flow: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, chats = tmp_path / "held.jsonl", tmp_path / "chats.jsonl"
+    data.write_text('{"input": "1+2=", "label": 3}\n')
+    chats.write_text(json.dumps({"input": [{"role": role, "content": "2"} for role in ("user", "assistant")]}) + "\n")
+    words = ["--run", "r", "--store", str(tmp_path / "store"), "--hf-checkpoint", str(tiny_model)]
+    words += ["--rm-type", "random", "--rollout-max-response-len", "16"]
+    words += {
+        "post_train": ["--prompt-data", str(data), "--num-rollout", "3"],
+        "sft": ["--prompt-data", str(chats), "--num-rollout", "3", "--loss-type", "sft_loss"],
+        "evaluate": ["--eval-prompt-data", "held", str(data)],
+    }[flow]
+    config = parse_config(words)
+    open_run(Store(config.run.store), flow, config)
+    code = main(["resume", "r", "--store", config.run.store, "--dry-run"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    assert out.splitlines()[-1].startswith("ready: ")
+    assert out.startswith("0 rounds are committed; ") == (flow != "evaluate")
+
+
+@pytest.mark.parametrize("command", ["fork r --at 1 --name f", "convert", "eval --rescore r", "verify r", "samples r"])
+def test_commands_without_dry_run_name_those_that_have_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), "--dry-run"]) == 2
+    assert "--dry-run: train, train-async, sft, eval and resume have it" in capsys.readouterr().err
