@@ -35,11 +35,11 @@ class RunConfig(StageConfig):
     """Declare that only one process writes to the store; required for stores without conditional create."""
 
     num_rollout: int = option(0, mutability="schedule", ge=0)
-    """Number of generate -> train rounds; 0 evaluates without training."""
+    """Number of rounds to train; with 0, `penstock train` only evaluates."""
 
     num_epoch: int | None = option(None, mutability="schedule", ge=1)
-    """Instead of --num-rollout: number of passes over the rows of --prompt-data, so that the number of rounds is N x
-    rows // --rollout-batch-size."""
+    """Number of passes over the rows of --prompt-data, instead of --num-rollout: the number of rounds is N x rows //
+    --rollout-batch-size."""
 
     save_interval: int | None = option(None, mutability="schedule", ge=1)
     """Save a checkpoint every N rounds; the last round is always saved."""

@@ -29,16 +29,16 @@ class PromptConfig(StageConfig):
     # "schedule" (may change on resume): files may move, and rows may be appended; prompts/source.py checks by hash that
     # the rows that the files had in earlier rounds have not changed.
     prompt_data: list[str] = option(default_factory=list, mutability="schedule")
-    """Files with prompts: JSON, CSV, Parquet, Arrow or a directory of `save_to_disk`; local path or fsspec URI. A glob
-    pattern (`shards/*.jsonl`) names all matching files, in natural order of their names; the suffix `@[a:b]` selects
-    rows a to b - 1. Rows and files may be appended before a run is resumed."""
+    """Prompts (sft: conversations) as JSON, CSV, Parquet, Arrow or `save_to_disk` data; local path or fsspec URI. A
+    glob pattern (`shards/*.jsonl`) names all matching files, in natural order of their names; the suffix `@[a:b]`
+    selects rows a to b - 1. Rows and files may be appended before a run is resumed."""
 
     prompt_data_weights: list[float] = option(default_factory=list, mutability="schedule")
     """Sampling weight of each entry of --prompt-data (normalized to sum 1); each entry then counts its own epochs.
     Without weights, an epoch visits the entries one after another."""
 
     input_key: str = option("input", aliases=("prompt-key",))
-    """Column with the prompt: text, chat messages, or their JSON text. A key with dots, `a.b`, names the
+    """Column of prompts (sft: conversations): text, messages or JSON text. A key with dots, `a.b`, names the
     entry `b` of the column `a`; this applies to all columns."""
 
     label_key: str | None = option(None)
@@ -60,7 +60,7 @@ class PromptConfig(StageConfig):
     to rollouts, evaluations and SFT; a chat request of an agent may override them."""
 
     rollout_shuffle: bool = option(False)
-    """Visit the prompts in a new random order every epoch."""
+    """Visit the rows in a new random order every epoch."""
 
     rollout_seed: int = option(42, ge=0, lt=2**32)
     """Seed of --rollout-shuffle, and the sampling seed of each prompt's first sample with --rollout-sampling-seeds."""
@@ -90,7 +90,7 @@ class PromptConfig(StageConfig):
     buffered groups first, then the next prompts of --prompt-data."""
 
     rollout_batch_size: int = option(32, ge=1)
-    """Prompts per rollout (for SFT: rows per round)."""
+    """Rows of --prompt-data per round."""
 
     n_samples_per_prompt: int = option(1, ge=1)
     """Responses per prompt; 8 with a group-relative estimator. The responses of a prompt form a group, within which

@@ -69,3 +69,26 @@ def test_first_sentence_of_an_option_is_cut_outside_parentheses() -> None:
     )
     long = "Prompts per rollout (in SFT; rows) and so on: " + "details " * 20
     assert first_sentence(long) == "Prompts per rollout (in SFT; rows) and so on"
+
+
+@pytest.mark.parametrize(
+    ("flag", "text"),
+    [
+        ("--num-rollout", "Number of rounds to train; with 0, `penstock train` only evaluates (default 0)"),
+        ("--num-epoch", "Number of passes over the rows of --prompt-data, instead of --num-rollout"),
+        ("--prompt-data", "Prompts (sft: conversations) as JSON, CSV, Parquet, Arrow or `save_to_disk` data"),
+        ("--input-key", "Column of prompts (sft: conversations): text, messages or JSON text (default input)"),
+        ("--rollout-batch-size", "Rows of --prompt-data per round (default 32)"),
+        ("--rollout-shuffle", "Visit the rows in a new random order every epoch"),
+    ],
+)
+def test_help_of_sft_says_of_an_option_what_it_does_there(flag: str, text: str, capsys) -> None:
+    assert cli.main(["sft", "--help"]) == 0
+    [line] = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if line.split()[:1] == [flag]]
+    assert line.startswith(text)
+
+
+def test_help_of_sft_does_not_describe_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sft", "--help"]) == 0
+    options = capsys.readouterr().out.partition("run:")[2].partition("penstock sft --help-all")[0]
+    assert not {"generate", "rollout", "response", "responses", "rollouts", "reward"} & {*options.split()}
