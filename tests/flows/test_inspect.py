@@ -1,6 +1,7 @@
 """`penstock lineage` and `penstock samples` on a run, a fork of it, and a run that starts from its export."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -192,3 +193,17 @@ def test_worst_samples_come_first_and_the_limit_holds(store: Store, capsys: pyte
     assert main(["samples", "r", "--round", "1", "--worst", "--limit", "3", "--json", "--store", store.root]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and {json.loads(line)["rollout_id"] for line in lines} == {1}
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+@pytest.mark.parametrize("line", range(3))
+def test_printed_commands_for_a_run_that_diverges_work_on_every_run(
+    line: int, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "diverging.md").read_text()
+    commands = page.partition("```bash\n")[2].partition("```")[0].splitlines()
+    assert len(commands) == 3 and all("my-run" in command for command in commands)
+    monkeypatch.chdir(tmp_path)
+    store = Store("penstock-store")
+    make_run(store, config_of(store, write_data(tmp_path / "data.jsonl"), "my-run"), rounds=rounds)
+    assert main(shlex.split(commands[line], comments=True)[1:]) == 0
