@@ -34,6 +34,7 @@ from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.maintenance.removal import describe_removing_process, is_removed
 from penstock.storage.maintenance.retention import unfinished_fork_key
 from penstock.storage.refs import Commit, RunKeys, commit_key, decode_record, has_matching_digest
+from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store
 
 USAGE = """penstock fork RUN --at N --name NEW [options to change] [--store URI ...]
@@ -176,11 +177,14 @@ def fork_restarts_data(parent: PostTrainConfig, config: PostTrainConfig, given_v
 
 
 def changed_options(parent: PostTrainConfig, config: PostTrainConfig) -> list[tuple[str, Any, Any]]:
-    """Return the options that differ between parent and fork: (name, value of the parent, value of the fork)."""
-    before, after = parent.model_dump(mode="json"), config.model_dump(mode="json")
-    fields = [(s, name) for s in SECTIONS for name in before[s] | after[s] if (s, name) != ("run", "run")]
-    values = [(name, before[s].get(name), after[s].get(name)) for s, name in fields]
-    return [(name, old, new) for name, old, new in values if old != new]
+    """Return the options that differ between parent and fork: (name, value of the parent, value of the fork). The name
+    and the store, which both share, are not among them; a path may be written in another way."""
+    before, after = (
+        with_absolute_paths(each).model_dump(mode="json", exclude={"run": {"run", "store", "store_options"}})
+        for each in (parent, config)
+    )
+    values = [(name, before[s].get(name), after[s].get(name)) for s in SECTIONS for name in before[s] | after[s]]
+    return [(name, mask_secrets(old, name), mask_secrets(new, name)) for name, old, new in values if old != new]
 
 
 def _config_to_json_values(config: PostTrainConfig) -> dict[str, Any]:

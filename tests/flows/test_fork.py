@@ -419,3 +419,39 @@ def digest(store: Store, prefix: str) -> dict[str, str]:
     commit = store.committed(prefix)
     assert commit is not None
     return commit.state["digest"]
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ([], []),
+        (["--prompt-data", "data.jsonl"], []),
+        (["--prompt-data", "./data.jsonl"], []),
+        (["--hf-checkpoint", "other/../model"], []),
+        (["--hf-checkpoint", "other"], ["--hf-checkpoint"]),
+        (["--lr", "1e-6"], []),
+        (["--lr", "1e-3"], ["--lr"]),
+    ],
+)
+@pytest.mark.parametrize("store_path", ["store", "./store", "other/../store"])
+def test_fork_lists_only_options_whose_value_changed(
+    words: list[str],
+    changed: list[str],
+    store_path: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = Store(str(tmp_path / "store"))
+    make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), 1)
+    assert fork.main(["r", "--at", "0", "--name", "f", "--store", store_path, *words]) == 0
+    lines = [line.split(":")[0].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert lines == changed
+
+
+def test_fork_does_not_print_secrets(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--store-options", '{"auto_mkdir": true}', "--rm-url", "http://user:0123456789abcdef@127.0.0.1:9/grade"]
+    assert command(store, "r", "--at", "1", "--name", "f", *options) == 0
+    out = capsys.readouterr().out
+    assert "--store-options" not in out and "0123456789abcdef" not in out and "--rm-url: None -> " in out
