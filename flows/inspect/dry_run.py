@@ -8,8 +8,10 @@ the run is ready.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -223,6 +225,8 @@ def plan_rows(flow: str, config: PostTrainConfig, shape: ModelShape | None) -> I
         yield from training_rows(config)
     if flow in GENERATING:
         yield "engines", describe_engines(config)
+        if has_weights(config):
+            yield "their weights", describe_weights(config)
     if flow == "post_train":
         if teacher := teacher_options(config):
             yield "teacher", f"{teacher.spec.model_path}, an engine of {teacher.gpus_per_engine} GPUs of its own"
@@ -269,6 +273,20 @@ def describe_engines(config: PostTrainConfig) -> str:
     place = "on GPUs of their own" if options.num_gpus is not None else "on the trainer's GPUs"
     turns = ", in turns with the trainer" if config.run.alternates_trainer_and_engines else ""
     return f"{number} of {size} GPUs, {place}{turns} (without GPUs: {options.num_engines})"
+
+
+def describe_weights(config: PostTrainConfig) -> str:
+    """Return the format of the weights that the engines serve: that of the files of --hf-checkpoint."""
+    from penstock.engines.weights.hf_headers import block_size, stored_tensors, weight_files
+
+    path = Path(config.convert.hf_checkpoint).expanduser()
+    dtypes = Counter[str]()
+    for tensor in stored_tensors(path, weight_files(path)).values():
+        dtypes[tensor.location.dtype] += prod(tensor.shape)
+    stored = " and ".join(dtype for dtype, _ in dtypes.most_common())
+    block, by_engines = block_size(path), config.rollout.sglang.get("quantization")
+    quantized = f"quantized in blocks of {block[0]} x {block[1]}" if block else "not quantized"
+    return f"{stored} in the files, {quantized}{f'; the engines quantize to {by_engines}' if by_engines else ''}"
 
 
 def describe_mode(config: PostTrainConfig) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.engines.weights.fp8 import fp8_weights
+from penstock.engines.weights.hf_headers import block_size
 from penstock.flows.config import PostTrainConfig
 from penstock.stages.convert.targets import is_converted, megatron_directory
 from penstock.storage.errors import OptionError
@@ -102,6 +103,21 @@ def describe_start_weights(config: PostTrainConfig) -> Iterator[str]:
         yield f"--load {load} has no checkpoint: the run starts from {starting_weights(config)}"
     if load and train.ref_load and not train.uses_reference and loaded_checkpoint(config):
         yield "--ref-load has no effect: the run starts from --load, and no KL to a reference is computed"
+
+
+def fp8_warning(config: PostTrainConfig) -> Iterator[str]:
+    """Yield a warning if --hf-checkpoint is named after fp8, but neither its weights are quantized nor do the engines
+    quantize them."""
+    path = Path(config.convert.hf_checkpoint).expanduser()
+    if (
+        "fp8" in path.resolve().name.lower()
+        and block_size(path) is None
+        and not config.rollout.sglang.get("quantization")
+    ):
+        yield (
+            f"--hf-checkpoint {config.convert.hf_checkpoint} is not quantized, so the engines do not generate in fp8: "
+            "`penstock convert --load CHECKPOINT --export-dtype fp8 --save DIR` writes fp8 weights (docs/howto/fp8.md)"
+        )
 
 
 def load_of_older_record(convert: dict[str, object], ref_load: object) -> str | None:

@@ -32,7 +32,12 @@ from penstock.flows.gpu_plan import (
 from penstock.flows.options.adapters import with_adapters
 from penstock.flows.options.addresses import check_addresses
 from penstock.flows.options.partners import options_without_partner
-from penstock.flows.options.start_weights import check_start_weights, describe_start_weights, loaded_checkpoint
+from penstock.flows.options.start_weights import (
+    check_start_weights,
+    describe_start_weights,
+    fp8_warning,
+    loaded_checkpoint,
+)
 from penstock.flows.reporting.prometheus import check_prometheus_port
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
@@ -586,6 +591,8 @@ def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
         warnings += speed_warnings(flow, config, min(gpus))
     if flow in TRAINING:
         warnings += describe_start_weights(config)
+    if flow in GENERATING:
+        warnings += fp8_warning(config)
     if flow != "post_train":
         return warnings
     pauses = config.run.streams and config.run.pause_generation_mode == "in_place"

@@ -6,9 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from penstock.flows.cli import main
+from penstock.flows.config import PostTrainConfig
+from penstock.flows.inspect.dry_run import describe_weights
 from penstock.flows.options.flags import parse_config
+from penstock.flows.options.start_weights import fp8_warning
 from penstock.flows.runtime.runs import open_run
 from penstock.storage.store import Store
 
@@ -290,3 +295,37 @@ def test_dry_run_of_resume_plans_the_recorded_run(
 def test_commands_without_dry_run_name_those_that_have_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--dry-run"]) == 2
     assert "--dry-run: train, train-async, sft, eval and resume have it" in capsys.readouterr().err
+
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def checkpoint(directory: Path, quantization: dict[str, object] | None) -> PostTrainConfig:
+    """A directory with one weight, in fp8 with scales or in bf16."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"quantization_config": quantization} if quantization else {}))
+    weight = torch.zeros(2, 2, dtype=torch.float8_e4m3fn if quantization else torch.bfloat16)
+    scales = {"w_scale_inv": torch.ones(1, 1)} if quantization else {}
+    save_file({"w": weight, **scales}, directory / "model.safetensors")
+    return parse_config(["--run", "r", "--hf-checkpoint", str(directory)])
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "by_engines", "shown", "is_warned"),
+    [
+        ("Qwen3-4B-FP8", None, None, "BF16 in the files, not quantized", True),
+        ("fp8", None, None, "BF16 in the files, not quantized", True),
+        ("fp8", BLOCKS, None, "quantized in blocks of 128 x 128", False),
+        ("plain", BLOCKS, None, "quantized in blocks of 128 x 128", False),
+        ("plain", None, None, "BF16 in the files, not quantized", False),
+        ("fp8", None, "fp8", "BF16 in the files, not quantized; the engines quantize to fp8", False),
+    ],
+)
+def test_plan_reads_whether_the_weights_are_quantized(
+    name: str, quantization: dict | None, by_engines: str | None, shown: str, is_warned: bool, tmp_path: Path
+) -> None:
+    config = checkpoint(tmp_path / name, quantization)
+    if by_engines:
+        config.rollout.sglang["quantization"] = by_engines
+    assert describe_weights(config).endswith(shown) and describe_weights(config)[:2] == ("F8" if quantization else "BF")
+    assert [str(tmp_path / name) in warning for warning in fp8_warning(config)] == [True] * is_warned
