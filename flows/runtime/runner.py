@@ -6,14 +6,21 @@ import copy
 import functools
 import importlib
 import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
 from typing import Any
 
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.argv import to_one_line
+from penstock.flows.run_config import RunConfig
+from penstock.flows.runtime.runs import open_store
 from penstock.flows.runtime.signals import stop_signals
 from penstock.flows.terminal.startup import end_wait, show_wait
-from penstock.storage.errors import InputError
+from penstock.storage.errors import InputError, PenstockError
 from penstock.storage.preemption import Preempted
+from penstock.storage.refs import RunKeys
 from penstock.storage.secrets import redact
 
 FLOWS = ("post_train", "sft", "convert", "evaluate")  # flows/<name>.py defines the flow <name>
@@ -70,7 +77,7 @@ def _run_flow(name: str, config: PostTrainConfig) -> int:
     except (TerminationSignal, Preempted):
         _print_error(f"{name} stopped on request; the same command resumes after the last committed stage")
         return stop_signals.exit_code
-    except Exception as error:  # all retries failed; the Prefect page has the traceback
+    except Exception as error:  # all retries failed
         if stop_signals.received and not observed.finished:  # a library has turned Preempted into its own exception
             raise
         reason = observed.error or error  # `error` may be Prefect's, if it could not report the flow's own error
@@ -83,11 +90,8 @@ def _run_flow(name: str, config: PostTrainConfig) -> int:
         if isinstance(reason, InputError | BrokenPipeError):  # an invalid request that preflight could not detect
             raise reason from None
         _print_error(to_one_line(f"{name} failed: {type(reason).__name__}: {reason}"))
-        print(
-            "The Prefect page (start it with `make up`) has the traceback. The same command resumes after the last "
-            "committed stage.",
-            file=sys.stderr,
-        )
+        print(save_traceback(config.run, reason), file=sys.stderr)
+        print("The same command resumes after the last committed stage.", file=sys.stderr)
         return 1
     finally:
         restore_client_settings()
@@ -119,6 +123,21 @@ class ObservedFlow:
             return result
 
         return call
+
+
+def save_traceback(run: RunConfig, error: Exception) -> str:
+    """Write the traceback of an error to the logs of a run, or to the temporary directory if its store is not local.
+    Return a sentence that says where it is; if it cannot be written, the traceback itself."""
+    text = redact("".join(traceback.format_exception(error)))
+    try:
+        store = open_store(run, probe=False)
+        logs = Path(store.path(f"{RunKeys(run.run).prefix}/logs") if store.is_local else tempfile.gettempdir())
+        path = logs / f"traceback-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+        logs.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except (OSError, PenstockError):  # a full disk, a store that cannot be reached
+        return text
+    return f"{path} has the traceback."
 
 
 def _print_error(message: str) -> None:
