@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -329,3 +331,22 @@ def test_plan_reads_whether_the_weights_are_quantized(
         config.rollout.sglang["quantization"] = by_engines
     assert describe_weights(config).endswith(shown) and describe_weights(config)[:2] == ("F8" if quantization else "BF")
     assert [str(tmp_path / name) in warning for warning in fp8_warning(config)] == [True] * is_warned
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/howto/one-gpu.md"])
+def test_printed_command_of_one_gpu_fits_the_model_of_the_demo_as_the_page_says(
+    page: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = RECIPE.parents[2]
+    text = (root / page).read_text()
+    [command] = re.findall(r"^penstock (train (?:.*\\\n)*.*--dry-run)", text, re.MULTILINE)
+    [addition] = re.findall(r"add `(--rollout-max-response-len \d+)`", text)
+    words = shlex.split(command.replace("\\\n", " "))
+    words[words.index("--hf-checkpoint") + 1] = str(tiny_model)
+    words[words.index("--config") + 1] = str(root / "configs" / "recipes" / "1gpu.toml")
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").write_text('{"prompt": "1+2=", "label": 3}\n')
+    Path("my_reward.py").write_text("def grade(args, sample):\n    return 1.0\n")
+    assert main(words) == 2 and "--rollout-max-response-len 1024 leaves no room" in capsys.readouterr().err
+    assert main([*words, *addition.split()]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("ready: ")
