@@ -34,7 +34,6 @@ from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
 from penstock.storage.maintenance.removal import describe_removing_process, is_removed
 from penstock.storage.maintenance.retention import unfinished_fork_key
 from penstock.storage.refs import Commit, RunKeys, commit_key, decode_record, has_matching_digest
-from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store
 
 USAGE = """penstock fork RUN --at N --name NEW [options to change] [--store URI ...]
@@ -184,7 +183,7 @@ def changed_options(parent: PostTrainConfig, config: PostTrainConfig) -> list[tu
         for each in (parent, config)
     )
     values = [(name, before[s].get(name), after[s].get(name)) for s in SECTIONS for name in before[s] | after[s]]
-    return [(name, mask_secrets(old, name), mask_secrets(new, name)) for name, old, new in values if old != new]
+    return [(name, old, new) for name, old, new in values if old != new]
 
 
 def _config_to_json_values(config: PostTrainConfig) -> dict[str, Any]:

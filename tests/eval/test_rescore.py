@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def curves_of_trackers(commits: list[Commit]) -> Collection[str]:
     "names_of_evaluations",
     [
         lambda commits: evaluation_rewards(commits),
-        lambda commits: describe_progress(commits).split()[1:2],
+        lambda commits: re.findall(r"eval (\S+)", describe_progress(commits)),
         lambda commits: [name[5:] for name in summary_rows(commits, [], "store") if name.startswith("eval ")],
         lambda commits: [name[5:] for name in evaluation_rows(commits) if name.startswith("eval ")],
         curves_of_trackers,

@@ -448,10 +448,3 @@ def test_fork_lists_only_options_whose_value_changed(
     assert fork.main(["r", "--at", "0", "--name", "f", "--store", store_path, *words]) == 0
     lines = [line.split(":")[0].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     assert lines == changed
-
-
-def test_fork_does_not_print_secrets(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--store-options", '{"auto_mkdir": true}', "--rm-url", "http://user:0123456789abcdef@127.0.0.1:9/grade"]
-    assert command(store, "r", "--at", "1", "--name", "f", *options) == 0
-    out = capsys.readouterr().out
-    assert "--store-options" not in out and "0123456789abcdef" not in out and "--rm-url: None -> " in out
