@@ -90,9 +90,10 @@ def test_math_compares_the_longest_parsed_answers_in_bounded_time(name: str) -> 
         "=", r"\pm",
      r"\begin{pmatrix}\end{pmatrix}", r"\{|\}", "x=", "=x", r"\cup", "{" * 480 + "7" + "}" * 480,
         r"\{" * 300 + r"\}" * 300,
-     "(" * 480 + "1,2" + ")" * 480, r"\begin{pmatrix}" * 30 + "7" + r"\end{pmatrix}" * 30, "1_①", r"\sqrt[①]{2}"],
+     "(" * 480 + "1,2" + ")" * 480, r"\begin{pmatrix}" * 30 + "7" + r"\end{pmatrix}" * 30, "1_①", r"\sqrt[①]{2}",
+     "Q=M2:3"],
 )  # fmt: skip
-@pytest.mark.parametrize("label", ["5", "x_1", r"\frac12", "(1,2)", "x>3", "1,2", "12_8", r"\{1\}", "East"])
+@pytest.mark.parametrize("label", ["5", "x_1", r"\frac12", "(1,2)", "x>3", "1,2", "12_8", r"\{1\}", "East", "2:3"])
 def test_malformed_answer_gets_0_without_an_exception(answer: str, label: str) -> None:
     grade = get_builtin_reward("math").function
     assert grade(Sample("0", "g", "0", 0, response=rf"\boxed{{{answer}}}", label=label)) == 0.0

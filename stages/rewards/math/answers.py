@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -9,45 +10,46 @@ from typing import TypeVar
 
 from penstock.stages.rewards.math.latex import ExpressionError, parse_expression
 from penstock.stages.rewards.math.numeric import is_integer, is_less, sign_of_constant_ratio
-from penstock.stages.rewards.math.tokens import WORD
-from penstock.stages.rewards.math.units import join_compound, same_quantity, split_unit
+from penstock.stages.rewards.math.tokens import WORD, commands, words
+from penstock.stages.rewards.math.units import join_compound, known_unit, same_quantity, split_unit
 
 _BRACKETS = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", r"\langle": r"\rangle"}
 _CLOSING = set(_BRACKETS.values())
-_MATRICES = {rf"\begin{name}" for name in ("pmatrix", "bmatrix", "Bmatrix", "matrix", "array", "smallmatrix")}
-_SYSTEMS = {rf"\begin{name}" for name in ("cases", "aligned", "align", "gathered", "rcases")}
+_MATRICES = commands("beginpmatrix beginbmatrix beginBmatrix beginmatrix beginarray beginsmallmatrix")
+_SYSTEMS = commands("begincases beginaligned beginalign begingathered beginrcases")
 _FLIPPED = {">": "<", r"\ge": r"\le"}
-_RELATIONS = ("=", "<", ">", r"\le", r"\ge", r"\ne", r"\approx", r"\equiv")
-_SEPARATORS = (",", r"\land", r"\lor")
+_INEQUALITIES = {"<", ">", r"\le", r"\ge", r"\ne"}
+_RELATIONS = ("=", r"\approx", r"\equiv", *_INEQUALITIES)
+_SEPARATORS = {",": "", r"\land": "and", r"\lor": "or"}
 # Tokens without any of these are a value.
-_STRUCTURE = {
-    *_RELATIONS,
-    *_SEPARATORS,
-    ":",
-    "'",
-    "|",
-    r"\in",
-    r"\pm",
-    r"\cup",
-    r"\cap",
-    r"\mod",
-    r"\emptyset",
-    r"\sim",
-}
+_STRUCTURE = {*_RELATIONS, *_SEPARATORS, ":", "'", "|"} | commands("in pm cup cap mod emptyset sim")
 _STRUCTURE_PREFIX = re.compile(rf"{WORD}|\\begin|\\mathbb|\\implies|^(?:\(|\[|\{{|\\\{{|\\langle)")
-_NAME_SYMBOLS = ("(", ")", ",", "_", "{", "}", "'", r"\angle", r"\triangle", r"\overline")
-_NOT_IN_NAMES = (r"\infty", r"\pi", r"\sqrt", r"\frac", r"\cdot", r"\emptyset")
-_DERIVATIVE = re.compile(r"d[a-z]/d[a-z]|\\frac\{d[a-z]\}\{d[a-z]\}|[a-zA-Z]('+)(?:\([a-z]\))?")
+_NAME_SYMBOLS = set("(),_{}'")
+_NOT_IN_NAMES = commands("infty pi sqrt frac cdot emptyset")
+_DERIVATIVE = re.compile(r"[a-zA-Z]('+)(?:_[a-z])?(?:\([a-z]\))?")
 _REAL_ENDS = ["-", r"\infty"], [r"\infty"]
-_BEFORE_ANSWER = {
-    r"\approx", r"\sim", r"\equiv", "=", *(WORD + word for word in (
-        "about", "approximately", "approx", "roughly", "around", "option", "choice", "answer", "from"))
-}  # fmt: skip
-_ALL_REALS = ("allrealnumbers", "allreals")
+
+_BEFORE_ANSWER = {r"\approx", r"\sim", r"\equiv", "="} | words(
+    "about approximately approx roughly around option choice answer from the final is"
+)
+_PHRASES = {
+    **dict.fromkeys(
+        ("allrealnumbers", "allreals", "allreal", "allrealx", "allrealnumbersx", "setofallrealnumbers"), r"\mathbbR"
+    ),
+    **dict.fromkeys(("emptyset", "nullset"), r"\emptyset"),
+}
 _SYNONYMS = {"dne": "doesnotexist"}
-_CONDITION_WORDS = {WORD + word for word in ("for", "where", "with", "if", "when", "all", "any", "is", "an", "some")}
+_BEFORE_CONDITION = words("for where with if when")
+_CONDITION_WORDS = _BEFORE_CONDITION | words("all any every each is an some")
+_INTEGERS = words("integer integers")
+_NATURAL = words("positive natural nonnegative")
+_QUANTIFIERS = _CONDITION_WORDS | _NATURAL | _INTEGERS | words("real number numbers value values of")
 _HALVES = (WORD + "am", WORD + "pm")
 _SAME_BRACKETS = ({":", "to"}, {"to", "[]"})
+# A letter of a choice, alone or before the text of the choice.
+_CHOICE = re.compile(
+    r'(\( )?"?([A-Ha-h])(?(1) \))(?:(?(1)|[ ](?:\)|(?<=[A-H] )[.:]))((?: (?:[\d"]|\\frac|\\sqrt|\\\$).*)?))?'
+)
 
 Item = TypeVar("Item")
 
@@ -58,9 +60,10 @@ class ParsedAnswer:
 
     kind: "value", "list" (unordered), "set", "tuple" (also an interval, a ratio or a clock time), "matrix", "relation",
         "complement" (all reals except the items) or "residue" (a value modulo its item).
-    brackets: the brackets or separator of a tuple, the number of rows of a matrix, or "or" for a union.
+    brackets: the brackets or separator of a tuple, the number of rows of a matrix, or "and" or "or" for a list.
     name: tokens of the variable or function to which the answer assigns the value: x in `x = 5` and `x \\in S`.
     operators: the operators between the sides of a relation or of `x = 5`.
+    condition: tokens of the condition under which the answer holds: `n \\ge 1` in `2n, n \\ge 1`.
     """
 
     kind: str
@@ -69,6 +72,7 @@ class ParsedAnswer:
     brackets: str = ""
     name: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
+    condition: tuple[str, ...] = ()
 
 
 def equal_answers(left: Sequence[str], right: Sequence[str]) -> bool:
@@ -76,7 +80,11 @@ def equal_answers(left: Sequence[str], right: Sequence[str]) -> bool:
     if not left or not right:
         return False
     try:
-        return _normalize(left) == _normalize(right) or _equal_parsed(_parse_all(left), _parse_all(right))
+        return (
+            _normalize(left) == _normalize(right)
+            or _equal_choices(left, right)
+            or _equal_parsed(_parse_all(left), _parse_all(right))
+        )
     except RecursionError:
         return False
 
@@ -87,14 +95,17 @@ def is_evaluated_integer(tokens: Sequence[str]) -> bool:
         answer = _parse_all(tokens)
     except RecursionError:
         return False
-    digits, _ = split_unit(answer.tokens)
-    digits = [token for token in digits if token not in "{}+-()"]
-    return (
-        answer.kind == "value"
-        and len(digits) == 1
-        and digits[0].partition(".")[0].isdecimal()
-        and not digits[0].partition(".")[2].strip("0")
-    )
+    digits = [token for token in split_unit(answer.tokens)[0] if token not in "{}+-()"]
+    return answer.kind == "value" and len(digits) == 1 and bool(re.fullmatch(r"\d+(\.0*)?", digits[0]))
+
+
+def _equal_choices(left: Sequence[str], right: Sequence[str]) -> bool:
+    """Return whether two answers are the same letter of a choice, with the text of the choice on one side at most."""
+    if len(left[0]) > 2 or len(right[0]) > 2:
+        return False
+    texts = (" ".join(token for token in tokens if token not in "{}") for tokens in (left, right))
+    first, second = map(_CHOICE.fullmatch, texts)
+    return bool(first and second and first[2].upper() == second[2].upper() and not (first[3] and second[3]))
 
 
 # ---- parsing ---------------------------------------------------------------------------------------------------------
@@ -111,39 +122,47 @@ def _parse_all(tokens: Sequence[str]) -> ParsedAnswer:
 def _parse(tokens: tuple[str, ...]) -> ParsedAnswer:
     if _STRUCTURE.isdisjoint(tokens) and not _STRUCTURE_PREFIX.search("".join(tokens)):
         return ParsedAnswer("value", tokens)
-    if r"\implies" in tokens:
+    if r"\implies" in tokens and not set(_RELATIONS).isdisjoint(tokens[: tokens.index(r"\implies")]):
         tokens = tokens[len(tokens) - tokens[::-1].index(r"\implies") :] or tokens
     lead = ""
     while len(tokens) > 1 and tokens[0].lower() in _BEFORE_ANSWER:
         lead, tokens = tokens[0].lower(), tokens[1:]
     if lead and len(tokens) > 1 and tokens[0] in (":", "."):
         tokens = tokens[1:]
-    if _to_text(tokens) in _ALL_REALS:
-        tokens = (r"\mathbbR",)
+    if phrase := _PHRASES.get(_to_text(tokens)):
+        tokens = (phrase,)
     for read in _READERS:
         if (answer := read(tokens)) is not None:
-            from_to = lead == f"{WORD}from" and answer.brackets == "to"
-            return replace(answer, brackets="[]") if from_to else answer
+            return replace(answer, brackets="[]") if lead == f"{WORD}from" and answer.brackets == "to" else answer
     return ParsedAnswer("value", tokens)
 
 
 def _read_exact_side(tokens: tuple[str, ...]) -> ParsedAnswer | None:
     """Read `5/12 \\approx 0.4167` as 5/12, but not `x \\approx 0.4167`."""
-    if r"\approx" not in tokens[1:]:
-        return None
-    exact = _split_outside_brackets(tokens, (r"\approx",))[0]
+    exact = _split(tokens, (r"\approx",))[0]
     return None if exact == tokens or not exact or _can_name_answer(exact) else _parse(exact)
+
+
+def _read_except(tokens: tuple[str, ...]) -> ParsedAnswer | None:
+    """Read `all real numbers except 2 and 3` and `\\mathbb{R} \\setminus \\{2, 3\\}`."""
+    position = next((index for index, token in enumerate(tokens) if token in (f"{WORD}except", r"\setminus", "-")), 0)
+    if not position or _PHRASES.get(text := _to_text(tokens[:position]), text) not in (r"\mathbbR", r"\mathbbr"):
+        return None
+    removed = _parse(tokens[position + 1 :])
+    if removed.kind not in ("set", "list") and tokens[position] != f"{WORD}except":
+        return None
+    return ParsedAnswer("complement", tokens, removed.items or (removed,))
 
 
 def _read_clock(tokens: tuple[str, ...]) -> ParsedAnswer | None:
     """Read `2:30 p.m.` as the ratio 14:30 with the name pm."""
-    digits = [token for token in tokens[:-1] if token not in ("{", "}")]
-    hour, _, minutes = "".join(digits).partition(":")
-    if tokens[-1] not in _HALVES or not hour.isdecimal() or len(hour) > 2 or not (minutes or "0").isdecimal():
+    time = re.fullmatch(r"(\d\d?)(?::(\d+))?", "".join(token for token in tokens[:-1] if token not in ("{", "}")))
+    half = tokens[-1].lower()
+    if half not in _HALVES or not time:
         return None
-    hour = f"{int(hour) % 12 + 12 * (tokens[-1] == _HALVES[1])}"
-    items = tuple(ParsedAnswer("value", (number,)) for number in (hour, minutes or "0"))
-    return ParsedAnswer("tuple", tokens, items, ":", name=(tokens[-1],))
+    hour = f"{int(time[1]) % 12 + 12 * (half == _HALVES[1])}"
+    items = tuple(ParsedAnswer("value", (number,)) for number in (hour, time[2] or "0"))
+    return ParsedAnswer("tuple", tokens, items, ":", name=(half,))
 
 
 def _read_compound(tokens: tuple[str, ...]) -> ParsedAnswer | None:
@@ -151,15 +170,37 @@ def _read_compound(tokens: tuple[str, ...]) -> ParsedAnswer | None:
     return None if compound is None else ParsedAnswer("value", tuple(compound))
 
 
+def _read_condition(tokens: tuple[str, ...]) -> ParsedAnswer | None:
+    """Read `2n, n \\ge 1`, `2n (n \\ge 1)`, `2n for n \\ge 1` and `2x for all x`."""
+    begin = next((index for index, token in enumerate(tokens) if index and token.lower() in _BEFORE_CONDITION), 0)
+    if not begin and not _INEQUALITIES.isdisjoint(tokens):
+        depths = list(_with_bracket_depth(tokens))
+        marks = [index for index, pair in enumerate(depths) if index and pair == (0, "(" if tokens[-1] == ")" else ",")]
+        begin = marks[-1] if marks else 0
+    value = _strip(tokens[:begin], (",",))
+    condition = tuple(token for token in tokens[begin + 1 :] if token not in _CONDITION_WORDS and token != ")")
+    letters = [token for token in condition if len(token) == 1 and token.isalpha() and token in value]
+    if not letters or not _INEQUALITIES.isdisjoint(value) or r"\in" in value or r"\begin" in "".join(value):
+        return None
+    if not _QUANTIFIERS.issuperset(token for token in condition if token.startswith(WORD)):
+        return None
+    if condition[0] in letters and condition[1:2] and condition[1] in _INEQUALITIES:
+        return replace(_parse(value), condition=condition)
+    is_family = not _INTEGERS.isdisjoint(condition) and _NATURAL.isdisjoint(condition)
+    return _parse(value) if _QUANTIFIERS.issuperset(condition[:-1]) and not is_family else None
+
+
 def _read_family(tokens: tuple[str, ...]) -> ParsedAnswer | None:
     """Read `2k\\pi, k \\in \\mathbb{Z}`, where the name k does not matter; drop a condition `x \\in \\mathbb{R}`."""
-    if tokens[-1] in (f"{WORD}integer", f"{WORD}integers"):
-        tokens = (*_strip(tokens[:-1], 0, _CONDITION_WORDS), r"\in", r"\mathbbZ")
+    if tokens[-1] in _INTEGERS:
+        tokens = (*_strip(tokens[:-1], _CONDITION_WORDS), r"\in", r"\mathbbZ")
+    elif tokens[-2:-1] and tokens[-2] in _INTEGERS and tokens[-1].isalpha():
+        tokens = (*_strip(tokens[:-2], _CONDITION_WORDS), tokens[-1], r"\in", r"\mathbbZ")
     if r"\in" not in tokens[1:]:
         return None
     position = len(tokens) - 1 - tokens[::-1].index(r"\in")
     domain = [token for token in tokens[position + 1 :] if token != ")"]
-    rest = _strip(tokens[: max(0, position - 1)], 0, {"(", ",", r"\land", r"\forall", *_CONDITION_WORDS})
+    rest = _strip(tokens[: max(0, position - 1)], {"(", ",", r"\land", r"\forall", *_CONDITION_WORDS})
     variable = tokens[position - 1]
     if len(domain) != 1 or not domain[0].startswith(r"\mathbb") or variable not in rest:
         return None
@@ -169,12 +210,11 @@ def _read_family(tokens: tuple[str, ...]) -> ParsedAnswer | None:
     return ParsedAnswer("tuple", tokens, (_parse(renamed),), domain[0])
 
 
-def _strip(tokens: tuple[str, ...], begin: int, unwanted: set[str]) -> tuple[str, ...]:
+def _strip(tokens: tuple[str, ...], unwanted: Iterable[str]) -> tuple[str, ...]:
     """Remove unwanted tokens from the end."""
-    end = len(tokens)
-    while end > begin and tokens[end - 1] in unwanted:
-        end -= 1
-    return tokens[begin:end]
+    while tokens and tokens[-1] in unwanted:
+        tokens = tokens[:-1]
+    return tokens
 
 
 def _read_residues(tokens: tuple[str, ...]) -> ParsedAnswer | None:
@@ -183,13 +223,13 @@ def _read_residues(tokens: tuple[str, ...]) -> ParsedAnswer | None:
         return _read_signs(tokens) if r"\mod" in tokens else None
     items: list[ParsedAnswer] = []
     modulus: ParsedAnswer | None = None
-    for part in reversed(_split_outside_brackets(tokens, _SEPARATORS)):
+    for part in reversed(_split(tokens, _SEPARATORS)):
         if r"\mod" in part:
             position = part.index(r"\mod")
             braced = part[position - 1] == "(" and part[-1] == ")"
             part, after = part[: position - braced], part[position + 1 : len(part) - braced]
             modulus = _parse(after) if after else None
-        sides = _split_outside_brackets(part, (r"\equiv", "="))
+        sides = _split(part, (r"\equiv", "="))
         if modulus is None or not all(sides):
             return None
         items.append(ParsedAnswer("residue", sides[-1], (modulus,), name=_name(sides[0]) if len(sides) > 1 else ()))
@@ -197,44 +237,64 @@ def _read_residues(tokens: tuple[str, ...]) -> ParsedAnswer | None:
 
 
 def _read_list(tokens: tuple[str, ...]) -> ParsedAnswer | None:
-    parts = _split_outside_brackets(tokens, _SEPARATORS)
-    return _make_list(tokens, parts, r"\lor" in tokens) if len(parts) > 1 else None
+    parts = _split(tokens, _SEPARATORS)
+    kinds = [kind for token, kind in _SEPARATORS.items() if token in tokens]
+    return _make_list(tokens, parts, kinds[-1]) if len(parts) > 1 else None
 
 
 def _read_signs(tokens: tuple[str, ...]) -> ParsedAnswer | None:
-    if r"\pm" not in tokens:
+    """Read `1 \\pm 2` as -1, 3. Several \\pm are independent, unless there is a \\mp or there are too many."""
+    if r"\pm" not in tokens or (tokens[0] == r"\{" and _index_of_closing_bracket(tokens) == len(tokens) - 1):
         return None
-    signs = {r"\pm": "+", r"\mp": "-"}, {r"\pm": "-", r"\mp": "+"}
-    return _make_list(tokens, [tuple(sign.get(token, token) for token in tokens) for sign in signs])
+    num_signs = tokens.count(r"\pm")
+    parts = []
+    for signs in itertools.product("+-", repeat=1 if r"\mp" in tokens or num_signs > 3 else num_signs):
+        following = itertools.cycle(signs)
+        opposite = "-" if signs[0] == "+" else "+"
+        parts.append(
+            tuple(next(following) if token == r"\pm" else opposite if token == r"\mp" else token for token in tokens)
+        )
+    return _make_list(tokens, parts)
 
 
 def _read_relation(tokens: tuple[str, ...]) -> ParsedAnswer | None:
+    """Read `x = 5` and `x \\in S` as the value or set with the name x, `x \\ne 5` as a complement, and other relations
+    (`a < b = c`)."""
     if tokens[0] == "<" and tokens[-1] == ">":
         return _parse((r"\langle", *tokens[1:-1], r"\rangle"))
-    sides = _split_outside_brackets(tokens, (r"\in",))
+    sides = _split(tokens, (r"\in",))
     if len(sides) > 1:
         return replace(_parse(sides[-1]), name=_name(sides[0])) if sides[-1] else None
-    return parse_relation(tokens) if len(_split_outside_brackets(tokens, _RELATIONS)) > 1 else None
+    sides = _split(tokens, _RELATIONS)
+    if len(sides) == 1:
+        return None
+    operators = tuple(token for depth, token in _with_bracket_depth(tokens) if depth == 0 and token in _RELATIONS)
+    if not all(sides):
+        return ParsedAnswer("value", tokens)
+    names = [_can_name_answer(side) for side in sides]
+    if set(operators) <= {"=", r"\approx"} and not any(names[1:-1]) and (names[0] or (names[-1] and len(sides) == 2)):
+        name, value = (sides[0], sides[-1]) if names[0] else (sides[-1], sides[0])
+        return _assign(_name(name), replace(_parse(value), operators=operators, tokens=value))
+    if operators == (r"\ne",) and any(names):
+        name, value = sides if names[0] else sides[::-1]
+        return ParsedAnswer("complement", tokens, (_parse(value),), name=_name(name))
+    return ParsedAnswer("relation", tokens, tuple(ParsedAnswer("value", side) for side in sides), operators=operators)
 
 
 def _read_ratio(tokens: tuple[str, ...]) -> ParsedAnswer | None:
     to = f"{WORD}to"
-    sides = _split_outside_brackets(tokens, (":", to))
+    sides = _split(tokens, (":", to))
     if len(sides) < 2 or not all(sides):
         return None
     return ParsedAnswer("tuple", tokens, tuple(map(_parse, sides)), "to" if to in tokens else ":")
 
 
 def _read_union(tokens: tuple[str, ...]) -> ParsedAnswer | None:
-    """Read unions, intersections of two rays, and complements in the reals."""
-    if len(parts := _split_outside_brackets(tokens, (r"\cup",))) > 1:
-        return _make_list(tokens, parts, True)
-    if len(parts := _split_outside_brackets(tokens, (r"\cap",))) == 2 and all(parts):
-        rays = tuple(_to_interval(_parse(part)) for part in parts)
-        return _intersect_rays(rays)
-    if tokens[0] == r"\mathbbR" and tokens[1:2] in (("-",), (r"\setminus",)) and tokens[2:]:
-        removed = _parse(tokens[2:])
-        return ParsedAnswer("complement", tokens, removed.items) if removed.kind == "set" else None
+    """Read unions, and intersections of two rays."""
+    if len(parts := _split(tokens, (r"\cup",))) > 1:
+        return _make_list(tokens, parts, "or")
+    if len(parts := _split(tokens, (r"\cap",))) == 2 and all(parts):
+        return _intersect_rays(tuple(_to_interval(_parse(part)) for part in parts))
     return None
 
 
@@ -247,12 +307,12 @@ def _read_group(tokens: tuple[str, ...]) -> ParsedAnswer | None:
     if len(tokens) > 4 and len(tokens[0]) == 1 and tokens[0].isupper() and tokens[1] == "(":  # the point P(1, 2)
         point = _read_group(tokens[1:])
         return replace(point, name=tokens[:1]) if point and point.kind == "tuple" else None
-    if tokens[0] not in _BRACKETS or index_of_closing_bracket(tokens) != len(tokens) - 1:
+    if tokens[0] not in _BRACKETS or _index_of_closing_bracket(tokens) != len(tokens) - 1:
         return None
     inner = tokens[1:-1]
-    if tokens[0] == r"\{" or (tokens[0] == "{" and len(_split_outside_brackets(inner, (",",))) > 1):
-        return _parse_set(tokens, inner)
-    parts = [part for part in _split_outside_brackets(inner, (",",)) if part]
+    parts = [part for part in _split(inner, (",",)) if part]
+    if tokens[0] == r"\{" or (tokens[0] == "{" and len(parts) > 1):
+        return _parse_set(tokens, inner, parts)
     if len(parts) > 1:
         brackets = "()" if tokens[0] == r"\langle" else tokens[0] + tokens[-1]
         items = tuple(map(_parse, parts))
@@ -264,12 +324,12 @@ def _read_group(tokens: tuple[str, ...]) -> ParsedAnswer | None:
     return None
 
 
-def _parse_set(tokens: tuple[str, ...], inner: tuple[str, ...]) -> ParsedAnswer:
-    condition = _split_outside_brackets(inner, ("|", ":"))
+def _parse_set(tokens: tuple[str, ...], inner: tuple[str, ...], parts: list[tuple[str, ...]]) -> ParsedAnswer:
+    condition = _split(inner, ("|", ":"))
     if len(condition) != 2 or not all(condition):
-        parts = [part for part in _split_outside_brackets(inner, (",",)) if part]
-        return ParsedAnswer("set", tokens, tuple(map(_parse, parts)))
-    domain = _split_outside_brackets(condition[0], (r"\in",))[1:]
+        items = [item.items if item.kind == "list" else (item,) for item in map(_parse, parts)]
+        return ParsedAnswer("set", tokens, sum(items, ()))
+    domain = _split(condition[0], (r"\in",))[1:]
     answer = _parse(condition[1])
     if not domain or domain[0] in ((r"\mathbbR",), ()):
         return answer
@@ -283,17 +343,17 @@ def _read_matrix(tokens: tuple[str, ...]) -> ParsedAnswer | None:
         return None
     depths = _with_bracket_depth(tokens[begin:])
     end = next((begin + index for index, (depth, _) in enumerate(depths) if depth == 0 and index), -1)
-    rows = [row for row in _split_outside_brackets(tokens[begin + 1 : end], (r"\\",)) if row]
+    rows = [row for row in _split(tokens[begin + 1 : end], (r"\\",)) if row]
     before, after = tokens[:begin], tokens[end + 1 :]
     if not after and ((tokens[begin] in _SYSTEMS and not before) or before == (r"\{",)):
         return _parse_system(tokens, rows)
     if end < begin or tokens[begin] not in _MATRICES:
         return None
-    factor = _strip(before, 0, {r"\cdot"}) + after[after[:1] == (r"\cdot",) :]
+    factor = _strip(before, (r"\cdot",)) + after[after[:1] == (r"\cdot",) :]
     factor = (*factor, "1") if factor == ("-",) else factor
     if any(token in ("+", "-") for token in factor[1:]) or any(token.startswith(r"\begin") for token in factor):
         return None
-    entries = [entry for row in rows for entry in _split_outside_brackets(row, ("&",)) if entry]
+    entries = [entry for row in rows for entry in _split(row, ("&",)) if entry]
     if factor:
         entries = [("(", *factor, ")", "(", *entry, ")") for entry in entries]
     return ParsedAnswer("matrix", tokens, tuple(map(_parse, entries)), f"{len(rows)}")
@@ -303,31 +363,30 @@ def _parse_system(tokens: tuple[str, ...], rows: list[tuple[str, ...]]) -> Parse
     """Parse rows as equations (`x &= 1`), or as the values and conditions of a piecewise function (`x & x > 0`)."""
     parts = []
     for row in rows:
-        cells = [_strip(cell, 0, {",", "."}) for cell in _split_outside_brackets(row, ("&",)) if cell]
+        cells = [_strip(cell, (",", ".")) for cell in _split(row, ("&",)) if cell]
         if len(cells) == 2 and cells[0] and cells[1] and cells[1][0] not in _RELATIONS:
-            value, condition = cells
-            condition = tuple(token for token in condition if token not in _CONDITION_WORDS)
-            parts.append(ParsedAnswer("tuple", row, (_parse(value), _parse(condition or (f"{WORD}else",))), "&"))
-        elif joined := _strip(sum(cells, ()), 0, {",", "."}):
+            condition = tuple(token for token in cells[1] if token not in _CONDITION_WORDS) or (f"{WORD}else",)
+            parts.append(ParsedAnswer("tuple", row, (_parse(cells[0]), _parse(condition)), "&"))
+        elif joined := _strip(sum(cells, ()), (",", ".")):
             parts.append(_parse(joined))
     return _join_items(tokens, parts)
 
 
-def _make_list(tokens: tuple[str, ...], parts: Iterable[tuple[str, ...]], union: bool = False) -> ParsedAnswer:
+def _make_list(tokens: tuple[str, ...], parts: Iterable[tuple[str, ...]], kind: str = "") -> ParsedAnswer:
     """Parse `parts` as a list; the items of nested lists, and of sets of a union, become its items."""
     items: list[ParsedAnswer] = []
     for part in filter(None, parts):
         if part[-2:] == (r"\in", r"\mathbbR") and len(part) < len(tokens):
             continue
         item = _parse(part)
-        if item.kind == "list" or (item.kind == "set" and union):
+        if item.kind == "list" or (item.kind == "set" and kind == "or"):
             items += [replace(inner, name=inner.name or item.name) for inner in item.items]
         else:
             items.append(item)
-    return _join_items(tokens, items, "or" if union else "")
+    return _join_items(tokens, items, kind)
 
 
-def _join_items(tokens: tuple[str, ...], items: list[ParsedAnswer], brackets: str = "") -> ParsedAnswer:
+def _join_items(tokens: tuple[str, ...], items: list[ParsedAnswer], kind: str = "") -> ParsedAnswer:
     """Return a single item as it is, `x = 1, y = 2` as the point (x, y) = (1, 2), and other items as a list."""
     if len(items) == 1:
         return items[0]
@@ -340,56 +399,36 @@ def _join_items(tokens: tuple[str, ...], items: list[ParsedAnswer], brackets: st
     elif items and all(names) and len(set(names)) == len(names) and all(item.kind == "value" for item in items):
         ordered = [replace(item, name=()) for _, item in sorted(zip(names, items), key=lambda pair: pair[0])]
         return ParsedAnswer("tuple", tokens, tuple(ordered), "()", tuple(sorted(names)))
-    return ParsedAnswer("list", tokens, tuple(items), brackets)
-
-
-def parse_relation(tokens: tuple[str, ...]) -> ParsedAnswer:
-    """Parse `x = 5` as the value 5 with the name x, and every other relation (`a < b = c`) as kind "relation"."""
-    sides = _split_outside_brackets(tokens, _RELATIONS)
-    operators = tuple(token for depth, token in _with_bracket_depth(tokens) if depth == 0 and token in _RELATIONS)
-    if not all(sides):
-        return ParsedAnswer("value", tokens)
-    names = [_can_name_answer(side) for side in sides]
-    if set(operators) <= {"=", r"\approx"} and (names[0] or (names[-1] and len(sides) == 2)):
-        name, value = (sides[0], sides[-1]) if names[0] else (sides[-1], sides[0])
-        return _assign(_name(name), replace(_parse(value), operators=operators, tokens=value))
-    if operators == (r"\ne",) and any(names):
-        name, value = sides if names[0] else sides[::-1]
-        return ParsedAnswer("complement", tokens, (_parse(value),), name=_name(name))
-    return ParsedAnswer("relation", tokens, tuple(ParsedAnswer("value", side) for side in sides), operators=operators)
+    return ParsedAnswer("list", tokens, tuple(items), kind)
 
 
 def _assign(name: tuple[str, ...], answer: ParsedAnswer) -> ParsedAnswer:
     """Return `answer` with a name; (y, x) = (2, 1) becomes (x, y) = (1, 2)."""
-    names = _split_outside_brackets(name[1:-1], (",",))
+    names = ["".join(part) for part in _split(name[1:-1], (",",))]
     if name[0] != "(" or answer.kind != "tuple" or not 1 < len(names) == len(answer.items):
         return replace(answer, name=name)
-    texts = ["".join(part) for part in names]
-    order = sorted(range(len(texts)), key=lambda index: texts[index])
-    return replace(answer, items=tuple(answer.items[index] for index in order), name=tuple(sorted(texts)))
+    ordered = sorted(zip(names, answer.items), key=lambda pair: pair[0])
+    return replace(answer, items=tuple(item for _, item in ordered), name=tuple(sorted(names)))
 
 
 def _name(tokens: tuple[str, ...]) -> tuple[str, ...]:
     """Return the name in normal form; dy/dx, y' and f'(x) are the same name."""
     name = _normalize(tokens)
     derivative = _DERIVATIVE.fullmatch("".join(name))
-    return (derivative[1] or "'",) if derivative else name
+    return (derivative[1],) if derivative else name
 
 
 def _can_name_answer(tokens: tuple[str, ...]) -> bool:
-    """Return whether the tokens can be the name in `name = answer`: x, f(x), a_n, (x, y), \\angle ABC, Area, dy/dx."""
+    """Return whether the tokens can be the name in `name = answer`: x, f(x), a_n, (x, y), \\angle ABC, Area, y'."""
     if tokens in (("e",), ("i",)):
         return False
-    if _DERIVATIVE.fullmatch("".join(_normalize(tokens))):
-        return True
-    for index, token in enumerate(tokens):
-        is_letter = token.removeprefix(WORD).isalpha() or (
-            token[0] == "\\" and token[1:].isalpha() and token not in _NOT_IN_NAMES
-        )
-        is_subscript = token.isdigit() and "_" in tokens[max(0, index - 4) : index]
-        if not (is_letter or is_subscript or token in _NAME_SYMBOLS):
-            return False
-    return True
+    return all(
+        token in _NAME_SYMBOLS
+        or token.removeprefix(WORD).isalpha()
+        or (token[0] == "\\" and token[1:].isalpha() and token not in _NOT_IN_NAMES)
+        or (token.isdigit() and "_" in tokens[max(0, index - 4) : index])
+        for index, token in enumerate(tokens)
+    )
 
 
 def _with_bracket_depth(tokens: Sequence[str]) -> Iterable[tuple[int, str]]:
@@ -402,7 +441,7 @@ def _with_bracket_depth(tokens: Sequence[str]) -> Iterable[tuple[int, str]]:
         depth += token in _BRACKETS or token.startswith(r"\begin")
 
 
-def _split_outside_brackets(tokens: Sequence[str], separators: Sequence[str]) -> list[tuple[str, ...]]:
+def _split(tokens: Sequence[str], separators: Iterable[str]) -> list[tuple[str, ...]]:
     """Split tokens at those separators that are not inside brackets."""
     if not any(separator in tokens for separator in separators):
         return [tuple(tokens)]
@@ -415,7 +454,7 @@ def _split_outside_brackets(tokens: Sequence[str], separators: Sequence[str]) ->
     return [tuple(part) for part in parts]
 
 
-def index_of_closing_bracket(tokens: Sequence[str]) -> int:
+def _index_of_closing_bracket(tokens: Sequence[str]) -> int:
     """Return the index of the bracket that closes the first token, or -1. `(` may be closed by `]`, and `[` by `)`."""
     for index, (depth, token) in enumerate(_with_bracket_depth(tokens)):
         if depth == 0 and index and token in _CLOSING:
@@ -425,18 +464,19 @@ def index_of_closing_bracket(tokens: Sequence[str]) -> int:
 
 
 def _normalize(tokens: Sequence[str]) -> tuple[str, ...]:
-    """Remove braces around a single token, and convert words to lower case."""
+    """Remove braces around a single token, and convert words that are not units to lower case."""
     out: list[str] = []
     for token in tokens:
-        out.append(token.lower() if token.startswith(WORD) and len(token) > 2 else token.removeprefix(WORD))
+        is_word = token.startswith(WORD) and len(token) > 2
+        out.append(token.lower() if is_word and not known_unit(token[1:]) else token.removeprefix(WORD))
         if token == "}" and len(out) > 2 and out[-3] == "{":
             out[-3:] = [out[-2]]
     return tuple(out)
 
 
 _READERS: tuple[Callable[[tuple[str, ...]], ParsedAnswer | None], ...] = (
-    _read_exact_side, _read_clock, _read_compound, _read_family, _read_residues, _read_list, _read_signs,
-    _read_relation, _read_ratio, _read_union, _read_group, _read_matrix,
+    _read_except, _read_exact_side, _read_clock, _read_compound, _read_condition, _read_family, _read_residues,
+    _read_list, _read_signs, _read_relation, _read_ratio, _read_union, _read_group, _read_matrix,
 )  # fmt: skip
 
 
@@ -444,42 +484,82 @@ _READERS: tuple[Callable[[tuple[str, ...]], ParsedAnswer | None], ...] = (
 
 
 def _equal_parsed(left: ParsedAnswer, right: ParsedAnswer) -> bool:
-    if left.name and right.name and left.name != right.name:
-        return _equal_equations(left, right)
-    if left.kind == right.kind == "relation":
-        return equal_relations(left, right)
+    if left.condition and right.condition and not _equal_parsed(_parse(left.condition), _parse(right.condition)):
+        return False
+    right = _rename_argument(left, right)
+    if left.kind == right.kind == "relation" or (left.name and right.name and left.name != right.name):
+        return _equal_relations(left, right)
     left, right = _to_interval(left), _to_interval(right)
     kinds = {left.kind, right.kind}
     if kinds <= {"list", "set"} or kinds == {"complement"}:
-        return _equal_unordered(left.items, right.items, _equal_parsed)
+        return _equal_collections(left, right)
     if "relation" in kinds:
-        return _equal_equations(left, right)
+        return _equal_relations(left, right)
     if kinds == {"value"}:
-        return _equal_values(left, right) or bool(left.name and right.name and _equal_equations(left, right))
+        return _equal_values(left, right) or bool(left.name and right.name and _equal_relations(left, right))
     if kinds == {"residue"}:
         return _equal_residues(left, right)
     if len(kinds) > 1:
         return _equal_across_kinds(left, right) or _equal_across_kinds(right, left)
-    if left.brackets == right.brackets == ":" and bool(left.name) != bool(right.name):
+    if left.brackets == right.brackets == ":" and (left.name + right.name) in (_HALVES[:1], _HALVES[1:]):
         return _equal_clocks(left, right)
     same_shape = left.brackets == right.brackets or {left.brackets, right.brackets} in _SAME_BRACKETS
-    return same_shape and _equal_in_order(left.items, right.items)
+    return (
+        same_shape
+        and (not left.name or not right.name or left.name == right.name)
+        and _equal_in_order(left.items, right.items)
+    )
+
+
+def _rename_argument(left: ParsedAnswer, right: ParsedAnswer) -> ParsedAnswer:
+    """Return f(t) = 2t as f(x) = 2x if `left` has the name f(x), and y = 2x as f(x) = 2x."""
+    names = left.name, right.name
+    if {"".join(name) for name in names} == {"y", "f(x)"}:
+        return replace(right, name=left.name)
+    if names[0] == names[1] or len(names[0]) != 4 or len(names[1]) != 4 or names[0][:2] != names[1][:2]:
+        return right
+    new, old = names[0][2], names[1][2]
+    if right.kind != "value" or names[0][1] != "(" or not (new + old).isalpha() or new in right.tokens:
+        return right
+    return replace(right, name=left.name, tokens=tuple(new if token == old else token for token in right.tokens))
 
 
 def _equal_in_order(left: Sequence[ParsedAnswer], right: Sequence[ParsedAnswer]) -> bool:
     return len(left) == len(right) and all(map(_equal_parsed, left, right))
 
 
+def _equal_collections(left: ParsedAnswer, right: ParsedAnswer) -> bool:
+    """Compare two lists, sets or complements. `A or B` is not `A and B`; `1 or 2` and `1 and 2` are the same roots."""
+    is_logic = {left.brackets, right.brackets} == {"and", "or"}
+    if is_logic and all(len(item.tokens) == 1 and item.tokens[0].removeprefix(WORD).isalpha() for item in left.items):
+        return False
+    if left.kind == right.kind == "set":
+        return all(
+            any(_equal_parsed(item, other) for other in others.items)
+            for items, others in ((left, right), (right, left))
+            for item in items.items
+        )
+    return _equal_unordered(left.items, right.items, _equal_parsed)
+
+
 def _equal_across_kinds(left: ParsedAnswer, right: ParsedAnswer) -> bool:
-    """Return whether the point `x = 1, y = 2` equals the list `1, 2`, or the combinations C(5, 2) equal a number."""
-    if left.kind != "tuple" or not left.name:
+    """Return whether the point `x = 1, y = 2` equals the list `1, 2`, the vector (2, 3) equals 2i + 3j, or the
+    combinations C(5, 2) equal a number."""
+    if left.kind not in ("tuple", "matrix"):
         return False
     if right.kind == "list":
-        return _equal_in_order(left.items, right.items)
-    if left.name != ("C",) or right.kind != "value" or len(left.items) != 2:
+        return left.kind == "tuple" and bool(left.name) and _equal_in_order(left.items, right.items)
+    if right.kind != "value":
         return False
-    n, k = (item.tokens for item in left.items)
-    return _equal_values(ParsedAnswer("value", (r"\binom", "{", *n, "}", "{", *k, "}")), right)
+    parts = [("(", *item.tokens, ")") for item in left.items]
+    if left.name == ("C",) and len(parts) == 2:
+        return _equal_values(ParsedAnswer("value", (r"\binom", *parts[0], *parts[1])), right)
+    if left.brackets not in ("()", "2", "3") or not 2 <= len(parts) <= 3 or not {"j", "k"} & set(right.tokens):
+        return False
+    basis = ((r"\basis",), ("j",), ("k",))  # not i, which is the imaginary unit
+    vector = sum(((*part, r"\cdot", *unit, "+") for part, unit in zip(parts, basis)), ())[:-1]
+    tokens = tuple(r"\basis" if token == "i" else token for token in right.tokens)
+    return _equal_values(ParsedAnswer("value", vector), ParsedAnswer("value", tokens))
 
 
 def _equal_clocks(left: ParsedAnswer, right: ParsedAnswer) -> bool:
@@ -493,12 +573,13 @@ def _equal_clocks(left: ParsedAnswer, right: ParsedAnswer) -> bool:
 def _equal_residues(left: ParsedAnswer, right: ParsedAnswer) -> bool:
     if not _equal_parsed(*left.items, *right.items):
         return False
-    difference = ["(", *left.tokens, ")", "-", "(", *right.tokens, ")"]
     try:
-        quotient = parse_expression(["(", *difference, ")", "/", "(", *left.items[0].tokens, ")"])
-        return is_integer(quotient)
+        left_value, right_value, modulus = (
+            parse_expression(list(tokens)) for tokens in (left.tokens, right.tokens, left.items[0].tokens)
+        )
     except ExpressionError:
         return False
+    return is_integer(("/", ("-", left_value, right_value), modulus))
 
 
 def _equal_unordered(left: Sequence[Item], right: Sequence[Item], equal: Callable[[Item, Item], bool]) -> bool:
@@ -511,20 +592,15 @@ def _equal_unordered(left: Sequence[Item], right: Sequence[Item], equal: Callabl
         if match is None:
             return False
         del rest[match]
-    return not rest
+    return True
 
 
 def _equal_values(left: ParsedAnswer, right: ParsedAnswer) -> bool:
     if _number_with_base(left.tokens) or _number_with_base(right.tokens):
         return _number_with_base(left.tokens) == _number_with_base(right.tokens)
     (a, unit_a), (b, unit_b) = split_unit(left.tokens), split_unit(right.tokens)
-    if _is_prose(a) or _is_prose(b) or (_is_single_letter(_to_text(a)) and _is_single_letter(_to_text(b))):
-        left_text, right_text = _prose_key(left.tokens), _prose_key(right.tokens)
-        return (
-            left_text == right_text != ""
-            or _choice_letter(left.tokens) == right_text
-            or left_text == _choice_letter(right.tokens)
-        )
+    if _is_prose(a) or _is_prose(b):
+        return _prose_key(left.tokens) == _prose_key(right.tokens) != ""
     if unit_a and not unit_b:
         b, unit_b = split_unit(b, letters=True)
     elif unit_b and not unit_a:
@@ -537,59 +613,41 @@ def _equal_values(left: ParsedAnswer, right: ParsedAnswer) -> bool:
 
 
 def _rename_constant(tokens: list[str], others: list[str]) -> list[str]:
-    """Rename the constant of integration in `x^2 + c` if `others` calls it C."""
-    return [*tokens[:-1], "C"] if tokens[-2:] == ["+", "c"] and {"C", f"{WORD}C"} & set(others) else tokens
+    """Rename the constant of integration in `x^2 + c` if `others` calls it C; but c is another letter in `ax + c`."""
+    letters = {token for token in tokens if len(token) == 1 and token.isalpha()} - {"e", "i", "d"}
+    if len(letters) != 2 or "c" not in letters or not {"C", f"{WORD}C"} & set(others):
+        return tokens
+    return re.sub(r"(?<!\S)(?<![^+] )c(?= [+-]|$)", "C", " ".join(tokens)).split()
 
 
 def _to_text(tokens: Sequence[str]) -> str:
-    """Join the tokens to a text in lower case, without brackets and punctuation."""
-    return "".join(token.removeprefix(WORD) for token in tokens if token not in "(){}[].,'").lower()
+    """Join the tokens to a text in lower case, without an article, brackets and punctuation."""
+    return "".join(token.removeprefix(WORD) for token in tokens if token not in "(){}[].,").lower()
 
 
 def _prose_key(tokens: Sequence[str]) -> str:
     """Return a text for comparison: without an article and the plural of a phrase, and with a number at the end."""
-    words = [word for token in tokens if (word := _to_text([token]))]
+    words = [token.removeprefix(WORD).lower() for token in tokens if token not in "{}."]
     if len(words) > 1 and words[0] in ("the", "a", "an"):
         words = words[1:]
     if words and words[0].isdecimal():
         words = [*words[1:], words[0]]
-    text = "".join(words)
+    text = re.sub(r"(?<=[a-z]),|,(?=[a-z])", "", "".join(words))
     return _SYNONYMS.get(text, text.removesuffix("s") if len(words) > 1 and len(words[-1]) > 3 else text)
 
 
 def _is_prose(tokens: Sequence[str]) -> bool:
-    """Return whether the tokens must be compared as text: they contain words, are "no" (as products of letters, "no"
-    and "on" would be equal), or are the letter of a choice followed by the choice's text."""
-    return (
-        any(token.startswith(WORD) and len(token) > 2 for token in tokens)
-        or tuple(tokens) == ("n", "o")
-        or _choice_letter(tokens) is not None
-    )
-
-
-def _choice_letter(tokens: Sequence[str]) -> str | None:
-    """Return the letter of a multiple-choice option followed by its text (`a` for `\\text{(A) } 12`), else None."""
-    is_choice = (
-        len(tokens) > 3 and tokens[0] == "(" and tokens[2] == ")" and tokens[1].startswith(WORD) and len(tokens[1]) == 2
-    )
-    return _to_text(tokens[1:2]) if is_choice else None
-
-
-def _is_single_letter(text: str) -> bool:
-    return len(text) == 1 and text.isalpha()
+    """Return whether the tokens must be compared as text: they contain words, or are "no" (as products of letters, "no"
+    and "on" would be equal)."""
+    return any(token.startswith(WORD) and len(token) > 2 for token in tokens) or tuple(tokens) == ("n", "o")
 
 
 def _number_with_base(tokens: Sequence[str]) -> str:
     """Return a number with a base, such as `413_8`, as text; an empty string if the tokens are not such a number."""
     text = "".join(token.removeprefix(WORD) for token in tokens if token not in "(){}")
     text = text.replace("base", "_").replace("__", "_")
-    digits, underscore, base = text.partition("_")
-    is_number = (
-        digits.isalnum()
-        and digits.upper() == digits
-        and (any(map(str.isdigit, digits)) or (base.isdigit() and int(base[:3]) > 10))
-    )
-    return text if underscore and base.isdigit() and is_number else ""
+    number = re.fullmatch(r"([0-9A-Z]+)_(\d+)", text)
+    return text if number and (re.search(r"\d", number[1]) or int(number[2][:3]) > 10) else ""
 
 
 def _to_interval(answer: ParsedAnswer) -> ParsedAnswer:
@@ -598,23 +656,22 @@ def _to_interval(answer: ParsedAnswer) -> ParsedAnswer:
         items = tuple(map(_to_interval, answer.items))
         merged = _merge_rays(items) or (None if answer.brackets == "or" else _intersect_rays(items))
         return merged or replace(answer, items=items)
-    operators = [_FLIPPED.get(operator, operator) for operator in answer.operators]
-    flipped = [operator in _FLIPPED for operator in answer.operators]
-    if answer.kind != "relation" or not set(operators) <= {"<", r"\le"} or len(set(flipped)) != 1 or len(operators) > 2:
+    operators, sides = answer.operators, answer.items
+    if answer.kind != "relation" or len(operators) > 2:
         return answer
-    sides = list(answer.items)
-    if flipped[0]:
-        sides, operators = sides[::-1], operators[::-1]
+    if set(operators) <= set(_FLIPPED):
+        operators, sides = tuple(_FLIPPED[operator] for operator in operators[::-1]), sides[::-1]
+    if not set(operators) <= {"<", r"\le"}:
+        return answer
+    closed = [operator == r"\le" for operator in operators]
     low_end, high_end = (ParsedAnswer("value", tuple(end)) for end in _REAL_ENDS)
-    if len(sides) == 3 and _can_name_answer(sides[1].tokens):
-        low, high, closed = sides[0], sides[2], [operator == r"\le" for operator in operators]
-    elif len(sides) == 2 and _can_name_answer(sides[0].tokens):
-        low, high, closed = low_end, sides[1], [False, operators[0] == r"\le"]
-    elif len(sides) == 2 and _can_name_answer(sides[1].tokens):
-        low, high, closed = sides[0], high_end, [operators[0] == r"\le", False]
-    else:
+    if len(sides) == 2:  # x < 5 is -oo < x < 5
+        is_high = _can_name_answer(sides[0].tokens)
+        sides, closed = ((low_end, *sides), [False, *closed]) if is_high else ((*sides, high_end), [*closed, False])
+    if not _can_name_answer(sides[1].tokens):
         return answer
-    return ParsedAnswer("tuple", answer.tokens, (low, high), "(["[closed[0]] + ")]"[closed[1]])
+    brackets = "(["[closed[0]] + ")]"[closed[1]]
+    return ParsedAnswer("tuple", answer.tokens, (sides[0], sides[2]), brackets, _name(sides[1].tokens))
 
 
 def _rays(items: Sequence[ParsedAnswer]) -> tuple[ParsedAnswer, ParsedAnswer] | None:
@@ -655,53 +712,38 @@ def _intersect_rays(items: Sequence[ParsedAnswer]) -> ParsedAnswer | None:
     return ParsedAnswer("tuple", low.tokens, (low, high), brackets, rays[0].name) if overlap else None
 
 
-def equal_relations(left: ParsedAnswer, right: ParsedAnswer) -> bool:
+def _equal_relations(left: ParsedAnswer, right: ParsedAnswer) -> bool:
     """Return whether two relations have equal steps in any order: a < b < c has the steps a < b and b < c. A step is
-    compared as a - b < 0, up to a constant factor. Congruences (\\equiv) are equal if their sides are equal."""
+    compared as a - b < 0, up to a constant factor: `y = 2x` is `2x - y = 0`. Congruences (\\equiv) are equal if their
+    sides are equal. The equation `a + b = 7` as `left` also equals the value 7 as `right`."""
     if r"\equiv" in left.operators or r"\equiv" in right.operators:
-        return left.operators == right.operators and all(map(_equal_parsed, left.items, right.items))
-    return _equal_unordered(
-        _differences_of_relation_steps(left),
-        _differences_of_relation_steps(right),
-        lambda a, b: a[0] == b[0] and _equal_up_to_factor(a[1], b[1], a[0]),
-    )
-
-
-def _equal_up_to_factor(left: list[str], right: list[str], operator: str) -> bool:
-    """Return whether two expressions are equal up to a constant factor, which must be positive for an inequality."""
-    try:
-        ratio = sign_of_constant_ratio(parse_expression(left), parse_expression(right))
-    except ExpressionError:
-        return False
-    return ratio == 1 or (ratio == -1 and operator in ("=", r"\ne", r"\approx"))
-
-
-def _differences_of_relation_steps(answer: ParsedAnswer) -> list[tuple[str, list[str]]]:
-    """Return (operator, tokens of the difference) for each step of a relation: a < b < c gives ("<", a - b) and
-    ("<", b - c). A step a > b is read as b < a."""
-    steps = []
-    for operator, low, high in zip(answer.operators, answer.items, answer.items[1:]):
-        a, b = (high, low) if operator in _FLIPPED else (low, high)
-        steps.append((_FLIPPED.get(operator, operator), ["(", *a.tokens, ")", "-", "(", *b.tokens, ")"]))
-    return steps
-
-
-def _equal_equations(left: ParsedAnswer, right: ParsedAnswer) -> bool:
-    """Return whether two equations are equal up to a constant factor, such as `y = 2x` and `2x - y = 0`, or whether the
-    last side of the equation `left` equals the value `right`, such as `a + b = 7` and `7`.
-    """
-    left_equation, right_equation = _difference_of_equation_sides(left), _difference_of_equation_sides(right)
-    if left_equation and right_equation:
-        return _equal_up_to_factor(left_equation, right_equation, "=")
+        return left.operators == right.operators and _equal_in_order(left.items, right.items)
+    left_steps, right_steps = _steps(left), _steps(right)
+    if left_steps and right_steps:
+        return _equal_unordered(left_steps, right_steps, _equal_steps)
     if left.kind == "relation" and right.kind == "value" and set(left.operators) <= {"=", r"\approx"}:
         return _equal_values(left.items[-1], right)
     return False
 
 
-def _difference_of_equation_sides(answer: ParsedAnswer) -> list[str]:
-    """Return the tokens of `left side - right side` of an equation; [] if the answer is not an equation."""
+def _steps(answer: ParsedAnswer) -> list[tuple[str, list[str]]]:
+    """Return (operator, tokens of the difference of the sides) for each step of a relation; a > b is read as b < a."""
+    sides = [item.tokens for item in answer.items] if answer.kind == "relation" else []
     if answer.kind == "value" and answer.name and "=" in answer.operators:
-        return ["(", *answer.name, ")", "-", "(", *answer.tokens, ")"]
-    return (
-        _differences_of_relation_steps(answer)[0][1] if answer.kind == "relation" and answer.operators == ("=",) else []
-    )
+        sides = [answer.name, answer.tokens]
+    steps = []
+    for operator, low, high in zip(answer.operators, sides, sides[1:]):
+        a, b = (high, low) if operator in _FLIPPED else (low, high)
+        steps.append((_FLIPPED.get(operator, operator), ["(", *a, ")", "-", "(", *b, ")"]))
+    return steps
+
+
+def _equal_steps(left: tuple[str, list[str]], right: tuple[str, list[str]]) -> bool:
+    """Return whether two steps are equal up to a constant factor, which must be positive for an inequality."""
+    if left[0] != right[0]:
+        return False
+    try:
+        ratio = sign_of_constant_ratio(parse_expression(left[1]), parse_expression(right[1]))
+    except ExpressionError:
+        return False
+    return ratio == 1 or (ratio == -1 and left[0] in ("=", r"\ne", r"\approx"))

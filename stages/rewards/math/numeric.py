@@ -11,20 +11,21 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import mpmath
 import xxhash
 
-from penstock.stages.rewards.math.latex import FUNCTIONS, ExpressionError, Node
+from penstock.stages.rewards.math.latex import ExpressionError, Node
+from penstock.stages.rewards.math.tokens import FUNCTIONS
 
 MAX_BITS = 20_000  # maximum bits of a rational number, and of the integer part of a power
 _MAX_FACTORIAL = 1000
 _PRECISION = 400  # bits of irrational values
 _RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE = mpmath.mpf(10) ** -50, mpmath.mpf(10) ** -90
 _NUM_POINTS = 10  # number of test points for expressions with variables
-_NUM_INTEGER_POINTS = 48  # more test points for expressions with \\lfloor or \\lceil: consecutive integers
+_NUM_INTEGER_POINTS = 48  # more test points for expressions with \\lfloor, \\lceil or !!: consecutive integers
 _INTEGER_NAMES = {"n", "m", "k", r"\integer"}  # variables that are integers inside \\lfloor or \\lceil
 _MIN_POINTS = 3  # minimum number of points at which both expressions have a value
 Value = Any  # Fraction, mpf or mpc
@@ -33,6 +34,8 @@ Value = Any  # Fraction, mpf or mpc
 def same_value(left: Node, right: Node) -> bool:
     """Return whether two expressions are equal at all test points at which both are defined (at least _MIN_POINTS, if
     they have variables)."""
+    if left == right:
+        return True
     names = variable_names(left) | variable_names(right)
     num_points = 0
     for a, b in _values_at_test_points(left, right, names):
@@ -58,21 +61,16 @@ def sign_of_constant_ratio(left: Node, right: Node) -> int:
         ratio, num_points = current, num_points + 1
     if ratio is None or num_points < _MIN_POINTS:
         return 0
-    return 1 if mpmath.re(_to_float(ratio)) > 0 else -1
+    return 1 if mpmath.re(ratio) > 0 else -1
 
 
 def is_less(left: Node, right: Node) -> bool:
     """Return whether two expressions without variables are real numbers with left < right."""
-    values = (
-        next(_values_at_test_points(left, right, set()), None)
-        if not variable_names(left) | variable_names(right)
-        else None
-    )
-    return (
-        values is not None
-        and all(map(_is_real, values))
-        and mpmath.re(_to_float(values[0])) < mpmath.re(_to_float(values[1]))
-    )
+    names = variable_names(left) | variable_names(right)
+    values = next(_values_at_test_points(left, right, names), None)
+    if names or values is None or not all(map(_is_real, values)):
+        return False
+    return bool(mpmath.re(values[0]) < mpmath.re(values[1]))
 
 
 def is_integer(node: Node) -> bool:
@@ -87,27 +85,29 @@ def variable_names(node: Node) -> set[str]:
     return set().union(*(variable_names(part) for part in node[1:] if isinstance(part, tuple)))
 
 
+def _contains(node: Node, *operations: str) -> bool:
+    return node[0] in operations or any(_contains(part, *operations) for part in node[1:] if isinstance(part, tuple))
+
+
 def _values_at_test_points(left: Node, right: Node, names: set[str]) -> Iterator[tuple[Value, Value]]:
     """Yield (value of `left`, value of `right`) at up to _NUM_POINTS points, skipping points where one is undefined."""
-    for number in _test_point_numbers(left, right, names):
-        point = {name: _test_point_coordinate(name, number) for name in names}
-        with mpmath.workprec(_PRECISION):
+    both = ("both", left, right)
+    numbers = range(_NUM_POINTS if names else 1)
+    if names and _contains(both, "floor", "ceil", "!!"):
+        numbers = range(_NUM_POINTS if names <= _INTEGER_NAMES else 0, _NUM_POINTS + _NUM_INTEGER_POINTS)
+    is_complex = names == {"z"} and _contains(both, "abs")
+    with mpmath.workprec(_PRECISION):
+        for number in numbers:
+            point: dict[str, Value] = {name: _test_point_coordinate(name, number) for name in names}
+            if is_complex:
+                point["z"] = mpmath.mpc(_to_float(point["z"]), number + 1)
             try:
                 yield evaluate(left, point), evaluate(right, point)
             except (ZeroDivisionError, ExpressionError):
                 continue
 
 
-def _test_point_numbers(left: Node, right: Node, names: set[str]) -> range:
-    if not names or not (_has_rounding(left) or _has_rounding(right)):
-        return range(_NUM_POINTS if names else 1)
-    return range(_NUM_POINTS if names <= _INTEGER_NAMES else 0, _NUM_POINTS + _NUM_INTEGER_POINTS)
-
-
-def _has_rounding(node: Node) -> bool:
-    return node[0] in ("floor", "ceil") or any(_has_rounding(part) for part in node[1:] if isinstance(part, tuple))
-
-
+@lru_cache(4096)
 def _test_point_coordinate(variable: str, point_number: int) -> Fraction:
     """Return the value of the variable `variable` at test point `point_number`.
 
@@ -115,16 +115,19 @@ def _test_point_coordinate(variable: str, point_number: int) -> Fraction:
     points 6 and 7, and has either sign at points 8 and 9. Later points are consecutive integers.
     """
     if point_number >= _NUM_POINTS:
-        return Fraction(xxhash.xxh3_64_intdigest(variable.encode("utf-8", "surrogatepass")) % 97 + point_number)
-    draw = xxhash.xxh3_64_intdigest(f"{variable} {point_number}".encode("utf-8", "surrogatepass"))
+        return Fraction(_hash(variable) % 97 + point_number)
+    draw = _hash(f"{variable} {point_number}")
     size = Fraction(draw % 7919 + 1, 7927)
     if point_number >= 3:
         size = 1 + size * (999 if point_number in (5, 7, 9) else 8)
-    is_negative = point_number >= 6 and (point_number < 8 or draw >> 63)
-    return -size if is_negative else size
+    return -size if point_number >= 6 and (point_number < 8 or draw >> 63) else size
 
 
-def evaluate(node: Node, point: dict[str, Fraction]) -> Value:
+def _hash(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
+
+
+def evaluate(node: Node, point: dict[str, Value]) -> Value:
     """Return the value of an expression at a point (variable name -> value).
 
     Raises:
@@ -135,9 +138,12 @@ def evaluate(node: Node, point: dict[str, Fraction]) -> Value:
     if operation == "number":
         return operands[0]
     if operation == "symbol":
-        name = operands[0]
-        return point[name] if name in point else _CONSTANTS[name]()
+        return point[operands[0]] if operands[0] in point else _CONSTANTS[operands[0]]()
+    if operation == "apply":
+        return _apply_unknown(operands[0], evaluate(operands[1], point))
     values = [evaluate(operand, point) for operand in operands]
+    if len(values) == 2 and isinstance(values[0], Fraction) != isinstance(values[1], Fraction):
+        values = list(map(_to_float, values))
     if operation == "-" and len(values) == 1:
         return -values[0]
     try:
@@ -155,16 +161,10 @@ def _to_float(value: Value) -> Value:
     return mpmath.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
 
-def _to_common_type(a: Value, b: Value) -> tuple[Value, Value]:
-    """Return `a` and `b` as Fractions if both are rational, else both as floats of mpmath."""
-    is_exact = isinstance(a, Fraction) and isinstance(b, Fraction)
-    return (a, b) if is_exact else (_to_float(a), _to_float(b))
-
-
 def _is_real(value: Value) -> bool:
-    return not isinstance(value, mpmath.mpc) or abs(value.imag) <= max(
-        _RELATIVE_TOLERANCE * abs(value.real), _ABSOLUTE_TOLERANCE
-    )
+    if not isinstance(value, mpmath.mpc):
+        return True
+    return bool(abs(value.imag) <= max(_RELATIVE_TOLERANCE * abs(value.real), _ABSOLUTE_TOLERANCE))
 
 
 def _is_zero(value: Value) -> bool:
@@ -172,8 +172,10 @@ def _is_zero(value: Value) -> bool:
 
 
 def _is_close(a: Value, b: Value) -> bool:
-    a, b = _to_common_type(a, b)
-    if isinstance(a, Fraction) or mpmath.isinf(a) or mpmath.isinf(b):
+    if isinstance(a, Fraction) and isinstance(b, Fraction):
+        return a == b
+    a, b = _to_float(a), _to_float(b)
+    if mpmath.isinf(a) or mpmath.isinf(b):
         return bool(a == b)
     return bool(abs(a - b) <= max(_RELATIVE_TOLERANCE * max(abs(a), abs(b)), _ABSOLUTE_TOLERANCE))
 
@@ -181,20 +183,15 @@ def _is_close(a: Value, b: Value) -> bool:
 # ---- operations ------------------------------------------------------------------------------------------------------
 
 
-def _apply_in_common_type(function: Callable[[Value, Value], Value], a: Value, b: Value) -> Value:
-    return function(*_to_common_type(a, b))
-
-
 def _divide(a: Value, b: Value) -> Value:
-    a, b = _to_common_type(a, b)
     if _is_zero(b):
         raise ZeroDivisionError
     return a / b
 
 
-def power(base: Value, exponent: Value) -> Value:
+def _power(base: Value, exponent: Value) -> Value:
     if _is_zero(base):
-        if not _is_real(exponent) or mpmath.re(_to_float(exponent)) < 0:
+        if not _is_real(exponent) or mpmath.re(exponent) < 0:
             raise ZeroDivisionError
         return Fraction(int(_is_zero(exponent)))
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
@@ -208,47 +205,52 @@ def power(base: Value, exponent: Value) -> Value:
     return base**exponent
 
 
-def root(value: Value, degree: Value) -> Value:
+def _root(value: Value, degree: Value) -> Value:
     """Return `value` to the power 1 / `degree`; for a negative value and an odd integer degree, the real root."""
-    if _is_zero(degree):
-        raise ZeroDivisionError
-    is_odd = isinstance(degree, Fraction) and degree.denominator == 1 and degree.numerator % 2 == 1
-    if is_odd and _is_real(value) and mpmath.re(_to_float(value)) < 0:
-        return -power(-value, 1 / degree)
-    return power(value, _divide(Fraction(1), degree))
+    if mpmath.isint(degree) and degree % 2 == 1 and _is_real(value) and mpmath.re(value) < 0:
+        return -_power(-value, 1 / degree)
+    return _power(value, 1 / degree)
 
 
-def factorial(value: Value) -> Value:
-    if abs(value) > _MAX_FACTORIAL:
+def _check_factorials(*values: Value) -> bool:
+    """Return whether the operands of a factorial or a binomial coefficient are natural numbers."""
+    if max(map(abs, values)) > _MAX_FACTORIAL:
         raise ExpressionError(f"the operand of a factorial is larger than {_MAX_FACTORIAL}")
-    if isinstance(value, Fraction) and value.denominator == 1 and value >= 0:
-        return Fraction(math.factorial(value.numerator))
-    return mpmath.gamma(_to_float(value) + 1)
+    return all(isinstance(value, Fraction) and value.denominator == 1 and value >= 0 for value in values)
 
 
-def binomial(n: Value, k: Value) -> Value:
-    if max(abs(n), abs(k)) > _MAX_FACTORIAL:
-        raise ExpressionError(f"an operand of a binomial coefficient is larger than {_MAX_FACTORIAL}")
-    if all(isinstance(value, Fraction) and value.denominator == 1 and value >= 0 for value in (n, k)):
+def _factorial(value: Value, step: int = 1) -> Value:
+    """Return value!, or value!! with the step 2."""
+    if _check_factorials(value):
+        return Fraction(math.prod(range(value.numerator, 0, -step)))
+    return mpmath.gamma(value + 1) if step == 1 else mpmath.fac2(value)
+
+
+def _binomial(n: Value, k: Value) -> Value:
+    if _check_factorials(n, k):
         return Fraction(math.comb(n.numerator, k.numerator))
-    return mpmath.binomial(_to_float(n), _to_float(k))
+    return mpmath.binomial(n, k)
 
 
-def log(value: Value) -> Value:
+def _log(value: Value, base: int | None = None) -> Value:
     if _is_zero(value):
         raise ZeroDivisionError
-    return mpmath.log(_to_float(value))
+    return mpmath.log(value) / (mpmath.log(base) if base else 1)
 
 
-def floor(value: Value) -> Value:
+def _floor(value: Value) -> Value:
     if not _is_real(value) or abs(value) > 2**_PRECISION:
         raise ZeroDivisionError
     return Fraction(math.floor(value) if isinstance(value, Fraction) else int(mpmath.floor(mpmath.re(value))))
 
 
-def call_mpmath_function(name: str, value: Value) -> Value:
+def _apply_unknown(function: str, value: Value) -> Value:
+    """Return the value of an unknown function at `value`: a fixed number that depends on both."""
+    return Fraction(_hash(f"{function} {mpmath.nstr(_to_float(value), 40)}") % 7919 + 1, 7927)
+
+
+def _call_mpmath_function(name: str, value: Value) -> Value:
     """Call a function of mpmath by its LaTeX name."""
-    value = _to_float(value)
     if abs(value) > MAX_BITS:
         raise ExpressionError(f"the argument of {name} is larger than {MAX_BITS}")
     return getattr(mpmath, name.replace("arc", "a"))(value)
@@ -261,20 +263,22 @@ _CONSTANTS: dict[str, Callable[[], Value]] = {
     r"\infty": lambda: mpmath.inf,
 }
 _OPERATIONS: dict[str, Callable[..., Value]] = {
-    "+": partial(_apply_in_common_type, operator.add),
-    "-": partial(_apply_in_common_type, operator.sub),
-    "*": partial(_apply_in_common_type, operator.mul),
+    **{name: partial(_call_mpmath_function, name) for name in FUNCTIONS},
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
     "/": _divide,
-    "^": power,
-    "root": root,
-    "!": factorial,
-    "binomial": binomial,
+    "^": _power,
+    "root": _root,
+    "!": _factorial,
+    "!!": partial(_factorial, step=2),
+    "binomial": _binomial,
     "abs": abs,
-    "floor": floor,
-    "ceil": lambda value: -floor(-value),
+    "floor": _floor,
+    "ceil": lambda value: -_floor(-value),
     "degrees": lambda value: _to_float(value) * mpmath.pi / 180,
-    "ln": log,
-    "log": log,
-    "exp": lambda value: power(+mpmath.e, value),
-    **{name: partial(call_mpmath_function, name) for name in FUNCTIONS if name not in ("ln", "log", "exp")},
+    "ln": _log,
+    "log": _log,
+    "lg": partial(_log, base=10),
+    "exp": lambda value: _power(+mpmath.e, value),
 }

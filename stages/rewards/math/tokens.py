@@ -13,74 +13,94 @@ from collections.abc import Callable
 
 WORD = '"'  # prefix of words
 DEGREE = "°"
-_SYMBOLS = {
-    "−": "-", "–": "-", "×": r"\cdot ", "·": r"\cdot ", "⋅": r"\cdot ", "∗": r"\cdot ", "÷": "/", "≤": r"\le ",
-    "≥": r"\ge ", "≠": r"\ne ", "∞": r"\infty ", "√": r"\sqrt ", "∪": r"\cup ", "∩": r"\cap ",
-    "∈": r"\in ", "∅": r"\emptyset ", "±": r"\pm ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℚ": r"\mathbb{Q}",
-    "ℕ": r"\mathbb{N}", "ℂ": r"\mathbb{C}", "≈": r"\approx ", "∠": r"\angle ", "…": r"\dots ", "½": r"\frac{1}{2}",
-    "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}",
-    "⅔": r"\frac{2}{3}", "π": r"\pi ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ",
-    "δ": r"\delta ", "ε": r"\epsilon ", "θ": r"\theta ", "λ": r"\lambda ", "μ": r"\mu ", "ρ": r"\rho ", "σ": r"\sigma ",
-    "τ": r"\tau ", "φ": r"\phi ", "ω": r"\omega ", "Δ": r"\Delta ", "Σ": r"\Sigma ", "Ω": r"\Omega ", "\u00a0": " ",
-    "≡": r"\equiv ", "⟨": r"\langle ", "⟩": r"\rangle ", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ",
-    "⌉": r"\rceil ", "µ": r"\mu ", "′": "'",
-}  # fmt: skip
-_UNICODE = str.maketrans(_SYMBOLS)
-_ALIASES = {
-    **dict.fromkeys((r"\dfrac", r"\tfrac", r"\cfrac"), r"\frac"), **dict.fromkeys((r"\dbinom", r"\tbinom"), r"\binom"),
-    **dict.fromkeys((r"\leq", r"\leqslant", r"\leqq", "<="), r"\le"),
-    **dict.fromkeys((r"\geq", r"\geqslant", r"\geqq", ">="), r"\ge"), **dict.fromkeys((r"\neq", "!="), r"\ne"),
-    r"\lt": "<", r"\gt": ">", **dict.fromkeys((r"\times", r"\ast", "*"), r"\cdot"), r"\div": "/", r"\colon": ":",
-    **dict.fromkeys((r"\lbrace",), r"\{"), r"\rbrace": r"\}", r"\lbrack": "[", r"\rbrack": "]",
-    **dict.fromkeys((r"\lvert", r"\rvert", r"\vert", r"\mid"), "|"), r"\varnothing": r"\emptyset", r"\infin": r"\infty",
-    r"\varphi": r"\phi", r"\varepsilon": r"\epsilon", r"\vartheta": r"\theta", r"\degree": DEGREE, r"\%": "%",
-    r"\bar": r"\overline", **dict.fromkeys((r"\ldots", r"\cdots", "..."), r"\dots"), "**": "^", ";": ",",
-    r"\vee": r"\lor", r"\wedge": r"\land", r"\rightarrow": r"\to", r"\euro": "€", r"\pounds": "£",
-    **dict.fromkeys((r"\pmod", r"\bmod"), r"\mod"), r"\dot": r"\overline", r"\imath": "i", r"\jmath": "j",
-    **dict.fromkeys((r"\Rightarrow", r"\Longrightarrow", r"\therefore"), r"\implies"), r"\backslash": r"\setminus",
-    **dict.fromkeys((r"\nicefrac", r"\sfrac"), r"\frac"), r"\|": "|", r"\lVert": "|", r"\rVert": "|",
-}  # fmt: skip
-_IGNORED = {
-    r"\left", r"\right", r"\displaystyle", r"\textstyle", r"\limits", r"\quad", r"\qquad", r"\,", r"\;", r"\:", r"\!",
-    r"\ ", "~", "$", r"\(", r"\)", r"\[", r"\]", r"\mathbf", r"\mathit", r"\mathsf", r"\mathcal", r"\boldsymbol",
-    r"\bm", r"\bf", r"\rm", r"\boxed", r"\fbox", r"\large", r"\Large", r"\big", r"\Big", r"\bigg",
-    r"\Bigg", r"\bigl", r"\bigr", r"\Bigl", r"\Bigr", r"\biggl", r"\biggr", r"\underline", "`",
-    r"\mathstrut", r"\enspace", r"\thinspace", r"\mathop", r"\mathbin", r"\mathrel", r"\mathord", r"\hat", r"\vec",
-}  # fmt: skip
-_TEXT = {
-    r"\text", r"\textbf", r"\textit", r"\textrm", r"\textsf", r"\textnormal", r"\mathrm", r"\mbox", r"\hbox",
-    r"\operatorname",
-}  # fmt: skip
-_NAMES = (
-    "sqrt", "pi", "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log",
-    "ln", "exp", "alpha", "beta", "gamma", "delta", "theta", "lambda", "sigma", "omega", "phi", "infty",
-)  # fmt: skip
-_PLAIN_NAMES = (
-    {name: rf"\{name}" for name in _NAMES}
-    | dict.fromkeys(("infinity", "inf", "oo"), r"\infty")
-    | {"leq": r"\le", "geq": r"\ge", "floor": r"\floor", "ceil": r"\ceil"}
+
+
+def words(text: str) -> set[str]:
+    """Return the tokens of words that `text` lists."""
+    return {WORD + word for word in text.split()}
+
+
+def commands(text: str) -> set[str]:
+    """Return the tokens of commands that `text` lists without backslashes."""
+    return {rf"\{name}" for name in text.split()}
+
+
+_SYMBOLS = (  # characters, each followed by its command
+    r"− - – - × \cdot · \cdot ⋅ \cdot ∗ \cdot ÷ / ≤ \le ≥ \ge ≠ \ne ∞ \infty √ \sqrt ∪ \cup ∩ \cap ∈ \in ∅ \emptyset "
+    r"± \pm ℝ \mathbb{R} ℤ \mathbb{Z} ℚ \mathbb{Q} ℕ \mathbb{N} ℂ \mathbb{C} ≈ \approx ∠ \angle … \dots ½ "
+    r"\frac{1}{2} ¼ \frac{1}{4} ¾ \frac{3}{4} ⅓ \frac{1}{3} ⅔ \frac{2}{3} π \pi α \alpha β \beta γ \gamma δ \delta ε "
+    r"\epsilon θ \theta λ \lambda μ \mu ρ \rho σ \sigma τ \tau φ \phi ω \omega Δ \Delta Σ \Sigma Ω \Omega ≡ \equiv ⟨ "
+    r"\langle ⟩ \rangle ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil µ \mu ′ '"
 )
-_SHORT_UNITS = {
-    "sq", "cm", "mm", "km", "dm", "nm", "kg", "mg", "lb", "oz", "ft", "in", "yd", "mi", "hr", "hrs", "ms", "mL", "ml",
-    "Hz", "kHz", "MHz", "sec", "min", "mins", "kN", "kJ", "kW", "kPa", "Pa", "eV",
+_UNICODE = str.maketrans({"\u00a0": " ", **{old: f"{new} " for old, new in re.findall(r"(\S+) (\S+)", _SYMBOLS)}})
+_SPELLINGS = (  # groups of a token and its other spellings
+    r"\frac \dfrac \tfrac \cfrac \nicefrac \sfrac  \binom \dbinom \tbinom  \le \leq \leqslant \leqq <=  "
+    r"\ge \geq \geqslant \geqq >=  \ne \neq !=  < \lt  > \gt  \cdot \times \ast *  / \div  : \colon  "
+    r"\{ \lbrace  \} \rbrace  [ \lbrack  ] \rbrack  | \lvert \rvert \vert \mid \| \lVert \rVert  "
+    r"\emptyset \varnothing  \infty \infin  \phi \varphi  \epsilon \varepsilon  \theta \vartheta  ° \degree  "
+    r"% \%  \overline \bar \dot  \dots \ldots \cdots ...  ^ **  , ;  \lor \vee  \land \wedge  "
+    r"\to \rightarrow  € \euro  £ \pounds  \mod \pmod \bmod  i \imath  j \jmath  "
+    r"\implies \Rightarrow \Longrightarrow \therefore  \setminus \backslash"
+)
+_ALIASES = {alias: group.split()[0] for group in _SPELLINGS.split("  ") for alias in group.split()[1:]}
+_IGNORED = {
+    "$", "~", "`", r"\ ", r"\,", r"\;", r"\:", r"\!", r"\(", r"\)", r"\[", r"\]",
+    *commands(
+        "left right displaystyle textstyle limits quad qquad mathbf mathit mathsf mathcal boldsymbol bm bf rm boxed "
+        "fbox large Large big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr underline mathstrut enspace thinspace "
+        "mathop mathbin mathrel mathord vec"
+    ),
 }  # fmt: skip
-_WORDS = {"and": r"\land", "or": r"\lor", "mod": r"\mod", "of": WORD + "of", "to": WORD + "to"}
-_CURRENCY_CODES = ("USD", "EUR", "GBP", "INR", "JPY")
-_NUMBERS = (
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
-)  # fmt: skip
-_LARGE = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_BOXES = (r"\boxed", r"\fbox")
+_TEXT = commands("text textbf textit textrm textsf textnormal mathrm mbox hbox operatorname")
+_SKIPPED = _IGNORED | _TEXT | {" "}
+_FUNCTIONS = (
+    "sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh coth sech csch arcsinh arccosh "
+    "arctanh log lg ln exp"
+)
+FUNCTIONS = frozenset(_FUNCTIONS.split())
+_PLAIN_NAMES = {command[1:]: command for command in commands(
+    _FUNCTIONS + " sqrt pi alpha beta gamma delta theta lambda sigma omega phi infty floor ceil abs"
+)} | {"infinity": r"\infty", "inf": r"\infty", "oo": r"\infty", "leq": r"\le", "geq": r"\ge"}  # fmt: skip
+_PLAIN_NAMES |= {word[1:]: word for word in words("USD EUR GBP INR JPY")}
+_NUMBER_WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty"
+)
+_NUMBERS = {word: f"{number}" for number, word in enumerate(_NUMBER_WORDS.split())}
+_NUMBERS |= dict(thirty="30", forty="40", fifty="50", sixty="60", seventy="70", eighty="80", ninety="90")
+_WORDS = {"and": r"\land", "or": r"\lor", "mod": r"\mod"} | _NUMBERS
+_WORDS |= {word[1:]: word for word in words("of to for is if not any most almost first best empty")}
+_LARGE = {
+    "dozen": 12, "score": 20, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
+}  # fmt: skip
+_PARTS = {
+    "half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8,
+    "ninth": 9, "tenth": 10, "hundredth": 100, "thousandth": 1000, "millionth": 10**6,
+}  # fmt: skip
+_AFTER_NUMBER = {word[1:]: [word] for word in words(
+    "sq cm mm km dm nm kg mg lb oz ft in yd mi hr hrs ms mL ml Hz kHz MHz sec min mins kN kJ kW kPa Pa eV deg "
+    "Nm Wh kWh am pm AM PM"
+)}  # fmt: skip
+_AFTER_NUMBER |= {"squared": ["^", "2"], "cubed": ["^", "3"], "factorial": ["!"]}
+_AFTER_NUMBER |= {word: [r"\cdot", f"{size}"] for word, size in _LARGE.items()}
+_AFTER_NUMBER |= {word: ["/", f"{size}"] for word, size in _PARTS.items()}
+_BEFORE_UNIT = words("sq square cubic cu per")
+_NEGATIVE = words("minus negative")
 _TOKEN = re.compile(
     r"\s+|\\\\(?:\s*\[[^\]]{0,12}\])?|\\(?:begin|end)\s*\{\w+\*?\}(?:\s*\{[clr|\s]*\})?"
-    r"|\\(?:mathbb|Bbb)\s*(?:\{\s*\w\s*\}|\w)|\\[a-zA-Z]+|\\.|\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?![\w.])|\d+(?:\.\d*)?|\.\d+|[a-zA-Z]+|\.\.\.|\*\*|[<>!]=|.",
+    r"|\\(?:mathbb|Bbb)\s*(?:\{\s*\w\s*\}|\w)|\\[a-zA-Z]+|\\.|\d+(?:\.\d+)?[eE][+-]?\d{1,3}(?![\w.])|\d+(?:\.\d*)?|\.\d+|[a-zA-Z]+|\.\.\.|\*\*|!!|[<>!]=|.",
     re.DOTALL,
 )
 _NAMED = re.compile(r"\\(begin|end|mathbb|Bbb)\s*\{?\s*(\w+)")
 _GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|,\s?\\!|\\!,|\\[, ]|~|\ )\d{3})+(?![\d,])")
-_COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_COMMAS = re.compile(  # but not (1,234), which may be a pair
+    r"(?:[(\[]|\\\{)\s*\d{1,3},\d{3}\s*(?:\\right\s*)?(?:[)\]]|\\\})|(?<![\d.,])([1-9]\d{0,2}(?:,\d{3})+)(?![\d,])"
+)
 _NOT_DIGITS = re.compile(r"\D+")
-_CIRCLE = re.compile(r"\^\s*(?:\{\s*)?(?:\\[,;! ]\s*)*\\circ\b\s*\}?|\\circ\b|\\text(?:rm)?\{\s*°\s*\}")
+_CIRCLE = re.compile(
+    r"\^\s*(?:\{\s*)?(?:\\[,;! ]\s*)*\\circ\b\s*\}?|(?<=\d)\s*\\circ\b|(?<=\d)\^(?:o\b|\{o\})|\\text(?:rm)?\{\s*°\s*\}"
+)
 _SUPERSCRIPTS, _SUBSCRIPTS = (str.maketrans(digits, "0123456789-") for digits in ("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "₀₁₂₃₄₅₆₇₈₉₋"))
 _ORDINAL = r"(?:\\(?:text|mathrm)\{\s?(?:th|st|nd|rd)\}|(?:th|st|nd|rd)\b)"
 # Rewrite notations that are easier to read as text than as tokens.
@@ -94,11 +114,28 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
         lambda match: rf"{match[1]}\text{{ {match[2].replace(chr(92), ' ')}}}",
     ),
     (re.compile(r"\\ce\s*\{([^{}]*)\}"), lambda match: re.sub(r"(?<=[A-Za-z)])(\d+)", r"_{\1}", match[1])),
+    (re.compile(r"^\s*(?:\\left\s*\\)?\{\s*(?:\\right\s*\\)?\}\s*$"), r"\\emptyset "),
     (re.compile(r"(?<!\\)\{\s*\}"), ""),
+    (re.compile(r"\+\s*/\s*-"), r"\\pm "),
+    (re.compile(r"(?<=\d)\s*(?:\\text\s*\{\s*x\s*\}|[xX])\s*(?=10\s*\^)"), r"\\cdot "),
+    (
+        re.compile(r"(^|\\in)\s*([][])([^][]*,[^][]*)([][])\s*$"),
+        lambda match: f"{match[1]} {'[('[match[2] == ']']}{match[3]}{'])'[match[4] == '[']}",
+    ),
+    (re.compile(r"\\hat\s*\{?\s*(?:\\math(?:bf|rm)\s*\{?\s*)?(?:\\([ij])math\b|([ijk])\b)\s*\}{0,2}"), r"\1\2 "),
+    (re.compile(r"(?:\s+and)?\s+(?:a|one)[\s-]half\b"), " 1/2"),
+    (re.compile(r"\ba\s(?=(?:half|third|quarter)\s*(?:\}|$|of\b))"), "1 "),
+    (
+        re.compile(r"\b([a-z]{3,5}ty)[ -](one|two|three|four|five|six|seven|eight|nine)\b", re.IGNORECASE),
+        lambda match: f"{_NUMBERS.get(match[1].lower(), match[1])[0]}{_NUMBERS[match[2].lower()]}",
+    ),
+    (re.compile(r"\\(?:mathrm|text|rm)\s*\{\s*d\s*\}\s*(?=[a-z]\b)"), "d"),
+    (re.compile(r"\\[dt]?frac\s*\{\s*d\s*([a-z])\s*\}\s*\{\s*d\s*([a-z])\s*\}|\bd([a-z])/d([a-z])\b"), r"\1\3'_{\2\4}"),
+    (re.compile(r"(?<=[\w)}])\s*(?:\\[,;:!]\s*|\s)d([a-z])\s*$"), r" d_{\1}"),
     (re.compile(r"[_^]\s*\{?(\d{1,4})\}?\s*C\s*_\s*\{?(\d{1,4})\}?"), r"\\binom{\1}{\2}"),
-    (re.compile(r"\^\s*(?:\{\s*\\prime\s*\}|\\prime)"), "'"),
+    (re.compile(r"\^\s*(?:\{\s*(?:\\prime\s*)+\}|\\prime)"), lambda match: "'" * match[0].count("p")),
     (re.compile(r"(\d\.\d*)\((\d+)\)"), r"\1\\overline{\2}"),
-    (re.compile(r"\b([ap])\.\s?m\.?(?!\w)", re.IGNORECASE), r"\1m"),
+    (re.compile(r"\b([ap])\.\s?m\.?(?!\w)", re.IGNORECASE), lambda match: f"{match[1].lower()}m"),
     (re.compile(r"\bper cent\b"), "percent"),
     (re.compile(rf"(?<=\d)(?:\^\{{{_ORDINAL}\}}|\^?{_ORDINAL})"), ""),
     (re.compile(r"\\left\s*<"), r"\\langle "),
@@ -111,8 +148,9 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"^([^$]*)(?<!\\)\$([^$]*)$"), r"\1\\$\2"),  # a single dollar
 )
 _REWRITABLE = re.compile(  # what a text must contain for one of the patterns to match
-    r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉₋<$]|\*\*|\\(?:textcolor|color|[hv]?phantom|[hv]space|SI|qty|ce|prime|overline|lt)"
-    r"|\{\s*[:}]|C\s*_|\.\d*\(|[apAP]\.|per cent|\b(?:th|st|nd|rd|US)|\d(?:th|st|nd|rd)|sq\."
+    r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉₋<$]|\*\*|\[\s*$|(?:^|\\in)\s*\]|/\s*-|[xX]\s*\}?\s*10|half|third|quarter|ty[ -]"
+    r"|d(?:\}?\s*[a-z])?\s*(?:\}|$)|/d[a-z]|\\(?:textcolor|color|hat|[hv]?phantom|[hv]space|SI|qty|ce|prime|overline|lt)"
+    r"|\{\s*(?:\\right\s*\\?)?[:}]|C\s*_|\.\d*\(|[apAP]\.|per cent|\b(?:th|st|nd|rd|US)|\d(?:th|st|nd|rd)|sq\."
 )
 
 
@@ -123,7 +161,7 @@ def possible_tokenizations(text: str) -> list[list[str]]:
         for pattern, replacement in _REWRITES:
             text = pattern.sub(replacement, text)
     text = _GROUPED.sub(lambda match: _NOT_DIGITS.sub("", match.group()), text)
-    joined = _COMMAS.sub(lambda match: match.group().replace(",", ""), text)
+    joined = _COMMAS.sub(lambda match: match[1].replace(",", "") if match[1] else match[0], text)
     return [tokenize(joined)] + ([tokenize(text)] if joined != text else [])
 
 
@@ -131,27 +169,22 @@ def tokenize(text: str) -> list[str]:
     """Return the canonical tokens of `text`, in linear time."""
     text = _CIRCLE.sub(DEGREE, text.translate(_UNICODE))
     tokens: list[str] = []
-    groups: list[bool] = []  # for each open brace, whether it belongs to \text
+    groups: list[str] = []  # for each open brace, the command of the group if it is \text or \boxed
     before = ""
     for token in _TOKEN.findall(text):
         previous, before = before, before if token.isspace() else token
-        if (
-            token.isspace()
-            or token in _TEXT
-            or token in _IGNORED
-            or (token == "." and previous in (r"\left", r"\right"))
-        ):
+        if token in _SKIPPED or token.isspace() or (token == "." and previous in (r"\left", r"\right")):
             continue
         if token == "{":
-            groups.append(previous in _TEXT)
+            groups.append(previous if previous in _TEXT or previous in _BOXES else "")
             tokens += [] if groups[-1] else ["{"]
         elif token == "}":
             tokens += [] if groups and groups.pop() else ["}"]
         elif token.isascii() and token.isalpha():
             tokens += _tokenize_letters(
                 token,
-                in_text=any(groups) or previous in _TEXT,
-                after_number=bool(tokens) and (tokens[-1][0].isdigit() or tokens[-1] == f"{WORD}sq"),
+                in_text=previous in _TEXT or not _TEXT.isdisjoint(groups),
+                before=tokens[-1] if tokens else "",
             )
         elif named := _NAMED.match(token):
             tokens.append(rf"\{named[1].replace('Bbb', 'mathbb')}{named[2]}")
@@ -160,23 +193,19 @@ def tokenize(text: str) -> list[str]:
     return _merge_tokens(tokens)
 
 
-def _tokenize_letters(letters: str, in_text: bool, after_number: bool) -> list[str]:
+def _tokenize_letters(letters: str, in_text: bool, before: str) -> list[str]:
     """Return the tokens of a run of letters: a word, a command, capitals, or the letters of a product.
 
     A run of more than two letters counts as a product only if the letters are in alphabetical order; otherwise it is a
     word, because as products "stop" and "pots" would be equal.
     """
     word = letters.lower()
+    singular = word.removesuffix("s")
     if word in _WORDS:
         return [_WORDS[word]]
-    if word in _NUMBERS:
-        return [f"{_NUMBERS.index(word)}"]
-    if after_number and word in _LARGE:
-        return [r"\cdot", f"{_LARGE[word]}"]
-    if word in ("am", "pm") and (after_number or in_text):
-        return [WORD + word]
-    if letters in _CURRENCY_CODES or (after_number and letters in _SHORT_UNITS):
-        return [WORD + letters]
+    follows = before[:1].isdigit() or before in _BEFORE_UNIT or (before in ("}", ")") and singular in _LARGE)
+    if follows and (tokens := _AFTER_NUMBER.get(letters if len(letters) < 4 else singular)):
+        return tokens
     if letters in _PLAIN_NAMES and not (in_text and letters in ("pi", "oo")):
         return [_PLAIN_NAMES[letters]]
     if in_text and letters not in ("e", "i"):
@@ -193,7 +222,9 @@ def _merge_tokens(tokens: list[str]) -> list[str]:
     the end."""
     merged: list[str] = []
     for token in tokens:
-        if merged and merged[-1] == r"\not":
+        if merged and merged[-1].lower() in _NEGATIVE and (len(token) == 1 or token[0] in "\\0123456789"):
+            merged[-1:] = ["-", token]
+        elif merged and merged[-1] == r"\not":
             merged[-1] = r"\ne" if token == "=" else rf"\not{token}"
         elif len(merged) > 1 and merged[-2] in (r"\angle", r"\triangle") and token.isupper() and merged[-1].isupper():
             merged[-1] += token

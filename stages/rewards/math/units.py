@@ -11,15 +11,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cache
 
-from penstock.stages.rewards.math.latex import FUNCTIONS, Node
+from penstock.stages.rewards.math.latex import Node, TokenReader
 from penstock.stages.rewards.math.numeric import same_value
-from penstock.stages.rewards.math.tokens import DEGREE, WORD
+from penstock.stages.rewards.math.tokens import DEGREE, FUNCTIONS, WORD
 
 _UNITS = (  # "names = size base units"
     "m meter metre = 1 m; in inch inche = 127/5000 m; ft foot feet = 381/1250 m; yd yard = 1143/1250 m; "
     "mi mile = 201168/125 m; g gram gm = 1 g; lb pound = 45359237/100000 g; oz ounce = 45359237/1600000 g; "
     "s second sec = 1 s; min minute = 60 s; h hour hr = 3600 s; day = 86400 s; week = 604800 s; "
+    "month = 1 month; year yr = 12 month; Nm = 1000 g m2 s-2; Wh = 3600000 g m2 s-2; "
     "L l liter litre = 1/1000 m3; cc = 1/1000000 m3; N newton = 1000 g m s-2; J joule = 1000 g m2 s-2; "
     "W watt = 1000 g m2 s-3; Pa pascal = 1000 g m-1 s-2; Hz hertz = 1 s-1; A ampere amp = 1 A; C coulomb = 1 A s; "
     r"V volt = 1000 g m2 s-3 A-1; \Omega ohm = 1000 g m2 s-3 A-2; F farad = 1/1000 g-1 m-2 s4 A2; K kelvin = 1 K; "
@@ -33,15 +35,14 @@ _PREFIXES = {
     "milli": -3, "micro": -6, "nano": -9, "pico": -12, "centi": -2, "deci": -1,
 }  # fmt: skip
 _WITH_PREFIX = (  # symbols and words that may have a prefix
-    r"m g s L l N J W Pa Hz A C V \Omega F eV mol meter metre gram liter litre second newton joule watt pascal hertz "
-    "ampere coulomb volt ohm farad electronvolt"
+    r"m g s L l N J Wh W Pa Hz A C V \Omega F eV mol meter metre gram liter litre second newton joule watt pascal "
+    "hertz ampere coulomb volt ohm farad electronvolt"
 )
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _TEMPERATURES = {"c": "celsius", "f": "fahrenheit", "celsius": "celsius", "fahrenheit": "fahrenheit"}
 _CURRENCIES = ("$", "€", "£", "₹", "¥", "usd", "eur", "gbp", "inr", "jpy")
-_UNIT_SYMBOLS = (DEGREE, "%", "¢", "'", r"\$", "€", "£", "₹", "¥")
+_UNIT_SYMBOLS = (DEGREE, "%", "¢", r"\$", "€", "£", "₹", "¥")
 _CLOSING = {"{": "}", "(": ")"}
-_MAX_POWER = 9  # of a unit
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,14 @@ def _read_table() -> dict[str, Unit]:
 
 
 _TABLE = _read_table()
+_EXPONENT = re.compile(r"\^(?:(-?\d)(?!\d)|\{(-?\d)\})")
 _BASE_UNITS = {name for unit in _TABLE.values() for name in unit.powers}
 
 
-def _known_unit(name: str) -> Unit | None:
-    """Return the unit with a symbol or word such as km, kilometers or hours, or None."""
-    for spelling in (name, name.lower(), name.lower().removesuffix("s")):
+@cache
+def known_unit(name: str) -> Unit | None:
+    """Return the unit with a symbol or word such as km, kilometers or hours, or None. Symbols are case-sensitive."""
+    for spelling in (name, name.lower(), name.lower().removesuffix("s")) if len(name) > 2 else (name,):
         if spelling in _TABLE:
             return _TABLE[spelling]
         for symbol in _WITH_PREFIX.split():
@@ -85,20 +88,13 @@ def _known_unit(name: str) -> Unit | None:
     return None
 
 
-class _UnitParser:
+class _UnitParser(TokenReader):
     """Parse unit = power (("/" | "per" | "·" | nothing) power)*, where a power is a name, a group or a fraction, with
     an exponent. With `letters`, known symbols need not be inside \\text: the m in `5 m`."""
 
     def __init__(self, tokens: Sequence[str], position: int, letters: bool) -> None:
-        self.tokens, self.position, self.letters = tokens, position, letters
-
-    def peek_token(self) -> str:
-        return self.tokens[self.position] if self.position < len(self.tokens) else ""
-
-    def accept_token(self, *accepted: str) -> str:
-        token = self.peek_token()
-        self.position += token in accepted and token != ""
-        return token if token in accepted else ""
+        super().__init__(tokens, position)
+        self.letters = letters
 
     def parse_unit(self) -> Unit | None:
         """Return the unit at the current position, or None."""
@@ -106,9 +102,9 @@ class _UnitParser:
         power = 1
         while True:
             before = self.position
-            if self.accept_token("/", WORD + "per"):
+            if self.accept("/") or self.accept(WORD + "per"):
                 power = -1
-            elif self.accept_token(r"\cdot", "-", "."):
+            elif self.accept(r"\cdot") or self.accept("-") or self.accept("."):
                 continue
             if (factor := self.parse_power()) is None:
                 self.position = before
@@ -117,29 +113,21 @@ class _UnitParser:
 
     def parse_power(self) -> Unit | None:
         power = 1
-        while (word := self.peek_token().removeprefix(WORD).lower()) in ("square", "sq", "cubic", "cu"):
+        while (word := self.peek().removeprefix(WORD).lower()) in ("square", "sq", "cubic", "cu"):
             self.position += 1
             power, self.letters = _POWERS[word], True
         if (unit := self.parse_name()) is None:
             return None
-        if (word := self.peek_token().removeprefix(WORD)) in ("squared", "cubed"):
+        if (word := self.peek().removeprefix(WORD)) in ("squared", "cubed"):
             self.position += 1
             power = _POWERS[word]
-        elif self.accept_token("^"):
-            braced, minus = self.accept_token("{"), self.accept_token("-")
-            digits = self.peek_token()
-            if not digits.isdecimal() or int(digits[:2]) > _MAX_POWER:
-                return None
-            self.position += 1
-            power = -int(digits) if minus else int(digits)
-            if braced and not self.accept_token("}"):
-                return None
+        elif exponent := _EXPONENT.match("".join(self.tokens[self.position : self.position + 5])):
+            power = int(exponent[1] or exponent[2])
+            self.position += 2 + ("-" in exponent[0]) + 2 * ("{" in exponent[0])
         return Unit().times(unit, power)
 
     def parse_name(self) -> Unit | None:
-        token = self.peek_token()
-        if not token:
-            return None
+        token, before = self.peek(), self.peek(-1)
         name = "$" if token == r"\$" else token.removeprefix(WORD)
         self.position += 1
         if token == r"\frac":
@@ -147,24 +135,21 @@ class _UnitParser:
             return top.times(bottom, -1) if top and bottom else None
         if token in _CLOSING:
             unit = self.parse_unit()
-            return unit if unit and self.accept_token(_CLOSING[token]) else None
-        following = self.peek_token().removeprefix(WORD)
+            return unit if unit and self.accept(_CLOSING[token]) else None
+        following = self.peek().removeprefix(WORD)
         if (token == DEGREE or name.lower() in ("degree", "degrees")) and following.lower() in _TEMPERATURES:
             self.position += 1
             return _TABLE[_TEMPERATURES[following.lower()]]
         if token == r"\mu" or (following == r"\Omega" and name in _PREFIXES):
             self.position += 1
-            return _known_unit(("μ" if token == r"\mu" else name) + following)
-        if token in _UNIT_SYMBOLS or token.startswith(WORD):
-            return _known_unit(name) or Unit(powers={name.lower().removesuffix("s"): 1})
-        before = self.tokens[self.position - 2] if self.position > 1 else ""
+            return known_unit(("μ" if token == r"\mu" else name) + following)
         if token == "a" and before == f"{WORD}of":
             return Unit()
-        return (
-            _known_unit(name)
-            if (self.letters or before[:1] in ("/", WORD)) and (token.isalpha() or token == r"\Omega")
-            else None
-        )
+        if token.startswith(WORD):
+            return known_unit(name) or (Unit(powers={name.lower().removesuffix("s"): 1}) if len(name) > 1 else None)
+        is_symbol = token in _UNIT_SYMBOLS or (token == "'" and (before == DEGREE or before[:1].isdigit()))
+        is_letter = (self.letters or before[:1] in ("/", WORD)) and (token.isalpha() or token == r"\Omega")
+        return known_unit(name) if is_symbol or is_letter else None
 
 
 def split_unit(tokens: Sequence[str], letters: bool = False) -> tuple[list[str], Unit | None]:
@@ -174,7 +159,7 @@ def split_unit(tokens: Sequence[str], letters: bool = False) -> tuple[list[str],
     unit = None
     for index, token in enumerate(tokens[:2]):
         if (name := token.lstrip(WORD + "\\")).lower() in _CURRENCIES and len(tokens) > 1:
-            unit = _known_unit(name)
+            unit = known_unit(name)
             del tokens[index]
             break
     begin = _begin_of_unit(tokens, letters)
@@ -188,7 +173,7 @@ def split_unit(tokens: Sequence[str], letters: bool = False) -> tuple[list[str],
 def join_compound(tokens: Sequence[str]) -> list[str] | None:
     """Return `2 hours 30 minutes` as the tokens of (2 + 30 · (1/60)) hours, or None if the tokens are not such a
     quantity."""
-    if not any(token.startswith(WORD) or token in _UNIT_SYMBOLS for token in tokens):
+    if not any(token.startswith(WORD) or token in _UNIT_SYMBOLS or token == "'" for token in tokens):
         return None
     begin = _begin_of_unit(tokens, True)
     parser = _UnitParser(tokens, begin, True)
@@ -212,6 +197,7 @@ def _begin_of_unit(tokens: Sequence[str], letters: bool) -> int:
         if (
             token.startswith(WORD)
             or token in _UNIT_SYMBOLS
+            or (token == "'" and begin and (tokens[begin - 1] == DEGREE or tokens[begin - 1][0].isdigit()))
             or (letters and begin and _is_letter_after_value(tokens, begin))
         ):
             while begin and tokens[begin - 1] in ("{", "^", r"\frac", r"\cdot", "(", r"\mu", "/"):
@@ -241,25 +227,14 @@ def same_quantity(left: Node, left_unit: Unit | None, right: Node, right_unit: U
     The units must measure the same, or one value must have no unit; 50 % is equal to 50 and to 0.5, and 30° to 30 and
     to pi/6.
     """
-    if left_unit and right_unit and left_unit.powers and right_unit.powers:
-        if left_unit.powers == right_unit.powers:
-            return same_value(_times(left, left_unit.size / right_unit.size), right)
-        if _TABLE["£"] in (left_unit, right_unit) and _TABLE["pound"] in (left_unit, right_unit):
-            return same_value(left, right)
-        return (
-            _is_angle(left_unit)
-            and _is_angle(right_unit)
-            and same_value(_plain(left, left_unit), _plain(right, right_unit))
-        )
-    return (
-        same_value(left, right)
-        or (_plain(left, left_unit) != left and same_value(_plain(left, left_unit), right))
-        or (_plain(right, right_unit) != right and same_value(left, _plain(right, right_unit)))
-    )
-
-
-def _is_angle(unit: Unit) -> bool:
-    return unit.powers in ({"°": 1}, {"rad": 1})
+    plain = _plain(left, left_unit), _plain(right, right_unit)
+    if not (left_unit and right_unit and left_unit.powers and right_unit.powers):
+        return any(same_value(*nodes) for nodes in dict.fromkeys(((left, right), (plain[0], right), (left, plain[1]))))
+    if left_unit.powers == right_unit.powers:
+        return same_value(_times(left, left_unit.size / right_unit.size), right)
+    if _TABLE["£"] in (left_unit, right_unit) and _TABLE["pound"] in (left_unit, right_unit):
+        return same_value(left, right)
+    return {*left_unit.powers, *right_unit.powers} == {"°", "rad"} and same_value(*plain)
 
 
 def _times(node: Node, factor: Fraction) -> Node:
