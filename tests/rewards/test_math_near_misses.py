@@ -1,0 +1,21 @@
+"""Comparison of mathematical answers: near misses and unusual spellings by kind, written by hand."""
+
+import pytest
+
+from penstock.stages.rewards.builtin.math_answer import same_answer
+from tests.rewards.answer_near_misses import KINDS
+
+REFUSED = {  # equal, but the grader does not know
+    (r"[1,2]\cup[2,3]", "[1,3]"), (r"\pm 0", "0"), (r"180^\circ-x", "180-x"), (r"7\bmod 3", "1"),
+    (r"\max(a,b)", r"\max\{a,b\}"), (r"\vec{AB}", r"\overrightarrow{AB}"), ("The area is 12", "12"), ("half", "1/2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", [pair for equal, _ in KINDS.values() for pair in equal if pair not in REFUSED])
+def test_spellings_of_one_answer_are_equal_both_ways(pair: tuple[str, str]) -> None:
+    assert same_answer(*pair) and same_answer(*pair[::-1])
+
+
+@pytest.mark.parametrize("pair", [pair for _, different in KINDS.values() for pair in different])
+def test_answers_that_differ_in_one_detail_are_different_both_ways(pair: tuple[str, str]) -> None:
+    assert not same_answer(*pair) and not same_answer(*pair[::-1])
