@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "megatron-core", "sglang", "flash-attn-4", "triton", "ray", "prefect")
+PACKAGES = ("torch", "megatron-core", "sglang", "flash-attn-4", "triton", "ray", "prefect", "transformers", "trl")
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:

@@ -3,21 +3,34 @@ part, rewards, the gap of each round, and the held-out accuracy with its 95 % in
 
     python examples/smollm2/model.py model && python examples/smollm2/data.py data
     python benchmarks/gpu/real_model.py DIRECTORY --model model --data data [--seed 0] [--rounds 100] [-- OPTIONS]
+    python benchmarks/gpu/real_model.py DIRECTORY --model model --data data --kills 10 --replay 0,50,99 [-- OPTIONS]
 
 OPTIONS are further options of `penstock train`, such as --advantage-estimator gspo. The recipe is that of the example,
 whose reward is imported from the current directory: run this in the root of the repository. The parts of a round are
 medians over all rounds but the first two.
+
+--kills N kills trainer, engine and driver with SIGKILL, N times in all, equally often, in rounds and moments drawn from
+the seed; the driver is started again at once. A kill costs the time of its round and the next one, including their
+evaluation and checkpoint, less twice the median round. --replay verifies the run and trains the named rounds again.
 """
 
 from __future__ import annotations
 
+import json
+import random
 import statistics
 import subprocess
 import sys
 import time
+from bisect import bisect
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TextIO
 
+from scaling_runs import KILLS, PENSTOCK, POLL_SECONDS, kill_one
+
+from penstock.flows.commands.demo_kill import EQUAL, num_trained
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys
 from penstock.storage.store import Store
 
@@ -34,6 +47,7 @@ GAP = "train/train_rollout_logprob_abs_diff"
 CURVES = ("rollout/raw_reward", "rollout/rewards/correct", "rollout/response_len/mean", "train/grad_norm", GAP)
 ENERGY = ("perf/rollout_energy_joules", "perf/train_energy_joules")
 BLOCK = 10  # rounds of which a mean is reported
+KILL_DELAY = 2.0  # seconds after the update of a round in which a process is killed: about a round
 
 
 def main() -> int:
@@ -44,44 +58,156 @@ def main() -> int:
     parser.add_argument("--name", default="grpo", help="name of the run, followed by its seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=0, help="number of kills, at most one in three rounds")
+    parser.add_argument("--replay", help='rounds to replay after the run: "0,50,99" or "all"')
     options = parse_options(parser)
+    if options.kills * 3 > options.rounds:
+        parser.error(f"--kills {options.kills} needs at least {options.kills * 3} --rounds, found {options.rounds}")
     run = f"{options.name}-seed{options.seed}"
     options.directory.mkdir(parents=True, exist_ok=True)
     start = time.time()
-    lines = run_training(run, options)
+    lines, kills = run_training(run, options)
+    seconds = round(time.time() - start, 1)
     store, keys = Store(str(options.directory / run)), RunKeys(run)
     rollouts = [read_commit(store, keys.rollout_prefix(r)) for r in range(options.rounds)]
     steps = [read_commit(store, keys.step_prefix(r)) for r in range(options.rounds)]
     figures = {
-        "wall seconds": round(time.time() - start, 1),
+        "wall seconds": seconds,
         "seconds from the start": start_times(store, keys, start),
         "lines of the start": [line for line in lines if line[0] < steps[0].created_at - start + 1],
         "rounds": describe_rounds(store, keys, rollouts, steps),
         "held out": {task: held_out(store, keys, task, options.rounds) for task in TASKS},
     }
+    if kills:
+        figures["kills"] = describe_kills(kills, [step.created_at for step in steps])
+    if options.replay:
+        figures["verify and replay"] = verify_and_replay(run, options)
     figures["settings of the model"] = {"model": str(options.model), "data": str(options.data)}
     options.model = options.data = None  # paths of this machine
     write_report(options, figures)
     return 0
 
 
-def run_training(run: str, options: Any) -> list[tuple[float, str]]:
-    """Run `penstock train` to its end. Return its lines, each with the seconds from the start at which it came."""
-    words = ["--config", RECIPE, "--run", run, "--store", options.directory / run, "--hf-checkpoint", options.model]
-    words += ["--prompt-data", options.data / "train.jsonl", "--num-rollout", options.rounds]
+Lines = list[tuple[float, str]]  # seconds from the start, line
+Kill = tuple[float, str]  # time, target
+
+
+def run_training(run: str, options: Any) -> tuple[Lines, list[Kill]]:
+    """Run `penstock train` to its end, and kill its processes meanwhile. Return its lines and the kills."""
+    words = ["train", "--config", RECIPE, "--run", run, "--store", options.directory / run]
+    words += ["--hf-checkpoint", options.model, "--num-rollout", options.rounds]
+    words += ["--prompt-data", options.data / "train.jsonl"]
     for task in TASKS:
         words += ["--eval-prompt-data", task, options.data / f"heldout-{task}.jsonl"]
     words += ["--seed", options.seed, "--rollout-seed", options.seed, *options.train_options]
-    start, lines = time.time(), []
+    waiting, kills, lines = plan_kills(options.kills, options.rounds, options.seed), [], []
     with (options.directory / f"{run}.log").open("w", encoding="utf-8") as log:
-        command = [sys.executable, "-m", "penstock", "train", *map(str, words)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        start = time.time()
+        process, reader = start_command(words, start, lines, log)
+        while process.poll() is None:
+            time.sleep(POLL_SECONDS)
+            if not waiting or num_trained(str(options.directory / run), RunKeys(run)) <= waiting[0][0]:
+                continue
+            _, delay, target = waiting[0]
+            time.sleep(delay)
+            at = time.time()
+            if kill(process, target):
+                print(round(at - start, 2), f"killed: {target}", file=log, flush=True)
+                kills.append((at, target))
+                waiting.pop(0)
+                if target == "driver":
+                    process, reader = start_command(words, start, lines, log)
+        reader.join()
+    if process.returncode:
+        raise SystemExit(f"run {run} failed with exit code {process.returncode}: see {options.directory / run}.log")
+    return lines, kills
+
+
+def start_command(words: list[Any], start: float, lines: Lines, log: TextIO) -> tuple[subprocess.Popen[str], Thread]:
+    """Start a `penstock` command. A thread appends its lines to `lines` and to the log."""
+    command = [*PENSTOCK, *map(str, words)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+
+    def read() -> None:
         for line in process.stdout or ():
             lines.append((round(time.time() - start, 2), line.rstrip()[:160]))
             print(*lines[-1], file=log, flush=True)
-    if process.wait():
-        raise SystemExit(f"run {run} failed with exit code {process.returncode}: see {options.directory / run}.log")
-    return lines
+
+    reader = Thread(target=read, daemon=True)
+    reader.start()
+    return process, reader
+
+
+def plan_kills(number: int, rounds: int, seed: int) -> list[tuple[int, float, str]]:
+    """Return round, seconds after its update, and target of each kill. Some rounds follow each."""
+    rng = random.Random(seed)
+    targets = [KILLS[index % len(KILLS)] for index in range(number)]
+    rng.shuffle(targets)
+    span = rounds // max(number, 1)
+    return [
+        (index * span + rng.randrange(max(1, span - 4)), rng.uniform(0, KILL_DELAY), target)
+        for index, target in enumerate(targets)
+    ]
+
+
+def kill(process: subprocess.Popen[str], target: str) -> bool:
+    """Kill a process of a kind with SIGKILL, and return whether there was one. The driver's children end by themselves
+    while it starts again."""
+    if target != "driver":
+        return kill_one(process.pid, target)
+    if process.poll() is not None:
+        return False
+    process.kill()
+    process.wait()
+    return True
+
+
+def describe_kills(kills: list[Kill], updates: list[float]) -> dict[str, Any]:
+    """Return the seconds lost to each kill.
+
+    Args:
+        kills: time and target of each kill.
+        updates: time at which the update of each round was committed.
+    """
+    usual = statistics.median(after - before for before, after in pairwise(updates))
+    recoveries, end = [], len(updates) - 1
+    for at, target in kills:
+        if (interrupted := bisect(updates, at)) > end:
+            continue  # killed after the last update
+        following = min(interrupted + 1, end)
+        lost = updates[following] - updates[interrupted - 1] - (following - interrupted + 1) * usual
+        seconds = {"seconds to its update": round(updates[interrupted] - at, 2), "seconds lost": round(lost, 2)}
+        recoveries.append({"round": interrupted, "target": target, **seconds})
+    means = {
+        name: round(statistics.fmean(r["seconds lost"] for r in recoveries if r["target"] == name), 2)
+        for name in sorted({r["target"] for r in recoveries})
+    }
+    total = round(sum(r["seconds lost"] for r in recoveries), 2)
+    return {"recoveries": recoveries, "mean seconds lost by target": means, "seconds lost": total}
+
+
+def verify_and_replay(run: str, options: Any) -> dict[str, Any]:
+    """Return the last line of `penstock verify`, and the verdict of the replay of each of the rounds of --replay."""
+    where = [run, "--store", str(options.directory / run)]
+    audit = subprocess.run([*PENSTOCK, "verify", *where], capture_output=True, text=True, check=False)
+    every = range(options.rounds)
+    asked = every if options.replay == "all" else sorted(map(int, options.replay.split(",")))
+    verdicts: dict[str, str] = {}
+    for last in reversed(asked):
+        if str(last) in verdicts:
+            continue  # replayed on the way from a checkpoint to a later round
+        first, report = 0 if asked is every else last, options.directory / f"{run}-replay.json"
+        words = ["replay", *where, "--from", str(first), "--to", str(last + 1), "--json", str(report)]
+        report.unlink(missing_ok=True)
+        with (options.directory / f"{run}-replay.log").open("a") as log:
+            subprocess.run([*PENSTOCK, *words], stdout=log, stderr=subprocess.STDOUT, check=False)
+        replayed = json.loads(report.read_text()) if report.exists() else {str(last): {"verdict": "not replayed"}}
+        verdicts |= {r: entry["verdict"] for r, entry in replayed.items()}
+    return {
+        "verify": (audit.stdout.splitlines() or audit.stderr.splitlines())[-1],
+        "rounds that are equal bit for bit": f"{list(verdicts.values()).count(EQUAL)} of {len(verdicts)}",
+        "verdicts of --replay": {r: verdicts[str(r)] for r in asked},
+    }
 
 
 def start_times(store: Store, keys: RunKeys, start: float) -> dict[str, float]:
@@ -110,10 +236,6 @@ def describe_rounds(store: Store, keys: RunKeys, rollouts: list[Commit], steps: 
     curves = {name: [summary[name] for summary in summaries] for name in CURVES}
     tokens = [s["rollout/response_len/mean"] * s["rollout/num_samples"] for s in summaries]
     total_tokens = [s["rollout/total_lengths"] * s["rollout/num_samples"] for s in summaries]
-    means = {
-        name: [round(statistics.fmean(values[at : at + BLOCK]), 5) for at in range(0, len(values), BLOCK)]
-        for name, values in curves.items()
-    }
     return {
         "median seconds by part": {name: round(value, 4) for name, value in median_seconds(parts).items()},
         "slowest and fastest round": [round(f(part["round"] for part in parts), 3) for f in (max, min)],
@@ -124,9 +246,16 @@ def describe_rounds(store: Store, keys: RunKeys, rollouts: list[Commit], steps: 
             [total_tokens[r] / steps[r].seconds["update"] for r in measured]
         ),
         "kilojoules of the GPU": {name: energy(summaries, name) for name in ENERGY},
-        f"means of {BLOCK} rounds": means,
+        f"means of {BLOCK} rounds": block_means(curves),
         "gap of each round": [round(value, 5) for value in curves[GAP]],
         "rounds with a NaN": sum(any(value != value for value in summary.values()) for summary in summaries),
+    }
+
+
+def block_means(curves: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {
+        name: [round(statistics.fmean(values[at : at + BLOCK]), 5) for at in range(0, len(values), BLOCK)]
+        for name, values in curves.items()
     }
 
 
