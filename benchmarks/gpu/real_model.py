@@ -63,7 +63,7 @@ def main() -> int:
     options = parse_options(parser)
     if options.kills * 3 > options.rounds:
         parser.error(f"--kills {options.kills} needs at least {options.kills * 3} --rounds, found {options.rounds}")
-    run = f"{options.name}-seed{options.seed}"
+    run, ranges = f"{options.name}-seed{options.seed}", replay_ranges(options.replay, options.rounds)
     options.directory.mkdir(parents=True, exist_ok=True)
     start = time.time()
     lines, kills = run_training(run, options)
@@ -80,8 +80,8 @@ def main() -> int:
     }
     if kills:
         figures["kills"] = describe_kills(kills, [step.created_at for step in steps])
-    if options.replay:
-        figures["verify and replay"] = verify_and_replay(run, options)
+    if ranges:
+        figures["verify and replay"] = verify_and_replay(run, options.directory, ranges)
     figures["settings of the model"] = {"model": str(options.model), "data": str(options.data)}
     options.model = options.data = None  # paths of this machine
     write_report(options, figures)
@@ -186,28 +186,35 @@ def describe_kills(kills: list[Kill], updates: list[float]) -> dict[str, Any]:
     return {"recoveries": recoveries, "mean seconds lost by target": means, "seconds lost": total}
 
 
-def verify_and_replay(run: str, options: Any) -> dict[str, Any]:
-    """Return the last line of `penstock verify`, and the verdict of the replay of each of the rounds of --replay."""
-    where = [run, "--store", str(options.directory / run)]
-    audit = subprocess.run([*PENSTOCK, "verify", *where], capture_output=True, text=True, check=False)
-    every = range(options.rounds)
-    asked = every if options.replay == "all" else sorted(map(int, options.replay.split(",")))
-    verdicts: dict[str, str] = {}
-    for last in reversed(asked):
-        if str(last) in verdicts:
-            continue  # replayed on the way from a checkpoint to a later round
-        first, report = 0 if asked is every else last, options.directory / f"{run}-replay.json"
-        words = ["replay", *where, "--from", str(first), "--to", str(last + 1), "--json", str(report)]
+def verify_and_replay(run: str, directory: Path, ranges: list[tuple[int, int]]) -> dict[str, Any]:
+    """Return the last line of `penstock verify`, and the verdict of the replay of each round of the ranges and of those
+    from the checkpoint before. All processes run at the same time."""
+    where = [run, "--store", str(directory / run)]
+    reports = [directory / f"{run}-replay-{first}.json" for first, _ in ranges]
+    processes = []
+    for (first, last), report in zip(ranges, reports, strict=True):
         report.unlink(missing_ok=True)
-        with (options.directory / f"{run}-replay.log").open("a") as log:
-            subprocess.run([*PENSTOCK, *words], stdout=log, stderr=subprocess.STDOUT, check=False)
-        replayed = json.loads(report.read_text()) if report.exists() else {str(last): {"verdict": "not replayed"}}
-        verdicts |= {r: entry["verdict"] for r, entry in replayed.items()}
+        words = ["replay", *where, "--from", str(first), "--to", str(last), "--json", str(report)]
+        with report.with_suffix(".log").open("w") as log:
+            processes.append(subprocess.Popen([*PENSTOCK, *words], stdout=log, stderr=subprocess.STDOUT))
+    audit = subprocess.run([*PENSTOCK, "verify", *where], capture_output=True, text=True, check=False)
+    for process in processes:
+        process.wait()
+    verdicts: dict[int, str] = {first: "not replayed" for first, _ in ranges}
+    for report in filter(Path.exists, reports):
+        verdicts |= {int(r): replayed["verdict"] for r, replayed in json.loads(report.read_text()).items()}
     return {
         "verify": (audit.stdout.splitlines() or audit.stderr.splitlines())[-1],
         "rounds that are equal bit for bit": f"{list(verdicts.values()).count(EQUAL)} of {len(verdicts)}",
-        "verdicts of --replay": {r: verdicts[str(r)] for r in asked},
+        "verdicts": {r: verdicts[r] for r in sorted(verdicts)},
     }
+
+
+def replay_ranges(text: str | None, rounds: int) -> list[tuple[int, int]]:
+    """Return the ranges of policy versions that replay the rounds of --replay."""
+    if text == "all":
+        return [(0, rounds)]
+    return [(int(word), int(word) + 1) for word in text.split(",")] if text else []
 
 
 def start_times(store: Store, keys: RunKeys, start: float) -> dict[str, float]:
