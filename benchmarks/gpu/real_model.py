@@ -80,11 +80,12 @@ def main() -> int:
     }
     if kills:
         figures["kills"] = describe_kills(kills, [step.created_at for step in steps])
-    if ranges:
-        figures["verify and replay"] = verify_and_replay(run, options.directory, ranges)
     figures["settings of the model"] = {"model": str(options.model), "data": str(options.data)}
     options.model = options.data = None  # paths of this machine
     write_report(options, figures)
+    if ranges:
+        figures["verify and replay"] = verify_and_replay(run, options.directory, ranges)
+        write_report(options, figures)
     return 0
 
 
@@ -103,6 +104,7 @@ def run_training(run: str, options: Any) -> tuple[Lines, list[Kill]]:
     waiting, kills, lines = plan_kills(options.kills, options.rounds, options.seed), [], []
     with (options.directory / f"{run}.log").open("w", encoding="utf-8") as log:
         start = time.time()
+        print(0.0, f"start, {start:.1f} s since the epoch", file=log, flush=True)
         process, reader = start_command(words, start, lines, log)
         while process.poll() is None:
             time.sleep(POLL_SECONDS)
