@@ -11,11 +11,12 @@ REFUSED = {  # equal, but the grader does not know
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("pair", [pair for equal, _ in KINDS.values() for pair in equal if pair not in REFUSED])
-def test_spellings_of_one_answer_are_equal_both_ways(pair: tuple[str, str]) -> None:
-    assert same_answer(*pair) and same_answer(*pair[::-1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_spellings_of_one_answer_are_equal_both_ways(kind: str) -> None:
+    equal = [pair for pair in KINDS[kind][0] if pair not in REFUSED]
+    assert [pair for pair in equal if not (same_answer(*pair) and same_answer(*pair[::-1]))] == []
 
 
-@pytest.mark.parametrize("pair", [pair for _, different in KINDS.values() for pair in different])
-def test_answers_that_differ_in_one_detail_are_different_both_ways(pair: tuple[str, str]) -> None:
-    assert not same_answer(*pair) and not same_answer(*pair[::-1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_that_differ_in_one_detail_are_different_both_ways(kind: str) -> None:
+    assert [pair for pair in KINDS[kind][1] if same_answer(*pair) or same_answer(*pair[::-1])] == []
