@@ -59,6 +59,22 @@ MODEL_SIZES = [
 ]
 
 
+def default_args(options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
+    """Return flags that apply where the user gives no other value: engines compute in the data type of the trained
+    weights. SGLang would choose that of the checkpoint, and fp16 for an fp32 one. Beside fp8 weights only 16 bits are
+    possible, and FlashAttention, SGLang's default on GPUs, does not compute in fp32."""
+    dtype = options.params_dtype or ("bf16" if has_gpus else "fp32")
+    if dtype == "bf16" or options.spec.args.get("quantization") or stores_quantized_weights(options):
+        return {"dtype": "bfloat16"}
+    return {"dtype": "float32", "attention_backend": "triton"} if has_gpus else {"dtype": "float32"}
+
+
+def stores_quantized_weights(options: EngineOptions) -> bool:
+    """Return whether the checkpoint that the engines load has quantized weights."""
+    config = Path(options.spec.model_path) / "config.json"
+    return config.is_file() and bool(read_config(config).get("quantization_config"))
+
+
 class SGLangBackend(EngineBackend):
     """The implementation of `EngineBackend` for SGLang."""
 
@@ -81,7 +97,7 @@ class SGLangBackend(EngineBackend):
 
     def server_args(self, options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
         self.check_gpus(options, has_gpus=has_gpus)
-        args = options.spec.args
+        args = default_args(options, has_gpus=has_gpus) | options.spec.args
         if options.return_experts:
             args = add_return_experts_flag(args)
         if options.sampling_seeds:
@@ -192,18 +208,19 @@ class SGLangBackend(EngineBackend):
         share = args.get("mem_fraction_static")
         if share is not None and not (type(share) in (int, float) and 0 < share < 1):
             raise EngineError(f"--sglang-mem-fraction-static takes a number between 0 and 1; found {str(share)[:80]!r}")
-        quantized, dtype = args.get("quantization"), str(args.get("dtype", "auto"))
-        config = Path(options.spec.model_path) / "config.json"
-        if config.is_file() and read_config(config).get("quantization_config"):
+        dtype = (default_args(options, has_gpus=True) | args)["dtype"]
+        bytes_per_element = 4 if dtype in ("float", "float32") else 2
+        bytes_per_weight: float = bytes_per_element
+        if stores_quantized_weights(options):
             bytes_per_weight = mean_bytes_per_weight(shape)
-        else:
-            bytes_per_weight = 1 if quantized else 4 if dtype in ("float", "float32") else 2
+        elif args.get("quantization"):
+            bytes_per_weight = 1
         return estimate_engine_memory(
             shape,
             options.gpus_per_engine,
             round((share or STATIC_SHARE) * gpu_bytes),
             bytes_per_weight=bytes_per_weight,
-            bytes_per_kv_element=1 if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else 2,
+            bytes_per_kv_element=1 if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else bytes_per_element,
             num_draft_layers=shape.num_mtp_layers if drafts_with_mtp_layer(args) else 0,
         )
 

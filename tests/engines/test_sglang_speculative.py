@@ -99,8 +99,8 @@ def test_mtp_layers_that_sglang_cannot_load_are_refused(models: Path, tmp_path: 
 
 def test_server_keeps_the_draft_layers_while_its_memory_is_released(models: Path) -> None:
     args = engine_backend().server_args(options(models / "glm4.5", NEXTN, offload=True), has_gpus=True)
-    assert args == NEXTN | {"enable_memory_saver": True, "enable_draft_weights_cpu_backup": True}
-    assert engine_backend().server_args(options(models / "glm4.5", NEXTN), has_gpus=True) == NEXTN
+    plain = engine_backend().server_args(options(models / "glm4.5", NEXTN), has_gpus=True)
+    assert args == plain | {"enable_memory_saver": True, "enable_draft_weights_cpu_backup": True} and args != plain
     assert "enable_draft_weights_cpu_backup" not in engine_backend().server_args(
         options(models / "glm4.5", {}, offload=True), has_gpus=True
     )

@@ -1,0 +1,165 @@
+"""Engines compute in the data type of the trained policy: their launch arguments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engines.backends import engine_backend
+from penstock.engines.families import shape_from_config
+from penstock.engines.options import EngineOptions
+from penstock.engines.serving.server import ServerSpec
+from penstock.engines.sglang.server import SGLangServer
+from penstock.flows.options.adapters import with_adapters
+from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.engine_options import engine_options, teacher_options
+from tests.engines.real_models import REAL_MODELS
+
+FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+
+
+def checkpoint(model: Path, directory: Path, **entries: Any) -> Path:
+    """A directory with the tiny model's config and these entries; its weights are not read."""
+    directory.mkdir(exist_ok=True)
+    config = json.loads((model / "config.json").read_text()) | entries
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def options_of(model: Path, *words: str) -> EngineOptions:
+    config = parse_config(["--run", "r", "--hf-checkpoint", str(model), "--num-rollout", "1", *words])
+    return with_adapters(engine_options(config), config, None)
+
+
+def command_of(options: EngineOptions, *, has_gpus: bool) -> list[str]:
+    """The command line of an engine's server."""
+    args = engine_backend().server_args(options, has_gpus=has_gpus)
+    return SGLangServer(options.spec.model_copy(update={"args": args})).command(30000)
+
+
+def values_of(command: list[str], flag: str) -> list[str]:
+    return [command[at + 1] for at, word in enumerate(command) if word == flag]
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("words", "on_gpus", "on_cpus"),
+    [
+        ([], "bfloat16", "float32"),
+        (["--params-dtype", "bf16"], "bfloat16", "bfloat16"),
+        (["--params-dtype", "fp32"], "float32", "float32"),
+        (["--bf16"], "bfloat16", "bfloat16"),
+    ],
+    ids=["default", "bf16", "fp32", "megatron-bf16"],
+)
+def test_engine_computes_in_the_dtype_of_the_policy_whatever_the_checkpoint_has(
+    words: list[str], on_gpus: str, on_cpus: str, stored: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    options = options_of(checkpoint(tiny_model, tmp_path, dtype=stored), *words)
+    assert values_of(command_of(options, has_gpus=True), "--dtype") == [on_gpus]
+    assert values_of(command_of(options, has_gpus=False), "--dtype") == [on_cpus]
+
+
+@pytest.mark.parametrize("given", ["auto", "half", "float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("words", [[], ["--params-dtype", "fp32"]], ids=["bf16", "fp32"])
+def test_dtype_given_by_the_user_replaces_that_of_the_policy(words: list[str], given: str, tiny_model: Path) -> None:
+    command = command_of(options_of(tiny_model, *words, "--sglang-dtype", given), has_gpus=True)
+    assert values_of(command, "--dtype") == [given]
+
+
+@pytest.mark.parametrize("words", [[], ["--lora-publish", "merged"]], ids=["adapter", "merged"])
+@pytest.mark.parametrize(("dtype", "expected"), [("bf16", "bfloat16"), ("fp32", "float32")])
+def test_engines_of_a_run_with_adapters_compute_in_the_dtype_of_the_policy(
+    words: list[str], dtype: str, expected: str, tiny_model: Path
+) -> None:
+    options = options_of(tiny_model, "--lora-rank", "4", "--params-dtype", dtype, *words)
+    assert (options.adapters is None) == bool(words)
+    assert values_of(command_of(options, has_gpus=True), "--dtype") == [expected]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("quantization", ["checkpoint", "flag"])
+def test_engine_with_fp8_weights_computes_in_bf16(
+    quantization: str, dtype: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    entries, words = ({"quantization_config": FP8}, []) if quantization == "checkpoint" else ({}, ["fp8"])
+    words = ["--params-dtype", dtype, *(["--sglang-quantization", *words] if words else [])]
+    command = command_of(options_of(checkpoint(tiny_model, tmp_path, **entries), *words), has_gpus=True)
+    assert values_of(command, "--dtype") == ["bfloat16"] and not values_of(command, "--attention-backend")
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(None, "bfloat16"), ("bf16", "bfloat16"), ("fp32", "float32")])
+def test_engine_of_the_teacher_computes_in_the_dtype_of_the_policy(
+    dtype: str | None, expected: str, tiny_model: Path, other_tiny_model: Path
+) -> None:
+    words = ["--use-opd", "--opd-type", "sglang", "--opd-teacher-load", str(other_tiny_model)]
+    words += ["--params-dtype", dtype] if dtype else []
+    words += ["--sglang-dtype", "half"]  # of the policy's engines only
+    config = parse_config(["--run", "r", "--hf-checkpoint", str(tiny_model), "--num-rollout", "1", *words])
+    teacher = teacher_options(config)
+    assert teacher is not None and teacher.spec.model_path == str(other_tiny_model.resolve())
+    assert values_of(command_of(teacher, has_gpus=True), "--dtype") == [expected]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--use-kl-loss", "--ref-load", "OTHER"], "bfloat16"),
+        (["--advantage-estimator", "ppo"], "bfloat16"),
+        (["--colocate", "--offload-rollout"], "bfloat16"),
+        (["--debug-rollout-only", "--params-dtype", "fp32"], "float32"),
+        (["--rollout-sampling-seeds"], "bfloat16"),
+    ],
+    ids=["reference", "critic", "offloaded", "without trainer", "seeds"],
+)
+def test_engine_beside_other_models_computes_in_the_dtype_of_the_policy(
+    words: list[str], expected: str, tiny_model: Path, other_tiny_model: Path
+) -> None:
+    options = options_of(tiny_model, *(str(other_tiny_model) if word == "OTHER" else word for word in words))
+    assert values_of(command_of(options, has_gpus=True), "--dtype") == [expected]
+
+
+@pytest.mark.parametrize(
+    ("words", "has_gpus", "expected"),
+    [
+        ([], True, []),
+        (["--params-dtype", "fp32"], True, ["triton"]),
+        (["--params-dtype", "fp32"], False, []),
+        (["--params-dtype", "fp32", "--sglang-attention-backend", "torch_native"], True, ["torch_native"]),
+        (["--sglang-attention-backend", "fa3"], True, ["fa3"]),
+    ],
+)
+def test_fp32_engine_on_a_gpu_does_not_use_flash_attention(
+    words: list[str], has_gpus: bool, expected: list[str], tiny_model: Path
+) -> None:
+    command = command_of(options_of(tiny_model, *words), has_gpus=has_gpus)
+    assert values_of(command, "--attention-backend") == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "args", "size"),
+    [
+        (None, {}, 2),
+        ("bf16", {}, 2),
+        ("fp32", {}, 4),
+        ("fp32", {"dtype": "auto"}, 2),
+        ("fp32", {"dtype": "bfloat16"}, 2),
+        ("bf16", {"dtype": "float32"}, 4),
+        ("bf16", {"dtype": "float"}, 4),
+    ],
+)
+def test_estimated_memory_follows_the_dtype_of_the_engine(dtype: Any, args: dict[str, Any], size: int) -> None:
+    model = REAL_MODELS["qwen3-0.6B"]
+    shape = shape_from_config({"architectures": [model.architecture], **model.config})
+    options = EngineOptions(ServerSpec(model_path="/model", args=args), params_dtype=dtype)
+    memory = engine_backend().estimate_memory(options, shape, 80 << 30)
+    assert memory.weight_bytes == size * shape.num_parameters
+    assert memory.bytes_per_token == 28 * 2 * 8 * 128 * size
