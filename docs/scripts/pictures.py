@@ -18,8 +18,8 @@ WIDTH = 480
 class Picture:
     """An SVG under construction; coordinates are in units of the picture."""
 
-    def __init__(self, name: str, height: int, title: str) -> None:
-        self.name, self.height, self.title = name, height, title
+    def __init__(self, height: int, title: str) -> None:
+        self.height, self.title = height, title
         self.parts: list[str] = []
 
     def text(self, x: float, y: float, text: str, *, size: int = 15, color: str = "#1c2529", anchor: str = "middle",
@@ -56,8 +56,8 @@ class Picture:
         """Draw a straight line."""
         self.parts.append(f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{color}" stroke-width="{width}"/>')
 
-    def save(self) -> None:
-        """Write the picture as docs/images/concept-NAME.svg."""
+    def save(self, path: Path) -> None:
+        """Write the picture to a file."""
         heads = "".join(
             f'<marker id="head-{color[1:]}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
             f'orient="auto-start-reverse"><path d="M0,0 L10,5 L0,10 z" fill="{color}"/></marker>'
@@ -70,12 +70,12 @@ class Picture:
             + "\n".join(self.parts)
             + "\n</svg>\n"
         )
-        (IMAGES / f"concept-{self.name}.svg").write_text(svg, encoding="utf-8")
+        path.write_text(svg, encoding="utf-8")
 
 
 def draw_loop() -> None:
     """Draw the stages of a run and what each of them commits."""
-    p = Picture("loop", 400, "The stages of a run: convert, then rollout, train and publish in a loop, then export")
+    p = Picture(400, "The stages of a run: convert, then rollout, train and publish in a loop, then export")
     p.box(150, 14, 180, 44, "convert|Hugging Face to Megatron", color=GREY)
     p.arrow((240, 58), (240, 94))
     p.parts.append(
@@ -97,14 +97,12 @@ def draw_loop() -> None:
     p.arrow((388, 258), (388, 338), color=AMBER)
     p.arrow((240, 316), (240, 338), color=AMBER)
     p.box(14, 338, 452, 50, "the store|every stage ends with one commit record", color=AMBER)
-    p.save()
+    p.save(IMAGES / "concept-loop.svg")
 
 
 def draw_log() -> None:
     """Draw how an attempt becomes part of a run."""
-    p = Picture(
-        "write-ahead-log", 390, "An attempt writes private files; one conditional create makes them part of the run"
-    )
+    p = Picture(390, "An attempt writes private files; one conditional create makes them part of the run")
     p.text(20, 30, "1  write under a private prefix", anchor="start", bold=True)
     p.box(20, 42, 300, 54, "rollouts/000012/attempt-3f0c…/|part-00000.parquet", color=GREY, dashed=True)
     p.text(335, 66, "nobody reads", anchor="start", size=13, color=GREY)
@@ -120,14 +118,12 @@ def draw_log() -> None:
     p.text(20, 338, "4  two writers: the second create fails", anchor="start", bold=True)
     p.text(20, 360, "It returns the first writer's commit; its own files", anchor="start", size=13, color=GREY)
     p.text(20, 377, "are never read.", anchor="start", size=13, color=GREY)
-    p.save()
+    p.save(IMAGES / "concept-write-ahead-log.svg")
 
 
 def draw_crash() -> None:
     """Draw which rounds are loaded, replayed and generated again after a kill."""
-    p = Picture(
-        "crash", 330, "After a kill: load the last checkpoint, replay the committed rounds, retry the open round"
-    )
+    p = Picture(330, "After a kill: load the last checkpoint, replay the committed rounds, retry the open round")
     p.text(20, 28, "killed in round 47, checkpoints every 20 rounds", anchor="start", bold=True)
     for i, (label, color, dashed) in enumerate(
         [("0–39", GREY, False), ("40", TEAL, False), ("41", TEAL, False), ("…", TEAL, False), ("46", TEAL, False),
@@ -153,12 +149,12 @@ def draw_crash() -> None:
         p.text(92, y, text, anchor="start", size=14)
         y += 22
     p.text(20, 318, "cost = load + replay + the rest of one rollout", anchor="start", size=14, color=GREY)
-    p.save()
+    p.save(IMAGES / "concept-crash.svg")
 
 
 def draw_placement() -> None:
     """Draw the three ways to divide GPUs between trainer and engines."""
-    p = Picture("placement", 440, "Three placements: shared GPUs in turns, separate GPUs, several nodes")
+    p = Picture(440, "Three placements: shared GPUs in turns, separate GPUs, several nodes")
     p.text(20, 28, "shared: --colocate", anchor="start", bold=True)
     p.text(20, 46, "trainer and engines take turns on the same GPUs", anchor="start", size=13, color=GREY)
     for i in range(4):
@@ -181,12 +177,12 @@ def draw_placement() -> None:
         p.text(x + 12, 314, f"node {n}", anchor="start", size=13, color=GREY)
         p.box(x + 12, 324, 192, 46, "engines|8 GPUs" if n else "trainer|8 ranks", color=TEAL if n else BLUE)
     p.box(20, 394, 440, 34, "the store: a directory that all nodes mount, or S3", color=AMBER)
-    p.save()
+    p.save(IMAGES / "concept-placement.svg")
 
 
 def draw_staleness() -> None:
     """Draw which policy version generates and trains each round, synchronously and one rollout ahead."""
-    p = Picture("staleness", 330, "Synchronous training has staleness 0; with one rollout ahead it is 1")
+    p = Picture(330, "Synchronous training has staleness 0; with one rollout ahead it is 1")
     p.text(20, 28, "synchronous: staleness 0", anchor="start", bold=True)
     for i in range(3):
         x = 70 + i * 134
@@ -206,12 +202,12 @@ def draw_staleness() -> None:
     p.text(70, 255, "come from version 0 and are trained by version 1", anchor="start", size=13, color=GREY)
     p.text(20, 290, "staleness of a token =", anchor="start", bold=True)
     p.text(20, 312, "version that is trained on it − version that generated it", anchor="start", size=14)
-    p.save()
+    p.save(IMAGES / "concept-staleness.svg")
 
 
 def draw_lineage() -> None:
     """Draw the graph from data and models to an export."""
-    p = Picture("lineage", 410, "Every artifact names what it was made from")
+    p = Picture(410, "Every artifact names what it was made from")
     p.box(20, 16, 130, 44, "train.jsonl|content hash", color=GREY)
     p.box(175, 16, 130, 44, "base model|content hash", color=GREY)
     p.box(330, 16, 130, 44, "code version|and options", color=GREY)
@@ -235,7 +231,7 @@ def draw_lineage() -> None:
     p.arrow((240, 312), (215, 352))
     p.text(325, 370, "penstock lineage", anchor="start", size=13, color=GREY)
     p.text(325, 388, "prints both directions", anchor="start", size=13, color=GREY)
-    p.save()
+    p.save(IMAGES / "concept-lineage.svg")
 
 
 if __name__ == "__main__":
