@@ -1,4 +1,4 @@
-"""The code blocks of a page, and an interactive shell in a pseudo-terminal that a page is typed into."""
+"""The code blocks of a page, an interactive shell in a pseudo-terminal, and a walk: a page typed into a shell."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import re
 import select
 import signal
 import struct
+import sys
 import termios
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +32,11 @@ PATTERNS = {
     "bar": "[━─╸╺]+",
     "spinner": "[⠀-⣿]",
 }
+# Commands that other tests run: installation (tests/flows/test_packaging.py, test_setup.py) and services
+# (test_services.py). A walk runs in the environment that they would install.
+ELSEWHERE = {"git clone", "cd penstock", "make setup", "source .venv/bin/activate", "make up", "pip install"}
+KILL = "kill -9 %1"
+COMMAND_TIMEOUT = 900.0  # seconds; only a command that hangs exceeds it
 
 
 @dataclass(frozen=True)
@@ -117,3 +124,73 @@ class Terminal:
         prompt = PROMPT.search(text)
         assert prompt is not None
         return int(prompt[1]), text[: prompt.start()]
+
+
+def commands_of(snippet: Snippet) -> Iterator[str]:
+    """Yield the commands of a shell block as they are typed, also over several lines."""
+    command = ""
+    for line in snippet.text.splitlines():
+        command += line + "\n"
+        if not line.endswith("\\"):
+            if not any(command.startswith(name) for name in ELSEWHERE):
+                yield command
+            command = ""
+
+
+def is_killed(snippets: list[Snippet], number: int) -> bool:
+    """Return whether the next shell block kills the command of this one."""
+    following = [snippet for snippet in snippets[number + 1 :] if snippet.language == "bash"]
+    return bool(following) and following[0].text == KILL
+
+
+def last_round(snippet: Snippet) -> str:
+    """Return the beginning of the last round's line of an output, as in "round 12 (13/30)"."""
+    return re.findall(r"^round +\d+ \(\d+/\d+\)", snippet.text, re.MULTILINE)[-1]
+
+
+def walk(snippets: list[Snippet], folder: Path) -> tuple[str, list[str]]:
+    """Type the commands of code blocks into a terminal in `folder`. Return all that was printed, and the lines of
+    outputs on the page that have no counterpart in what the commands before them printed.
+
+    Raises:
+        AssertionError: a command failed.
+    """
+    printed, checked, missing = "", 0, []
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    packages = ":".join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": packages, "HOME": str(folder)}
+    with Terminal(folder, environment) as terminal:
+        for number, snippet in enumerate(snippets):
+            if snippet.language == "python":
+                name = re.match(r"# (\w+\.py)\n", snippet.text)
+                assert name is not None, f"{snippet}: the first line does not name the file"
+                (folder / name[1]).write_text(snippet.text + "\n")
+            for command in commands_of(snippet) if snippet.language == "bash" else ():
+                terminal.type(command)
+                if is_killed(snippets, number) and command.startswith("penstock train"):
+                    until = last_round(snippets[number + 1])
+                    printed += terminal.wait_for(lambda text, until=until: until in text, COMMAND_TIMEOUT)
+                    terminal.type("\x1a")  # Ctrl-Z
+                    code = terminal.wait_for_prompt(60)[0]
+                    assert code == 148, "Ctrl-Z did not stop the command"
+                    continue
+                code, output = terminal.wait_for_prompt(COMMAND_TIMEOUT)
+                assert code == 0, f"{snippet}: {command}{output[-3000:]}"
+                printed += output
+            if snippet.language == "text":
+                missing += [f"{snippet}: {line}" for line in missing_lines(snippet, printed[checked:])]
+                checked = len(printed) if is_last_output(snippets, number) else checked
+    (folder / "printed.txt").write_text(printed)
+    return printed, missing
+
+
+def is_last_output(snippets: list[Snippet], number: int) -> bool:
+    """Return whether commands follow before the next output."""
+    following = [snippet.language for snippet in snippets[number + 1 :] if snippet.language in ("bash", "text")]
+    return not list(takewhile("text".__eq__, following))
+
+
+def missing_lines(snippet: Snippet, printed: str) -> list[str]:
+    """Return the lines of an output, but for "...", that do not have the form of any printed line."""
+    lines = [line for line in snippet.text.splitlines() if line.strip() not in ("", "...")]
+    return [line for line in lines if not any(map(re.compile(pattern_of(line)).match, printed.splitlines()))]
