@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from small_servers import SmallServer
+from torch.multiprocessing import reductions
 
 from penstock.engines.generation import EngineRefused
 from penstock.engines.sglang.client import SGLangClient
@@ -45,7 +51,7 @@ def test_fused_tensors_stay_in_one_bucket(latent: tuple[str, ...], max_bytes: in
 )
 def test_a_slow_shared_memory_manager_is_retried(message: str, num_tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch gives its daemon a second to answer; other errors are raised at once."""
-    pickled, tries = payload.ForkingPickler.dumps, []
+    pickled, tries = payload.UuidPickler.dumps, []
 
     def dumps(content: object) -> memoryview:
         tries.append(content)
@@ -53,7 +59,7 @@ def test_a_slow_shared_memory_manager_is_retried(message: str, num_tries: int, m
             raise RuntimeError(message)
         return pickled(content)
 
-    monkeypatch.setattr(payload, "ForkingPickler", SimpleNamespace(dumps=dumps))
+    monkeypatch.setattr(payload, "UuidPickler", SimpleNamespace(dumps=dumps))
     bucket = FlatBucket([("weight", torch.zeros(4))])
     if num_tries == 3:
         assert bucket.serialize()
@@ -61,6 +67,84 @@ def test_a_slow_shared_memory_manager_is_retried(message: str, num_tries: int, m
         with pytest.raises(RuntimeError, match=message):
             bucket.serialize()
     assert len(tries) == num_tries
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Make torch see two GPUs, and reduce a tensor on the second one as it does on CUDA. Returns their UUIDs."""
+
+    def rebuild_cuda_tensor(*arguments: Any) -> tuple[Any, ...]:
+        return arguments
+
+    def reduce_tensor(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+        storage = (torch.UntypedStorage, tensor.dtype)
+        return reductions.rebuild_cuda_tensor, (
+            *(torch.Tensor, tensor.shape, tensor.stride(), 0, *storage, 1, b"handle", tensor.nbytes, 512),
+            *(False, b"counter", 7, b"event", True),
+        )
+
+    uuids = ["GPU-of-another-run", "GPU-of-the-trainer"]
+    rebuild_cuda_tensor.__module__ = reductions.__name__
+    rebuild_cuda_tensor.__qualname__ = "rebuild_cuda_tensor"
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild_cuda_tensor)
+    monkeypatch.setattr(reductions, "reduce_tensor", reduce_tensor)
+    monkeypatch.setitem(ForkingPickler._extra_reducers, OnGpu, reduce_tensor)  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device]))
+    return uuids
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(5,), (2, 3)], ids=str)
+def test_sglang_finds_the_gpu_of_a_handle_by_its_uuid(
+    shape: tuple[int, ...], dtype: torch.dtype, two_gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler's unpickler accepts the handle, and its rebuild function finds the GPU whatever its number there
+    is; nothing else of torch's handle changes."""
+    from sglang.srt.utils import MultiprocessingSerializer, patch_torch
+
+    tensor = torch.zeros(shape, dtype=dtype).as_subclass(OnGpu)
+    expected = reductions.reduce_tensor(tensor)[1]
+    received = MultiprocessingSerializer.deserialize(base64.b64encode(payload.UuidPickler.dumps(tensor)).decode())
+    assert received == (*expected[:6], two_gpus[1], *expected[7:])
+    two_gpus.reverse()  # the scheduler sees the GPUs in another order
+    assert patch_torch._device_from_maybe_uuid(received[6]) == 0
+    two_gpus.remove("GPU-of-the-trainer")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(Exception, match="Invalid device_uuid"):
+        patch_torch._device_from_maybe_uuid(received[6])
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_handle_for_routes_without_uuids_has_the_number_of_the_gpu() -> None:
+    flat = FlatBucket([("weight", torch.zeros(4))])
+    flat.flat = flat.flat.as_subclass(OnGpu)
+    assert pickle.loads(base64.b64decode(flat.serialize(by_uuid=False)))["flattened_tensor"][6] == 1
+    assert pickle.loads(base64.b64decode(flat.serialize()))["flattened_tensor"][6] == "GPU-of-the-trainer"
+
+
+READER = """
+import sys, torch
+from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+monkey_patch_torch_reductions()
+content = MultiprocessingSerializer.deserialize(sys.stdin.read())
+print(content["flattened_tensor"].double().sum().item(), [entry.name for entry in content["metadata"]])
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_another_process_opens_a_bucket_on_a_gpu() -> None:
+    flat = FlatBucket([("weight", torch.arange(999, device="cuda") % 100)])
+    result = subprocess.run([sys.executable, "-c", READER], input=flat.serialize(), capture_output=True, text=True)
+    assert result.stdout.split("\n")[-2] == f"{flat.flat.double().sum().item()} ['weight']", result.stderr[-2000:]
 
 
 @pytest.fixture

@@ -17,11 +17,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.multiprocessing import reductions
 
 from penstock.engines.weights.buckets import NamedTensor, num_bytes
 from penstock.storage.errors import EngineError
 
+DEVICE = 6  # index of the GPU's number in the arguments of torch's `rebuild_cuda_tensor`
 SHARING_TIMEOUT = 60.0  # seconds for torch's shared-memory manager to answer
+
+
+class UuidPickler(ForkingPickler):
+    """Pickles tensors as torch does, with the UUID of a GPU in place of its number: SGLang's schedulers look for it
+    among their own GPUs. SGLang's function for this would import SGLang, which takes seconds."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not (isinstance(value, torch.Tensor) and value.is_cuda):
+            return NotImplemented
+        rebuild, arguments = reductions.reduce_tensor(value)
+        uuid = str(torch.cuda.get_device_properties(arguments[DEVICE]).uuid)
+        return rebuild, (*arguments[:DEVICE], uuid, *arguments[DEVICE + 1 :])
 
 
 class FlatBucket:
@@ -75,12 +89,9 @@ class FlatBucket:
                 otherwise by its number, for routes of SGLang 0.5.15.post1 that do not know UUIDs.
         """
         if self.device.type == "cuda":
-            if by_uuid:
-                from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-
-                monkey_patch_torch_reductions()
             torch.cuda.synchronize(self.device)  # the server reads the tensor on another stream
         self._in_shared_memory = self.device.type == "cpu"
+        pickler = UuidPickler if by_uuid else ForkingPickler
         content = {"flattened_tensor": self.flat, "metadata": self.metadata}
         # The default sharing strategy for CPU tensors passes file descriptors through a socket that is authenticated
         # with this process's secret, which crashes SGLang's scheduler. Names in /dev/shm need no secret.
@@ -90,7 +101,7 @@ class FlatBucket:
         try:
             while True:
                 try:
-                    return base64.b64encode(ForkingPickler.dumps(content)).decode()
+                    return base64.b64encode(pickler.dumps(content)).decode()
                 except RuntimeError as error:
                     if "has timed out" not in str(error) or time.monotonic() > deadline:
                         raise
