@@ -58,6 +58,7 @@ class EngineOptions:
     router_restarts: int = 3  # maximum number of restarts of the router
     sampling: dict[str, Any] = field(default_factory=dict)  # --rollout-sampling
     sampling_seeds: bool = False  # --rollout-sampling-seeds
+    fp32_head: bool = False  # --fp32-lm-head
     return_experts: bool = False  # request the routed expert ids of every token
     adapters: ServedAdapters | None = None  # send adapters instead of weights
 

@@ -24,7 +24,7 @@ from penstock.engines.sglang.checks.adapters import (
     reason_against_adapters,
 )
 from penstock.engines.sglang.checks.architectures import check_model
-from penstock.engines.sglang.checks.cuda_graphs import graph_warning
+from penstock.engines.sglang.checks.cuda_graphs import graph_warning, without_prefill_graphs
 from penstock.engines.sglang.checks.fp8 import check_fp8_hardware, check_fp8_widths
 from penstock.engines.sglang.checks.speculative import check_speculative, drafts_with_mtp_layer, is_speculative
 from penstock.engines.sglang.sampling import check_sampling, check_sampling_seeds, find_biasing_params
@@ -100,6 +100,8 @@ class SGLangBackend(EngineBackend):
         args = default_args(options, has_gpus=has_gpus) | options.spec.args
         if options.return_experts:
             args = add_return_experts_flag(args)
+        if options.fp32_head:
+            args = {**args, "enable_fp32_lm_head": True}
         if options.sampling_seeds:
             args = {**args, "enable_deterministic_inference": True}
         if options.offload and has_gpus:
@@ -110,7 +112,7 @@ class SGLangBackend(EngineBackend):
                 args["enable_weights_cpu_backup"] = True
         if options.adapters is not None:
             args = lora_args(options.adapters) | args
-        return args
+        return without_prefill_graphs(args) if has_gpus and options.spec.python is None else args
 
     def create_router(self, options: EngineOptions) -> RequestRouter | None:
         if options.router is None:

@@ -15,7 +15,8 @@ this module again; without CUDA they are forked.
 import ctypes
 import faulthandler
 import gc
-import importlib
+import importlib.util
+import json
 import multiprocessing
 import os
 import signal
@@ -30,8 +31,7 @@ HERE = Path(__file__).resolve().parent
 PARENT_VARIABLE = "PENSTOCK_SERVER_PARENT"  # pid of the process that started this one
 KEY_VARIABLE = "PENSTOCK_SERVER_KEY"
 PR_SET_PDEATHSIG = 1
-# Packages that SGLang imports if they are installed, for features that a CPU server does not use. Hiding them reduces
-# the import of SGLang from 8.5 to 7.9 s of CPU time.
+# Packages that SGLang and transformers import if they are installed, for features that a server does not use.
 NOT_NEEDED = ("sklearn", "megatron")
 # The user's flags come after these on the command line and override them.
 CPU_FLAGS = [
@@ -74,6 +74,8 @@ def prepare_imports() -> bool:
     side = Path(sys.prefix) / "sglang-site"
     if side.is_dir() and str(side) not in sys.path:
         sys.path.append(str(side))
+    for name in NOT_NEEDED:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's way to mark a module as missing
 
     import torch
 
@@ -81,8 +83,6 @@ def prepare_imports() -> bool:
         # SGLang refuses GPUs with unequal free memory, but a trainer rank may be allocating on one of them.
         os.environ.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "false")
         return True
-    for name in NOT_NEEDED:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's way to mark a module as missing
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "penstock_cpu_models")
     # Compiling an MoE router takes 15 s, needs a C++ compiler, and does not speed up a small model.
@@ -93,6 +93,20 @@ def prepare_imports() -> bool:
     import sglang_cpu_shim  # noqa: F401
 
     return False
+
+
+def import_only_needed_models(argv: list[str]) -> None:
+    """Make SGLang import the files with the classes of the model's architecture only, instead of all its 200 model
+    files. A draft model (--speculative-*) may have another architecture, so with one all files are imported."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.origin is None or any(argument.startswith("--speculative") for argument in argv):
+        return
+    config = Path(argv[argv.index("--model-path") + 1]) / "config.json"
+    classes = [f"\nclass {name}".encode() for name in json.loads(config.read_bytes())["architectures"]]
+    files = {path.stem: path.read_bytes() for path in Path(spec.origin).parent.glob("srt/models/*.py")}
+    needed = {name for name, source in files.items() if any(line in source for line in classes)}
+    if needed:
+        os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(files.keys() - needed)))
 
 
 def make_sglang_fork() -> None:
@@ -243,6 +257,8 @@ if __name__ != "__main__":  # one of SGLang's child processes
     separate_prefixes_by_weights()
 
 if __name__ == "__main__":
+    if HAS_CUDA:
+        import_only_needed_models(sys.argv)
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 

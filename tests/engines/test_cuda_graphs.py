@@ -50,6 +50,42 @@ def test_batches_above_the_default_are_named_with_the_option(
     assert f"--sglang-cuda-graph-max-bs {batch} if each GPU has {more} left" in text and f"or {limit} to keep" in text
 
 
+def args_of_server(has_gpus: bool = True, python: str | None = None, **args: Any) -> dict[str, Any]:
+    options = EngineOptions(ServerSpec(model_path="", args=args, python=python))
+    return engine_backend().server_args(options, has_gpus=has_gpus)
+
+
+@pytest.mark.parametrize(
+    "args", [{}, {"cuda_graph_max_bs_decode": 512}, {"disable_decode_cuda_graph": True}, {"mem_fraction_static": 0.3}]
+)
+def test_prefills_of_a_gpu_run_without_cuda_graphs_by_default(args: dict[str, Any]) -> None:
+    assert args_of_server(**args) == {**args, "cuda_graph_backend_prefill": "disabled"}
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"cuda_graph_backend_prefill": "breakable"},
+        {"cuda-graph-backend-prefill": "breakable"},
+        {"cuda_graph_max_bs_prefill": 512},
+        {"cuda_graph_bs_prefill": [64, 128]},
+        {"cuda_graph_config": {"prefill": {"backend": "breakable"}}},
+        {"cuda_graph_tc_compiler": "eager"},
+        {"disable_prefill_cuda_graph": False},
+        {"enable_breakable_cuda_graph": True},
+        {"enforce_piecewise_cuda_graph": True},
+        {"piecewise_cuda_graph_max_tokens": 512},
+    ],
+    ids=str,
+)
+def test_flags_of_the_user_choose_the_graphs_of_prefills(args: dict[str, Any]) -> None:
+    assert args_of_server(**args) == args
+
+
+def test_graphs_of_prefills_are_left_to_a_cpu_server_and_to_another_installation() -> None:
+    assert args_of_server(has_gpus=False) == args_of_server(python="/opt/sglang/bin/python") == {}
+
+
 @pytest.mark.parametrize(
     ("num_samples", "gpu_gib", "gpus", "args"),
     [

@@ -1,7 +1,12 @@
 """The architectures that the installed SGLang serves, read from its sources."""
 
+import ast
+import importlib.util
+import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +78,47 @@ def test_check_architecture_imports_neither_torch_nor_sglang() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'sglang', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.fixture
+def disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., set[str]]:
+    """Return a function: architecture, flags -> model files that the launcher of the engines disables. The launcher
+    patches its process, so only this function of it is executed."""
+    source = ast.parse((ROOT / "engines/sglang/launch.py").read_text())
+    [function] = [node for node in source.body if getattr(node, "name", "") == "import_only_needed_models"]
+    names: dict[str, Any] = {"importlib": importlib, "json": json, "os": os, "Path": Path}
+    exec(compile(ast.Module([function], []), "launch.py", "exec"), names)
+    monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "")  # restored at the end
+
+    def call(architecture: str, *flags: str) -> set[str]:
+        monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS")
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        names["import_only_needed_models"](["launch.py", "--model-path", str(tmp_path), *flags])
+        return set(filter(None, os.environ.get("SGLANG_DISABLED_MODEL_ARCHS", "").split(",")))
+
+    return call
+
+
+@pytest.mark.parametrize("architecture", sorted(set(FAMILIES) - {"GlmForCausalLM"}))
+def test_an_engine_imports_the_files_of_its_architecture_only(
+    architecture: str, disabled: Callable[..., set[str]]
+) -> None:
+    root = Path(importlib.util.find_spec("sglang").submodule_search_locations[0])  # type: ignore[union-attr,index]
+    files = {path.stem: path for path in (root / "srt/models").glob("*.py")}
+    needed = files.keys() - disabled(architecture)
+    assert 1 <= len(needed) <= 5
+    assert any(architecture in files[name].read_text().partition("EntryClass")[2] for name in needed)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flags"),
+    [
+        ("UnknownForCausalLM", []),
+        ("Glm4MoeForCausalLM", ["--speculative-algorithm", "NEXTN"]),
+        ("LlamaForCausalLM", ["--speculative-draft-model-path=/draft"]),
+    ],
+)
+def test_an_engine_imports_all_models_if_it_may_need_another_one(
+    architecture: str, flags: list[str], disabled: Callable[..., set[str]]
+) -> None:
+    assert disabled(architecture, *flags) == set()

@@ -1,4 +1,5 @@
-"""Warn if engines may decode larger batches than SGLang captures CUDA graphs for by default.
+"""Disable the CUDA graphs of prefills, and warn if engines may decode larger batches than SGLang captures CUDA graphs for
+by default.
 
 Penstock does not raise the default: graphs take memory outside --sglang-mem-fraction-static, also while the trainer
 uses the GPU, so a run that fits could run out of memory.
@@ -6,6 +7,7 @@ uses the GPU, so a run that fits could run out of memory.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +27,22 @@ SET_BY_USER = (
     *("cuda_graph_max_bs_decode", "cuda_graph_bs_decode", "cuda_graph_max_bs", "cuda_graph_bs", "cuda_graph_config"),
     *("disable_cuda_graph", "disable_decode_cuda_graph"),
 )
+# In the name of every flag that chooses the graphs of prefills, also as older releases spell it.
+OF_PREFILL = re.compile("(?=.*cuda_graph)(?=.*(prefill|piecewise|breakable|config|tc_compiler))")
 SPECULATIVE_REQUESTS = 48  # SGLang's default of --max-running-requests with speculative decoding
+
+
+def without_prefill_graphs(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the server flags `args` plus the flag that disables CUDA graphs of prefills, unless the flags choose them.
+
+    By default SGLang runs the model three times for each of 58 lengths at the start: 7 s of an H100's start, and 54 s of
+    its first one, for a model of 135M parameters (benchmarks/results/smollm2-h100.json). A rollout prefills few, large
+    batches, which gain nothing from a graph.
+    """
+    name = "cuda_graph_backend_prefill"
+    if name not in sglang_flags() or any(OF_PREFILL.match(flag.replace("-", "_")) for flag in args):
+        return args
+    return {**args, name: "disabled"}
 
 
 def graph_warning(options: EngineOptions, num_samples: int, gpu_bytes: int) -> str | None:
