@@ -79,6 +79,7 @@ def plan_gpu_memory(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_b
             dtype=train.params_dtype or "bf16",
             max_tokens=microbatch_tokens(config),
             log_probs_chunk_size=train.log_probs_chunk_size,
+            fp32_head=train.fp32_lm_head,
             critic=train.uses_critic,
             num_frozen=(train.uses_reference and not (train.lora and not train.ref_load)) + train.loads_teacher,
             lora=train.lora,

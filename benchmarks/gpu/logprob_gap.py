@@ -4,7 +4,7 @@ those of the engine, of the trainer and of transformers, with an LM head in bf16
     python benchmarks/gpu/logprob_gap.py DIRECTORY --model MODEL --data DATA [-- OPTIONS]
 
 MODEL and DATA are those of examples/smollm2 (see real_model.py). The engine generates one round with its head in bf16,
-and one with `--sglang-enable-fp32-lm-head`, each of usual responses and of 256 forced tokens. OPTIONS are further
+and one with `--fp32-lm-head`, each of usual responses and of 256 forced tokens. OPTIONS are further
 options of `penstock train`. All use the same weights, rounded to bf16. The reference is transformers computing in fp32
 with these; the difference of transformers in bf16 from it is the floor of every implementation in bf16. A set's
 figures are means and quantiles of absolute differences over its tokens, in nats.
@@ -35,7 +35,7 @@ from learning import read_commit
 from report import make_parser, parse_options, write_report
 
 LONG = ["--rollout-max-response-len", "256", "--rollout-sampling", "ignore_eos=true"]
-HEAD = ["--sglang-enable-fp32-lm-head"]
+HEAD = ["--fp32-lm-head"]
 SETS = {"bf16 head": [], "fp32 head": HEAD, "bf16 head, 256 tokens": LONG, "fp32 head, 256 tokens": [*LONG, *HEAD]}
 BATCH = 16  # sequences of a forward pass of transformers
 

@@ -448,6 +448,7 @@ class MegatronEngine:
             **({"swiglu": "triton"} if self.device.type == "cuda" else {}),
             **({"clipping": "foreach"} if self.device.type == "cuda" and not has_transformer_engine() else {}),
             **({"gradients": "accumulated in place"} if self.config.gradient_accumulation_fusion else {}),
+            **({"head": "fp32"} if self.chunks[0].fp32_head else {}),
             **({"context": "all-to-all over heads"} if self.layout.context > 1 else {}),
         }
 

@@ -243,6 +243,11 @@ class SGLangBackend(EngineBackend):
             )
         if args.get("enable_lora"):
             check_external_adapters(url, args)
+        if args.get("enable_fp32_lm_head") and not control.call_server(url, "/server_info").get("enable_fp32_lm_head"):
+            raise EngineError(
+                f"the external engine at {url} computes its logits in the model's data type, but --fp32-lm-head needs "
+                "fp32: start the engine with --enable-fp32-lm-head, or omit --fp32-lm-head"
+            )
         info = control.call_server(url, "/model_info")
         # After a weight update with transport "disk", `model_path` is the update's temporary directory, now removed.
         config = Path(str(info["model_path"])) / "config.json"

@@ -22,6 +22,7 @@ RESERVED = {
     "admin_api_key": "--sglang-api-key, which is the key of all routes",
     "config": "[rollout.sglang] of Penstock's configuration file",
     "enable_return_routed_experts": "--use-rollout-routing-replay",
+    "enable_fp32_lm_head": "--fp32-lm-head, for trainer and engines",
     "enable_lora": "--lora-rank and --lora-publish",
     "max_lora_rank": "--lora-rank",
     "lora_target_modules": "--lora-target-modules",

@@ -55,6 +55,7 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
         router_restarts=rollout.engine_restarts,
         sampling=rollout.rollout_sampling,
         sampling_seeds=rollout.rollout_sampling_seeds,
+        fp32_head=train.fp32_lm_head,
         return_experts=train.use_rollout_routing_replay,
     )
 

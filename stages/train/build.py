@@ -101,7 +101,10 @@ def build_models(shape: ModelShape, config: TrainConfig) -> Models:
     critic = build_engine("value", config.critic_optimizer_options) if config.uses_critic else None
     frozen = frozen_parameters(shape, config.freeze_params_name_list, config.only_train_params_name_list)
     trained = {"frozen": frozen, "lora": config.lora}
-    return Models(build_engine("policy", config.optimizer_options | trained), critic)
+    policy = build_engine("policy", config.optimizer_options | trained)
+    for chunk in policy.chunks:
+        chunk.fp32_head = config.fp32_lm_head
+    return Models(policy, critic)
 
 
 def load_auxiliary_model(models: Models, name: str, directory: Path) -> None:

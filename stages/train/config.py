@@ -95,6 +95,9 @@ class TrainConfig(AlgorithmConfig):
     """Data type of weights and activations (optimizer states are fp32), also of the engines unless --sglang-dtype is
     given; bf16 on GPUs, fp32 on CPUs if not given."""
 
+    fp32_lm_head: bool = option(False)
+    """Compute the logits of a model in bf16 in fp32, in trainer and engines, so that their log-probs differ less."""
+
     deterministic_mode: bool = option(False, mutability="placement")
     """Use only deterministic GPU kernels; CPU kernels are always deterministic."""
 

@@ -227,3 +227,20 @@ def test_plan_is_made_without_torch() -> None:
     program = f"import sys, {', '.join(modules)}; print({{'torch', 'megatron.core'}} & sys.modules.keys())"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("chunk", [4096, 8192])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_an_fp32_head_doubles_logits_and_their_gradients_of_a_model_in_bf16(
+    dtype: str, chunk: int, tensor: int
+) -> None:
+    options: dict[str, Any] = {"dtype": dtype, "log_probs_chunk_size": chunk, "max_tokens": 8192}
+    options["megatron"] = FULL  # the layers take less
+    without, with_head = (
+        plan_of("qwen3-0.6B", ParallelLayout(tensor=tensor), tensor, fp32_head=fp32, **options)
+        for fp32 in (False, True)
+    )
+    more = 0 if dtype == "fp32" else 2 * 2 * chunk * real_shape("qwen3-0.6B").vocab_size // tensor
+    assert with_head.temporary - without.temporary == more
+    assert with_head.activations == without.activations

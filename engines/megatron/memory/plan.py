@@ -37,6 +37,7 @@ class TrainerOptions:
     dtype: Literal["fp32", "bf16"] = "bf16"
     max_tokens: int = 8192  # of a micro-batch, on one rank
     log_probs_chunk_size: int = 4096  # tokens whose logits are computed at a time
+    fp32_head: bool = False  # --fp32-lm-head
     critic: bool = False  # whether every rank also trains a critic
     num_frozen: int = 0  # reference and teacher models, whose weights are in host memory
     lora: LoraOptions | None = None  # adapters; the model's own weights then have no gradients and optimizer state
@@ -249,7 +250,8 @@ def activation_bytes(
     if stage == layout.pipeline - 1:
         vocabulary = -(-shape.vocab_size // layout.tensor)
         chunk = min(tokens, options.log_probs_chunk_size)
-        temporary = max(temporary, size * vocabulary * (2 * chunk + shape.hidden_size))  # logits, gradients, head's
+        logits = (FP32 if options.fp32_head else size) * vocabulary * chunk
+        temporary = max(temporary, 2 * logits + size * vocabulary * shape.hidden_size)  # logits, gradients, head's
         residual = size * shape.hidden_size * tokens
         # the head's input, and input and output of the final norm
         stored += residual + 2 * residual / (layout.tensor if layout.sequence_parallel else 1)

@@ -40,6 +40,8 @@ class PolicyModel(GPTModel):
     the last stage, where `head` maps any rows of them to logits.
     """
 
+    fp32_head = False  # --fp32-lm-head: logits in fp32, also of a model in bf16
+
     def __init__(self, *args: Any, shape: ModelShape, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.shape = shape
@@ -92,11 +94,31 @@ class PolicyModel(GPTModel):
         """Return the logits of this rank's vocabulary shard for n hidden states. [n, H] -> [n, V / tensor-parallel
         ranks]"""
         tied = self.share_embeddings_and_output_weights
-        logits = F.linear(hidden, self.shared_embedding_or_output_weight() if tied else self.output_layer.weight)
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        logits = _Fp32Linear.apply(hidden, weight) if self.fp32_head else F.linear(hidden, weight)
         if self.num_padded:
             padded = torch.arange(logits.shape[-1], device=logits.device) >= logits.shape[-1] - self.num_padded
             logits = logits.masked_fill(padded, PADDED_LOGIT)
         return logits
+
+
+class _Fp32Linear(torch.autograd.Function):
+    """`F.linear` whose result is in fp32 for inputs in bf16. The gradient is rounded to bf16 before it is multiplied,
+    as without this function: fp32 matrix products take about ten times as long on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:  # [n, H], [V, H] -> [n, V]
+        ctx.save_for_backward(hidden, weight)
+        if hidden.is_cuda and hidden.dtype != torch.float32:  # without a copy of the weight in fp32
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return F.linear(hidden.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        grad = grads[0].to(weight.dtype)
+        needs_hidden, needs_weight = ctx.needs_input_grad
+        return grad @ weight if needs_hidden else None, grad.t() @ hidden if needs_weight else None
 
 
 def padded_vocab_size(shape: ModelShape, tensor: int) -> int:

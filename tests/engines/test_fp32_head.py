@@ -1,0 +1,165 @@
+"""--fp32-lm-head: logits in fp32 of a model in bf16, in trainer and engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_servers import serve_json
+from torch import Tensor
+
+from penstock.engines.backends import engine_backend
+from penstock.engines.options import EngineOptions
+from penstock.engines.serving.server import ServerSpec
+from penstock.stages.train.algorithms.logprobs import token_logprobs
+from penstock.stages.train.build import build_models
+from penstock.stages.train.config import TrainConfig
+from penstock.storage.errors import EngineError
+from tests.engines.megatron_reference import LENGTHS, SHAPE, hf_model, make_pack, put_weights, targets_of, to_megatron
+
+UNTIED = SHAPE.model_copy(update={"tied_embeddings": False})
+PACK = make_pack(LENGTHS)
+
+
+def models_of(shape: Any = SHAPE, **options: Any) -> Any:
+    return build_models(shape, TrainConfig(**{"params_dtype": "bf16", "fp32_lm_head": True} | options))
+
+
+def logits_of(engine: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states, logits, and the weight of the head."""
+    kept: dict[str, Tensor] = {}
+
+    def keep(hidden: Tensor, head: Any, packed: Any) -> Any:
+        kept.update(hidden=hidden.detach(), logits=head(hidden).detach())
+        return None, {}
+
+    engine.forward_backward([PACK], keep, forward_only=True)
+    chunk = engine.chunks[0]
+    weight = chunk.shared_embedding_or_output_weight() if chunk.shape.tied_embeddings else chunk.output_layer.weight
+    return kept["hidden"], kept["logits"], weight.detach()
+
+
+@pytest.fixture
+def bf16_head() -> Any:
+    """A head with bf16 weights [V, H], and hidden states [n, H], both with gradients."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(size, 32, generator=generator).bfloat16().requires_grad_() for size in (40, 61))
+    return hidden, weight
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("shape", [SHAPE, UNTIED], ids=["tied", "untied"])
+def test_logits_of_a_bf16_model_are_the_fp32_product(shape: Any) -> None:
+    hidden, logits, weight = logits_of(models_of(shape).policy)
+    assert hidden.dtype == weight.dtype == torch.bfloat16 and logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), hidden.double() @ weight.double().T, atol=1e-5, rtol=1e-5)
+    assert (logits != logits.bfloat16().float()).float().mean() > 0.9
+
+
+@pytest.mark.usefixtures("world")
+def test_without_the_option_logits_are_rounded_to_bf16() -> None:
+    engine = models_of(fp32_lm_head=False).policy
+    assert logits_of(engine)[1].dtype == torch.bfloat16
+    assert "head" not in engine.fingerprint()
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("options", [{}, {"advantage_estimator": "ppo"}], ids=["grpo", "ppo"])
+def test_the_option_is_in_the_fingerprint_of_the_policy_only(options: dict[str, Any]) -> None:
+    models = models_of(**options)
+    assert models.policy.fingerprint()["head"] == "fp32"
+    assert models.critic is None or "head" not in models.critic.fingerprint()
+
+
+@pytest.mark.usefixtures("world")
+def test_logprobs_equal_those_of_transformers_with_the_head_in_fp32() -> None:
+    """The hidden states of both are in bf16 and rounded differently, so the fp32 heads are compared on the same ones;
+    with them the log-probs agree to fp32, with rounded logits they do not."""
+    hf = hf_model().bfloat16()
+    engine = models_of().policy
+    put_weights(engine, {name: tensor.float() for name, tensor in to_megatron(dict(hf.state_dict())).items()})
+    hidden, logits, _ = logits_of(engine)
+    theirs = (hidden.float() @ hf.lm_head.weight.float().T).log_softmax(-1)
+    targets, counted = targets_of(PACK)
+    expected = theirs[counted].gather(-1, targets[counted][:, None])[:, 0]
+    ours, _ = token_logprobs(hidden[counted], engine.chunks[0].head, targets[counted], chunk_size=16)
+    assert (ours - expected).abs().max() < 1e-5
+    rounded = logits.bfloat16().float().log_softmax(-1)[counted].gather(-1, targets[counted][:, None])[:, 0]
+    assert (rounded - expected).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("frozen", [set(), {"hidden"}, {"weight"}], ids=["all", "hidden frozen", "weight frozen"])
+def test_gradients_are_those_of_the_fp32_product(bf16_head: Any, frozen: set[str]) -> None:
+    from penstock.engines.megatron.model.gpt import _Fp32Linear
+
+    inputs = dict(zip(("hidden", "weight"), bf16_head))
+    for name in frozen:
+        inputs[name].requires_grad_(False)
+    exact = {name: value.detach().double().requires_grad_(value.requires_grad) for name, value in inputs.items()}
+    targets = torch.arange(40) % 61
+    _Fp32Linear.apply(*inputs.values()).log_softmax(-1).gather(-1, targets[:, None]).sum().backward()
+    (exact["hidden"] @ exact["weight"].T).log_softmax(-1).gather(-1, targets[:, None]).sum().backward()
+    for name, value in inputs.items():
+        if name in frozen:
+            assert value.grad is None
+        else:
+            grad, expected = value.grad.double(), exact[name].grad
+            assert value.grad.dtype == torch.bfloat16
+            assert (grad - expected).norm() < 0.01 * expected.norm()
+
+
+def test_a_model_in_fp32_computes_the_same_with_and_without_the_option(bf16_head: Any) -> None:
+    from penstock.engines.megatron.model.gpt import _Fp32Linear
+
+    hidden, weight = (value.detach().float() for value in bf16_head)
+    assert torch.equal(_Fp32Linear.apply(hidden, weight), torch.nn.functional.linear(hidden, weight))
+
+
+@pytest.mark.integration
+def test_layouts_of_two_ranks_agree_with_one(run_two_ranks: Callable[..., str]) -> None:
+    run_two_ranks("fp32_head_ranks.py")
+
+
+# ---- engines ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_gpus", [False, True])
+@pytest.mark.parametrize("fp32", [False, True])
+def test_engines_get_the_flag_of_sglang(fp32: bool, has_gpus: bool) -> None:
+    options = EngineOptions(ServerSpec(model_path=""), fp32_head=fp32)
+    assert engine_backend().server_args(options, has_gpus=has_gpus).get("enable_fp32_lm_head", False) is fp32
+
+
+@pytest.mark.parametrize("name", ["enable_fp32_lm_head", "enable-fp32-lm-head"])
+@pytest.mark.parametrize("value", [True, False, "true"])
+def test_the_flag_of_the_engine_alone_is_refused(name: str, value: Any) -> None:
+    from penstock.engines.sglang.args import check_sglang_args
+
+    with pytest.raises(EngineError, match="--fp32-lm-head, for trainer and engines"):
+        check_sglang_args({name: value})
+
+
+
+
+@pytest.mark.parametrize(("engine", "accepted"), [({"enable_fp32_lm_head": True}, True), ({}, False)], ids=str)
+def test_an_external_engine_needs_an_fp32_head_as_well(engine: dict[str, Any], accepted: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    answers = {
+        "/server_info": {"version": "0.5.21", "tp_size": 1, **engine},
+        "/model_info": {"model_path": str(tmp_path), "weight_version": "default"},
+    }
+    server = serve_json(lambda path: answers[path])
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        engine_backend().check_external_server(url, str(tmp_path), {})
+        if accepted:
+            engine_backend().check_external_server(url, str(tmp_path), {"enable_fp32_lm_head": True})
+            return
+        with pytest.raises(EngineError, match="--enable-fp32-lm-head"):
+            engine_backend().check_external_server(url, str(tmp_path), {"enable_fp32_lm_head": True})
+    finally:
+        server.shutdown()
+        server.server_close()
