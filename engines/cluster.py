@@ -56,6 +56,7 @@ class Cluster:
         self._node = node  # ray._private.node.Node of the local Ray; None for an external Ray cluster
         self._lost = threading.Event()  # set when the local Ray died or was stopped; never cleared
         self._stopped = False
+        self.ended = threading.Event()  # set when `stop` has stopped everything
         self._idle = threading.Condition()
         self._num_calls = 0  # running calls into Ray
         self._options = options or PlacementOptions()
@@ -84,16 +85,7 @@ class Cluster:
             EngineError: no Ray cluster answers at `address`, or it does not accept this process's token.
             ClusterLost: the local Ray did not start in START_TRIES tries.
         """
-        # Other users of this machine can connect to its loopback ports: a random token keeps them out.
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        if address is None:  # no port without the token: that of Ray's metrics would ask for none
-            os.environ.setdefault("RAY_enable_metrics_collection", "0")
-        if address is None and "RAY_AUTH_MODE" not in os.environ:
-            os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
-        if address is None:
-            own_temp_directory()  # sets TMPDIR, which the processes started below inherit
-            import_ray()
+        import_ray_with_settings(is_local=address is None)
         import ray
 
         assert not ray.is_initialized(), "this process is already connected to Ray: stop the other Cluster first"
@@ -128,6 +120,7 @@ class Cluster:
         kill_processes(processes)  # a worker that is starting does not notice the end of its raylet for a while
         if self._node is not None and not is_temp_directory_kept_at_exit():
             shutil.rmtree(self._node.get_session_dir_path(), ignore_errors=True)
+        self.ended.set()
 
     def alive(self) -> bool:
         """Return whether the daemons of the local Ray (GCS, raylet) are running.
@@ -334,6 +327,53 @@ class Cluster:
             ) from error
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
+
+
+def import_ray_with_settings(*, is_local: bool) -> None:
+    """Set Ray's environment variables, which it reads when it is imported, and import it."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if is_local:
+        os.environ.setdefault("RAY_enable_metrics_collection", "0")  # the port of Ray's metrics would ask for no token
+        if "RAY_AUTH_MODE" not in os.environ:
+            # Other users of this machine can connect to its loopback ports: a random token keeps them out.
+            os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        own_temp_directory()  # sets TMPDIR, which the processes of a local Ray inherit
+        import_ray()
+
+
+class ClusterStart:
+    """A start of a local Ray in a thread, which takes seconds, while this process does something else.
+
+    The kernel kills Ray's daemons with the thread that started them, so the thread lives until Ray is stopped.
+    """
+
+    def __init__(self, namespace: str, options: PlacementOptions) -> None:
+        import_ray_with_settings(is_local=True)  # here, because imports in two threads at once can fail
+        self._cluster: Future[Cluster] = Future()
+        self._taken = False
+        threading.Thread(target=self._start, args=(namespace, options), name="ray-start", daemon=True).start()
+
+    def _start(self, namespace: str, options: PlacementOptions) -> None:
+        try:
+            cluster = Cluster.start(namespace=namespace, options=options)
+        except BaseException as error:
+            self._cluster.set_exception(error)
+            return
+        self._cluster.set_result(cluster)
+        cluster.ended.wait()
+
+    def take(self) -> Cluster | None:
+        """Wait for the start and return its cluster, which the caller then stops; None after the first call, and if Ray
+        did not start."""
+        if self._taken:
+            return None
+        self._taken = True
+        error = self._cluster.exception()
+        if error is not None:
+            logger.warning("Ray did not start in advance (%s); starting it again", error)
+            return None
+        return self._cluster.result()
 
 
 @contextmanager

@@ -185,6 +185,9 @@ class EngineClient(ABC):
         generated so far. A request that was never sent returns no tokens and the weight version "".
         """
 
+    def prepare_weight_updates(self) -> None:  # noqa: B027
+        """Import what `update_weights` needs, so that its first call starts without delay."""
+
     @abstractmethod
     def update_weights(
         self, named: Iterable[tuple[str, Tensor]], version: str, transport: WeightTransport = OVER_MEMORY

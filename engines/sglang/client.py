@@ -118,6 +118,9 @@ class SGLangClient(EngineClient):
             await self._abort_running()
             await asyncio.sleep(POLL_ABORTS)  # repeated: an engine ignores aborts of requests that have not arrived yet
 
+    def prepare_weight_updates(self) -> None:
+        import penstock.engines.sglang.weights.sender  # noqa: F401
+
     def update_weights(
         self, named: Iterable[tuple[str, Tensor]], version: str, transport: WeightTransport = OVER_MEMORY
     ) -> None:

@@ -32,28 +32,32 @@ def run_conversion(
     cluster: Cluster, store: Store, config: ConvertConfig, *, verify: bool, report: ProgressCallback | None = None
 ) -> CheckpointRef:
     """Convert a Hugging Face checkpoint to torch_dist, in the store or at `convert_save`."""
-    from penstock.stages.convert import to_torch_dist
-
-    source, timeout, options = config.hf_checkpoint, config.convert_timeout, conversion_options(config)
+    timeout = config.convert_timeout
     with _collect_progress(report, config.convert_ranks) as reports:
         if config.convert_ranks == 1:
-            return cluster.run(
-                to_torch_dist.convert_hf,
-                store,
-                source,
-                reports[0],
-                verify=verify,
-                check_logits=config.check_logits,
-                options=options,
-                timeout=timeout,
-            )
-        work = cluster.run(to_torch_dist.prepare_conversion, store, source, options, timeout=timeout)
+            return cluster.run(convert, store, config, reports[0], verify=verify, timeout=timeout)
+        from penstock.stages.convert import to_torch_dist
+
+        options = conversion_options(config)
+        work = cluster.run(to_torch_dist.prepare_conversion, store, config.hf_checkpoint, options, timeout=timeout)
         if isinstance(work, CheckpointRef):
             return work
         _run_in_rank_processes(cluster, to_torch_dist.write_units, work, reports, timeout)
         return cluster.run(
             to_torch_dist.finish_conversion, work, verify=verify, check_logits=config.check_logits, timeout=timeout
         )
+
+
+def convert(
+    store: Store, config: ConvertConfig, report: ProgressCallback | None, *, verify: bool
+) -> CheckpointRef:  # runs in a Ray process: the driver does not import torch for it
+    """Convert a Hugging Face checkpoint to torch_dist in this process."""
+    from penstock.stages.convert.to_torch_dist import convert_hf
+
+    options = conversion_options(config)
+    return convert_hf(
+        store, config.hf_checkpoint, report, verify=verify, check_logits=config.check_logits, options=options
+    )
 
 
 def conversion_options(config: ConvertConfig) -> ConversionOptions:
@@ -102,12 +106,13 @@ def import_model(cluster: Cluster, store: Store, config: ConvertConfig, path: st
 
     `path` is a Hugging Face directory, the output of `penstock convert`, or a Megatron checkpoint.
     """
-    from penstock.stages.convert import to_megatron
     from penstock.stages.convert.targets import import_converted_model, is_converted, megatron_directory
 
     if is_converted(path):
         return cluster.run(import_converted_model, store, path, timeout=config.convert_timeout)
     if megatron_directory(path):
+        from penstock.stages.convert import to_megatron
+
         return cluster.run(
             to_megatron.import_megatron_checkpoint, store, path, export_origin(config), timeout=config.convert_timeout
         )

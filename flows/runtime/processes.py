@@ -36,13 +36,39 @@ from penstock.storage.store import Store
 
 if TYPE_CHECKING:
     from penstock.engines.backends import RequestRouter
-    from penstock.engines.cluster import Cluster
+    from penstock.engines.cluster import Cluster, ClusterStart
     from penstock.engines.families.shape import ModelShape
     from penstock.engines.generation import EngineClient, WeightTransport
     from penstock.engines.options import EngineOptions
     from penstock.engines.serving.pool import EnginePool
     from penstock.stages.train.group import TrainerGroup
     from penstock.stages.train.restore import PolicyRestorer
+
+
+_ray_start: ClusterStart | None = None  # inside `ray_starting`
+
+
+@contextmanager
+def ray_starting(config: PostTrainConfig) -> Iterator[None]:
+    """Start the run's local Ray in a thread, for the `Processes` that are created during the block."""
+    global _ray_start
+    if config.run.ray_address is not None:
+        yield
+        return
+    from penstock.engines.cluster import ClusterStart
+
+    _ray_start = ClusterStart(namespace_of_run(config.run.run), run_placement(config))
+    try:
+        yield
+    finally:
+        start, _ray_start = _ray_start, None
+        if (cluster := start.take()) is not None:  # the flow did not begin
+            cluster.stop()
+
+
+def namespace_of_run(run: str) -> str:
+    """Return the Ray namespace of a run's actors."""
+    return f"penstock-{run}"
 
 
 class Processes:
@@ -168,12 +194,14 @@ class Processes:
                 self.note("the run's Ray cluster died; starting a new one")
                 self._trainer = self._engines = self._eval_engines = self._teacher = None
                 self._stop_cluster()
+            if self._cluster is None and _ray_start is not None:
+                self._cluster = _ray_start.take()
             if self._cluster is None:
                 from penstock.engines.cluster import Cluster
 
                 self._cluster = Cluster.start(
                     self.config.run.ray_address,
-                    namespace=f"penstock-{self.keys.run}",
+                    namespace=namespace_of_run(self.keys.run),
                     options=run_placement(self.config),
                 )
             return self._cluster

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,16 @@ def _run_flow(name: str, config: PostTrainConfig) -> int:
 
         with translate_ray_errors(config.run.ray_address):
             check_ray_answers(config.run.ray_address)
+    if name == "convert":  # starts Ray only if the result does not exist
+        return _run_in_prefect(name, config, wait)
+    from penstock.flows.runtime.processes import ray_starting
+
+    with ray_starting(config):
+        return _run_in_prefect(name, config, wait)
+
+
+def _run_in_prefect(name: str, config: PostTrainConfig, wait: Callable[[str], None]) -> int:
+    """Connect to Prefect, run a checked flow, and report its failure. Return the exit code."""
     wait("loading Prefect")
     from prefect.exceptions import TerminationSignal
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -232,7 +231,9 @@ class Session:
     def _hang_detector(self) -> HangDetector:
         """Return the hang detector of the run, whose files are in the run's logs, or in the temporary directory if the
         store is not local."""
-        logs = Path(self.store.path(f"{self.keys.prefix}/logs")) if self.store.is_local else Path(tempfile.gettempdir())
+        logs = (
+            Path(self.store.path(f"{self.keys.prefix}/logs")) if self.store.is_local else scratch.temp_base_directory()
+        )
         return HangDetector(self.config.run.hang_timeout, self.display.warn, logs)
 
     def _sample_system(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,6 @@ class TrainActor:
         self._joined = False
         self._listener: socket.socket | None = None  # rendezvous socket, to which the other ranks connect
         self._urls: list[str] = []  # of the engines that get the weights
-        self._engines: EngineClient | None = None  # kept, because it holds process groups
         self._state = PolicyState(run=self.spec.run, incarnation=incarnation, version=0, clean=False)
         self._memory_switches: list[MemorySwitch] = []  # since they were last taken
         self.diagnostics = RankDiagnostics(self.spec.diagnostics, self.spec.run, rank)
@@ -93,9 +92,24 @@ class TrainActor:
         return self.info()
 
     def import_libraries(self) -> None:
-        """Import torch, Megatron and the training code, so that `connect_and_build` and `train` start without delay."""
+        """Import torch, Megatron, the training code and the engines' client, and create the CUDA context, so that
+        `connect_and_build`, `train` and the first `publish` start without delay."""
+        import torch
+        import torch._dynamo  # Megatron imports it when it builds a model
+
         import penstock.stages.train.build
         import penstock.stages.train.step  # noqa: F401
+
+        if torch.cuda.is_available():
+            torch.zeros(1, device="cuda")
+        if self.spec.config.loss_type != "sft_loss":
+            self._engines.prepare_weight_updates()
+
+    @cached_property
+    def _engines(self) -> EngineClient:  # kept, because it holds process groups
+        from penstock.engines.backends import connect
+
+        return connect(lambda: self._urls)
 
     def connect_and_build(self, init_method: str) -> None:
         """Connect to the other ranks at the rendezvous URL `init_method`, and build the models with random weights."""
@@ -326,7 +340,6 @@ class TrainActor:
             The error of an engine to which this rank sends requests, or None. The error is returned, not raised,
             because this rank's models are still intact.
         """
-        from penstock.engines.backends import connect
         from penstock.engines.generation import REFERENCE, EngineGone, EngineRefused
         from penstock.engines.network import node_address
         from penstock.engines.serving.keys import set_api_keys
@@ -337,7 +350,6 @@ class TrainActor:
         )
         set_api_keys(keys)
         self._urls = urls
-        self._engines = self._engines or connect(lambda: self._urls)
         if transport.host is None:
             transport = replace(transport, host=node_address(self.spec.network_interface))
         try:

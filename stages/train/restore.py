@@ -104,7 +104,6 @@ class PolicyRestorer:
         Raises:
             ReplayError: the loaded weights or optimizer state do not match the hashes in the checkpoint's commit.
         """
-        self.on_progress(f"loading checkpoint {version}" if version else "loading the starting weights")
         checkpoint = self._read_commit(self.keys.checkpoint_prefix(version)) if version else None
         base_key = self.base.key
         if has_adapters(checkpoint) or self.group.spec.config.lora:
@@ -113,6 +112,7 @@ class PolicyRestorer:
         base = self._read_model(base_key) if checkpoint is None or has_adapters(checkpoint) else None
         with self.group.lock:
             self.group.ensure_started()
+            self.on_progress(f"loading checkpoint {version}" if version else "loading the starting weights")
             self.group.load(version, base, checkpoint, self._auxiliary_models(checkpoint, base_key))
             if checkpoint is None or not _has_same_numerics(checkpoint, self.group.fingerprint()):
                 return

@@ -142,8 +142,6 @@ def test_the_flag_of_the_engine_alone_is_refused(name: str, value: Any) -> None:
         check_sglang_args({name: value})
 
 
-
-
 @pytest.mark.parametrize(("engine", "accepted"), [({"enable_fp32_lm_head": True}, True), ({}, False)], ids=str)
 def test_an_external_engine_needs_an_fp32_head_as_well(engine: dict[str, Any], accepted: bool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")

@@ -1,5 +1,5 @@
-"""Disable the CUDA graphs of prefills, and warn if engines may decode larger batches than SGLang captures CUDA graphs for
-by default.
+"""Disable the CUDA graphs of prefills, and warn if engines may decode larger batches than SGLang captures CUDA graphs
+for by default.
 
 Penstock does not raise the default: graphs take memory outside --sglang-mem-fraction-static, also while the trainer
 uses the GPU, so a run that fits could run out of memory.
@@ -35,9 +35,9 @@ SPECULATIVE_REQUESTS = 48  # SGLang's default of --max-running-requests with spe
 def without_prefill_graphs(args: dict[str, Any]) -> dict[str, Any]:
     """Return the server flags `args` plus the flag that disables CUDA graphs of prefills, unless the flags choose them.
 
-    By default SGLang runs the model three times for each of 58 lengths at the start: 7 s of an H100's start, and 54 s of
-    its first one, for a model of 135M parameters (benchmarks/results/smollm2-h100.json). A rollout prefills few, large
-    batches, which gain nothing from a graph.
+    By default SGLang runs the model three times for each of 58 lengths at the start: for a model of 135M parameters 7 s
+    on an H100, and 54 s at the first start (benchmarks/results/smollm2-h100.json). A rollout prefills few, large
+    batches, which gain little from a graph.
     """
     name = "cuda_graph_backend_prefill"
     if name not in sglang_flags() or any(OF_PREFILL.match(flag.replace("-", "_")) for flag in args):

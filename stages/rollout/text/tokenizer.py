@@ -231,6 +231,7 @@ def _find_call_form(template: str, variables: str) -> CallForm:
 def _tokenizer_class(directory: Path) -> Any:
     """Return the class that loads the tokenizer: PreTrainedTokenizerFast if tokenizer_config.json names this class,
     else AutoTokenizer, whose import loads the code of every model (2 s and 290 MB of memory)."""
+    _import_without_torch()
     config = directory / "tokenizer_config.json"
     named = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else None
     if named in GENERIC_CLASSES:
@@ -240,6 +241,20 @@ def _tokenizer_class(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
+
+
+def _import_without_torch() -> None:
+    """Import the only module below transformers' tokenizers that imports torch, with torch hidden from it: it reads
+    GGUF files, and the import of torch takes seconds."""
+    import transformers.tokenization_utils_base  # the modules that it imports must see torch
+    import transformers.utils as transformers_utils
+
+    is_available = transformers_utils.is_torch_available
+    transformers_utils.is_torch_available = lambda: False
+    try:
+        import transformers.modeling_gguf_pytorch_utils  # noqa: F401
+    finally:
+        transformers_utils.is_torch_available = is_available
 
 
 def check_tokenizer(

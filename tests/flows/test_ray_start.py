@@ -1,0 +1,153 @@
+"""The local Ray of a run starts in a thread while Prefect is loaded, and the driver imports no torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engines import cluster
+from penstock.engines.cluster import ClusterStart
+from penstock.engines.local_ray import ClusterLost
+from penstock.engines.placement import PlacementOptions
+from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime import processes
+from penstock.flows.runtime.processes import namespace_of_run, ray_starting
+
+HANG = 30.0
+
+
+class FakeCluster:
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.thread = threading.current_thread()
+
+    def stop(self) -> None:
+        self.ended.set()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """Replace the start of Ray. Yields the arguments of each start."""
+    starts: list[dict[str, Any]] = []
+
+    def start(**options: Any) -> FakeCluster:
+        starts.append(options)
+        return FakeCluster()
+
+    monkeypatch.setattr(cluster.Cluster, "start", start)
+    monkeypatch.setattr(cluster, "import_ray_with_settings", lambda **options: None)
+    yield starts
+    assert processes._ray_start is None
+
+
+def config_of(*words: str) -> Any:
+    return parse_config(["--run", "r", "--store", "/s", "--hf-checkpoint", "/m", "--num-rollout", "1", *words])
+
+
+def test_the_thread_of_the_start_lives_until_ray_is_stopped(started: list[dict[str, Any]]) -> None:
+    """The kernel kills Ray's daemons with the thread that started them."""
+    options = PlacementOptions(trainer_gpus=3)
+    taken: Any = ClusterStart("penstock-r", options).take()
+    assert started == [{"namespace": "penstock-r", "options": options}]
+    time.sleep(0.05)
+    assert taken.thread.is_alive() and taken.thread is not threading.current_thread() and taken.thread.daemon
+    taken.stop()
+    taken.thread.join(HANG)
+    assert not taken.thread.is_alive()
+
+
+def test_a_started_ray_is_taken_once(started: list[dict[str, Any]]) -> None:
+    start = ClusterStart("penstock-r", PlacementOptions())
+    taken = start.take()
+    assert taken is not None and start.take() is None
+    taken.stop()
+
+
+@pytest.mark.parametrize("error", [ClusterLost("Ray did not start"), ValueError("wrong"), OSError(28, "full")], ids=str)
+def test_a_start_that_fails_is_logged_and_left_to_the_stage(
+    error: Exception, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(**options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(cluster.Cluster, "start", fail)
+    with caplog.at_level(logging.WARNING):
+        assert ClusterStart("penstock-r", PlacementOptions()).take() is None
+    assert str(error) in caplog.text and "starting it again" in caplog.text
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("refused"), KeyboardInterrupt()], ids=str)
+def test_a_ray_that_no_run_has_taken_is_stopped(
+    error: BaseException | None, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeCluster()
+    monkeypatch.setattr(cluster.Cluster, "start", lambda **options: fake)
+    try:
+        with ray_starting(config_of()):
+            if error is not None:
+                raise error
+    except (RuntimeError, KeyboardInterrupt) as raised:
+        assert raised is error
+    assert fake.ended.is_set()
+
+
+def test_a_ray_that_a_run_has_taken_is_left_to_it(started: list[dict[str, Any]]) -> None:
+    with ray_starting(config_of("--actor-num-gpus-per-node", "2")):
+        assert processes._ray_start is not None
+        taken: Any = processes._ray_start.take()
+    assert not taken.ended.is_set()
+    [options] = started
+    assert options["namespace"] == namespace_of_run("r") and options["options"].trainer_gpus == 2
+    taken.stop()
+
+
+def test_an_external_ray_is_not_started(started: list[dict[str, Any]]) -> None:
+    with ray_starting(config_of("--ray-address", "127.0.0.1:6379")):
+        assert processes._ray_start is None
+    assert started == []
+
+
+# ---- imports of the driver -------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import json, sys
+from types import SimpleNamespace
+from penstock.flows.runtime.conversion import import_model
+from penstock.flows.options.flags import parse_config
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+
+model = sys.argv[1]
+inner = PromptTokenizer(model, apply_chat_template=True).inner
+ids = inner.apply_chat_template([{"role": "user", "content": "1+1="}])["input_ids"]
+calls = []
+run = lambda function, *args, **options: calls.append(f"{function.__module__}.{function.__name__}")
+convert = parse_config(["--run", "r", "--store", "/s", "--hf-checkpoint", model, "--num-rollout", "1"]).convert
+import_model(SimpleNamespace(run=run), None, convert, model)
+imported = "torch" in sys.modules
+from transformers.utils import is_torch_available
+print(json.dumps([ids, calls, imported, is_torch_available(), inner("1", return_tensors="pt")["input_ids"].ndim]))
+"""
+
+
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend"])
+def test_the_driver_tokenizes_and_converts_without_torch(name: str, tiny_model: Path, tmp_path: Path) -> None:
+    """A plugin in the driver that imports torch afterwards gets the whole of transformers."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": name}))
+    result = subprocess.run([sys.executable, "-c", PROGRAM, str(model)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    ids, calls, imported, available, ndim = json.loads(result.stdout.splitlines()[-1])
+    assert ids and calls == ["penstock.flows.runtime.conversion.convert"] and not imported
+    assert available and ndim == 2
