@@ -357,6 +357,8 @@ class ClusterStart:
     def _start(self, namespace: str, options: PlacementOptions) -> None:
         try:
             cluster = Cluster.start(namespace=namespace, options=options)
+            with suppress(Exception):  # the stage that needs the GPUs raises it again
+                cluster.place_processes(1)  # reserves the GPUs of the run
         except BaseException as error:
             self._cluster.set_exception(error)
             return

@@ -22,14 +22,24 @@ from penstock.engines.placement import PlacementOptions
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import processes
 from penstock.flows.runtime.processes import namespace_of_run, ray_starting
+from penstock.storage.errors import LayoutError
 
 HANG = 30.0
 
 
 class FakeCluster:
+    too_few = False
+
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.thread = threading.current_thread()
+
+        self.reserved: list[int] = []
+
+    def place_processes(self, num_processes: int) -> None:
+        self.reserved.append(num_processes)
+        if self.too_few:
+            raise LayoutError("the cluster has 1 GPUs, but the run needs 2")
 
     def stop(self) -> None:
         self.ended.set()
@@ -64,6 +74,17 @@ def test_the_thread_of_the_start_lives_until_ray_is_stopped(started: list[dict[s
     taken.stop()
     taken.thread.join(HANG)
     assert not taken.thread.is_alive()
+
+
+@pytest.mark.parametrize("too_few", [False, True])
+def test_the_gpus_of_the_run_are_reserved_in_advance(
+    too_few: bool, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If there are too few, the stage that needs them says so."""
+    monkeypatch.setattr(FakeCluster, "too_few", too_few)
+    taken: Any = ClusterStart("penstock-r", PlacementOptions()).take()
+    assert taken.reserved == [1]
+    taken.stop()
 
 
 def test_a_started_ray_is_taken_once(started: list[dict[str, Any]]) -> None:
