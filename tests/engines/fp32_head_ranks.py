@@ -42,7 +42,7 @@ def step(engine: Any, weight: Tensor) -> tuple[int, float]:
     Return the number of micro-batches, 0 before the last pipeline stage, and the gradient's norm."""
 
     def loss(hidden: Tensor, head: Any, packed: Pack) -> Any:
-        targets, counted = targets_of(packed)
+        targets, counted = (tensor.to(hidden.device) for tensor in targets_of(packed))
         logprobs, _ = token_logprobs(
             hidden[counted], head, targets[counted], temperature=0.9, chunk_size=16, group=engine.tensor_group
         )

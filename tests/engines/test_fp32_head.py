@@ -22,6 +22,7 @@ from tests.engines.megatron_reference import LENGTHS, SHAPE, hf_model, make_pack
 
 UNTIED = SHAPE.model_copy(update={"tied_embeddings": False})
 PACK = make_pack(LENGTHS)
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def models_of(shape: Any = SHAPE, **options: Any) -> Any:
@@ -42,12 +43,12 @@ def logits_of(engine: Any) -> tuple[Tensor, Tensor, Tensor]:
     return kept["hidden"], kept["logits"], weight.detach()
 
 
-@pytest.fixture
-def bf16_head() -> Any:
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=ON_GPU)])
+def bf16_head(request: pytest.FixtureRequest) -> Any:
     """A head with bf16 weights [V, H], and hidden states [n, H], both with gradients."""
     generator = torch.Generator().manual_seed(3)
-    hidden, weight = (torch.randn(size, 32, generator=generator).bfloat16().requires_grad_() for size in (40, 61))
-    return hidden, weight
+    tensors = (torch.randn(size, 32, generator=generator).to(request.param).bfloat16() for size in (40, 61))
+    return [tensor.requires_grad_() for tensor in tensors]
 
 
 @pytest.mark.usefixtures("world")
@@ -82,8 +83,8 @@ def test_logprobs_equal_those_of_transformers_with_the_head_in_fp32() -> None:
     engine = models_of().policy
     put_weights(engine, {name: tensor.float() for name, tensor in to_megatron(dict(hf.state_dict())).items()})
     hidden, logits, _ = logits_of(engine)
-    theirs = (hidden.float() @ hf.lm_head.weight.float().T).log_softmax(-1)
-    targets, counted = targets_of(PACK)
+    theirs = (hidden.float() @ hf.lm_head.weight.float().T.to(hidden.device)).log_softmax(-1)
+    targets, counted = (tensor.to(hidden.device) for tensor in targets_of(PACK))
     expected = theirs[counted].gather(-1, targets[counted][:, None])[:, 0]
     ours, _ = token_logprobs(hidden[counted], engine.chunks[0].head, targets[counted], chunk_size=16)
     assert (ours - expected).abs().max() < 1e-5
@@ -99,7 +100,7 @@ def test_gradients_are_those_of_the_fp32_product(bf16_head: Any, frozen: set[str
     for name in frozen:
         inputs[name].requires_grad_(False)
     exact = {name: value.detach().double().requires_grad_(value.requires_grad) for name, value in inputs.items()}
-    targets = torch.arange(40) % 61
+    targets = (torch.arange(40) % 61).to(inputs["hidden"].device)
     _Fp32Linear.apply(*inputs.values()).log_softmax(-1).gather(-1, targets[:, None]).sum().backward()
     (exact["hidden"] @ exact["weight"].T).log_softmax(-1).gather(-1, targets[:, None]).sum().backward()
     for name, value in inputs.items():
@@ -109,6 +110,15 @@ def test_gradients_are_those_of_the_fp32_product(bf16_head: Any, frozen: set[str
             grad, expected = value.grad.double(), exact[name].grad
             assert value.grad.dtype == torch.bfloat16
             assert (grad - expected).norm() < 0.01 * expected.norm()
+
+
+def test_no_tokens_give_no_logits(bf16_head: Any) -> None:
+    from penstock.engines.megatron.model.gpt import _Fp32Linear
+
+    hidden, weight = bf16_head
+    logits = _Fp32Linear.apply(hidden[:0], weight)
+    logits.sum().backward()
+    assert logits.shape == (0, 61) and logits.dtype == torch.float32 and not weight.grad.any()
 
 
 def test_a_model_in_fp32_computes_the_same_with_and_without_the_option(bf16_head: Any) -> None:

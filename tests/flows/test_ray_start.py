@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from penstock.engines import cluster
@@ -172,3 +174,53 @@ def test_the_driver_tokenizes_and_converts_without_torch(name: str, tiny_model: 
     ids, calls, imported, available, ndim = json.loads(result.stdout.splitlines()[-1])
     assert ids and calls == ["penstock.flows.runtime.conversion.convert"] and not imported
     assert available and ndim == 2
+
+
+# ---- the end of a driver whose Ray has just started ------------------------------------------------------------------
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [
+        (signal.SIGKILL, "loading Prefect"),
+        (signal.SIGTERM, "opening the run"),
+        pytest.param(signal.SIGKILL, "opening the run", marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, "loading Prefect", marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, "loading Prefect", marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, "starting Prefect's server", marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_no_process_outlives_a_driver_that_ends_during_the_start(
+    number: signal.Signals, moment: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "1+1=", "label": "2"}\n' * 8)
+    words = ["--run", "r", "--store", str(tmp_path / "store"), "--hf-checkpoint", str(tiny_model), "--num-rollout", "1"]
+    words += ["--prompt-data", str(prompts), "--rm-type", "random", "--rollout-batch-size", "2"]
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        driver = psutil.Popen([sys.executable, "-m", "penstock", "train", *words], stdout=out, stderr=out)
+    try:
+        wait_for(lambda: moment in log.read_text() or driver.poll() is not None)
+        wait_for(lambda: "raylet" in {child.name() for child in driver.children()})
+        family = driver.children(recursive=True)
+        assert driver.poll() is None, log.read_text()
+        driver.send_signal(number)
+        driver.wait(2 * HANG)
+        family += [
+            process for process in family if process.is_running() for process in process.children(recursive=True)
+        ]
+    finally:
+        driver.kill()
+    _, alive = psutil.wait_procs(family, timeout=HANG)
+    assert not alive, log.read_text()
+    assert driver.returncode == (-number if number == signal.SIGKILL else 128 + number), log.read_text()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 2 * HANG
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
