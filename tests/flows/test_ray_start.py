@@ -209,11 +209,9 @@ def test_no_process_outlives_a_driver_that_ends_during_the_start(
         assert driver.poll() is None, log.read_text()
         driver.send_signal(number)
         driver.wait(2 * HANG)
-        family += [
-            process for process in family if process.is_running() for process in process.children(recursive=True)
-        ]
     finally:
-        driver.kill()
+        if driver.poll() is None:
+            driver.kill()
     _, alive = psutil.wait_procs(family, timeout=HANG)
     assert not alive, log.read_text()
     assert driver.returncode == (-number if number == signal.SIGKILL else 128 + number), log.read_text()

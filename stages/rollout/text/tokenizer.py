@@ -247,8 +247,9 @@ def _import_without_torch() -> None:
     """Import the only module below transformers' tokenizers that imports torch, with torch hidden from it: it reads
     GGUF files, and the import of torch takes seconds."""
     import transformers.tokenization_utils_base  # the modules that it imports must see torch
-    import transformers.utils as transformers_utils
+    from transformers import utils
 
+    transformers_utils: Any = utils
     is_available = transformers_utils.is_torch_available
     transformers_utils.is_torch_available = lambda: False
     try:
