@@ -213,7 +213,7 @@ def test_no_process_outlives_a_driver_that_ends_during_the_start(
     finally:
         if driver.poll() is None:
             driver.kill()
-    # Ray's agents whose raylet died before they were connected give up after a minute.
+    # Ray's agents whose raylet died before they were connected exit after a minute.
     _, alive = psutil.wait_procs(family, timeout=4 * HANG)
     assert not alive, log.read_text()
     assert driver.returncode == (-number if number == signal.SIGKILL else 128 + number), log.read_text()
