@@ -51,8 +51,9 @@ def test_batches_above_the_default_are_named_with_the_option(
 
 
 def args_of_server(has_gpus: bool = True, python: str | None = None, **args: Any) -> dict[str, Any]:
-    options = EngineOptions(ServerSpec(model_path="", args=args, python=python))
-    return engine_backend().server_args(options, has_gpus=has_gpus)
+    options = EngineOptions(ServerSpec(model_path="", args={"dtype": "bfloat16", **args}, python=python))
+    of_server = engine_backend().server_args(options, has_gpus=has_gpus)
+    return {name: value for name, value in of_server.items() if name != "dtype"}
 
 
 @pytest.mark.parametrize(
