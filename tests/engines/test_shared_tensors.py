@@ -69,7 +69,7 @@ def is_killed(process: Receiver) -> None:
     process.communicate()
 
 
-@pytest.mark.parametrize("ends", [[reads_and_closes], [is_killed], [is_killed, reads_and_closes], []], ids=len)
+@pytest.mark.parametrize("ends", [[is_killed, reads_and_closes], []], ids=len)
 def test_shared_file_is_gone_and_receivers_still_read(
     bucket: FlatBucket, ends: list[Callable[[Receiver], None]]
 ) -> None:

@@ -116,7 +116,7 @@ def test_other_bad_input_is_refused_in_one_line(
     "row",
     [
         # The router's options are those of its parser, which takes 3 s to import.
-        pytest.param(row, marks=[pytest.mark.full] if number % 4 or "--router-" in row.id else [], id=row.id)
+        pytest.param(row, marks=[pytest.mark.full] if number % 8 or "--router-" in row.id else [], id=row.id)
         for number, row in enumerate(real_rows())
     ],
 )

@@ -25,8 +25,8 @@ def test_cases_have_unique_ids_and_are_many() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [  # a tenth of those that wait for a time limit, and all others
-        pytest.param(case, id=case.id, marks=[pytest.mark.full] if number % 10 and case.id in SLOW else [])
+    [  # a third, and a tenth of those that wait for a time limit
+        pytest.param(case, id=case.id, marks=[pytest.mark.full] if number % (10 if case.id in SLOW else 3) else [])
         for number, case in enumerate(CASES)
     ],
 )

@@ -49,6 +49,7 @@ def test_error_of_a_dead_service_shows_the_end_of_its_log(tmp_path: Path) -> Non
         thing.wait_ready(timeout=20)
 
 
+@pytest.mark.full
 def test_stop_ends_grandchildren_that_ignore_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "STOP_TIMEOUT", 0.1)
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"

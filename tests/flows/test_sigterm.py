@@ -128,6 +128,7 @@ def test_hangup_that_nohup_ignores_stays_ignored() -> None:
         child.kill()
 
 
+@pytest.mark.full
 def test_watchdog_ends_with_its_process() -> None:
     with start("time.sleep(600)") as process:
         child = first_child(process)
@@ -138,6 +139,7 @@ def test_watchdog_ends_with_its_process() -> None:
 
 
 @pytest.mark.parametrize("_", range(3))
+@pytest.mark.full
 def test_exit_code_is_that_of_the_program_if_it_ends_slowly(_: int) -> None:
     body = """
 child.kill()

@@ -30,9 +30,9 @@ GRADERS = list(builtin_graders())
 IN_EVERY_RUN = [
     f"{piece!r} repeated"
     for piece in (
-        "[", r"\frac", "$", "\n", "\ud800", "a. ", "\u0301\u0316",
+        "[", "\n", "a. ",
     )
-] + [r"'\\boxed{' nested", "'{\"a\":' nested", "random mixture 0"]  # fmt: skip
+] + [r"'\\boxed{' nested", "random mixture 0"]  # fmt: skip
 
 
 IN_EVERY_RUN_OR_FULL = pytest.mark.parametrize(

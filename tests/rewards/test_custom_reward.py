@@ -116,7 +116,7 @@ def test_group_reward_gets_all_samples_of_a_prompt_in_one_call(file: Path) -> No
         assert [outcome.reward for outcome in outcomes(grader, group("a", "b"))] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("name", ["rank", "rank_async"])
+@pytest.mark.parametrize("name", [pytest.param("rank", marks=pytest.mark.full), "rank_async"])
 def test_hanging_group_reward_fails_only_its_group(file: Path, name: str) -> None:
     with make_grader(custom_rm_path=f"{file}:{name}", group_rm=True, timeout=0.1, arguments={"scale": 2}) as grader:
         grader.submit_group(group("warm"))[0].result(30)
@@ -163,6 +163,7 @@ def test_submit_group_without_a_group_reward_grades_each_sample(file: Path) -> N
         assert [outcome.reward for outcome in outcomes(grader, group("1", "2"))] == [7.0, 7.0]
 
 
+@pytest.mark.full
 def test_custom_rm_path_of_a_row_takes_precedence_and_one_sample_with_group_rm(file: Path, row_package: Path) -> None:
     with_path = group("a", "b")
     for sample in with_path:
@@ -446,7 +447,14 @@ def test_any_awaitable_is_awaited(one_by_one: Grader, name: str) -> None:
     assert [(outcome.reward, outcome.error) for outcome in found] == [(0.5, None)] * 2
 
 
-@pytest.mark.parametrize("name", ["partial_of_async", "awaiting_instance", "Model"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "partial_of_async",
+        pytest.param("awaiting_instance", marks=pytest.mark.full),
+        pytest.param("Model", marks=pytest.mark.full),
+    ],
+)
 def test_loaded_reward_may_return_awaitables(forms: Path, name: str) -> None:
     with make_grader(custom_rm_path=f"{forms}:{name}") as grader:
         found = outcomes(grader, group("a", "b"))

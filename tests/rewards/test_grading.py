@@ -93,7 +93,9 @@ def test_async_rewards_run_concurrently(file: Path) -> None:
     assert batch[0].rewards == {"score": 6.0, "parts": 1.0}
 
 
-@pytest.mark.parametrize("bad", [pytest.param("hang", marks=pytest.mark.full), "hang in C", "die"])
+@pytest.mark.parametrize(
+    "bad", [pytest.param("hang", marks=pytest.mark.full), "hang in C", pytest.param("die", marks=pytest.mark.full)]
+)
 def test_reward_that_hangs_or_dies_fails_one_sample(file: Path, bad: str) -> None:
     batch = samples("ok", bad, "raise", "none", "nan", "ok")
     with make_grader(custom_rm_path=f"{file}:misbehave", timeout=0.2) as grader:

@@ -110,6 +110,7 @@ def test_unreachable_server_fails_the_sample_with_its_url_and_reason() -> None:
         assert "Connect" in sample.metadata["error"]
 
 
+@pytest.mark.full
 def test_slow_server_fails_the_sample_with_a_timeout(server: Server) -> None:
     [sample] = samples("slow")
     with make_grader("remote_rm", rm_url=server.url, timeout=0.5) as grader:

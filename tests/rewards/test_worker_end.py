@@ -52,6 +52,7 @@ def ended_silently(process: subprocess.Popen[str]) -> bool:
 
 
 @pytest.mark.parametrize("source", [SYNC, ASYNC], ids=["sync", "async"])
+@pytest.mark.full
 def test_parent_that_closes_the_pipe_during_a_job_gets_no_traceback(
     worker: Worker, source: str, tmp_path: Path
 ) -> None:
@@ -74,6 +75,7 @@ def test_parent_that_closes_the_pipe_while_the_reward_loads_gets_no_traceback(
     assert ended_silently(process)
 
 
+@pytest.mark.full
 def test_parent_that_ends_before_it_sends_the_settings_gets_no_traceback(worker: Worker) -> None:
     process, connection = worker
     connection.close()

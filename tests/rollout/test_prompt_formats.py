@@ -153,7 +153,9 @@ def test_a_pattern_mixes_formats_and_file_systems(tmp_path: Path) -> None:
     assert texts(f"memory://formats/{tmp_path.name}/*@[1:9]") == expected[1:9]
 
 
-@pytest.mark.parametrize("kind", ["csv", "stream.arrow", "json"])
+@pytest.mark.parametrize(
+    "kind", ["csv", pytest.param("stream.arrow", marks=pytest.mark.full), pytest.param("json", marks=pytest.mark.full)]
+)
 def test_memory_does_not_grow_with_the_rows_of_other_formats(tmp_path: Path, kind: str) -> None:
     rows = [{"input": f"{i} {'x' * 2000}"} for i in range(30_000)]
     path = tmp_path / f"rows.{kind}"

@@ -249,6 +249,7 @@ def test_groups_whose_rewards_are_late_are_all_used_with_fresh_tokens(bench: Sim
     check_staleness(bench)
 
 
+@pytest.mark.full
 def test_slow_prompts_are_trained_as_often_as_fast_ones(
     tmp_path: Path, tokenizer: PromptTokenizer, clock: Clock
 ) -> None:

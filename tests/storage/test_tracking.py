@@ -251,6 +251,7 @@ def dead_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
+@pytest.mark.full
 def test_a_dead_server_neither_blocks_the_run_nor_loses_records(
     dead_server: str, database: Path, tmp_path: Path
 ) -> None:

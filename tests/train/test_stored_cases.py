@@ -43,6 +43,7 @@ def test_stored_case_gives_the_stored_numbers(family: str, tmp_path: Path) -> No
     assert not wrong, f"{len(wrong)} of {len(cases)} cases differ ({', '.join(wrong)}), the first:\n{first}"
 
 
+@pytest.mark.full
 def test_stored_cases_are_those_of_the_script() -> None:
     assert number(describe_cases()) == [case for case, _ in STORED]
     assert len(STORED) >= 500
