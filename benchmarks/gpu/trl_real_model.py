@@ -60,7 +60,8 @@ def main() -> int:
     config = make_config(options)
     set_seed(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    # With the default, sdpa, the gradients of left-padded micro-batches were NaN on an H100 (transformers 5.12.1).
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, attn_implementation="eager")
     recorder = Recorder(options, tokenizer)
     trainer = TimedTrainer(
         model=model,
