@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -310,11 +311,21 @@ def test_local_ray_listens_on_loopback_only(cluster: Cluster) -> None:
 def test_local_ray_serves_nothing_over_http_without_its_token(cluster: Cluster) -> None:
     """Its metrics, which ask for no token, name every process and its memory."""
     cluster.run(cpu_count)
-    answers = {}
-    for process in psutil.Process().children(recursive=True):
-        for port in (each.laddr.port for each in process.net_connections() if each.status == psutil.CONN_LISTEN):
-            for path in ("/", "/metrics", "/api/v0/logs", "/logs/index"):
-                opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-                with suppress(OSError, HTTPException):  # HTTP errors, and ports that speak gRPC
-                    answers[port, path] = opener.open(f"http://127.0.0.1:{port}{path}", timeout=10).status
-    assert not answers
+    ports = {
+        each.laddr.port
+        for process in psutil.Process().children(recursive=True)
+        for each in process.net_connections()
+        if each.status == psutil.CONN_LISTEN
+    }
+    paths = ("/", "/metrics", "/api/v0/logs", "/logs/index")
+    urls = [f"http://127.0.0.1:{port}{path}" for port in ports for path in paths]
+    with ThreadPoolExecutor(len(urls)) as pool:  # ports that speak gRPC do not answer until the timeout
+        assert ports and not [url for url, status in zip(urls, pool.map(http_status, urls), strict=True) if status]
+
+
+def http_status(url: str) -> int | None:
+    """Return the status of a page, or None if there is none."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with suppress(OSError, HTTPException):  # HTTP errors, and ports that speak gRPC
+        return opener.open(url, timeout=10).status
+    return None
