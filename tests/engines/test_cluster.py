@@ -311,16 +311,17 @@ def test_local_ray_listens_on_loopback_only(cluster: Cluster) -> None:
 def test_local_ray_serves_nothing_over_http_without_its_token(cluster: Cluster) -> None:
     """Its metrics, which ask for no token, name every process and its memory."""
     cluster.run(cpu_count)
-    ports = {
-        each.laddr.port
-        for process in psutil.Process().children(recursive=True)
-        for each in process.net_connections()
-        if each.status == psutil.CONN_LISTEN
-    }
+    ports = {port for process in psutil.Process().children(recursive=True) for port in listening_ports(process)}
     paths = ("/", "/metrics", "/api/v0/logs", "/logs/index")
     urls = [f"http://127.0.0.1:{port}{path}" for port in ports for path in paths]
     with ThreadPoolExecutor(len(urls)) as pool:  # ports that speak gRPC do not answer until the timeout
         assert ports and not [url for url, status in zip(urls, pool.map(http_status, urls), strict=True) if status]
+
+
+def listening_ports(process: psutil.Process) -> set[int]:
+    with suppress(psutil.NoSuchProcess, FileNotFoundError):  # it ends
+        return {each.laddr.port for each in process.net_connections() if each.status == psutil.CONN_LISTEN}
+    return set()
 
 
 def http_status(url: str) -> int | None:

@@ -183,7 +183,7 @@ def test_the_driver_tokenizes_and_converts_without_torch(name: str, tiny_model: 
 @pytest.mark.parametrize(
     ("number", "moment"),
     [
-        (signal.SIGKILL, "loading Prefect"),
+        pytest.param(signal.SIGKILL, "loading Prefect", marks=pytest.mark.full),
         (signal.SIGTERM, "opening the run"),
         pytest.param(signal.SIGKILL, "opening the run", marks=pytest.mark.full),
         pytest.param(signal.SIGTERM, "loading Prefect", marks=pytest.mark.full),
