@@ -60,13 +60,12 @@ MODEL_SIZES = [
 
 
 def default_args(options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
-    """Return flags that apply where the user gives no other value: engines compute in the data type of the trained
-    weights. SGLang would choose that of the checkpoint, and fp16 for an fp32 one. Beside fp8 weights only 16 bits are
-    possible, and FlashAttention, SGLang's default on GPUs, does not compute in fp32."""
-    dtype = options.params_dtype or ("bf16" if has_gpus else "fp32")
-    if dtype == "bf16" or options.spec.args.get("quantization") or stores_quantized_weights(options):
-        return {"dtype": "bfloat16"}
-    return {"dtype": "float32", "attention_backend": "triton"} if has_gpus else {"dtype": "float32"}
+    """Return flags that apply where the user gives no other value. On CPUs engines compute in the data type of the
+    trained weights, on GPUs in bf16: SGLang's GPU kernels (normalization, attention) have no fp32, beside fp8 weights
+    only 16 bits are possible, and SGLang itself would choose the checkpoint's type, and fp16 for an fp32 one."""
+    is_fp32 = not has_gpus and options.params_dtype != "bf16"
+    quantized = options.spec.args.get("quantization") or stores_quantized_weights(options)
+    return {"dtype": "float32" if is_fp32 and not quantized else "bfloat16"}
 
 
 def stores_quantized_weights(options: EngineOptions) -> bool:

@@ -1,4 +1,4 @@
-"""Engines compute in the data type of the trained policy: their launch arguments."""
+"""Engines compute in the data type of the trained policy on CPUs, and in bf16 on GPUs: their launch arguments."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def values_of(command: list[str], flag: str) -> list[str]:
     [
         ([], "bfloat16", "float32"),
         (["--params-dtype", "bf16"], "bfloat16", "bfloat16"),
-        (["--params-dtype", "fp32"], "float32", "float32"),
+        (["--params-dtype", "fp32"], "bfloat16", "float32"),
         (["--bf16"], "bfloat16", "bfloat16"),
     ],
     ids=["default", "bf16", "fp32", "megatron-bf16"],
@@ -76,13 +76,14 @@ def test_dtype_given_by_the_user_replaces_that_of_the_policy(words: list[str], g
 
 
 @pytest.mark.parametrize("words", [[], ["--lora-publish", "merged"]], ids=["adapter", "merged"])
-@pytest.mark.parametrize(("dtype", "expected"), [("bf16", "bfloat16"), ("fp32", "float32")])
+@pytest.mark.parametrize(("dtype", "on_cpus"), [("bf16", "bfloat16"), ("fp32", "float32")])
 def test_engines_of_a_run_with_adapters_compute_in_the_dtype_of_the_policy(
-    words: list[str], dtype: str, expected: str, tiny_model: Path
+    words: list[str], dtype: str, on_cpus: str, tiny_model: Path
 ) -> None:
     options = options_of(tiny_model, "--lora-rank", "4", "--params-dtype", dtype, *words)
     assert (options.adapters is None) == bool(words)
-    assert values_of(command_of(options, has_gpus=True), "--dtype") == [expected]
+    assert values_of(command_of(options, has_gpus=True), "--dtype") == ["bfloat16"]
+    assert values_of(command_of(options, has_gpus=False), "--dtype") == [on_cpus]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -96,9 +97,9 @@ def test_engine_with_fp8_weights_computes_in_bf16(
     assert values_of(command, "--dtype") == ["bfloat16"] and not values_of(command, "--attention-backend")
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [(None, "bfloat16"), ("bf16", "bfloat16"), ("fp32", "float32")])
+@pytest.mark.parametrize(("dtype", "on_cpus"), [(None, "float32"), ("bf16", "bfloat16"), ("fp32", "float32")])
 def test_engine_of_the_teacher_computes_in_the_dtype_of_the_policy(
-    dtype: str | None, expected: str, tiny_model: Path, other_tiny_model: Path
+    dtype: str | None, on_cpus: str, tiny_model: Path, other_tiny_model: Path
 ) -> None:
     words = ["--use-opd", "--opd-type", "sglang", "--opd-teacher-load", str(other_tiny_model)]
     words += ["--params-dtype", dtype] if dtype else []
@@ -106,42 +107,26 @@ def test_engine_of_the_teacher_computes_in_the_dtype_of_the_policy(
     config = parse_config(["--run", "r", "--hf-checkpoint", str(tiny_model), "--num-rollout", "1", *words])
     teacher = teacher_options(config)
     assert teacher is not None and teacher.spec.model_path == str(other_tiny_model.resolve())
-    assert values_of(command_of(teacher, has_gpus=True), "--dtype") == [expected]
+    assert values_of(command_of(teacher, has_gpus=True), "--dtype") == ["bfloat16"]
+    assert values_of(command_of(teacher, has_gpus=False), "--dtype") == [on_cpus]
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    "words",
     [
-        (["--use-kl-loss", "--ref-load", "OTHER"], "bfloat16"),
-        (["--advantage-estimator", "ppo"], "bfloat16"),
-        (["--colocate", "--offload-rollout"], "bfloat16"),
-        (["--debug-rollout-only", "--params-dtype", "fp32"], "float32"),
-        (["--rollout-sampling-seeds"], "bfloat16"),
+        ["--use-kl-loss", "--ref-load", "OTHER"],
+        ["--advantage-estimator", "ppo"],
+        ["--colocate", "--offload-rollout"],
+        ["--debug-rollout-only", "--params-dtype", "fp32"],
+        ["--rollout-sampling-seeds"],
     ],
     ids=["reference", "critic", "offloaded", "without trainer", "seeds"],
 )
-def test_engine_beside_other_models_computes_in_the_dtype_of_the_policy(
-    words: list[str], expected: str, tiny_model: Path, other_tiny_model: Path
+def test_engine_beside_other_models_computes_in_bf16_on_a_gpu(
+    words: list[str], tiny_model: Path, other_tiny_model: Path
 ) -> None:
     options = options_of(tiny_model, *(str(other_tiny_model) if word == "OTHER" else word for word in words))
-    assert values_of(command_of(options, has_gpus=True), "--dtype") == [expected]
-
-
-@pytest.mark.parametrize(
-    ("words", "has_gpus", "expected"),
-    [
-        ([], True, []),
-        (["--params-dtype", "fp32"], True, ["triton"]),
-        (["--params-dtype", "fp32"], False, []),
-        (["--params-dtype", "fp32", "--sglang-attention-backend", "torch_native"], True, ["torch_native"]),
-        (["--sglang-attention-backend", "fa3"], True, ["fa3"]),
-    ],
-)
-def test_fp32_engine_on_a_gpu_does_not_use_flash_attention(
-    words: list[str], has_gpus: bool, expected: list[str], tiny_model: Path
-) -> None:
-    command = command_of(options_of(tiny_model, *words), has_gpus=has_gpus)
-    assert values_of(command, "--attention-backend") == expected
+    assert values_of(command_of(options, has_gpus=True), "--dtype") == ["bfloat16"]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +134,7 @@ def test_fp32_engine_on_a_gpu_does_not_use_flash_attention(
     [
         (None, {}, 2),
         ("bf16", {}, 2),
-        ("fp32", {}, 4),
+        ("fp32", {}, 2),
         ("fp32", {"dtype": "auto"}, 2),
         ("fp32", {"dtype": "bfloat16"}, 2),
         ("bf16", {"dtype": "float32"}, 4),
