@@ -1,10 +1,11 @@
 """Draw the training of several runs as SVG: mean reward of a round, and accuracy on held-out rows.
 
-    python benchmarks/plot_learning.py [FILE ...] [--peer trl] [--output docs/images/smollm2-curve.svg]
+    python benchmarks/plot_learning.py [FILE ...] [--methods grpo trl] [--peer trl] [--output FILE.svg]
 
 FILE is JSON with reports of gpu/real_model.py under `runs`, by name; by default results/smollm2-h100.json. Names that
 differ only in `-seedN` are seeds of one method and get one color. Methods whose names begin with that of `--peer` are
-dashed. The background is white, so that the picture is readable on a dark page as well.
+dashed. Without --methods all are drawn. The background is white, so that the picture is readable on a dark page as
+well.
 """
 
 from __future__ import annotations
@@ -112,14 +113,14 @@ def draw(runs: dict[str, dict[str, Any]], peer: str) -> Picture:
         x, y, (color, dash) = 40 + i % 3 * 148, 24 + i // 3 * 20, styles[method]
         picture.parts.append(f'<path d="M{x},{y} h24" stroke="{color}" stroke-width="3"{dash}/>')
         picture.text(x + 30, y + 5, f"{method}, {number} seeds" if number > 1 else method, size=13, anchor="start")
-    picture.text(40, top - 10, "reward of training rollouts", size=14, anchor="start", bold=True)
+    picture.text(40, top - 10, "reward of training rollouts by round, means", size=14, anchor="start", bold=True)
     highest = max(value for points in rewards.values() for _, value in points)
     panel = Panel(picture, 40, top, 424, 140, limits=(last_round, highest))
     for name, points in rewards.items():
         panel.connect(points, styles[method_of(name)])
     for i, task in enumerate(tasks):
         left, at = 40 + i % 2 * 230, top + 188 + i // 2 * 208
-        picture.text(left, at - 10, f"right answers, {task}", size=14, anchor="start", bold=True)
+        picture.text(left, at - 10, f"{task}: right answers", size=14, anchor="start", bold=True)
         curves = {name: accuracies(run, task) for name, run in runs.items() if task in run["held out"]}
         highest = max(high for points in curves.values() for *_, high in points)
         panel = Panel(picture, left, at, 194, 160, limits=(last_round, highest))
@@ -134,10 +135,13 @@ def draw(runs: dict[str, dict[str, Any]], peer: str) -> Picture:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE", default=[RESULTS])
+    parser.add_argument("--methods", nargs="+", help="names of the methods to draw, without seeds")
     parser.add_argument("--peer", default="trl", help="name of the methods that are dashed (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=IMAGES / "smollm2-curve.svg")
     options = parser.parse_args()
     runs = {name: run for file in options.files for name, run in json.loads(file.read_text())["runs"].items()}
+    if options.methods:
+        runs = {name: run for name, run in runs.items() if method_of(name) in options.methods}
     draw(runs, options.peer).save(options.output)
 
 

@@ -39,7 +39,9 @@ def curves(picture: ElementTree.Element) -> list[dict[str, str]]:
 
 
 def test_picture_of_the_repository_is_that_of_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["plot_learning.py", "--output", str(tmp_path / "curve.svg")])
+    monkeypatch.setattr(
+        sys, "argv", ["plot_learning.py", "--methods", "grpo", "trl", "--output", str(tmp_path / "curve.svg")]
+    )
     plot_learning.main()
     assert (tmp_path / "curve.svg").read_text() == (ROOT / "docs/images/smollm2-curve.svg").read_text()
 
