@@ -92,8 +92,8 @@ class TrainConfig(AlgorithmConfig):
     """Seed of all random number generators of the trainer."""
 
     params_dtype: Literal["fp32", "bf16"] | None = option(None)
-    """Data type of weights and activations (optimizer states are fp32); bf16 on GPUs, fp32 on CPUs if not given. Engines
-    compute in it on CPUs, and in bf16 on GPUs, unless --sglang-dtype is given."""
+    """Data type of weights and activations (optimizer states are fp32); bf16 on GPUs, fp32 on CPUs if not given.
+    Engines compute in it on CPUs, and in bf16 on GPUs, unless --sglang-dtype is given."""
 
     fp32_lm_head: bool = option(False)
     """Compute the logits of a model in bf16 in fp32, in trainer and engines, so that their log-probs differ less."""
