@@ -383,7 +383,7 @@ def options_by_mutability(config: PostTrainConfig, mutability: Mutability) -> di
     """
     dumped = config.model_dump(mode="json")
     options = {
-        f"{section}.{name}": dumped[section].get(name)  # a section may leave out options that are not given
+        f"{section}.{name}": dumped[section][name]
         for section, name, field in list_options()
         if field_meta(field).mutability == mutability
     }
@@ -392,19 +392,9 @@ def options_by_mutability(config: PostTrainConfig, mutability: Mutability) -> di
     return options
 
 
-def config_hash(config: PostTrainConfig, *, all_megatron_options: bool = False) -> str:
-    """Return a hash of the options that a resumed run cannot change (mutability `identity`).
-
-    Options that `model_dump` omits are not hashed, so that a new option does not change the hash of existing runs.
-
-    Args:
-        config: the config to hash.
-        all_megatron_options: hash all of Megatron's options, as older releases did.
-    """
-    dumped = {f"{section}.{name}" for section, values in config.model_dump().items() for name in values}
-    identity = {field: value for field, value in options_by_mutability(config, "identity").items() if field in dumped}
-    if all_megatron_options:
-        identity[MEGATRON] = config.train.megatron
+def config_hash(config: PostTrainConfig) -> str:
+    """Return a hash of the options that a resumed run cannot change (mutability `identity`)."""
+    identity = options_by_mutability(config, "identity")
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 

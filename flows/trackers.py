@@ -28,17 +28,9 @@ def tracked_run(store: Store, keys: RunKeys, record: RunRecord, num_traces: int 
         record: of the run (run.json).
         num_traces: samples of each round that MLflow shows as traces; default: as recorded by the run.
     """
-    recorded = record.config.get("run", {})
     if num_traces is None:
-        num_traces = recorded.get("mlflow_trace_samples", RunConfig().mlflow_trace_samples)
-    return TrackedRun(
-        keys.run,
-        store.uri,
-        run_id=record.id,
-        recorded_store=str(recorded.get("store") or ""),
-        store=store,
-        num_traces=num_traces,
-    )
+        num_traces = record.config["run"]["mlflow_trace_samples"]
+    return TrackedRun(keys.run, record.id, store.uri, store=store, num_traces=num_traces)
 
 
 def tracking_uris(store: Store, run: RunConfig) -> list[str]:

@@ -100,7 +100,7 @@ class EvalRef(Frozen):
     mean_reward: float
 
 
-COMMIT_VERSION = 2  # format version of commit records; 2 adds `digest`. Older records can be read.
+COMMIT_VERSION = 2  # format version of commit records
 
 
 class Commit(BaseModel):
@@ -125,10 +125,8 @@ class Commit(BaseModel):
         default_factory=dict
     )  # input of the next stage or a replay: data cursor, digest of the weights, ...
 
-    record_version: int = Field(default=1, ge=1, le=COMMIT_VERSION)
-    digest: str = (
-        ""  # hash of all other fields (`record_digest`), set by `encode_commit`; empty in records of version 1
-    )
+    record_version: int = Field(default=COMMIT_VERSION, ge=COMMIT_VERSION, le=COMMIT_VERSION)
+    digest: str = ""  # hash of all other fields (`record_digest`), set by `encode_commit`
 
     @model_validator(mode="after")
     def _check_keys(self) -> Commit:
@@ -151,8 +149,8 @@ class Commit(BaseModel):
 
 
 def encode_commit(commit: Commit) -> bytes:
-    """Set `record_version` and `digest` of `commit` in place, escape invalid text in it, and return it as JSON."""
-    commit.record_version, commit.digest = COMMIT_VERSION, ""
+    """Set `digest` of `commit` in place, escape invalid text in it, and return it as JSON."""
+    commit.digest = ""
     for name in ("inputs", "seconds", "summary", "state"):
         setattr(commit, name, escape_invalid_text(getattr(commit, name)))
     record = json.loads(commit.model_dump_json())
@@ -169,12 +167,9 @@ def record_digest(record: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def has_matching_digest(commit_json: bytes) -> bool | None:
-    """Return whether the digest in a stored commit matches its content, or None if the commit has no digest (record
-    version 1)."""
+def has_matching_digest(commit_json: bytes) -> bool:
+    """Return whether the digest in a stored commit matches its content."""
     record = json.loads(commit_json)
-    if "digest" not in record and record.get("record_version", 1) == 1:
-        return None
     return bool(record.get("digest") == record_digest(record))
 
 

@@ -346,7 +346,7 @@ class RayReplica(Replica):
                 keys.set_api_key(url, self._call_actor("key"))  # an adopted server's key is known only to its actor
                 self.known_url, self._starts = url, []
                 return
-        except (ray.exceptions.RayError, AttributeError) as error:  # AttributeError: the actor runs an older Penstock
+        except ray.exceptions.RayError as error:
             self.kill()
             if self.adopted:
                 logger.warning("%s cannot be adopted (%s); starting a new one", self.label, error)

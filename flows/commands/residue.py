@@ -1,8 +1,8 @@
 """Find and remove files that killed processes of this user left on this machine outside the store.
 
-Most of them are in the temporary directories of dead processes (engines/scratch.py). Earlier releases of Penstock also
-left files in /tmp and /dev/shm. Of those only two kinds are provably unused and removed: session folders of Ray whose
-driver (the pid in the folder's name) is dead, and files in shared memory that no process has mapped.
+Most of them are in the temporary directories of dead processes (engines/scratch.py). Ray's session folders in /tmp/ray,
+where they are if TMPDIR is too long for Ray, are removed if their driver (the pid in the folder's name) is dead; files
+of SGLang and torch in /dev/shm if no process has mapped them.
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ class Residue:
 
 
 def find_files_of_dead_processes(
-    base: Path | None = None, ray: Path | None = None, shm: Path = Path("/dev/shm")
+    base: Path | None = None, ray: Path = Path("/tmp/ray"), shm: Path = Path("/dev/shm")
 ) -> list[Residue]:
     """Return the files and directories that dead processes of this user left, oldest first.
 
     Args:
         base: where processes create their temporary directories; default TMPDIR.
-        ray: directory with Ray's session folders of earlier Penstock releases, or of runs whose TMPDIR is too long for
-            Ray; default `base`/ray.
+        ray: directory with Ray's session folders of runs whose TMPDIR is too long for Ray.
         shm: mount point of shared memory.
     """
     base = base or scratch.temp_base_directory()
     found = [_measure_residue("temporary directory", path) for path in scratch.abandoned_temp_directories(base)]
-    found += [_measure_residue("Ray session", path) for path in _dead_ray_sessions(ray or base / "ray")]
+    found += [_measure_residue("Ray session", path) for path in _dead_ray_sessions(ray)]
     found += [_measure_residue("shared memory", path) for path in _unmapped_engine_files(shm)]
     return sorted(found, key=lambda residue: residue.modified)
 

@@ -60,13 +60,6 @@ def audit_report_rows(result: Audit, seconds: float) -> Sequence[tuple[str, str]
     ]
     if result.num_off_policy:
         rows.append(("off-policy", f"{result.num_off_policy} rollouts of the start weights (--debug-rollout-only)"))
-    if result.num_without_digest:
-        rows.append(
-            (
-                "no digest",
-                f"{result.num_without_digest} records have no digest, because an earlier Penstock release wrote them",
-            )
-        )
     if result.num_orphans:
         unused = f"{result.num_orphans} files, {format_bytes(result.orphan_bytes)}: harmless; `penstock gc` lists them"
         rows.append(("unused", unused))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.engines.weights.fp8 import fp8_weights
 from penstock.engines.weights.hf_headers import block_size
 from penstock.flows.config import PostTrainConfig
 from penstock.stages.convert.targets import is_converted, megatron_directory
@@ -118,10 +117,3 @@ def fp8_warning(config: PostTrainConfig) -> Iterator[str]:
             f"--hf-checkpoint {config.convert.hf_checkpoint} is not quantized, so the engines do not generate in fp8: "
             "`penstock convert --load CHECKPOINT --export-dtype fp8 --save DIR` writes fp8 weights (docs/howto/fp8.md)"
         )
-
-
-def load_of_older_record(convert: dict[str, object], ref_load: object) -> str | None:
-    """Return the value of --load that gives a run of a release without this option its start weights: --hf-checkpoint,
-    although --ref-load is given. Return None if no value is needed."""
-    path = str(convert.get("hf_checkpoint"))
-    return path if "load" not in convert and ref_load and not fp8_weights(path) else None

@@ -128,8 +128,7 @@ def check_promotion_options(evals: EvalConfig) -> None:
 
 
 def check_keep_best(config: PostTrainConfig) -> None:
-    """Check that --keep-best is a metric of a data set. Raises OptionError. Not part of the config's validation, which
-    must accept what earlier releases have recorded."""
+    """Check that --keep-best is a metric of a data set. Raises OptionError."""
     best, names = config.run.keep_best, [name for name, _ in config.eval.eval_prompt_data]
     rollout = config.rollout
     adds_metrics = bool(

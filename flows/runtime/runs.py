@@ -25,7 +25,6 @@ from penstock.flows.config import (
 from penstock.flows.options.argv import check_run_name
 from penstock.flows.options.nearby_stores import stores_with_run
 from penstock.flows.options.paths import with_absolute_paths, with_relative_paths
-from penstock.flows.options.start_weights import load_of_older_record
 from penstock.flows.run_config import RunConfig
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import InputError, RunError, StoreError
@@ -266,13 +265,7 @@ def check_commits_without_record(store: Store, keys: RunKeys, flow: str, config:
     rollouts = [commit for commit in commits if commit.kind == "rollout"]
     demonstrated = rollouts and rollouts[0].policy_version == -1 and DEBUG_DATA not in rollouts[0].inputs
     same_flow = flow == ("sft" if demonstrated else "post_train") if rollouts else flow == "evaluate"
-    # Older releases recorded the hash of relative paths, or of all options of Megatron.
-    ours = {
-        config_hash(same, all_megatron_options=older)
-        for same in (config, with_relative_paths(config, str(Path.cwd())))
-        for older in (False, True)
-    }
-    if not shared and same_flow and {commit.config_hash for commit in commits} <= ours:
+    if not shared and same_flow and {commit.config_hash for commit in commits} == {config_hash(config)}:
         return  # the commits were made with these options
     raise RunError(
         f"run {keys.run!r} has {len(commits)} commits, but {store.path(keys.record)} is missing: restore it from a "
@@ -307,9 +300,6 @@ def read_existing_record(store: Store, keys: RunKeys) -> RunRecord:
 
 def _validated_config(values: RecordedConfig) -> PostTrainConfig:
     """Return a recorded config. Raises RunError if this release does not accept it."""
-    convert = values.get("convert", {})
-    if load := load_of_older_record(convert, values.get("train", {}).get("ref_load")):
-        values = {**values, "convert": {**convert, "load": load}}
     try:
         return validate_config(values)
     except InputError as error:
@@ -361,7 +351,7 @@ def _config_with_schedule(config: RecordedConfig, schedule: dict[str, Any]) -> P
     values = {section: dict(fields) for section, fields in config.items()}
     for field, value in schedule.items():
         section, name = field.split(".")
-        values.setdefault(section, {})[name] = value  # records of older releases lack new sections
+        values[section][name] = value
     return _validated_config(values)
 
 

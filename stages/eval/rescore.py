@@ -39,10 +39,7 @@ class Scoring:
     @property
     def hash(self) -> str:
         """Return the hash that names the rescored evaluation: of these settings and of a user-defined reward's file."""
-        settings = asdict(self)
-        if not self.evaluated_integers:
-            del settings["evaluated_integers"]  # keeps the hashes of evaluations made before this option existed
-        parts = [settings, _source_digest(self.custom_rm_path)]
+        parts = [asdict(self), _source_digest(self.custom_rm_path)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pydantic import SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import field_validator, model_validator
 
 from penstock.storage.config import StageConfig, option
 from penstock.storage.errors import OptionError
@@ -17,10 +17,6 @@ from penstock.storage.secrets import has_credentials, is_secret_name
 
 # Variables of the chat template that Penstock sets; --apply-chat-template-kwargs may not set them.
 TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-# Options that older releases do not have -> their values if they are not set.
-_ADDED: dict[str, Any] = {"plugin_args": {}, "rollout_function_path": None, "eval_function_path": None}
-_ADDED |= {"opd_teacher_num_gpus": 1}
-_ADDED |= {"custom_reward_post_process_path": None, "custom_convert_samples_to_train_data_path": None}
 
 
 class PromptConfig(StageConfig):
@@ -412,16 +408,6 @@ class RolloutConfig(GenerationConfig):
                     "function read it from an environment variable"
                 )
         return args
-
-    @model_serializer(mode="wrap")
-    def _leave_out_unset_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit the options of _ADDED from the dumped config if they are not set, so that recorded configs and their
-        hashes equal those of releases without these options."""
-        dumped: dict[str, Any] = handler(self)
-        for name, unset in _ADDED.items():
-            if dumped.get(name, ...) == unset:
-                del dumped[name]
-        return dumped
 
     def plugin_arguments(self) -> dict[str, Any]:
         """Return the attributes of the `args` of user-defined functions: all options of the rollout, and those of

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import model_validator
 
 from penstock.engines.lora import LoraOptions
 from penstock.stages.plugins import DEFAULT_NAMES
@@ -28,14 +28,6 @@ PLUGINS = {
     "custom_pg_loss_reducer_function_path": ("trajectory_index", "sample_index", "num_trajectories"),
     "rollout_data_postprocess_path": ("args", "rollout_id", "rollout_data"),
 }
-
-
-# identity options that were added after the first recorded runs
-LATER_OPTIONS = (
-    *("policy_loss", "freeze_params_name_list", "only_train_params_name_list", "reset_optimizer_states", "opd_type"),
-    *("lr_warmup_fraction", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_use_rslora"),
-    *("lora_publish", "lora_load", "rollout_data_postprocess_path"),
-)
 
 
 class AlgorithmConfig(StageConfig):
@@ -229,18 +221,6 @@ class AlgorithmConfig(StageConfig):
     use_rollout_routing_replay: bool = option(False)
     """Rollout routing replay (R3): train with the experts that the inference engine's routers chose."""
 
-    @model_serializer(mode="wrap")
-    def _leave_out_unset_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit the options of `LATER_OPTIONS` from the dumped config if they have their defaults, so that recorded
-        configs and their hashes equal those of releases without these options."""
-        dumped: dict[str, Any] = handler(self)
-        fields = type(self).model_fields
-        return {
-            name: value
-            for name, value in dumped.items()
-            if name not in LATER_OPTIONS or value != fields[name].get_default()
-        }
-
     @property
     def policy_loss_name(self) -> str:
         """Name of the policy loss in `registry.POLICY_LOSSES`: --policy-loss, or the default of the estimator."""
@@ -377,8 +357,10 @@ class AlgorithmConfig(StageConfig):
 
     def _adapter_rules(self) -> Iterator[tuple[object, str]]:
         """Yield (is violated, error message) for each rule about LoRA adapters."""
-        given = [name for name in LATER_OPTIONS if name.startswith("lora_") and name in self.model_fields_set]
-        changed = [name for name in given if getattr(self, name) != type(self).model_fields[name].get_default()]
+        fields = type(self).model_fields
+        changed = [
+            name for name in fields if name.startswith("lora_") and getattr(self, name) != fields[name].get_default()
+        ]
         yield (
             changed and self.lora_rank is None,
             f"--{(changed or [''])[0].replace('_', '-')} has no effect without adapters: add --lora-rank, or omit it",

@@ -23,7 +23,7 @@ from penstock.engines.megatron.packing import PackedStream
 from penstock.stages.train.algorithms.experience import SegmentReducer, TokenFields
 from penstock.stages.train.routing import EngineChoices
 from penstock.storage.errors import RunError
-from penstock.storage.samples.sample import TRAIN_REWARD, to_current_schema
+from penstock.storage.samples.sample import TRAIN_REWARD
 
 PAD_TOKEN = 0
 
@@ -112,7 +112,7 @@ def read_teacher_logprobs(table: pa.Table, batch: Batch) -> np.ndarray:  # [S] f
     Raises:
         RunError: a trained sample has none.
     """
-    offsets, values = _column_offsets_and_values(to_current_schema(table), "teacher_logprobs")
+    offsets, values = _column_offsets_and_values(table, "teacher_logprobs")
     has_values = np.diff(offsets) == batch.lengths
     if (batch.num_trained_tokens[~has_values] > 0).any():
         raise RunError(

@@ -119,7 +119,7 @@ class PolicyRestorer:
             loaded = {"digest": self.group.digest(), "optimizer_digest": self.group.optimizer_digest()}
         for name, what in (("digest", "weights"), ("optimizer_digest", "optimizer state")):
             after = loaded[name]
-            before = checkpoint.state.get(name, after)  # older releases did not save `optimizer_digest`
+            before = checkpoint.state[name]
             before, after = _drop_models_absent_from(before, after), _drop_models_absent_from(after, before)
             if after != before:
                 raise ReplayError(

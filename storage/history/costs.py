@@ -106,8 +106,6 @@ class RunCosts:
 def compute_costs(store: Store, keys: RunKeys) -> RunCosts:
     """Return what a run used. Commits that a fork shares with its parent do not count.
 
-    Runs of releases that did not record starts count as one start, from their first stage to their last commit.
-
     Raises:
         StoreError: a record is damaged.
     """
@@ -216,13 +214,6 @@ def device_groups(start: Start, on_gpus: bool) -> list[tuple[str, int, Sequence[
 
 def close_starts(starts: list[tuple[Start, StartEnd | None]], commits: list[Commit]) -> list[tuple[Start, float]]:
     """Return each start with the time of its end; for a killed one that of its last commit."""
-    if not starts and commits:
-        begin = min(_interval(commit).begin for commit in commits)
-        world = max(
-            (_fingerprint(commit).get("world_size", 1) for commit in commits if commit.kind == "step"), default=0
-        )
-        engines = int(any(commit.kind in _ENGINE_KINDS and commit.policy_version >= 0 for commit in commits))
-        starts = [(Start(at=begin, trainer_devices=world, engine_devices=engines), None)]
     closed = []
     for index, (start, end) in enumerate(starts):
         until = starts[index + 1][0].at if index + 1 < len(starts) else float("inf")

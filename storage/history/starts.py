@@ -25,7 +25,7 @@ class Start(Frozen):
 
     at: float = Field(default_factory=time.time)  # seconds since the epoch
     host: str = ""
-    user: str = ""  # login name of the process that drives the run; "" in records of early releases
+    user: str = ""  # login name of the process that drives the run
     flow_run: str = ""  # URL of the Prefect flow run, or its id if there is no UI
     code_version: str = ""
     trainer_devices: int = 0  # GPUs of the trainer; on a machine without GPUs, its processes

@@ -49,7 +49,6 @@ class Audit:
     num_epochs: int = 0  # started epochs of the prompt data
     num_off_policy: int = 0  # rollouts that the start weights generated although they are not the first
     num_expired: int = 0  # checkpoints with a tombstone
-    num_without_digest: int = 0  # commit records of version 1, which have no digest
     num_orphans: int = 0  # files that nothing needs (orphans.py)
     orphan_bytes: int = 0
 
@@ -140,9 +139,7 @@ class _RunAudit:
                         )
                     continue
                 commits[prefix] = decode_record(Commit, key, data)
-                unchanged = has_matching_digest(data)
-                self.result.num_without_digest += unchanged is None
-                if unchanged is False:
+                if not has_matching_digest(data):
                     self.add_problem(
                         f"{key} was modified after it was written (digest mismatch): restore it from a backup"
                     )

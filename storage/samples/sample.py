@@ -20,7 +20,7 @@ import pyarrow as pa
 from penstock.storage.errors import PluginError, RunError
 from penstock.storage.samples.unicode_text import escape_invalid_text
 
-SCHEMA_VERSION = 3  # 2 adds routed_experts, 3 adds teacher_logprobs
+SCHEMA_VERSION = 3
 _VERSION_KEY = b"penstock_schema_version"
 # Component of `rewards` that user-defined functions of a rollout set (--custom-reward-post-process-path): advantage
 # estimators use it in place of the reward, without normalizing it within groups.
@@ -202,7 +202,8 @@ def from_table(table: pa.Table) -> list[Sample]:
     Raises:
         RunError: a newer release of Penstock wrote the table.
     """
-    rows = to_current_schema(table).to_pylist()
+    check_schema(table.schema)
+    rows = table.to_pylist()
     for row in rows:
         row["rewards"] = dict(row["rewards"])
         row["status"] = Status(row["status"])
@@ -211,28 +212,15 @@ def from_table(table: pa.Table) -> list[Sample]:
     return [Sample(**row) for row in rows]
 
 
-def to_current_schema(table: pa.Table) -> pa.Table:
-    """Return the table with all columns of SCHEMA. Columns that older releases did not write are null.
-
-    Raises:
-        RunError: a newer release of Penstock wrote the table.
-    """
-    check_schema(table.schema)
-    for index, column in enumerate(SCHEMA):
-        if column.name not in table.schema.names:
-            table = table.add_column(index, column, pa.nulls(len(table), column.type))
-    return table.replace_schema_metadata(SCHEMA.metadata)
-
-
 def check_schema(schema: pa.Schema) -> None:
     """Check that this release can read a shard with the given Arrow schema.
 
     Raises:
-        RunError: the shard has no schema version, or that of a newer release.
+        RunError: the shard has no schema version, or that of another release.
     """
     version = int((schema.metadata or {}).get(_VERSION_KEY, b"0"))
-    if not 1 <= version <= SCHEMA_VERSION:
+    if version != SCHEMA_VERSION:
         raise RunError(
-            f"sample shard has schema version {version or 'none'}; this Penstock reads 1 to {SCHEMA_VERSION}: "
+            f"sample shard has schema version {version or 'none'}; this Penstock reads {SCHEMA_VERSION}: "
             "install the release that wrote the shard"
         )

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.storage.refs import TRAINED, Commit
-from penstock.storage.samples.sample import Sample, from_table, to_current_schema, to_table
+from penstock.storage.samples.sample import Sample, check_schema, from_table, to_table
 from penstock.storage.store import Store
 
 SAMPLES_PER_SHARD = 4096
@@ -43,14 +43,16 @@ def read_table(store: Store, commit: Commit, name: str = "part") -> pa.Table:
 
     Raises:
         StoreError: a shard is missing, or its size or hash differs from the commit.
-        RunError: a newer release of Penstock wrote the shards.
+        RunError: another release of Penstock wrote the shards.
     """
     files = sorted(record.path for record in commit.files if is_shard(record.path, name))
     shards = [Path(file).relative_to(commit.attempt or "") for file in files]
     assert shards, f"the commit lists no shards with the name {name}"
     with store.reading(commit, only=[path.as_posix() for path in shards]) as directory:
         tables = [pq.ParquetFile(directory / path).read() for path in shards]
-    return pa.concat_tables([to_current_schema(table) for table in tables])
+    for table in tables:
+        check_schema(table.schema)
+    return pa.concat_tables(tables)
 
 
 def read_samples(store: Store, commit: Commit, name: str = "part") -> list[Sample]:

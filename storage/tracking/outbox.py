@@ -43,7 +43,6 @@ class Outbox:
         self._append_lock = threading.Lock()
         self._torn = False  # whether outbox.jsonl ends with a partial line
         self._lines.touch(mode=0o600)
-        self._lines.chmod(0o600)  # in earlier releases it was world-readable and contained the store's options
         with self._lines.open("rb+") as file:  # terminate a partial line that a killed process has left
             if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
                 file.write(b"\n")

@@ -29,10 +29,9 @@ class TrackedRun:
     """The identity of a run in a tracker."""
 
     name: str
+    run_id: str  # `id` in run.json
     store_uri: str = ""  # the store's current URI
     experiment: str = "penstock"
-    run_id: str = ""  # `id` in run.json; "" for runs of early releases, which have none
-    recorded_store: str = ""  # the URI of the store when the run was created
     # For what trackers show of the run's files and records besides its commits; None: only the commits are shown.
     store: Store | None = field(default=None, repr=False, compare=False)
     num_traces: int = 0  # samples of each round that MLflow shows as traces
@@ -40,18 +39,7 @@ class TrackedRun:
     @property
     def identity(self) -> str:
         """Return an id of the run that is unique across stores, and the same after the store was moved."""
-        return self.identities[0]
-
-    @property
-    def identities(self) -> list[str]:
-        """Return the run's identity, then those that earlier releases gave it: hashes of the store's URI and the name.
-
-        Trackers search for a run under all of them, so that a run that an earlier release has tracked is continued.
-        """
-        stores = dict.fromkeys((self.store_uri, self.recorded_store or self.store_uri))
-        texts = [f"run {self.run_id}"] if self.run_id else []
-        texts += [f"{store}\n{self.name}" for store in stores]
-        return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
+        return hashlib.sha256(f"run {self.run_id}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Runs stored by earlier code verify, replay to the same digests, and resume. tests/fixtures/make_stores.py made them.
+"""Stored runs verify, replay to the same digests, and resume. tests/fixtures/make_stores.py made them.
 
 Only `penstock` commands and files of the store are used here, so that these tests hold through any change inside.
 """

@@ -140,7 +140,7 @@ def test_mlflow_outage_of_a_whole_run_is_delivered_once_afterwards(tmp_path: Pat
     uri = (service.ready or "").removesuffix("/health")
 
     def tracked(timeout: float, offered: list[tuple[str, Commit]]) -> int:
-        run = TrackedRun("late", store.uri)
+        run = TrackedRun("late", "1", store.uri)
         tracker = RunTracking(run, tmp_path / "outbox", [uri], {"run": {"num_rollout": 3}})
         tracker.record_missing_commits(store, keys)
         for key, commit in offered:
@@ -156,7 +156,7 @@ def test_mlflow_outage_of_a_whole_run_is_delivered_once_afterwards(tmp_path: Pat
         service.wait_ready()
         assert tracked(90, []) == 0
         assert tracked(90, offered) == 0  # a resumed run offers them all again
-        client = MlflowTracker(uri, TrackedRun("late", store.uri)).client
+        client = MlflowTracker(uri, TrackedRun("late", "1", store.uri)).client
         experiment = client.get_experiment_by_name("penstock")
         [run] = client.search_runs([experiment.experiment_id], "attributes.run_name = 'late'")
         for metric in ("rollout/raw_reward", "train/loss"):

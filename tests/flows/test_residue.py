@@ -29,10 +29,12 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
     return base, shm
 
 
+def find(places: tuple[Path, Path]) -> list[residue.Residue]:
+    return residue.find_files_of_dead_processes(places[0], places[0] / "ray", places[1])
+
+
 def found(places: tuple[Path, Path]) -> list[tuple[str, str]]:
-    return sorted(
-        (entry.kind, entry.path.name) for entry in residue.find_files_of_dead_processes(places[0], shm=places[1])
-    )
+    return sorted((entry.kind, entry.path.name) for entry in find(places))
 
 
 def test_ray_sessions_of_dead_drivers_are_removed(places: tuple[Path, Path]) -> None:
@@ -42,7 +44,7 @@ def test_ray_sessions_of_dead_drivers_are_removed(places: tuple[Path, Path]) -> 
         (ray / name).mkdir()
         (ray / name / "log").write_text("text")
     assert found(places) == [("Ray session", dead)]
-    [entry] = residue.find_files_of_dead_processes(places[0], shm=places[1])
+    [entry] = find(places)
     assert entry.bytes == 4 and residue.remove_residue(entry) and not (ray / dead).exists() and (ray / live).exists()
 
 
@@ -66,7 +68,7 @@ def test_unmapped_shared_memory_is_found(places: tuple[Path, Path]) -> None:
         path.write_bytes(bytes(4096))
     with used.open("r+b") as file, mmap.mmap(file.fileno(), 0):
         assert found(places) == [("shared memory", unused.name)]
-        [entry] = residue.find_files_of_dead_processes(places[0], shm=places[1])
+        [entry] = find(places)
     assert found(places) == [("shared memory", unused.name), ("shared memory", used.name)]
     assert residue.remove_residue(entry) and not unused.exists() and used.exists()
 
@@ -76,10 +78,7 @@ def test_directories_of_dead_owners_are_found(places: tuple[Path, Path]) -> None
     directory.mkdir()
     (directory / scratch.LOCK).touch()
     assert found(places) == [("temporary directory", directory.name)]
-    assert (
-        residue.remove_residue(residue.find_files_of_dead_processes(places[0], shm=places[1])[0])
-        and not directory.exists()
-    )
+    assert residue.remove_residue(find(places)[0]) and not directory.exists()
 
 
 def test_gc_lists_residue_and_removes_it_with_delete(
@@ -88,8 +87,8 @@ def test_gc_lists_residue_and_removes_it_with_delete(
     directory = places[0] / "penstock-0123"
     directory.mkdir()
     (directory / scratch.LOCK).touch()
-    find = residue.find_files_of_dead_processes
-    monkeypatch.setattr(residue, "find_files_of_dead_processes", lambda: find(places[0], shm=places[1]))
+    leftovers = find(places)
+    monkeypatch.setattr(residue, "find_files_of_dead_processes", lambda: leftovers)
     store = str(places[0].parent / "store")
     assert gc.main(["--store", store]) == 0 and directory.exists()
     assert str(directory) in capsys.readouterr().out

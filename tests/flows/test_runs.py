@@ -163,18 +163,6 @@ def test_lost_record_is_written_again_by_the_options_of_the_run(lost) -> None:
     assert read_flow_and_config(first.run, "r")[1].train == first.train
 
 
-def test_lost_record_of_an_older_release_is_written_again(tmp_path: Path) -> None:
-    """Its commits have a hash of all options of Megatron."""
-    first = config(tmp_path, *FULL)
-    store, absolute = open_store(first.run), with_absolute_paths(first)
-    assert config_hash(absolute) != config_hash(absolute, all_megatron_options=True)
-    hashed = {"config_hash": config_hash(absolute, all_megatron_options=True)}
-    store.commit(KEYS.rollout_prefix(0), Commit(kind="rollout", run="r", index=0, policy_version=0, **hashed))
-    with pytest.raises(RunError, match=r"run\.json"):
-        open_run(store, "post_train", config(tmp_path, *FULL, "--grad-reduce-in-bf16"))
-    open_run(store, "post_train", first)
-
-
 def test_a_damaged_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = config(tmp_path)
     store = open_store(first.run)

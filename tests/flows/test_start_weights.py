@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -17,10 +16,9 @@ from penstock.flows.options.start_weights import (
     loaded_checkpoint,
     starting_weights,
 )
-from penstock.flows.runtime.runs import create_run_record, open_store, read_flow_and_config
+from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.storage.errors import OptionError
 from penstock.storage.refs import Commit, RunKeys
-from penstock.storage.store import Store
 
 
 def config(*words: str) -> PostTrainConfig:
@@ -151,15 +149,3 @@ def test_fork_of_a_run_that_loads_itself_keeps_its_start_weights(tmp_path: Path)
     parent = config("--load", str(path), "--save", str(path), "--num-rollout", "4")
     fork = forked_config(parent, [], "new", 2)
     assert fork.run.run == "new" and starting_weights(fork) == os.path.abspath("hf")
-
-
-def test_run_of_an_older_release_keeps_its_start_weights(tmp_path: Path) -> None:
-    hf = hf_directory(tmp_path / "hf")
-    run = parse_config(["--hf-checkpoint", str(hf), "--save", str(tmp_path / "r"), "--ref-load", "reference"])
-    store = Store(run.run.store)
-    create_run_record(store, "post_train", run)
-    assert starting_weights(read_flow_and_config(run.run, "r")[1]) == str(Path("reference").absolute())
-    record = json.loads(store.read(RunKeys("r").record) or b"")
-    del record["config"]["convert"]["load"]  # such a release started from --hf-checkpoint, whatever --ref-load was
-    Path(store.path(RunKeys("r").record)).write_text(json.dumps(record))
-    assert starting_weights(read_flow_and_config(run.run, "r")[1]) == str(hf)

@@ -79,7 +79,7 @@ def faulty_store(faulty_s3: Callable[..., Any]) -> Iterator[Callable[..., Store]
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database without runs: creating its tables takes seconds, copying it does not."""
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    MlflowTracker(f"sqlite:///{path}", TrackedRun("none")).client.search_experiments()
+    MlflowTracker(f"sqlite:///{path}", TrackedRun("none", "1")).client.search_experiments()
     return path
 
 

@@ -250,24 +250,6 @@ def test_the_command_prints_the_problems_and_fails(made, capsys: pytest.CaptureF
         verify.main(["x", "--store", store.root])
 
 
-def test_records_without_digest_are_read_and_counted(made, capsys: pytest.CaptureFixture[str]) -> None:
-    store, keys, _ = made
-
-    def older(record: dict) -> None:
-        del record["digest"], record["record_version"]
-
-    rewrite(store, keys.step_prefix(3), older)
-    commit = store.committed(keys.step_prefix(3))
-    assert commit is not None and (commit.record_version, commit.digest) == (1, "")
-    found = audit_run(store, keys)
-    assert (found.problems, found.num_without_digest) == ([], 1)
-    assert verify.main([keys.run, "--store", store.root]) == 0
-    assert "1 records have no digest" in capsys.readouterr().out
-    rewrite(store, keys.step_prefix(3), lambda record: record.update(record_version=3))
-    with pytest.raises(StoreError):
-        store.committed(keys.step_prefix(3))
-
-
 @pytest.mark.parametrize("value", [1, 1.5, float("nan"), float("inf"), -0.0, 1e300])
 def test_a_digest_is_valid_after_a_round_trip(tmp_path: Path, value: float) -> None:
     store = Store(str(tmp_path))

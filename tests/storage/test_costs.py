@@ -95,13 +95,6 @@ def test_colocated_gpus_are_counted_once(store: Store) -> None:
     assert costs.device_seconds["trainer and engines"] == {"training": 20, IDLE: 0}
 
 
-def test_run_without_recorded_starts_counts_as_one_start(store: Store) -> None:
-    for key in [file.key for file in store.walk("runs/r/starts")]:
-        store.delete([key])
-    costs = compute_costs(store, KEYS)
-    assert costs.wall_seconds == 245 - 110 and costs.num_devices == {"trainer": 1, "engines": 1}
-
-
 def test_starts_are_numbered_and_keep_their_ends(store: Store) -> None:
     assert [(start.at, end and end.outcome) for start, end in read_starts(store, KEYS)] == [
         (100, None),

@@ -15,7 +15,7 @@ from penstock.storage.tracking.mlflow.tracker import MlflowTracker
 from penstock.storage.tracking.outbox import Outbox
 from penstock.storage.tracking.tracker import TrackedRun
 
-RUN = TrackedRun("demo", "/store")
+RUN = TrackedRun("demo", "1", "/store")
 ROUNDS = [0, 1, 2, 3]
 
 

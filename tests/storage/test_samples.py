@@ -19,7 +19,6 @@ from penstock.storage.samples.sample import (
     Sample,
     Status,
     from_table,
-    to_current_schema,
     to_table,
 )
 from penstock.storage.samples.shards import read_samples, read_table, write_shards
@@ -131,15 +130,6 @@ def test_a_shard_of_another_version_is_refused(version: int | None) -> None:
         from_table(to_table([]).replace_schema_metadata(metadata))
 
 
-def test_samples_of_the_first_version_are_read() -> None:
-    samples = [random_sample(random.Random(number), number) for number in range(5)]
-    for sample in samples:
-        sample.routed_experts = None
-    first = to_table(samples).drop_columns(["routed_experts"]).replace_schema_metadata({"penstock_schema_version": "1"})
-    assert from_table(first) == samples
-    assert to_current_schema(first).equals(to_table(samples), check_metadata=True)
-
-
 # ---- shards in a store -----------------------------------------------------------------------------------------------
 
 
@@ -211,22 +201,6 @@ def test_a_committed_shard_of_a_newer_version_is_refused(tmp_path: Path) -> None
     commit = store.commit("runs/r/rollouts/000000", Commit(kind="rollout", attempt=attempt, files=out.files))
     with pytest.raises(ValueError, match="schema version 99"):
         read_table(store, commit)
-
-
-def test_committed_shards_of_the_first_version_are_read(tmp_path: Path) -> None:
-    store, samples = (
-        Store(str(tmp_path)),
-        [Sample("s", "g", "t", 0, token_ids=[1], loss_mask=[0], rollout_logprobs=[0.0])],
-    )
-    attempt = store.new_attempt("runs/r/rollouts/000000")
-    with store.writing(attempt) as out:
-        table = (
-            to_table(samples).drop_columns(["routed_experts"]).replace_schema_metadata({"penstock_schema_version": "1"})
-        )
-        pq.write_table(table, out.path / "part-00000.parquet")
-    commit = store.commit("runs/r/rollouts/000000", Commit(kind="rollout", attempt=attempt, files=out.files))
-    assert read_samples(store, commit) == samples
-    assert read_table(store, commit).schema.names == SCHEMA.names
 
 
 def test_duckdb_can_query_the_shards(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_no_record_contains_a_secret_and_a_run_can_read_its_record(config: PostT
     store = open_store(config.run)
     assert create_run_record(store, "post_train", config)
     uris = ["http://127.0.0.1:9"]
-    RunTracking(TrackedRun("n"), tmp_path / "outbox", uris, config.model_dump(mode="json")).close(timeout=0)
+    RunTracking(TrackedRun("n", "1"), tmp_path / "outbox", uris, config.model_dump(mode="json")).close(timeout=0)
     for path in (tmp_path / RunKeys("n").record, tmp_path / "outbox" / "outbox.jsonl"):
         assert not [secret for secret in SECRETS if secret in path.read_text()], path
     assert stat.S_IMODE((tmp_path / "outbox" / "outbox.jsonl").stat().st_mode) == 0o600

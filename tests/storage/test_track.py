@@ -28,7 +28,6 @@ from penstock.storage.store import Store
 from penstock.storage.tracking import tracking_directory
 from penstock.storage.tracking.delivery import RunTracking
 from penstock.storage.tracking.lineage import Lineage
-from penstock.storage.tracking.mlflow.artifact_paths import _COLUMNS
 from penstock.storage.tracking.retell import read_committed, read_cost_metrics
 from penstock.storage.tracking.tensorboard import read_values
 from penstock.storage.tracking.tracker import Committed, MetricsLogged, RunStarted, TrackedRun
@@ -191,19 +190,11 @@ def test_track_finds_the_run_of_a_moved_store(store: Store, run: TrackedRun, dat
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("location", ["beside", "of the server of an earlier release"])
-def test_artifacts_move_with_the_store(
-    location: str, store: Store, run: TrackedRun, database: Path, tmp_path: Path
-) -> None:
+def test_artifacts_move_with_the_store(store: Store, run: TrackedRun, database: Path, tmp_path: Path) -> None:
     own = Path(store.root, "mlflow", "mlflow.db")
     own.parent.mkdir()
     shutil.copy(database, own)
     deliver(store, run, [f"sqlite:///{own}"])
-    if location != "beside":
-        with sqlite3.connect(own) as connection:
-            old = (own.parent / "artifacts").as_uri()
-            for table, column in _COLUMNS:
-                connection.execute(f"update {table} set {column} = replace({column}, ?, 'mlflow-artifacts:')", (old,))
     moved = shutil.move(store.root, tmp_path / "moved")
     penstock("track", "r", "--to", "mlflow", "--store", str(moved))  # MLflow has cached the old paths in this process
     client = MlflowClient(f"sqlite:///{moved}/mlflow/mlflow.db")
@@ -217,18 +208,6 @@ def test_artifacts_move_with_the_store(
     root = f"{Path(moved).as_uri()}/mlflow/artifacts/"
     assert len(locations) > 5 and [place for place in locations if not place.startswith(root)] == []
     assert not Path(store.root).exists()
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("move", [pytest.param(False, marks=pytest.mark.full), True])
-def test_a_run_tracked_by_an_earlier_release_is_continued(
-    move: bool, store: Store, database: Path, tmp_path: Path
-) -> None:
-    deliver(store, TrackedRun("r", store.uri), [f"sqlite:///{database}"])  # its identity was store and name
-    where = shutil.move(store.root, tmp_path / "moved") if move else store.root
-    before = mlflow_content(database)["runs"]
-    assert main(["r", "--to", "mlflow", "--tracking-uri", f"sqlite:///{database}", "--store", str(where)]) == 0
-    assert [run for run in mlflow_content(database)["runs"] if not run[0].startswith("convert")] == before
 
 
 def test_expired_checkpoints_are_told_again(store: Store) -> None:
@@ -267,14 +246,14 @@ def test_track_reports_an_unreachable_server(store: Store) -> None:
 def test_an_outage_of_one_tracker_does_not_delay_another(database: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     uris = ["http://127.0.0.1:9", f"tensorboard://{tmp_path}/tb"]
-    tracker = RunTracking(TrackedRun("demo"), tmp_path / "out", uris, CONFIG)
+    tracker = RunTracking(TrackedRun("demo", "1"), tmp_path / "out", uris, CONFIG)
     for key, commit in commits():
         tracker.record_commit(key, commit)
     tracker.close(timeout=20)
     mlflow, tensorboard = tracker.deliveries
     assert (mlflow.num_waiting(), tensorboard.num_waiting()) == (len(commits()) + 2, 0)
     mlflow.thread.join()
-    again = RunTracking(TrackedRun("demo"), tmp_path / "out", [f"sqlite:///{database}", uris[1]], CONFIG)
+    again = RunTracking(TrackedRun("demo", "1"), tmp_path / "out", [f"sqlite:///{database}", uris[1]], CONFIG)
     assert again.close(timeout=60) == 0
     points = [point for point in tensorboard_points(tmp_path / "tb") if point[2] == point[2]]
     assert points == mlflow_points(database)
@@ -381,13 +360,13 @@ def test_wandb_online_skips_the_records_that_the_server_has(monkeypatch: pytest.
     records += [Committed(key, commit.created_at, commit) for key, commit in commits()]
     uri = f"wandb://?project=p&entity=e&group=g&mode=online&key=local-key-1&dir={tmp_path}"
     for _ in range(2):
-        tracker = WandbTracker(uri, TrackedRun("demo", run_id="1"))
+        tracker = WandbTracker(uri, TrackedRun("demo", "1"))
         tracker.deliver(records, Lineage())
         assert tracker.page == "https://wandb.example/p/runs/r"
     assert [row[RECORD] for row in history] == [record.key for record in records]
     assert opened[0]["settings"]["api_key"] == "local-key-1" and opened[0]["settings"]["finish_timeout"] > 0
     assert (opened[0]["project"], opened[0]["entity"], opened[0]["group"]) == ("p", "e", "g")
-    assert opened[0]["id"] == TrackedRun("demo", "/elsewhere", run_id="1").identity
+    assert opened[0]["id"] == TrackedRun("demo", "1", "/elsewhere").identity
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -408,11 +387,11 @@ def test_options_choose_the_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     names = ("--tb-project-name", "p", "--tb-experiment-name", "e/1")
     assert uris("--use-tensorboard", "--tb-dir", "/a b", *names)[1:] == ["tensorboard:///a b/p/e/1"]
     [uri] = uris("--use-wandb", "--wandb-project", "p&q", "--wandb-group", "g", "--wandb-key", "env:SOME_KEY")[1:]
-    options = WandbTracker(uri, TrackedRun("r")).options
+    options = WandbTracker(uri, TrackedRun("r", "1")).options
     assert options == {"project": "p&q", "group": "g", "mode": "online", "dir": str(tmp_path), "key": "key-of-wandb"}
     assert len(uris("--use-wandb", "--wandb-mode", "disabled")) == 1
     [uri] = uris("--use-wandb", "--wandb-run-id", "run-7", "--wandb-mode", "offline")[1:]
-    assert WandbTracker(uri, TrackedRun("demo")).run_id == "run-7"
+    assert WandbTracker(uri, TrackedRun("demo", "1")).run_id == "run-7"
     monkeypatch.setenv("TENSORBOARD_DIR", "/logs")
     assert uris("--use-tensorboard")[1:] == ["tensorboard:///logs"]
 

@@ -18,7 +18,7 @@ from penstock.storage.tracking.mlflow.tracker import MlflowTracker
 from penstock.storage.tracking.tracker import TrackedRun
 
 Content = Callable[[], dict[str, Any]]
-RUN = TrackedRun("demo", "/store")
+RUN = TrackedRun("demo", "1", "/store")
 
 
 def mlflow_content(database: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def counts(database: Path) -> dict[str, int]:
 
 def track(directory: Path, database: Path, offered: list[tuple[str, Commit]], config: dict | None = None) -> int:
     tracker = RunTracking(
-        TrackedRun("demo", "/store"), directory, [f"sqlite:///{database}"], CONFIG if config is None else config
+        TrackedRun("demo", "1", "/store"), directory, [f"sqlite:///{database}"], CONFIG if config is None else config
     )
     for key, commit in offered:
         tracker.record_commit(key, commit)
@@ -44,7 +44,7 @@ def track(directory: Path, database: Path, offered: list[tuple[str, Commit]], co
 
 def test_runs_metrics_and_lineage_in_mlflow(database: Path, tmp_path: Path) -> None:
     assert track(tmp_path / "out", database, commits()) == 0
-    client = MlflowTracker(f"sqlite:///{database}", TrackedRun("demo", "/store")).client
+    client = MlflowTracker(f"sqlite:///{database}", TrackedRun("demo", "1", "/store")).client
     experiment = client.get_experiment_by_name("penstock")
     runs = {
         run.info.run_name: client.get_run(run.info.run_id) for run in client.search_runs([experiment.experiment_id])
@@ -129,7 +129,7 @@ def test_samples_are_tables_that_mlflow_can_show(
     track(tmp_path / "out", database, with_samples(commits())[:4])
     track(tmp_path / "out", database, with_samples(commits()))
     track(tmp_path / "another machine", database, with_samples(commits()))  # delivered twice, each table exists once
-    client = MlflowTracker(f"sqlite:///{database}", TrackedRun("demo", "/store")).client
+    client = MlflowTracker(f"sqlite:///{database}", TrackedRun("demo", "1", "/store")).client
     experiment = client.get_experiment_by_name("penstock").experiment_id
     runs = {run.info.run_name: run for run in client.search_runs([experiment])}
     paths = [f"samples/{r:06d}.json" for r in range(4)]
@@ -150,7 +150,7 @@ def test_mlflow_can_open_the_source_of_every_data_set(database: Path, tmp_path: 
     import mlflow.data
 
     track(tmp_path / "out", database, commits())
-    client = MlflowTracker(f"sqlite:///{database}", TrackedRun("demo", "/store")).client
+    client = MlflowTracker(f"sqlite:///{database}", TrackedRun("demo", "1", "/store")).client
     runs = [
         client.get_run(run.info.run_id)
         for run in client.search_runs([client.get_experiment_by_name("penstock").experiment_id])
@@ -201,7 +201,7 @@ from penstock.storage.tracking.outbox import Outbox
 from penstock.storage.tracking.tracker import Committed, TrackedRun, parse_record
 outbox = Outbox(Path({str(tmp_path / "out")!r}))
 lineage = Lineage()
-tracker = MlflowTracker("sqlite:///{database}", TrackedRun("demo", "/store"))
+tracker = MlflowTracker("sqlite:///{database}", TrackedRun("demo", "1", "/store"))
 left = [{step}]
 for name in ("log_batch", "create_run", "log_inputs", "log_outputs", "create_logged_model", "set_terminated"):
     def dying(*args, real=getattr(tracker.client, name), **kwargs):
@@ -231,7 +231,7 @@ for line, end in outbox.lines_from(0):
 def test_a_changed_schedule_is_a_tag_not_an_error(database: Path, tmp_path: Path) -> None:
     track(tmp_path / "out", database, commits()[:3])
     track(tmp_path / "out", database, commits(), {"run": {"num_rollout": 8}})
-    client = MlflowTracker(f"sqlite:///{database}", TrackedRun("demo", "/store")).client
+    client = MlflowTracker(f"sqlite:///{database}", TrackedRun("demo", "1", "/store")).client
     run = client.search_runs([client.get_experiment_by_name("penstock").experiment_id], "attributes.run_name = 'demo'")[
         0
     ]
@@ -239,8 +239,8 @@ def test_a_changed_schedule_is_a_tag_not_an_error(database: Path, tmp_path: Path
 
 
 def test_runs_of_one_name_in_two_stores_stay_apart(database: Path, tmp_path: Path) -> None:
-    for store in ("/a", "/b"):
-        RunTracking(TrackedRun("demo", store), tmp_path / store[1:], [f"sqlite:///{database}"]).close(timeout=60)
+    for run_id in ("a", "b"):
+        RunTracking(TrackedRun("demo", run_id), tmp_path / run_id, [f"sqlite:///{database}"]).close(timeout=60)
     assert counts(database)["runs"] == 2
 
 
@@ -255,7 +255,7 @@ def dead_server() -> Iterator[str]:
 def test_a_dead_server_neither_blocks_the_run_nor_loses_records(
     dead_server: str, database: Path, tmp_path: Path
 ) -> None:
-    tracker = RunTracking(TrackedRun("demo", "/store"), tmp_path / "out", [dead_server], CONFIG)
+    tracker = RunTracking(TrackedRun("demo", "1", "/store"), tmp_path / "out", [dead_server], CONFIG)
     start = time.perf_counter()
     for key, commit in commits():
         tracker.record_commit(key, commit)
@@ -269,7 +269,7 @@ def test_a_dead_server_neither_blocks_the_run_nor_loses_records(
 def test_an_unreachable_server_is_logged_in_one_line(
     dead_server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tracker = RunTracking(TrackedRun("demo"), tmp_path / "outbox", [dead_server], CONFIG)
+    tracker = RunTracking(TrackedRun("demo", "1"), tmp_path / "outbox", [dead_server], CONFIG)
     deadline = time.monotonic() + 60
     while tracker.problem is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -289,7 +289,7 @@ def test_a_locked_database_is_logged_in_one_line_and_loses_nothing(
     """SQLite waits a few seconds for a lock that another process holds."""
     other = sqlite3.connect(database, isolation_level=None)
     other.execute("begin exclusive")
-    tracker = RunTracking(TrackedRun("demo", "/store"), tmp_path / "out", [f"sqlite:///{database}"], CONFIG)
+    tracker = RunTracking(TrackedRun("demo", "1", "/store"), tmp_path / "out", [f"sqlite:///{database}"], CONFIG)
     start = time.perf_counter()
     for key, commit in commits():
         tracker.record_commit(key, commit)
@@ -310,7 +310,7 @@ def test_a_locked_database_is_logged_in_one_line_and_loses_nothing(
 
 
 def test_a_line_that_mlflow_refuses_does_not_block_the_others(database: Path, tmp_path: Path) -> None:
-    tracker = RunTracking(TrackedRun("demo", "/store"), tmp_path / "out", [f"sqlite:///{database}"])
+    tracker = RunTracking(TrackedRun("demo", "1", "/store"), tmp_path / "out", [f"sqlite:///{database}"])
     tracker.enqueue_metrics("good", {"perf/overhead": 0.1}, step=0)
     tracker.enqueue_metrics("bad", {"n" * 400: 0.1}, step=1)
     tracker.enqueue_metrics("also good", {"perf/overhead": 0.2}, step=2)
@@ -324,7 +324,7 @@ def test_catch_up_records_the_missing_commits(database: Path, tmp_path: Path) ->
     store = Store(str(tmp_path / "store"))
     for key, commit in commits():
         store.create(key, encode_commit(commit))  # its files are not looked at here
-    run = TrackedRun("demo", store.uri)
+    run = TrackedRun("demo", "1", store.uri)
     tracker = RunTracking(run, tracking_directory(store, "demo"), [f"sqlite:///{database}"])
     tracker.record_commit(*commits()[1])
     assert tracker.record_missing_commits(store, KEYS) == len(commits()) - 2  # the model belongs to no run

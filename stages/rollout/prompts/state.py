@@ -1,11 +1,8 @@
-"""Define the data position of a run, which every rollout commit stores. Commits written by older versions of
-Penstock must stay readable."""
+"""Define the data position of a run, which every rollout commit stores."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-from pydantic import SerializerFunctionWrapHandler, model_serializer
+from typing import Literal
 
 from penstock.storage.refs import Frozen
 
@@ -18,13 +15,7 @@ class Segment(Frozen):
     start: int  # number of the first row
     rows: int  # number of rows
     digest: str  # xxh3-64 of the rows
-    order: Literal["stored", "computed"] = "stored"  # shuffled by order.permutation (stored) or order.permuted_index
-
-    @model_serializer(mode="wrap")
-    def _omit_default_order(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize without `order` if it has its default value, as in commits that were written before
-        `order` existed."""
-        return {key: value for key, value in plain(self).items() if (key, value) != ("order", "stored")}
+    order: Literal["stored", "computed"]  # shuffled by order.permutation (stored) or order.permuted_index
 
 
 class SourcePosition(Frozen):

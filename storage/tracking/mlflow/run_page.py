@@ -63,10 +63,9 @@ class RunPage:
             if start.flow_run.startswith("http")
         ]
         self.runs.add_links(main_run, links, describe_run(run, record))
-        if parent := record.parent:
-            other = read_run_record(run.store, RunKeys(parent.run))
-            self.client.set_tag(main_run, _PARENT, other.id if other else parent.run)
-            if found := self.runs.find_main_run(replace(run, name=parent.run, run_id=other.id if other else "")):
+        if (parent := record.parent) and (other := read_run_record(run.store, RunKeys(parent.run))):
+            self.client.set_tag(main_run, _PARENT, other.id)
+            if found := self.runs.find_main_run(replace(run, name=parent.run, run_id=other.id)):
                 self._link_fork(found.info.run_id, parent.run, main_run, run.name, parent.at)
         for fork in self.runs.find_all({_PARENT: record.id}):
             name = fork.data.tags["penstock.run"]

@@ -32,7 +32,6 @@ class MlflowRuns:
         self.run = run
         self.main_run_id: str | None = None  # id of the MLflow run of the run itself, once it is known
         self._experiment_id: str | None = None
-        self._identity: str | None = None  # in the tags of the MLflow runs, once it is known
         self._ids: dict[tuple[str, ...], str] = {}  # values of the tags by which an MLflow run is found -> its id
 
     @property
@@ -47,18 +46,9 @@ class MlflowRuns:
         assert self._experiment_id is not None
         return self._experiment_id
 
-    @property
-    def identity(self) -> str:
-        """Return the identity in the tags of the MLflow run: one of an earlier release if such an MLflow run exists."""
-        if self._identity is None:
-            existing = self.find_main_run(self.run)
-            self._identity = existing.data.tags["penstock.identity"] if existing else self.run.identity
-        return self._identity
-
     def find_main_run(self, run: TrackedRun) -> Run | None:
         """Return the MLflow run of a Penstock run, or None if MLflow does not have it."""
-        found = (self.find(_part_tags(run.name, identity, "")) for identity in run.identities)
-        return next((run for run in found if run), None)
+        return self.find(_part_tags(run, ""))
 
     def find_or_create_main_run(self, started_at: float) -> str:
         """Return the id of the MLflow run of the run itself. `started_at`, in seconds since the epoch, is its start
@@ -77,12 +67,12 @@ class MlflowRuns:
             start_time: milliseconds since the epoch, of a new MLflow run.
             tags: further tags of a new MLflow run.
         """
-        key = _part_tags(self.run.name, self.identity, part)
+        key = _part_tags(self.run, part)
         return self.find_or_create(key, name, start_time, {"penstock.store": self.run.store_uri, **(tags or {})})
 
     def find_part(self, part: str) -> Run | None:
         """Return a child run of the run, or None if MLflow does not have it."""
-        return self.find(_part_tags(self.run.name, self.identity, part))
+        return self.find(_part_tags(self.run, part))
 
     def find_or_create(self, key: dict[str, str], name: str, start_time: int | None, tags: dict[str, str]) -> str:
         """Return the id of the MLflow run with the tags `key`. It is created with these and with `tags` if missing."""
@@ -136,5 +126,5 @@ class MlflowRuns:
         return self._experiment_id
 
 
-def _part_tags(run: str, identity: str, part: str) -> dict[str, str]:
-    return {"penstock.run": run, "penstock.identity": identity, "penstock.part": part or "run"}
+def _part_tags(run: TrackedRun, part: str) -> dict[str, str]:
+    return {"penstock.run": run.name, "penstock.identity": run.identity, "penstock.part": part or "run"}
