@@ -9,13 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import tomllib
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import penstock
 from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.engines.megatron.options.table import TABLE
 from penstock.engines.megatron.options.values import check_option_values
@@ -41,7 +39,6 @@ PROGRAMS = ("train.py", "train_async.py")
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 UNKNOWN = re.compile(r"<[^>]+>")  # what the reader of the script could not compute
 INPUTS = ("hf_checkpoint", "ref_load", "prompt_data", "eval_prompt_data")  # kept with an unknown variable in the path
-MODELS = Path(penstock.__file__).parent / "models"
 SUPPORTED = re.compile(
     r"(glm-?4|glm-?z1|qwen-?2|qwen-?3|deepseek-?v3|deepseek-?r1|llama-?3|kimi-?k2|moonlight)", re.IGNORECASE
 )
@@ -82,14 +79,14 @@ def import_script(path: Path) -> Recipe:
         reason = error.strerror if isinstance(error, OSError) else error
         raise OptionError(f"script {path} cannot be read ({reason}): give a slime launch script") from None
     program, argv = find_training_command(script, path)
-    model_file = check_architecture(script, path, argv)
+    check_architecture(script, path, argv)
     recipe = Recipe(path, program, PostTrainConfig(), {}, environment=sorted(script.exported))
     recipe.dropped += [
         f"source {source}: does not exist here; a file with options of the model is not needed"
         for source in script.not_found
     ]
     translate_flags(recipe, argv)
-    drop_options_of_model(recipe, model_file)
+    drop_options_of_model(recipe)
     adapt(recipe)
     recipe.config = validate_config(recipe.values)
     recipe.dropped += [
@@ -129,12 +126,9 @@ def find_training_command(script: Script, path: Path) -> tuple[str, list[str]]:
     raise OptionError(f"script {path} runs neither {' nor '.join(PROGRAMS)}: give a slime launch script")
 
 
-def check_architecture(script: Script, path: Path, argv: list[str]) -> str:
-    """Return the name of the model file that a script sources, "" if it is not known.
-
-    Raises:
-        ModelError: the model's architecture is not supported, by the name of this file or of the checkpoint.
-    """
+def check_architecture(script: Script, path: Path, argv: list[str]) -> None:
+    """Check that the architecture of a script's model is supported, by the names of the model file that it sources and
+    of the checkpoint. Raises ModelError."""
     names = [Path(source).stem for source in script.sourced if "models/" in source]
     names = [name for name in names if not UNKNOWN.search(name)]
     checkpoints = [Path(word).name for flag, word in pairwise(argv) if flag == "--hf-checkpoint"]
@@ -144,7 +138,6 @@ def check_architecture(script: Script, path: Path, argv: list[str]) -> str:
             f"script {path} trains {name}, whose architecture is not supported: docs/models.md lists the families, "
             "and --model-family-path adds one"
         )
-    return names[0] if names else ""
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
@@ -291,27 +284,20 @@ def read_files(recipe: Recipe) -> None:
         )
 
 
-def drop_options_of_model(recipe: Recipe, model_file: str) -> None:
-    """Remove the options that describe the model, if they are those of `configs/models`: config.json has them."""
+def drop_options_of_model(recipe: Recipe) -> None:
+    """Remove the options that describe the model: config.json has them."""
     megatron = recipe.values.get("train", {}).get("megatron", {})
-    known = {path.stem.lower(): path for path in MODELS.glob("*.toml")}
-    path = known.get(model_file.lower())
-    if path is None or not megatron:
-        return
-    expected = tomllib.loads(path.read_text(encoding="utf-8"))["train"]["megatron"]
-    same = []
-    for option in [option for option in megatron if option in megatron_flag_names().values()]:
-        values = normalize_megatron_args({option: megatron[option]})
-        if all(TABLE[name].kind == "checked" for name in values):
-            if all(name not in expected or expected[name] == value for name, value in values.items()):
-                same.append(option)
-                del megatron[option]
-            else:
-                recipe.comments["train.megatron", option] = (
-                    f"{path.name} has another value; checked against config.json"
-                )
-    if same:
-        recipe.dropped.append(f"{len(same)} options that describe the model ({model_file}): config.json has them")
+    known = [option for option in megatron if option in megatron_flag_names().values()]
+    described = [
+        option
+        for option in known
+        if option != "moe_router_bias_update_rate"  # of the training: config.json does not have it
+        and all(TABLE[name].kind == "checked" for name in normalize_megatron_args({option: megatron[option]}))
+    ]
+    for option in described:
+        del megatron[option]
+    if described:
+        recipe.dropped.append(f"{len(described)} options that describe the model: config.json has them")
 
 
 # ---- TOML ------------------------------------------------------------------------------------------------------------

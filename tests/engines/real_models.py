@@ -1,6 +1,6 @@
 """The hub's models as they are published: entries of their config.json, in the hub's spelling, and their sizes.
 
-Facts, no weights: `test_shapes.py` builds each on meta tensors. A row is named as its file in `configs/models`. Sizes
+Facts, no weights: `test_shapes.py` builds each on meta tensors. Sizes
 are in billions, to the digits that the hub, the model card or the report gives.
 """
 

@@ -17,10 +17,7 @@ import transformers
 from penstock.engines.families import FAMILIES as REGISTRY
 from penstock.engines.families import read_shape, shape_from_config, tensor_layout
 from penstock.engines.families.shape import Llama3Scaling, ModelShape, YarnScaling
-from penstock.engines.megatron.options.args import normalize_megatron_args
-from penstock.engines.megatron.options.model_options import check_model_options, model_options
-from penstock.flows.config import read_toml
-from penstock.flows.options.flags import parse_values
+from penstock.engines.megatron.options.model_options import check_model_options
 from penstock.storage.errors import ModelError
 from tests.engines.real_models import REAL_MODELS, RealModel
 from tests.families import FAMILIES, hf_model, make_family
@@ -166,53 +163,6 @@ def rounded(number: int, like: str) -> str:
 def cut(number: int, like: str) -> str:
     digits = len(like.partition(".")[2])
     return f"{math.floor(number / 1e9 * 10**digits) / 10**digits:.{digits}f}"
-
-
-def test_every_model_has_a_complete_config_file() -> None:
-    files = {path.stem: path for path in (ROOT / "configs" / "models").glob("*.toml")}
-    assert files.keys() == REAL_MODELS.keys()
-    for name, path in files.items():
-        shape, values = real_shape(REAL_MODELS[name]), read_toml(path)
-        assert values.keys() == {"train"} and values["train"].keys() == {"megatron"}
-        check_model_options(shape, values["train"]["megatron"])
-        found, settled = normalize_megatron_args(values["train"]["megatron"]), model_options(shape)
-        assert found.items() <= settled.items(), name
-        vital = [
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "vocab_size",
-            "num_attention_heads",
-            "layernorm_epsilon",
-        ]
-        vital += [
-            "untie_embeddings_and_output_weights",
-            "num_query_groups",
-            "qk_layernorm",
-            "rotary_base",
-            "rotary_percent",
-        ]
-        vital += [key for key in settled if key.startswith("moe_")] if shape.experts else []
-        vital += (
-            ["kv_lora_rank", "qk_head_dim", "v_head_dim", "rotary_scaling_factor"] if shape.latent else ["kv_channels"]
-        )
-        vital += ["use_rope_scaling", "add_qkv_bias", "rotary_interleaved"] if not shape.latent else []
-        assert {key for key in vital if settled[key] is not None} <= found.keys(), name
-        assert path.read_text().startswith("# "), f"{path} says which checkpoints it is for"
-
-
-def test_a_model_file_can_be_combined_with_a_recipe(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text('[train]\nlr = 1e-6\n[train.megatron]\nrecompute_granularity = "selective"\n')
-    values = parse_values(
-        ["--config", str(ROOT / "configs/models/qwen3-4B.toml"), "--config", str(recipe), "--num-layers", "30"]
-    )
-    assert values["train"]["lr"] == 1e-6
-    assert (
-        values["train"]["megatron"] | {"recompute_granularity": "selective", "num_layers": 30}
-        == values["train"]["megatron"]
-    )
-    assert values["train"]["megatron"]["hidden_size"] == 2560
 
 
 def test_contradictions_name_both_values() -> None:

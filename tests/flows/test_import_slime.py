@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.engines.families import read_shape
+from penstock.engines.megatron.options.model_options import model_options
 from penstock.flows.cli import main
-from penstock.flows.options.flags import parse_config
+from penstock.flows.options.flags import megatron_flag_names, parse_config
 from penstock.flows.slime.recipe import format_recipe, import_script
 from penstock.flows.slime.shell import compute, read_script, split_statements
 from penstock.storage.errors import ModelError, OptionError
@@ -21,7 +23,6 @@ from real_models import REAL_MODELS
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((Path(__file__).parent / "slime_scripts").glob("*.sh"))
 RECIPES = sorted((ROOT / "configs/recipes").glob("*.toml"))
-MODELS = sorted((ROOT / "configs/models").glob("*.toml"))
 
 
 def write_config_json(directory: Path, model: str) -> Path:
@@ -58,26 +59,23 @@ def test_script_becomes_a_recipe_that_plans(
     assert "key-of-wandb" not in out.out
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
-def test_script_of_every_model_plans(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = tomllib.loads(model.read_text(encoding="utf-8"))["train"]["megatron"]
+@pytest.mark.parametrize("model", REAL_MODELS)
+def test_script_of_every_model_plans(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write_config_json(tmp_path / "model", model)
     words = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f" '{value}'")
-        for name, value in options.items()
-        if value
+        for name, value in model_options(read_shape(directory)).items()
+        if value and name in megatron_flag_names().values()
     ]
     (tmp_path / "models").mkdir()
-    write_script(tmp_path / f"models/{model.stem}.sh", f"MODEL_ARGS=({' '.join(words)})")
-    text = f"source models/{model.stem}.sh\npython train.py ${{MODEL_ARGS[@]}} --num-rollout 1 --n-samples-per-prompt 2"
+    write_script(tmp_path / f"models/{model}.sh", f"MODEL_ARGS=({' '.join(words)})")
+    text = f"source models/{model}.sh\npython train.py ${{MODEL_ARGS[@]}} --num-rollout 1 --n-samples-per-prompt 2"
     script = write_script(tmp_path / "run.sh", f"{text} --rm-type math --prompt-data no.jsonl")
     assert main(["import-slime", str(script), "--output", str(tmp_path / "recipe.toml")]) == 0
-    directory = write_config_json(tmp_path / "model", model.stem)
+    recipe = (tmp_path / "recipe.toml").read_text()
+    assert f"{len(words)} options that describe the model: config.json has them" in recipe, recipe
     assert (
         main(["train", "--config", str(tmp_path / "recipe.toml"), "--hf-checkpoint", str(directory), "--dry-run"]) == 0
-    )
-    assert (
-        f"options that describe the model ({model.stem}): config.json has them"
-        in (tmp_path / "recipe.toml").read_text()
     )
 
 
@@ -99,8 +97,7 @@ python3 train_async.py ${MODEL_ARGS[@]} --prompt-key question --wandb-key $WANDB
     for line in (
         "# Environment variables that the script exports, not applied: HF_HOME",
         "# Dropped: --seq-length 4096: Megatron's data loader is not used; see --prompt-data",
-        "# Dropped: 2 options that describe the model (qwen3-4B): config.json has them",
-        "rotary_base = 10000  # qwen3-4B.toml has another value; checked against config.json",
+        "# Dropped: 3 options that describe the model: config.json has them",
         'input_key = "question"  # --prompt-key in the script',
         "async_buffer_size = 1  # train_async.py generates one rollout ahead",
         'run = "my-run"  # the script has no --save, which names the run',
@@ -228,10 +225,10 @@ def test_missing_file_of_the_model_is_a_comment(tmp_path: Path) -> None:
 def test_model_file_is_found_in_the_scripts_of_the_tree(tmp_path: Path) -> None:
     (tmp_path / "scripts" / "models").mkdir(parents=True)
     (tmp_path / "examples" / "a").mkdir(parents=True)
-    write_script(tmp_path / "scripts" / "models" / "qwen3-4B.sh", "MODEL_ARGS=(--rotary-base 7)")
+    write_script(tmp_path / "scripts" / "models" / "qwen3-4B.sh", "MODEL_ARGS=(--moe-router-bias-update-rate 0.5)")
     text = "source /root/slime/scripts/models/qwen3-4B.sh\npython train.py ${MODEL_ARGS[@]}"
     recipe = import_script(write_script(tmp_path / "examples" / "a" / "run.sh", text))
-    assert recipe.config.train.megatron == {"rotary_base": 7}
+    assert recipe.config.train.megatron == {"moe_router_bias_update_rate": 0.5}
 
 
 # ---- bash ------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Derive the Megatron options that a model's checkpoint determines, and check user-defined options against them.
 
-Users need not set these options, because the model's shape is read from the checkpoint. If a file of
-`configs/models` or a flag of a Megatron-LM script sets them, they must agree with the checkpoint.
+Users need not set these options, because the model's shape is read from the checkpoint. If a flag of a
+Megatron-LM script sets them, they must agree with it.
 `transformer_config.py` builds Megatron's own configuration of the model.
 """
 
