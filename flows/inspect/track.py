@@ -39,8 +39,8 @@ from penstock.storage.web.login import page_link
 USAGE = """penstock track RUN ... --to mlflow|tensorboard|wandb [--tracking-uri URI] [--store URI ...]
 
   Sends the commits of runs to a tracker again, from the store alone: after a tracker's database was lost, or to another
-  server. A record that the tracker has is not sent twice. Changes nothing in the store, except for files of a tracker
-  that are there by default. Metrics that are not in commits (waiting times, queue depth) cannot be restored.
+  server. The command can be repeated. Changes nothing in the store, except for files of a tracker that are there by
+  default. Metrics that are not in commits (waiting times, queue depth) cannot be restored.
 
   --to TRACKER         mlflow, tensorboard or wandb
   --tracking-uri URI   with --to mlflow: server or database; default: as recorded by the run, see docs/tracking.md
@@ -103,7 +103,7 @@ def retell_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> i
         reason = redact(f"{type(error).__name__}: {' '.join(str(error).split())}")[:200]
         raise TrackerError(
             f"run {keys.run!r} could not be sent to {cls.name} ({reason}): correct the tracker's address or start its "
-            "server, then run the command again; what was sent is not sent twice"
+            "server, then run the command again"
         ) from error
     commits = sum(isinstance(record, Committed) for record in records)
     points = sum(len(metric_points(record)) for record in records)

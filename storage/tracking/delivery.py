@@ -196,9 +196,24 @@ class Delivery:
         if not self._outbox.try_lock():
             raise BlockingIOError("another process is delivering this run's outbox")
         tracker = self._tracker_class(self.uri, self.run)
-        if tracker.resend_all:
-            self._outbox.mark_delivered(0)
+        if tracker.resend != "none":
+            self._outbox.mark_delivered(0 if tracker.resend == "all" else self._first_unended_start())
         return tracker
+
+    def _first_unended_start(self) -> int:
+        """Return the byte offset of the first start whose end was not delivered; if none, that of the first undelivered
+        line."""
+        delivered, begin = self._outbox.delivered_offset, 0
+        unended: int | None = None
+        for line, end in self._outbox.lines_from(0):
+            if end > delivered:
+                break
+            if line["type"] == "end":
+                unended = None
+            elif line["type"] == "start" and unended is None:
+                unended = begin
+            begin = end
+        return delivered if unended is None else unended
 
     def _deliver(self, tracker: Tracker, lineage: Lineage, offset: int) -> int:
         """Read the outbox from the byte `offset` on, add its commits to `lineage`, and deliver the undelivered lines.

@@ -8,8 +8,8 @@
 A run has one outbox.jsonl. These three files exist once per tracker: those of MLflow have the names above, those of
 others a suffix, for instance delivered-wandb.json. So one tracker's outage does not delay the delivery to another.
 
-A line is marked as delivered after its delivery. A kill between the two causes a second delivery, so delivery must be
-idempotent. The queue interprets no field of a line except `key`.
+A line is marked as delivered after its delivery, so a kill between the two causes a second delivery. The queue
+interprets no field of a line except `key`.
 """
 
 from __future__ import annotations

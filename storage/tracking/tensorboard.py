@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from penstock.storage.tracking.lineage import Lineage, eval_name_from_key
 from penstock.storage.tracking.points import flatten_config, metric_points
-from penstock.storage.tracking.tracker import Committed, Record, RunStarted, TrackedRun
+from penstock.storage.tracking.tracker import Committed, Record, Resend, RunStarted, TrackedRun
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -33,7 +33,7 @@ class TensorBoardTracker:
     """The tracker for TensorBoard, for one Penstock run."""
 
     name: ClassVar[str] = "TensorBoard"
-    resend_all = True
+    resend: Resend = "all"  # a crash of the machine may cut off records
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         self.directory = Path(uri.removeprefix(_SCHEME)) / f"{run.name}-{run.identity[:8]}"

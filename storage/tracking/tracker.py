@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 from penstock.storage.refs import Commit
 from penstock.storage.store import Store
@@ -22,6 +22,12 @@ TRACKERS: dict[str, str] = {
     "wandb": "penstock.storage.tracking.wandb:WandbTracker",
 }
 _DEFAULT = "penstock.storage.tracking.mlflow.tracker:MlflowTracker"
+
+
+# Which records a connection delivers again, although they were delivered: none; those since the first start that has
+# not delivered its end, as of a tracker that may lose records when the process is killed; or all, as of a tracker that
+# skips the records that it has, or does not have the run, because its database was deleted.
+Resend: TypeAlias = Literal["none", "unended", "all"]
 
 
 @dataclass(frozen=True)
@@ -117,10 +123,7 @@ class Tracker(Protocol):
     """The connection of one run to a tracker. Methods may raise any error; the caller (delivery.py) retries."""
 
     name: ClassVar[str]  # of the tracker, for log lines
-    # Whether this connection delivers all records of the run again, also delivered ones: always for trackers that may
-    # lose delivered records when the process is killed (they skip the records that they have), otherwise if the tracker
-    # does not have the run, because its database was deleted.
-    resend_all: bool
+    resend: Resend
 
     def __init__(self, uri: str, run: TrackedRun) -> None: ...
 
@@ -131,8 +134,8 @@ class Tracker(Protocol):
     def deliver(self, records: Sequence[Record], lineage: Lineage) -> None:
         """Send records in the given order.
 
-        Must be idempotent, since a record may be sent again: use the times in the record, and find an existing run by
-        its `TrackedRun.identity`.
+        A record may be sent again: use the times and steps in the record, and find an existing run by its
+        `TrackedRun.identity`.
 
         Args:
             records: to send.

@@ -154,10 +154,11 @@ def points_of_tensorboard(directory: Path) -> dict[tuple[str, int], float]:
 
 
 def points_of_wandb(directory: Path) -> dict[tuple[str, int], float]:
-    from penstock.storage.tracking.wandb import RECORD, STEP, read_local_history
+    from penstock.storage.tracking.wandb import RECORD, STEP
+    from tests.storage.wandb_files import read_history
 
     [path] = directory.glob("wandb/offline-run-*/run-*.wandb")
-    rows = read_local_history(directory, path.stem.removeprefix("run-"))
+    rows = read_history(directory, path.stem.removeprefix("run-"))
     return {
         (name, row[STEP]): value for row in rows for name, value in row.items() if name not in (RECORD, STEP, "_step")
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from penstock.storage.tracking.lineage import Lineage
-from penstock.storage.tracking.tracker import Committed, MetricsLogged, Record, RunEnded, RunStarted, TrackedRun
+from penstock.storage.tracking.tracker import Committed, MetricsLogged, Record, Resend, RunEnded, RunStarted, TrackedRun
 
 
 class RejectedName(ValueError):
@@ -23,7 +23,7 @@ class JsonlTracker:
     def __init__(self, uri: str, run: TrackedRun) -> None:
         self.path = Path(uri.removeprefix("jsonl://"))
         self.run = run
-        self.resend_all = not self.path.exists()
+        self.resend: Resend = "none" if self.path.exists() else "all"
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         self.lines = {tuple(json.loads(line)[:4]): json.loads(line)[4] for line in lines}
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jsonl_tracker import JsonlTracker
 from tracked_run import CONFIG, commits
 
 from penstock.storage.tracking import tracker as trackers
@@ -58,9 +59,7 @@ def test_deleted_file_is_filled_again_by_the_next_start(uri: str, tmp_path: Path
 
 
 def test_file_deleted_during_an_outage_is_filled_again(uri: str, tmp_path: Path, monkeypatch) -> None:
-    import jsonl_tracker
-
-    deliver, failed = jsonl_tracker.JsonlTracker.deliver, []
+    deliver, failed = JsonlTracker.deliver, []
 
     def fail_once(self, records, lineage) -> None:
         if self.path.exists() and not failed:
@@ -70,7 +69,7 @@ def test_file_deleted_during_an_outage_is_filled_again(uri: str, tmp_path: Path,
         deliver(self, records, lineage)
 
     track(tmp_path / "out", [uri], 6)
-    monkeypatch.setattr(jsonl_tracker.JsonlTracker, "deliver", fail_once)
+    monkeypatch.setattr(JsonlTracker, "deliver", fail_once)
     track_until_delivered(tmp_path / "out", uri)
     assert failed and rounds_in_file(uri) == ROUNDS
 
@@ -144,3 +143,33 @@ def test_mlflow_without_the_run_gets_all_rounds(
         database.write_bytes(empty_database.read_bytes())
     track(tmp_path / "out", [f"sqlite:///{database}"])
     assert rounds_in_mlflow(database) == ROUNDS
+
+
+@pytest.mark.parametrize(
+    ("delivered", "sent"),
+    [
+        (["start", "a", "end"], ["start", "end"]),
+        (["start", "a"], ["start", "a", "start", "end"]),
+        (["start", "a", "end", "start", "b"], ["start", "b", "start", "end"]),
+        (["start", "a", "start", "b"], ["start", "a", "start", "b", "start", "end"]),
+        (["start", "a", "start", "b", "end"], ["start", "end"]),
+        (["start", "a", "start", "b", "end", "start"], ["start", "start", "end"]),
+        ([], ["start", "end"]),
+    ],
+    ids=" ".join,
+)
+def test_records_since_a_start_without_an_end_are_sent_again(
+    uri: str, delivered: list[str], sent: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox = Outbox(tmp_path, "-jsonl")
+    for number, name in enumerate(delivered):
+        kind = name if name in ("start", "end") else "metrics"
+        line = {"type": kind, "at": 1.0, "config": {}, "status": "FINISHED", "step": number, "metrics": {}}
+        outbox.append(f"{name}-{number}", line)
+    outbox.mark_delivered((tmp_path / "outbox.jsonl").stat().st_size)
+    keys: list[str] = []
+    unended = property(lambda self: "unended", lambda self, value: None)
+    monkeypatch.setattr(JsonlTracker, "resend", unended, raising=False)
+    monkeypatch.setattr(JsonlTracker, "deliver", lambda self, records, lineage: keys.extend(r.key for r in records))
+    assert RunTracking(RUN, tmp_path, [uri]).close(timeout=60) == 0
+    assert [key.partition("-")[0] for key in keys] == sent

@@ -20,7 +20,7 @@ from penstock.storage.tracking.mlflow.values import (
     to_mlflow,
 )
 from penstock.storage.tracking.points import metric_points
-from penstock.storage.tracking.tracker import Committed, Record, ReportWritten, RunEnded, RunStarted, TrackedRun
+from penstock.storage.tracking.tracker import Committed, Record, ReportWritten, Resend, RunEnded, RunStarted, TrackedRun
 from penstock.storage.web.login import with_login
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class MlflowTracker:
         self.run = run
         self.client = MlflowClient(with_login(uri))
         self.runs = MlflowRuns(self.client, uri, run)
-        self.resend_all = self.runs.find_main_run(run) is None
+        self.resend: Resend = "all" if self.runs.find_main_run(run) is None else "none"
         models = MlflowModels(self.runs)
         self.run_page = RunPage(self.runs, models)
         self.commits = MlflowCommits(self.runs, models, self.run_page)
