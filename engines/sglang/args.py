@@ -18,7 +18,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from penstock.engines.sglang.server_options import DROPPED, reason_for_refusal, to_current_flag
+from penstock.engines.sglang.older_release import DROPPED, to_current_flag
+from penstock.engines.sglang.server_options import reason_for_refusal
 from penstock.engines.sources import parse_source
 from penstock.storage.errors import EngineError
 from penstock.storage.near_names import nearest_name

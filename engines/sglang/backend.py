@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,10 @@ from penstock.engines.generation import EngineUrls
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.addresses import engine_url
 from penstock.engines.serving.server import EngineServer
-from penstock.engines.sglang import control
+from penstock.engines.sglang import control, older_release
 from penstock.engines.sglang.args import add_return_experts_flag, check_router_args, check_sglang_args
 from penstock.engines.sglang.checks.adapters import (
     check_external_adapters,
-    installed_release,
     lora_args,
     reason_against_adapters,
 )
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from penstock.storage.samples.routed_experts import ExpertsFormat
 
 STATIC_SHARE = 0.85  # assumed without --sglang-mem-fraction-static: SGLang 0.5 chooses about 0.83 to 0.9 on 80 GiB
-OLDEST_RELEASE = (0, 5, 15)  # the first with /model_info
 # Entries of config.json that must be equal for a model to load another model's weights.
 MODEL_SIZES = [
     "architectures",
@@ -125,11 +122,8 @@ class SGLangBackend(EngineBackend):
         spec, routed = options.spec, options.router is not None
         if not options.external and spec.python is None:  # otherwise the server's SGLang is not the one installed here
             check_model(read_config(Path(spec.model_path) / "config.json"))
-            if options.in_flight and installed_release() < (0, 5, 21):
-                raise EngineError(
-                    f"--async-mode streaming needs SGLang 0.5.21 or later, which reports the weight version of each "
-                    f"token, but SGLang {version('sglang')} is installed: upgrade it, or use --async-mode ahead"
-                )
+            if options.in_flight:
+                older_release.check_streaming()
         if options.external and options.in_flight == "in_place":
             raise EngineError(
                 "--pause-generation-mode in_place needs engines that the run starts, because those of "
@@ -235,11 +229,7 @@ class SGLangBackend(EngineBackend):
 
     def check_external_server(self, url: str, model_path: str, args: Mapping[str, Any]) -> None:
         release, _ = control.release_and_tp_size(url)
-        if release < OLDEST_RELEASE:
-            raise RuntimeError(
-                f"the external engine at {url} runs SGLang {'.'.join(map(str, release))}, but Penstock needs "
-                "0.5.15.post1 or later: upgrade SGLang there"
-            )
+        older_release.check_external_release(url, release)
         if args.get("enable_lora"):
             check_external_adapters(url, args)
         if args.get("enable_fp32_lm_head") and not control.call_server(url, "/server_info").get("enable_fp32_lm_head"):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.engines.generation import Generation, TokenCounts
+from penstock.engines.sglang import older_release
 from penstock.storage.samples.routed_experts import ExpertsFormat
 
 
@@ -35,9 +36,10 @@ def parse_generation(
     assert token_ids == list(answer.get("output_ids") or []), (
         f"the tokens in SGLang's output_ids and output_token_logprobs disagree: {answer}"
     )
-    spans = meta.get("weight_versions")  # SGLang 0.5.21; earlier releases only report the last version
-    if not spans or adapter_version is not None:
-        spans = [{"version": adapter_version or meta["weight_version"], "start": 0, "end": len(token_ids)}]
+    if adapter_version is not None:
+        spans = [{"version": adapter_version, "start": 0, "end": len(token_ids)}]
+    else:
+        spans = meta.get("weight_versions") or older_release.weight_versions(meta, len(token_ids))
     reason = (meta.get("finish_reason") or {}).get("type")
     assert reason in ("stop", "length", "abort"), f"SGLang returned the unknown finish reason {reason!r}"
     routed_experts = None

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from penstock.engines.sglang import older_release
 from penstock.engines.sglang.args import package_directory
 from penstock.engines.sources import parse_source
 from penstock.storage.errors import EngineError
@@ -106,8 +107,7 @@ def find_biasing_params(params: Mapping[str, Any]) -> list[str]:
 def sampling_parameter_names(root: Path | None = None) -> frozenset[str]:
     """Return the names of SGLang's sampling parameters that a request may set; empty if SGLang is not installed.
 
-    SGLang 0.5.21 declares them as fields of `SamplingParams`, together with the INTERNAL fields; earlier releases
-    declare them as arguments of `SamplingParams.__init__`.
+    SGLang declares them as fields of `SamplingParams`, together with the INTERNAL fields.
 
     Args:
         root: directory of the `sglang` package to read; by default the installed package.
@@ -120,7 +120,4 @@ def sampling_parameter_names(root: Path | None = None) -> frozenset[str]:
     fields = [
         node.target.id for node in params.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     ]
-    if fields:
-        return frozenset(fields) - INTERNAL
-    [init] = [node for node in params.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
-    return frozenset(argument.arg for argument in [*init.args.args, *init.args.kwonlyargs]) - {"self"}
+    return frozenset(fields) - INTERNAL if fields else older_release.sampling_parameter_names(params)

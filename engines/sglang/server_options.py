@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 # Flags that Penstock sets -> the option or value from which it sets them.
 RESERVED = {
     "model_path": "--hf-checkpoint",
@@ -55,23 +53,6 @@ REFUSED = {
 }
 # Exceptions to the beginnings of names in REFUSED.
 PASSED_ON = {"lora_backend"}
-# Flags of older releases -> the flag and value that replace them (... is the value that was given).
-RENAMED: dict[str, tuple[str, Any]] = {
-    "cuda_graph_bs": ("cuda_graph_bs_decode", ...),
-    "cuda_graph_max_bs": ("cuda_graph_max_bs_decode", ...),
-    "enable_deepep_moe": ("moe_a2a_backend", "deepep"),
-    "enable_flashinfer_mla": ("attention_backend", "flashinfer"),
-    "enable_flashmla": ("attention_backend", "flashmla"),
-}
-# Flags of older releases without a successor -> why they may be omitted.
-DROPPED = {
-    "router_ip": "the run starts its router; use --use-router, or --rollout-external-engine-addrs",
-    "router_port": "the run starts its router; use --use-router",
-    "enable_nan_detection": "the installed SGLang does not have it; omit it",
-    "enable_ep_moe": "SGLang divides experts by --sglang-ep-size; omit it",
-    "enable_mixed_chunk_prefill": "it is --sglang-enable-mixed-chunk; use that",
-    "disable_custom_cuda_graph": "it is --sglang-disable-cuda-graph; use that",
-}
 
 
 def reason_for_refusal(name: str) -> str:
@@ -82,17 +63,3 @@ def reason_for_refusal(name: str) -> str:
         return ""
     beginnings = (key for key in REFUSED if key.endswith("_") and name.startswith(key))
     return REFUSED.get(name) or next((REFUSED[key] for key in beginnings), "")
-
-
-def to_current_flag(name: str, value: Any, known: set[str]) -> tuple[str, Any]:
-    """Return a flag and its value as the installed release spells them.
-
-    Args:
-        name: the flag, with underscores and without prefix.
-        value: its value.
-        known: all flags of the installed release.
-    """
-    successor, new_value = RENAMED.get(name, (name, ...))
-    if name in known or successor not in known:
-        return name, value
-    return successor, value if new_value is ... else new_value

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from penstock.engines.megatron.options.args import ALIASES
 from penstock.engines.megatron.options.table import KEEPS_RESULTS, ROUNDING_MODULE, TABLE
 from penstock.engines.sglang.args import ROUTER_RESERVED
-from penstock.engines.sglang.server_options import DROPPED, REFUSED, RENAMED, RESERVED
+from penstock.engines.sglang.older_release import DROPPED, RENAMED
+from penstock.engines.sglang.server_options import REFUSED, RESERVED
 from penstock.flows.config import flag_of_field
 from penstock.flows.options import refused
 from penstock.flows.options.flags import penstock_flags

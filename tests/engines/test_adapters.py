@@ -201,7 +201,7 @@ def test_engines_that_cannot_apply_adapters_are_named(monkeypatch: pytest.Monkey
     assert reason() is None and reason(MIXTURE, ("attention",)) is None
     assert "attention of a mixture of experts only" in str(reason(MIXTURE))
     assert "Glm4ForCausalLM" in str(reason(SHAPE.model_copy(update={"architecture": "Glm4ForCausalLM"})))
-    monkeypatch.setattr("penstock.engines.sglang.checks.adapters.version", lambda package: "0.5.15.post1")
+    monkeypatch.setattr("penstock.engines.sglang.older_release.version", lambda package: "0.5.15.post1")
     assert "0.5.21 does not compare" in str(reason())
     monkeypatch.undo()
     assert "quantized" in str(reason(quantization="fp8")) and "--sglang-dp-size" in str(reason(dp_size=2))

@@ -14,7 +14,7 @@ import pytest
 from penstock.engines.backends import engine_backend
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.sglang.checks import cuda_graphs
+from penstock.engines.sglang import older_release
 from penstock.engines.sglang.checks.cuda_graphs import graph_limit, graph_mib
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -114,7 +114,7 @@ def test_no_warning_if_graphs_suffice_or_a_flag_sets_them(
 
 def test_limits_are_those_of_the_installed_release(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "at most 48 on" in str(warning(64, 24))
-    monkeypatch.setattr(cuda_graphs, "installed_release", lambda: (0, 5, 15))
+    monkeypatch.setattr(older_release, "version", lambda package: "0.5.15.post1")
     assert "at most 24 on" in str(warning(64, 24)) and "at most 32 on" in str(warning(64, 44.5))
     assert "at most 48 on" in str(warning(64, 24, python="/elsewhere/python"))  # its release is not known here
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engines.sglang.args import add_return_experts_flag, check_sglang_args, sglang_flags, to_command_line
-from penstock.engines.sglang.server_options import to_current_flag
+from penstock.engines.sglang.older_release import to_current_flag
 from penstock.storage.errors import EngineError
 
 DATACLASS = """

@@ -128,7 +128,7 @@ def test_another_model_is_refused(external_server: ExternalServer, model: Path, 
     with pytest.raises(EngineError, match=r"architectures \['LlamaForCausalLM'\]"):
         engine_at(external_server, model).wait_for_url()
     external_server.facts |= {"architectures": MODEL["architectures"], "version": "0.4.9.post2"}
-    with pytest.raises(RuntimeError, match=r"SGLang 0\.4\.9"):
+    with pytest.raises(EngineError, match=r"SGLang 0\.4\.9"):
         engine_at(external_server, model).wait_for_url()
 
 

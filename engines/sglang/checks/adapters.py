@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.generation import EngineRefused
 from penstock.engines.lora import TARGETS
-from penstock.engines.sglang import control
+from penstock.engines.sglang import control, older_release
 from penstock.engines.sglang.checks.speculative import is_speculative
 from penstock.engines.weights.fp8 import fp8_weights
 from penstock.storage.errors import EngineError
@@ -20,13 +18,7 @@ if TYPE_CHECKING:
 
 # Architectures whose log-probs with adapters are compared with the trainer's (tests/engines/test_sglang_adapters.py).
 SERVED = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM")
-PAYLOAD_PER_RANK = (0, 5, 21)  # first release with one payload per rank, and with checksums of the tensors
 UNVERIFIED_PARALLELISM = {"enable_dp_attention", "dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size"}
-
-
-def installed_release() -> tuple[int, ...]:
-    """Return the installed release of SGLang, for instance (0, 5, 21)."""
-    return tuple(map(int, re.findall(r"\d+", version("sglang"))[:3]))
 
 
 def lora_args(adapters: ServedAdapters) -> dict[str, Any]:
@@ -44,11 +36,9 @@ def reason_against_adapters(
 ) -> str | None:
     """Return why SGLang cannot serve adapters of these layers; see `EngineBackend.reason_against_adapters`."""
     layers, args = list(layers), options.spec.args
-    if not options.external and options.spec.python is None and installed_release() < PAYLOAD_PER_RANK:
-        if options.gpus_per_engine > 1:
-            return "SGLang before 0.5.21 cannot read adapters on several GPUs (--rollout-num-gpus-per-engine)"
-        if compare:
-            return "SGLang before 0.5.21 does not compare adapters (--check-weight-update-equal)"
+    is_own = not options.external and options.spec.python is None  # otherwise its release is not known here
+    if is_own and (reason := older_release.reason_against_adapters(options.gpus_per_engine, compare=compare)):
+        return reason
     if shape.latent is not None:
         return "SGLang's adapters do not support multi-head latent attention"
     if shape.architecture not in SERVED:

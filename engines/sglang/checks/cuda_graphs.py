@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.engines.options import EngineOptions
+from penstock.engines.sglang import older_release
 from penstock.engines.sglang.args import check_sglang_args, sglang_flags
-from penstock.engines.sglang.checks.adapters import installed_release
 from penstock.engines.sglang.checks.speculative import is_speculative
 
 GIB = 1 << 30
@@ -21,7 +21,6 @@ GIB = 1 << 30
 # for engines of fewer than 4 GPUs, and of 4 or more.
 LIMITS = {20: (8, 8), 35: (48, 160), 60: (32, 160), 160: (256, 512)}
 LIMITS_OF_LARGER_GPUS = (512, 512)
-LIMITS_BEFORE_0_5_21 = LIMITS | {35: (24, 80)}  # as in 0.5.15.post1
 # Flags that set the batches with a graph, or disable graphs; also as older releases spell them.
 SET_BY_USER = (
     *("cuda_graph_max_bs_decode", "cuda_graph_bs_decode", "cuda_graph_max_bs", "cuda_graph_bs", "cuda_graph_config"),
@@ -52,7 +51,7 @@ def graph_warning(options: EngineOptions, num_samples: int, gpu_bytes: int) -> s
     if any(args.get(name) for name in SET_BY_USER) or args.get("cuda_graph_backend_decode") == "disabled":
         return None
     size, batch = options.gpus_per_engine, largest_batch(args, num_samples)
-    limit = graph_limit(gpu_bytes, size, before_0_5_21=_is_before_0_5_21(options))
+    limit = graph_limit(gpu_bytes, size, is_older=_is_older(options))
     if batch <= limit:
         return None
     more_gib = max(0.1, (graph_mib(args, batch) - graph_mib(args, limit)) / 1024)
@@ -74,9 +73,9 @@ def largest_batch(args: Mapping[str, Any], num_samples: int) -> int:
     return min(batch, max(1, running // ranks)) if running else batch
 
 
-def graph_limit(gpu_bytes: int, gpus_per_engine: int, *, before_0_5_21: bool = False) -> int:
+def graph_limit(gpu_bytes: int, gpus_per_engine: int, *, is_older: bool = False) -> int:
     """Return the largest decode batch for which SGLang captures a CUDA graph by default."""
-    rows = (LIMITS_BEFORE_0_5_21 if before_0_5_21 else LIMITS).items()
+    rows = {**LIMITS, **(older_release.GRAPH_LIMITS if is_older else {})}.items()
     limits = next((limits for below, limits in rows if gpu_bytes < below * GIB), LIMITS_OF_LARGER_GPUS)
     return limits[gpus_per_engine >= 4]
 
@@ -88,9 +87,9 @@ def graph_mib(args: Mapping[str, Any], batch: int) -> float:
     return batch * (2 + per_rank * _num_ranks(args))
 
 
-def _is_before_0_5_21(options: EngineOptions) -> bool:
+def _is_older(options: EngineOptions) -> bool:
     """Return whether the engines run an SGLang before 0.5.21; False if their SGLang is not the one installed here."""
-    return options.spec.python is None and bool(sglang_flags()) and installed_release() < (0, 5, 21)
+    return options.spec.python is None and bool(sglang_flags()) and older_release.is_installed()
 
 
 def _num_ranks(args: Mapping[str, Any]) -> int:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
 
 import torch
 
 from penstock.engines.generation import PublishedAdapter
 from penstock.engines.serving.adapters import BASE
-from penstock.engines.sglang import control, memory
-from penstock.engines.sglang.checks.adapters import PAYLOAD_PER_RANK
+from penstock.engines.sglang import control, memory, older_release
 from penstock.engines.sglang.weights.payload import FlatBucket
 from penstock.engines.sglang.weights.update import WeightUpdate
 from penstock.storage.errors import EngineError
@@ -75,16 +73,11 @@ class AdapterUpdate(WeightUpdate):
 
         def load(url: str) -> None:
             release, size = self.facts[url]
-            if release >= PAYLOAD_PER_RANK:
-                own = handles.get(url) or [flat.serialize() for _ in range(size)]
-                payload: dict[str, Any] = {"serialized_named_tensors": own, **checksums}
-            elif size == 1 and not checksums:
-                payload = {"serialized_tensors": flat.serialize(by_uuid=False)}
+            if older_release.is_older(release):
+                payload = older_release.adapter_payload(url, release, size, flat, checksums)
             else:
-                raise EngineError(
-                    f"the engine at {url} runs SGLang {'.'.join(map(str, release))}, whose ranks would open one handle "
-                    "several times, and which does not compare checksums: use 0.5.21 or later, or --lora-publish merged"
-                )
+                own = handles.get(url) or [flat.serialize() for _ in range(size)]
+                payload = {"serialized_named_tensors": own, **checksums}
             body = {"lora_name": self.adapter.name, "config_dict": dict(self.adapter.config)}
             self.post(url, "/load_lora_adapter_from_tensors", {**body, "load_format": "flattened_bucket", **payload})
 

@@ -86,7 +86,7 @@ class FlatBucket:
 
         Args:
             by_uuid: identify the GPU by its UUID, because sender and server may number their GPUs differently;
-                otherwise by its number, for routes of SGLang 0.5.15.post1 that do not know UUIDs.
+                otherwise by its number (older_release.py).
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the server reads the tensor on another stream

@@ -9,14 +9,11 @@ from types import TracebackType
 from typing import Any
 
 from penstock.engines.generation import EngineGone, EngineRefused, PauseMode
-from penstock.engines.sglang import control, memory
+from penstock.engines.sglang import control, memory, older_release
 from penstock.engines.sglang.weights.group import NAME as GROUP_NAME
 from penstock.engines.sglang.weights.payload import FlatBucket
-from penstock.storage.errors import EngineError
 from penstock.storage.failpoints import failpoint
 
-RECORDS_TOKEN_VERSIONS = (0, 5, 21)  # first release that reports which weights sampled each token of a response
-NEEDS_SESSION = (0, 5, 21)  # first release that needs /begin_weight_update before and /end_weight_update after
 logger = logging.getLogger(__name__)
 
 
@@ -43,7 +40,9 @@ class WeightUpdate:
     def __enter__(self) -> WeightUpdate:
         try:
             self.facts = dict(zip(self.urls, self._call_all(control.release_and_tp_size)))
-            self._check_releases()
+            if self.in_flight:
+                for url, (release, _) in self.facts.items():
+                    older_release.check_update_in_flight(url, release)
             versions = dict(zip(self.urls, self._call_all(control.weight_version)))
             self._without_cache = [url for url, version in versions.items() if not memory.has_kv_cache(version)]
             self._call_all(
@@ -151,16 +150,6 @@ class WeightUpdate:
 
         self._call_all(load)
 
-    def _check_releases(self) -> None:
-        """Check that the servers report which weights sampled each token, if requests run during the update. Raises
-        EngineError."""
-        for url, (release, _) in self.facts.items():
-            if self.in_flight and release < RECORDS_TOKEN_VERSIONS:
-                raise EngineError(
-                    f"the engine at {url} runs SGLang {'.'.join(map(str, release))}, which does not report the weight "
-                    "version of each token: use SGLang 0.5.21 or later, or --async-mode ahead"
-                )
-
     def _flushes_prefix_cache(self, url: str, last: bool) -> bool:
         """Return whether loading a bucket must also flush the server's prefix cache: only the last bucket, and
         not if the KV cache is released (it has been flushed then) or paused requests use it."""
@@ -168,15 +157,13 @@ class WeightUpdate:
 
     def _only_target_model(self, url: str, path: str) -> dict[str, Any]:
         """Return the fields of a request to `path` that leave the draft layers of speculative decoding as they are."""
-        release, _ = self.facts[url]
-        if release >= NEEDS_SESSION:
-            return {"selector": "target"}
-        # Earlier releases have no field for broadcasts, which never reach their draft layers.
-        return {"disable_draft_model": True} if path == "/update_weights_from_tensor" else {}
+        if older_release.is_older(self.facts[url][0]):
+            return older_release.update_fields(path)
+        return {"selector": "target"}
 
     def _begin_sessions(self) -> None:
         if not self._in_session:
-            self._in_session = [url for url, (release, _) in self.facts.items() if release >= NEEDS_SESSION]
+            self._in_session = [url for url, (release, _) in self.facts.items() if not older_release.is_older(release)]
             self._call_all(self._begin_session, self._in_session)
 
     def _begin_session(self, url: str) -> None:

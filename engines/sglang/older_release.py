@@ -1,0 +1,149 @@
+"""Everything that Penstock does for SGLang before 0.5.21 only: 0.5.15.post1, which some images for GPUs have.
+
+To require 0.5.21, delete this file and the calls of its functions. (launch.py imports nothing of Penstock; it skips two
+patches by itself if SGLang does not have the modules.)
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from penstock.storage.errors import EngineError
+
+if TYPE_CHECKING:
+    from penstock.engines.sglang.weights.payload import FlatBucket
+
+Release = tuple[int, ...]  # for instance (0, 5, 21)
+OLDEST: Release = (0, 5, 15)  # the first with /model_info
+CURRENT: Release = (0, 5, 21)
+# Its limits of the batches with a CUDA graph that differ, as in `cuda_graphs.LIMITS`.
+GRAPH_LIMITS = {35: (24, 80)}
+# Its names of flags -> the flag and value that replace them (... is the value that was given).
+RENAMED: dict[str, tuple[str, Any]] = {
+    "cuda_graph_bs": ("cuda_graph_bs_decode", ...),
+    "cuda_graph_max_bs": ("cuda_graph_max_bs_decode", ...),
+    "enable_deepep_moe": ("moe_a2a_backend", "deepep"),
+    "enable_flashinfer_mla": ("attention_backend", "flashinfer"),
+    "enable_flashmla": ("attention_backend", "flashmla"),
+}
+# Flags of older releases without a successor -> why they may be omitted.
+DROPPED = {
+    "router_ip": "the run starts its router; use --use-router, or --rollout-external-engine-addrs",
+    "router_port": "the run starts its router; use --use-router",
+    "enable_nan_detection": "the installed SGLang does not have it; omit it",
+    "enable_ep_moe": "SGLang divides experts by --sglang-ep-size; omit it",
+    "enable_mixed_chunk_prefill": "it is --sglang-enable-mixed-chunk; use that",
+    "disable_custom_cuda_graph": "it is --sglang-disable-cuda-graph; use that",
+}
+
+
+def is_older(release: Release) -> bool:
+    """Return whether a server's release is before 0.5.21, and the functions of this file apply."""
+    return release < CURRENT
+
+
+def is_installed() -> bool:
+    """Return whether the SGLang in this environment is before 0.5.21."""
+    return is_older(tuple(map(int, re.findall(r"\d+", version("sglang"))[:3])))
+
+
+def release_name(release: Release) -> str:
+    """Return a release as text, for instance "0.5.21"."""
+    return ".".join(map(str, release))
+
+
+# ---- flags -----------------------------------------------------------------------------------------------------------
+
+
+def to_current_flag(name: str, value: Any, known: set[str]) -> tuple[str, Any]:
+    """Return a flag and its value as the installed release spells them.
+
+    Args:
+        name: the flag, with underscores and without prefix.
+        value: its value.
+        known: all flags of the installed release.
+    """
+    successor, new_value = RENAMED.get(name, (name, ...))
+    if name in known or successor not in known:
+        return name, value
+    return successor, value if new_value is ... else new_value
+
+
+def sampling_parameter_names(params: ast.ClassDef) -> frozenset[str]:
+    """Return the names of the sampling parameters, which are arguments of `SamplingParams.__init__`."""
+    [init] = [node for node in params.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    return frozenset(argument.arg for argument in [*init.args.args, *init.args.kwonlyargs]) - {"self"}
+
+
+# ---- what it cannot do -----------------------------------------------------------------------------------------------
+
+
+def check_external_release(url: str, release: Release) -> None:
+    """Check that an external server has a release that Penstock supports. Raises EngineError."""
+    if release < OLDEST:
+        raise EngineError(
+            f"the external engine at {url} runs SGLang {release_name(release)}, but Penstock needs 0.5.15.post1 or "
+            "later: upgrade SGLang there"
+        )
+
+
+def check_streaming() -> None:
+    """Check that the installed SGLang can update weights while requests run. Raises EngineError."""
+    if is_installed():
+        raise EngineError(
+            "--async-mode streaming needs SGLang 0.5.21 or later, which reports the weight version of each token, but "
+            f"SGLang {version('sglang')} is installed: upgrade it, or use --async-mode ahead"
+        )
+
+
+def check_update_in_flight(url: str, release: Release) -> None:
+    """Check that a server reports which weights sampled each token. Raises EngineError."""
+    if is_older(release):
+        raise EngineError(
+            f"the engine at {url} runs SGLang {release_name(release)}, which does not report the weight version of "
+            "each token: use SGLang 0.5.21 or later, or --async-mode ahead"
+        )
+
+
+def reason_against_adapters(gpus_per_engine: int, *, compare: bool) -> str | None:
+    """Return why the installed SGLang cannot serve adapters, or None if it can."""
+    if is_installed():
+        if gpus_per_engine > 1:
+            return "SGLang before 0.5.21 cannot read adapters on several GPUs (--rollout-num-gpus-per-engine)"
+        if compare:
+            return "SGLang before 0.5.21 does not compare adapters (--check-weight-update-equal)"
+    return None
+
+
+# ---- requests and responses ------------------------------------------------------------------------------------------
+
+
+def update_fields(path: str) -> dict[str, Any]:
+    """Return the fields of a request to `path` that leave the draft layers of speculative decoding as they are.
+    Broadcasts have no such field, and never reach the draft layers."""
+    return {"disable_draft_model": True} if path == "/update_weights_from_tensor" else {}
+
+
+def adapter_payload(
+    url: str, release: Release, tp_size: int, flat: FlatBucket, checksums: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the tensors of a request to load an adapter: one payload for one rank, without checksums.
+
+    Raises:
+        EngineError: the server has several ranks, or should compare checksums.
+    """
+    if tp_size > 1 or checksums:
+        raise EngineError(
+            f"the engine at {url} runs SGLang {release_name(release)}, whose ranks would open one handle several "
+            "times, and which does not compare checksums: use 0.5.21 or later, or --lora-publish merged"
+        )
+    return {"serialized_tensors": flat.serialize(by_uuid=False)}
+
+
+def weight_versions(meta: Mapping[str, Any], num_tokens: int) -> list[dict[str, Any]]:
+    """Return the only version that a response reports, that of its last token, for all of its tokens."""
+    return [{"version": meta["weight_version"], "start": 0, "end": num_tokens}]
