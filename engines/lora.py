@@ -82,7 +82,8 @@ def adapter_targets(shape: ModelShape, target_modules: tuple[str, ...]) -> dict[
     }
     selected, unused = {}, set(target_modules)
     for name, target in linears.items():
-        own = {"all-linear", _group_of(name), name.rpartition(".")[2]}
+        group = "experts" if EXPERT in name else "attention" if ".self_attention." in name else "mlp"
+        own = {"all-linear", group, name.rpartition(".")[2]}
         hf = [module.rpartition(".")[2] for module in target.hf_modules]
         unused -= {*own, *hf}
         named = [module for module in hf if module in target_modules]
@@ -100,11 +101,6 @@ def adapter_targets(shape: ModelShape, target_modules: tuple[str, ...]) -> dict[
             f"some of {', '.join(modules)}"
         )
     return selected
-
-
-def _group_of(name: str) -> str:
-    """Return the group of TARGETS to which a linear layer belongs."""
-    return "experts" if EXPERT in name else "attention" if ".self_attention." in name else "mlp"
 
 
 def stored_matrix(layer: str, kind: str) -> tuple[str, int | None]:

@@ -79,15 +79,10 @@ def is_reserved_here(port: int) -> bool:
 def is_free(port: int, host: str = LOOPBACK) -> bool:
     """Return whether a server could bind this TCP port of the address `host` now. A port in TIME_WAIT counts as
     free."""
-    with _probe(host) as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except (OSError, OverflowError):  # in use, not allowed, or beyond 65535
             return False
     return True
-
-
-def _probe(host: str) -> socket.socket:
-    """Return an unbound TCP socket of the address family of `host`, IPv4 or IPv6."""
-    return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

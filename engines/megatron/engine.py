@@ -150,11 +150,6 @@ class MegatronEngine:
         return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
     @property
-    def context_parallel_rank_and_size(self) -> tuple[int, int]:
-        """Return (rank, size) of the context-parallel group, whose ranks split the tokens of a micro-batch."""
-        return parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-
-    @property
     def tensor_group(self) -> dist.ProcessGroup | None:
         """Return the tensor-parallel process group, over which the vocabulary of the logits is sharded; None if its
         size is 1."""
@@ -184,7 +179,7 @@ class MegatronEngine:
     def pack_stream(self, packed: EnginePack) -> PackedStream:
         """Return the tokens of a micro-batch that this rank processes, padded and split, on the device. Kept in
         `packed.stream`, they need not be copied again in every pass, which would wait for the GPU. Not collective."""
-        rank, size = self.context_parallel_rank_and_size
+        rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         tensor = self.layout.tensor if self.config.sequence_parallel else 1
         return pack_stream(packed, self.device, tensor, size, rank, self.attention_kernel)
 

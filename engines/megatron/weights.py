@@ -85,13 +85,19 @@ def freeze_parameters(chunks: list[PolicyModel], frozen: Collection[str]) -> Non
                 name = "embedding.word_embeddings.weight"
             name = global_name(chunk, STACKED.sub(r".mlp.experts.local_experts.0.\1", name), 0)
             param.requires_grad_(name not in frozen)
-        if chunk.pre_process:  # recomputation and pipeline stages need activations that require gradients
+        require_activation_gradients(chunk)
 
-            def require_grad(module: Any, inputs: Any, output: Tensor) -> None:
-                if torch.is_grad_enabled() and not output.requires_grad:
-                    output.requires_grad_()
 
-            chunk.embedding.register_forward_hook(require_grad)
+def require_activation_gradients(chunk: PolicyModel) -> None:
+    """Make the embeddings' output require gradients, although no parameter below it does: recomputation and pipeline
+    stages need it."""
+
+    def require_grad(module: Any, inputs: Any, output: Tensor) -> None:
+        if torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_()
+
+    if chunk.pre_process:
+        chunk.embedding.register_forward_hook(require_grad)
 
 
 @dataclass(frozen=True)
@@ -222,12 +228,6 @@ def _local_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
                 yield bias, biases[bias]
 
 
-def adapter_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (global name, shard) of this rank's adapter matrices in a pipeline chunk:
-    `decoder.layers.0.mlp.linear_fc2.lora_A` is a matrix of the layer `decoder.layers.0.mlp.linear_fc2`."""
-    return ((global_name(chunk, name), matrix) for name, matrix in _local_adapter_tensors(chunk))
-
-
 def _local_adapter_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     """Yield (local name, shard) of this rank's adapter matrices in a pipeline chunk, A before B of each layer."""
     for adapter in chunk.adapters:
@@ -303,7 +303,9 @@ def hash_weights(chunks: list[PolicyModel]) -> dict[str, str]:
 
 def hash_adapters(chunks: list[PolicyModel]) -> dict[str, str]:
     """Return the xxh3-64 hash of every shard of this rank's adapters, with keys as those of `hash_weights`."""
-    return _hash_shards(entry for chunk in chunks for entry in adapter_tensors(chunk))
+    return _hash_shards(
+        (global_name(chunk, name), matrix) for chunk in chunks for name, matrix in _local_adapter_tensors(chunk)
+    )
 
 
 def _hash_shards(entries: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

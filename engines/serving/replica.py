@@ -232,9 +232,9 @@ class RayReplica(Replica):
         """Return (Ray node id, GPU id) of every GPU of the engine; [] on CPU."""
         return [(slot.node, gpu) for slot in self._slots for gpu in slot.gpu_ids]
 
-    def finish_adoption(self, timeout: float = 10.0) -> None:
-        # After `timeout` the server is still starting under the earlier driver's spec: `url` waits for it.
-        deadline = time.monotonic() + timeout
+    def finish_adoption(self) -> None:
+        # After 10 s the server is still starting under the earlier driver's spec: `url` waits for it.
+        deadline = time.monotonic() + 10
         while self.adopted and self.known_url is None and self._starts and time.monotonic() < deadline:
             self._read_start_results()
 

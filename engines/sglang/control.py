@@ -68,10 +68,10 @@ def get_succeeds(url: str, path: str, timeout: float) -> bool:
     return True
 
 
-def is_ready(url: str, timeout: float = 10) -> bool:
+def is_ready(url: str) -> bool:
     """Return whether the server has loaded its model. The server generates a token for this check, which takes about a
     second."""
-    return get_succeeds(url, "/health", timeout)
+    return get_succeeds(url, "/health", 10)
 
 
 def generates_tokens(url: str, timeout: float = 30) -> bool:
@@ -123,11 +123,11 @@ def pause_generation(url: str, timeout: float = 120, mode: PauseMode = "retract"
     call_server(url, "/pause_generation", {"mode": mode}, timeout)
 
 
-def set_weight_version(url: str, version: str, timeout: float = 60) -> None:
+def set_weight_version(url: str, version: str) -> None:
     """Set the weight version that the server reports."""
-    call_server(url, "/update_weight_version", {"new_version": version, "abort_all_requests": False}, timeout)
+    call_server(url, "/update_weight_version", {"new_version": version, "abort_all_requests": False}, 60)
 
 
-def resume_generation(url: str, timeout: float = 60) -> None:
+def resume_generation(url: str) -> None:
     """Resume generation after `pause_generation`."""
-    call_server(url, "/continue_generation", {}, timeout)
+    call_server(url, "/continue_generation", {}, 60)

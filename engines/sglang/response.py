@@ -36,6 +36,7 @@ def parse_generation(
     assert token_ids == list(answer.get("output_ids") or []), (
         f"the tokens in SGLang's output_ids and output_token_logprobs disagree: {answer}"
     )
+    spans: list[dict[str, Any]]
     if adapter_version is not None:
         spans = [{"version": adapter_version, "start": 0, "end": len(token_ids)}]
     else:

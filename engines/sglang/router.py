@@ -44,6 +44,7 @@ DEFAULTS = {  # router flags that the configured flags override
     "request_timeout_secs": 14_400,
     "log_level": "warn",
 }
+RESPONSE_TIMEOUT = 30.0  # seconds after which a router that does not answer (or does not start) is restarted
 logger = logging.getLogger(__name__)
 
 
@@ -54,16 +55,12 @@ class SGLangRouter:
         args: flags of sglang-router with underscored names.
         log_dir: directory of the router's log; the system's temporary directory by default.
         max_restarts: maximum number of restarts.
-        response_timeout: seconds after which a router that does not answer (or does not start) is restarted.
     """
 
-    def __init__(
-        self, args: dict[str, Any], log_dir: str | None = None, max_restarts: int = 3, response_timeout: float = 30
-    ) -> None:
+    def __init__(self, args: dict[str, Any], log_dir: str | None = None, max_restarts: int = 3) -> None:
         self.args = args
         self.log_dir = Path(log_dir or tempfile.gettempdir())
         self.max_restarts = max_restarts
-        self.response_timeout = response_timeout
         self.pid = 0
         self._lock = threading.Lock()  # guards `_engines` and `_address`
         self._engines: list[str] = []
@@ -152,9 +149,7 @@ class SGLangRouter:
         answered = time.monotonic()
         try:
             while (
-                process.poll() is None
-                and not self._stopped.is_set()
-                and time.monotonic() - answered < self.response_timeout
+                process.poll() is None and not self._stopped.is_set() and time.monotonic() - answered < RESPONSE_TIMEOUT
             ):
                 self._changed.clear()
                 try:

@@ -134,17 +134,17 @@ def make_tiny_data(directory: str | Path) -> dict[str, Path]:
     return files
 
 
-def make_train_and_heldout_problems(num_heldout: int = 256) -> tuple[list[Row], list[Row]]:
+def make_train_and_heldout_problems() -> tuple[list[Row], list[Row]]:
     """Return training and held-out problems: all a+b and a-b with a in 0..99, b in 0..9 and a result >= 0, shuffled."""
     rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(100) for b in range(10)]
     rows += [{"prompt": f"{a}-{b}=", "label": str(a - b)} for a in range(100) for b in range(10) if b <= a]
     random.Random(SPLIT_SEED).shuffle(rows)
-    return rows[num_heldout:], rows[:num_heldout]
+    return rows[256:], rows[:256]
 
 
-def random_right_or_rounded_answer(label: str, rng: random.Random, p_right: float = 0.3) -> str:
-    """Return the exact answer with probability `p_right`, else the answer with its units dropped (45 becomes 40)."""
-    return label if rng.random() < p_right else label[:-1] + "0"
+def random_right_or_rounded_answer(label: str, rng: random.Random) -> str:
+    """Return the exact answer with probability 0.3, else the answer with its units dropped (45 becomes 40)."""
+    return label if rng.random() < 0.3 else label[:-1] + "0"
 
 
 def to_sft_row(row: Row, answer: str) -> Row:

@@ -72,7 +72,14 @@ def make_report(store: Store, run: str, max_samples: int = DEFAULT_MAX_SAMPLES) 
     record = read_run_record(store, keys)
     if record is None:
         raise unknown_run_error(store, run)
-    overview, commits = collect_overview(store, keys, _report_input(store, keys, record))
+    known = ReportInput(
+        record=record,
+        num_planned_rounds=latest_schedule_options(store, keys)["run.num_rollout"],
+        options=option_rows(record.config),
+        changes=read_schedule_changes(store, keys),
+        compare=compare_evaluations,
+    )
+    overview, commits = collect_overview(store, keys, known)
     samples = collect_samples(store, commits, max_samples)
     return build_page(overview, samples, read_token_texts(store, record, commits, sorted(samples.token_ids)))
 
@@ -103,16 +110,6 @@ def write_report(path: Path, page: str) -> int:
 
 
 # ---- what storage does not know --------------------------------------------------------------------------------------
-
-
-def _report_input(store: Store, keys: RunKeys, record: RunRecord) -> ReportInput:
-    return ReportInput(
-        record=record,
-        num_planned_rounds=latest_schedule_options(store, keys)["run.num_rollout"],
-        options=option_rows(record.config),
-        changes=read_schedule_changes(store, keys),
-        compare=compare_evaluations,
-    )
 
 
 def option_rows(config: dict[str, Any]) -> list[OptionRow]:

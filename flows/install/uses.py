@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -108,7 +108,7 @@ def check_several_nodes(targets: Targets) -> Use:
     use = Use("several nodes", f"{penstock_command()} train {options} ...", targets.ray_address is not None)
     if os.environ.get("RAY_AUTH_MODE") != "token" or not ray_token_is_set():
         use.lacks.append(Lack("no token for Ray in the environment", TOKEN_COMMAND))
-    if not reachable_interfaces():
+    if not any(stats.isup and name != "lo" for name, stats in psutil.net_if_stats().items()):
         use.lacks.append(Lack("no network interface besides loopback", "connect the machine to the nodes' network"))
     if targets.ray_address is None:
         remedy = f"ray start --head --port 6379; {penstock_command()} doctor --ray-address HOST:6379"
@@ -195,16 +195,11 @@ def shared_memory() -> int:
     return shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
 
 
-def reachable_interfaces() -> list[str]:
-    """Return the names of this machine's network interfaces that are up, besides loopback."""
-    return [name for name, stats in psutil.net_if_stats().items() if stats.isup and name != "lo"]
-
-
-def ray_token_is_set(environment: Mapping[str, str] = os.environ) -> bool:
+def ray_token_is_set() -> bool:
     """Return whether Ray finds a token: in RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token."""
-    if environment.get("RAY_AUTH_TOKEN"):
+    if os.environ.get("RAY_AUTH_TOKEN"):
         return True
-    return Path(environment.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").is_file()
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").is_file()
 
 
 def has_credentials() -> bool:

@@ -127,12 +127,12 @@ class Service:
         self.process.wait()
 
 
-def http_answers(address: str, timeout: float = 2.0) -> bool:
+def http_answers(address: str) -> bool:
     """Return whether an HTTP server answers at `address` with a status below 500 (4xx counts as an answer)."""
     loopback = urllib.parse.urlsplit(address).hostname in LOOPBACK
     proxies = urllib.request.ProxyHandler({} if loopback else None)  # proxies cannot reach our loopback
     try:
-        with urllib.request.build_opener(proxies).open(address, timeout=timeout):
+        with urllib.request.build_opener(proxies).open(address, timeout=2.0):
             return True
     except urllib.error.HTTPError as error:
         return error.code < 500

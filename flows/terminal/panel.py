@@ -127,11 +127,12 @@ class Panel:
         out first."""
         width = min(width, MAX_WIDTH)
         required = [self._title(width), *self._activity_rows(width)]
+        links = [Text(f"{title} ↗", style=Style(link=url, underline=True)) for title, url in self.links().items()]
         blocks = [
             [self._stage_bar()],
             self._curve_rows(width),
             self._machine_rows(),
-            [Text("  ").join(links)] if (links := self._link_texts()) else [],
+            [Text("  ").join(links)] if links else [],
             list(self.samples),
         ]
         rows = 1 + len(required)  # with a rule above
@@ -213,9 +214,6 @@ class Panel:
         rows = {"machine": [self.engines(), *describe_machine(self.machine)], "a round": [self.last_round]}
         texts = {title: ", ".join(filter(None, parts)) for title, parts in rows.items()}
         return [Text.assemble((title.ljust(LABEL), "dim"), text) for title, text in texts.items() if text]
-
-    def _link_texts(self) -> list[Text]:
-        return [Text(f"{title} ↗", style=Style(link=url, underline=True)) for title, url in self.links().items()]
 
 
 def bar(done: int, total: int, width: int) -> list[tuple[str, str]]:

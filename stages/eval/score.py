@@ -67,7 +67,7 @@ def compute_eval_metrics(
         )
     if passes is not None:
         votes = [[(voted_answer(s), ok) for s, ok in zip(group, oks)] for group, oks in zip(groups, passes)]
-        sums |= {f"eval/{name}-pass@{k}": rates for k, rates in _pass_rates(passes).items()}
+        sums |= {f"eval/{name}-pass@{k}": rates for k, rates in pass_rates(passes).items()}
         sums |= {f"eval/{name}-majority@{k}": rates for k, rates in majority_rates(votes).items()}
     return _means_with_intervals(sums, weights) | plain
 
@@ -104,12 +104,6 @@ def decide_passes(groups: Sequence[Sequence[Sample]], threshold: float | None) -
     return None
 
 
-def pass_rates(groups: Sequence[Sequence[bool]]) -> dict[int, float]:
-    """Return k -> mean pass@k over prompts, for k = 1, 2, 4, ... up to the smallest number of samples of a prompt.
-    `groups` holds, for each prompt, whether each of its samples passes."""
-    return {k: float(rates.mean()) for k, rates in _pass_rates(groups).items()}
-
-
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Return the probability that at least one of k samples, drawn from n without replacement, is among the c that
     pass: 1 - C(n-c, k) / C(n, k), the unbiased estimator of arXiv 2107.03374."""
@@ -117,8 +111,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def _pass_rates(groups: Sequence[Sequence[bool]]) -> dict[int, np.ndarray]:
-    """Return k -> pass@k of each prompt, [prompts], for k = 1, 2, 4, ... up to the smallest number of samples."""
+def pass_rates(groups: Sequence[Sequence[bool]]) -> dict[int, np.ndarray]:
+    """Return k -> pass@k of each prompt, [prompts], for k = 1, 2, 4, ... up to the smallest number of samples of a
+    prompt. `groups` holds, for each prompt, whether each of its samples passes."""
     smallest = min(len(group) for group in groups)
     ks = [2**power for power in range(smallest.bit_length())]
     return {k: np.array([pass_at_k(len(group), sum(group), k) for group in groups]) for k in ks}

@@ -199,10 +199,10 @@ def sample_preview(samples: Sequence[Sample], count: int) -> list[dict[str, Any]
     ]
 
 
-def clip_text(text: str, limit: int = PREVIEW_CHARS) -> str:
-    """Return `text`; if it is longer than `limit` characters, its middle is replaced by `[... N characters ...]`."""
-    if len(text) <= limit:
+def clip_text(text: str) -> str:
+    """Return `text`; if it is longer than PREVIEW_CHARS, its middle is replaced by `[... N characters ...]`."""
+    if len(text) <= PREVIEW_CHARS:
         return text
-    mark = f" [... {len(text) - limit:,} characters ...] "
-    half = (limit - len(mark)) // 2
+    mark = f" [... {len(text) - PREVIEW_CHARS:,} characters ...] "
+    half = (PREVIEW_CHARS - len(mark)) // 2
     return text[:half] + mark + text[-half:]

@@ -170,7 +170,7 @@ def rollout_stage(
         journal.load_finished_groups()
     with make_grader(config) if context.grader is None else nullcontext(context.grader) as grader, journal:
         num_prompts = num_prompts or config.rollout_batch_size
-        data_set = data_set_of(prefix, round)
+        data_set = prefix.rstrip("/").rpartition("/")[2] if round.kind == "eval" else None
         result = run_blocking(generate_round(context, intake, journal, grader, num_prompts, data_set))
         seconds, groups = seconds | result.seconds, result.groups
         samples, num_masked = samples_to_train(groups.kept, config, round)
@@ -474,11 +474,6 @@ def commit_samples(
     commit = store.commit(prefix, Commit(kind=kind, files=out.files, seconds=seconds, summary=summary(), **fields))
     rollout_failpoint("rollout-after-commit")
     return commit
-
-
-def data_set_of(prefix: str, round: RolloutRound) -> str | None:
-    """Return the name of the data set of an evaluation, whose commit has this prefix; None for a rollout."""
-    return prefix.rstrip("/").rpartition("/")[2] if round.kind == "eval" else None
 
 
 def prompt_files_by_name(config: RolloutConfig) -> dict[str, str]:

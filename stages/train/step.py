@@ -35,12 +35,7 @@ from penstock.storage.failpoints import failpoint
 Forward = Callable[[Tensor, LMHead, PackedMicrobatch], Tensor]  # hidden [r, H] -> one number per trained token [n]
 MicrobatchLoss = Callable[[Tensor, LMHead, PackedMicrobatch, TokenFields], tuple[Tensor, dict[str, Tensor]]]
 Routing = Literal["record", "replay"]
-Trace = Callable[[str], AbstractContextManager[None]]  # part of a round -> block in which the part may be profiled
-
-
-def no_trace(part: str) -> AbstractContextManager[None]:
-    """Return a block that does nothing."""
-    return nullcontext()
+Trace = Callable[[str], AbstractContextManager[object]]  # part of a round -> block in which the part may be profiled
 
 
 @dataclass
@@ -63,7 +58,7 @@ def train_rollout(
     *,
     temperature: float = 1.0,
     critic_only: bool = False,
-    trace: Trace = no_trace,
+    trace: Trace = nullcontext,
     keep_logprobs: bool = False,
 ) -> TrainedRound:
     """Train on all samples of a rollout and return the metrics.

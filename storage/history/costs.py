@@ -142,7 +142,11 @@ def sum_costs(commits: list[Commit], recorded_starts: list[tuple[Start, StartEnd
     on_gpus = any(_fingerprint(commit).get("cuda") for commit in commits if commit.kind == "step")
     for start, end in starts:
         for devices, number, kinds in device_groups(start, on_gpus):
-            intervals = [_interval(commit) for commit in commits if commit.kind in kinds]
+            intervals = [
+                Interval(commit.created_at - sum(commit.seconds.values()), commit.created_at, STAGES[commit.kind])
+                for commit in commits
+                if commit.kind in kinds
+            ]
             used = costs.device_seconds.setdefault(devices, {})
             for stage, seconds in seconds_by_stage(intervals, start.at, end).items():
                 used[stage] = used.get(stage, 0.0) + number * seconds
@@ -251,10 +255,6 @@ def costs_of_checkpoints(rounds: list[RoundCost], commits: list[Commit], start: 
         costs[version] = sum(of_rounds) + start.trainer_devices * saves[version]
         before = version
     return costs
-
-
-def _interval(commit: Commit) -> Interval:
-    return Interval(commit.created_at - sum(commit.seconds.values()), commit.created_at, STAGES.get(commit.kind, ""))
 
 
 def _fingerprint(commit: Commit) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
@@ -34,7 +33,8 @@ def build_page(overview: dict[str, Any], samples: ReportSamples, token_texts: di
     style = _read_asset("page.css")
     script = "\n".join(_read_asset(name) for name in _SCRIPTS)
     assert "</script" not in script.lower() and "<!--" not in script and "</style" not in style.lower()
-    overview = overview | {"samples": describe_selection(samples)}
+    selection = {name: getattr(samples, name) for name in ("num_shown", "num_total", "limited_by")}
+    overview = overview | {"samples": {**selection, "seed": SEED, "num_pages": len(samples.pages)}}
     index = {"index": samples.index, "page_starts": samples.page_starts, "sets": samples.sets, "statuses": STATUSES}
     index["token_texts"] = {str(token): text for token, text in token_texts.items()}
     chunks = [embed(f"page-{number}", page) for number, page in enumerate(samples.pages)]
@@ -66,22 +66,6 @@ def embed(name: str, value: Any) -> str:
     data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
     encoded = base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode("ascii")
     return f'<script type="application/octet-stream+base64" id="data-{name}">{encoded}</script>'
-
-
-def extract_data(page: str) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of everything that `embed` has written into a page."""
-    for name, encoded in re.findall(r'id="data-([\w-]+)">([A-Za-z0-9+/=]*)</script>', page):
-        yield name, json.loads(gzip.decompress(base64.b64decode(encoded)))
-
-
-def describe_selection(samples: ReportSamples) -> dict[str, Any]:
-    return {
-        "num_shown": samples.num_shown,
-        "num_total": samples.num_total,
-        "limited_by": samples.limited_by,
-        "seed": SEED,
-        "num_pages": len(samples.pages),
-    }
 
 
 def _read_asset(name: str) -> str:

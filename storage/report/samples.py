@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,6 @@ STATUSES = [status.value for status in Status]
 _HIDDEN_METADATA = ("source", "policy_spans")  # shown elsewhere
 
 Page = dict[str, Any]
-TokenTexts = Callable[[Sequence[int]], dict[int, str]]  # ids -> text of each; without the ids that are unknown
 
 
 @dataclass

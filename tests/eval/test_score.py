@@ -20,8 +20,7 @@ def test_pass_at_k_is_the_fraction_of_draws_with_a_pass(n: int) -> None:
 
 def test_pass_rates_use_the_groups_own_size() -> None:
     rates = pass_rates([[True, False, False, False], [False] * 5])
-    assert list(rates) == [1, 2, 4]
-    assert rates == pytest.approx({1: 0.125, 2: 0.25, 4: 0.5})
+    assert {k: rate.mean() for k, rate in rates.items()} == pytest.approx({1: 0.125, 2: 0.25, 4: 0.5})
 
 
 def make(group: str, reward: float | None, status: Status = Status.COMPLETED, tokens: int = 2) -> Sample:

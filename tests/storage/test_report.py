@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +26,7 @@ from penstock.flows.runtime.runs import open_run
 from penstock.storage.history.starts import Start, StartEnd, record_start
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.report.data import find_gaps
-from penstock.storage.report.page import GENERATOR, embed, extract_data
+from penstock.storage.report.page import GENERATOR, embed
 from penstock.storage.report.samples import SAMPLES_PER_PAGE, collect_samples
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.trained_tokens import write_trained_tokens
@@ -118,6 +121,12 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, RunKeys]:
     export = {"run": "r", "index": ROUNDS, "inputs": {"checkpoint": commit_key(keys.checkpoint_prefix(ROUNDS))}}
     commit_files(store, keys.export_prefix(ROUNDS), {"config.json": b"{}"}, kind="export", **export)
     return store, keys
+
+
+def extract_data(page: str) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of everything that `embed` has written into a page."""
+    for name, encoded in re.findall(r'id="data-([\w-]+)">([A-Za-z0-9+/=]*)</script>', page):
+        yield name, json.loads(gzip.decompress(base64.b64decode(encoded)))
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,7 @@ from penstock.engines.megatron.model.grouped_experts import StackedWeight
 from penstock.engines.megatron.weights import (
     STACKED,
     global_name,
+    require_activation_gradients,
     sharded_axis,
     sharding_group,
 )
@@ -279,14 +280,8 @@ def add_adapters(chunks: list[PolicyModel], options: LoraOptions, seed: int) -> 
                 parts = part_of_row(layout, target)
                 adapters.append(_build_adapter(chunk, name, module, parts, options))
         chunk.adapters = adapters
-        if chunk.pre_process:  # recomputation and pipeline stages need activations that require gradients
-            chunk.embedding.register_forward_hook(_require_grad)
+        require_activation_gradients(chunk)
     reset_adapters(chunks, seed)
-
-
-def _require_grad(module: nn.Module, inputs: Any, output: Tensor) -> None:
-    if torch.is_grad_enabled() and not output.requires_grad:
-        output.requires_grad_()
 
 
 def _build_adapter(chunk: PolicyModel, name: str, linear: Any, parts: Tensor | None, options: LoraOptions) -> Adapter:

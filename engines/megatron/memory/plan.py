@@ -125,7 +125,7 @@ def estimate_stage_memory(
     # models are updated one after another, and each frees the copies of its gradients
     update = FP32 * max(shards) if gradient_size < FP32 else 0.0
     if offloaded:
-        largest = largest_parameter(shape, layout)
+        largest = max(shape.vocab_size, 2 * shape.ffn_hidden_size) * shape.hidden_size // layout.tensor
         if has_grouped_experts(shape, megatron, default=options.dtype == "bf16"):
             largest = max(largest, largest_stack(shape, layout) // expert_replicas)
         update += state_size * min(max(shards), CHUNK_NUMEL + max(CHUNK_NUMEL, largest))
@@ -160,11 +160,6 @@ def count_adapter_parameters(
             rows = [hf_shapes[f"{module}.weight"] for module in target.hf_modules]
             counts[EXPERT in name] += options.rank * (sum(out for out, _ in rows) + sum(size for _, size in rows))
     return RankParameters(counts[False], counts[True] // expert)
-
-
-def largest_parameter(shape: ModelShape, layout: ParallelLayout) -> int:
-    """Return the number of elements of the largest parameter of a rank: the embedding, or gate and up projection."""
-    return max(shape.vocab_size, 2 * shape.ffn_hidden_size) * shape.hidden_size // layout.tensor
 
 
 def largest_stack(shape: ModelShape, layout: ParallelLayout) -> int:

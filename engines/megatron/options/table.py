@@ -12,7 +12,6 @@ Options that are also Penstock's own (`--lr`, `--tensor-model-parallel-size`) ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 OptionClass = Literal["effective", "checked", "ignored", "refused"]
@@ -239,14 +238,3 @@ def _read_table() -> dict[str, OptionRule]:
 
 
 TABLE = _read_table()
-
-
-def classify(name: str) -> OptionRule | None:
-    """Return the rule of an option, named like Megatron's dataclass field or command line with underscores; None if
-    Penstock does not know it."""
-    return TABLE.get(name)
-
-
-def megatron_table() -> Iterator[tuple[str, OptionRule]]:
-    """Yield (name, rule) of every option, for the documentation."""
-    yield from TABLE.items()

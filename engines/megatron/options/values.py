@@ -96,13 +96,12 @@ def options_that_change_results(options: dict[str, Any]) -> dict[str, Any]:
         name = spelling.lstrip("-").replace("-", "_")
         if name == "recompute_modules" and ROUNDING_MODULE in str(value):
             kept[name] = [ROUNDING_MODULE]
-        elif any(_changes_results(field) for field in ALIASES.get(name, (name,))):
+        elif any(
+            field not in KEEPS_RESULTS and not (field in TABLE and TABLE[field].kind == "ignored")
+            for field in ALIASES.get(name, (name,))
+        ):
             kept[spelling] = value
     return kept
-
-
-def _changes_results(name: str) -> bool:
-    return name not in KEEPS_RESULTS and not (name in TABLE and TABLE[name].kind == "ignored")
 
 
 def _asks_for_nothing(name: str, value: Any) -> bool:

@@ -29,8 +29,8 @@ class AdapterUpdate(WeightUpdate):
     (`enable_weights_cpu_backup`), and stays paused until `memory.resume_kv_cache`.
     """
 
-    def __init__(self, urls: list[str], version: str, adapter: PublishedAdapter, *, timeout: float = 600) -> None:
-        super().__init__(urls, version, timeout=timeout)
+    def __init__(self, urls: list[str], version: str, adapter: PublishedAdapter) -> None:
+        super().__init__(urls, version)
         self.adapter = adapter
 
     def __enter__(self) -> AdapterUpdate:

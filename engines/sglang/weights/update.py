@@ -14,6 +14,7 @@ from penstock.engines.sglang.weights.group import NAME as GROUP_NAME
 from penstock.engines.sglang.weights.payload import FlatBucket
 from penstock.storage.failpoints import failpoint
 
+CALL_TIMEOUT = 600.0  # seconds for a server to pause, or to load a bucket
 logger = logging.getLogger(__name__)
 
 
@@ -25,13 +26,10 @@ class WeightUpdate:
     weights again. A server whose memory was released reports the versions of `memory.py` and stays paused.
     """
 
-    def __init__(
-        self, urls: list[str], version: str, in_flight: PauseMode | None = None, *, timeout: float = 600
-    ) -> None:
+    def __init__(self, urls: list[str], version: str, in_flight: PauseMode | None = None) -> None:
         self.urls = urls
         self.version = version
         self.in_flight = in_flight
-        self.timeout = timeout
         self.facts: dict[str, tuple[tuple[int, ...], int]] = {}  # URL -> (SGLang release, tensor-parallel size)
         self._pool = ThreadPoolExecutor(len(urls) + 2, thread_name_prefix="weights")  # servers, broadcast, abort
         self._without_cache: list[str] = []  # URLs of servers whose KV cache is released (`memory.py`)
@@ -46,7 +44,7 @@ class WeightUpdate:
             versions = dict(zip(self.urls, self._call_all(control.weight_version)))
             self._without_cache = [url for url, version in versions.items() if not memory.has_kv_cache(version)]
             self._call_all(
-                lambda url: control.pause_generation(url, self.timeout, self.in_flight or "retract"),
+                lambda url: control.pause_generation(url, CALL_TIMEOUT, self.in_flight or "retract"),
                 self._urls_with_kv_cache,
             )
             released = [url for url in self.urls if versions[url] == memory.RELEASED]
@@ -217,7 +215,7 @@ class WeightUpdate:
             EngineGone: the server did not answer.
             EngineRefused: the server rejected the request.
         """
-        answer = control.call_server(url, path, body, self.timeout)
+        answer = control.call_server(url, path, body, CALL_TIMEOUT)
         if not answer.get("success", True):
             raise EngineRefused(f"the weight update failed: {url}{path} answered {answer.get('message')!r}")
 

@@ -93,11 +93,6 @@ class HFWeights:
     def __exit__(self, *exception: object) -> None:
         self._open.clear()  # a map is closed when no memoryview refers to it
 
-    @property
-    def is_quantized(self) -> bool:
-        """Whether some weights are stored in fp8."""
-        return bool(self._scales)
-
     def fetch(self, name: str, num_rows: int | None = None) -> Tensor:
         """Return a tensor, or only its first `num_rows` rows."""
         info = self.info[name]

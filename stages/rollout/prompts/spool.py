@@ -115,7 +115,8 @@ def open_spooled_rows(
     Raises:
         DataError: the cache directory is not writable or full, or `parts` raises DataError.
     """
-    disk = _Cache(Path(cache) if cache else default_cache_directory())
+    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    disk = _Cache(Path(cache or Path(user_cache, "penstock/prompts")))
     name = f"{_short_hash(entry, *astuple(columns))}-{_short_hash(FORMAT, *fingerprints)}"
     with disk.as_data_errors():
         disk.directory.mkdir(parents=True, exist_ok=True)
@@ -129,11 +130,6 @@ def open_spooled_rows(
         if found := disk.open(name):
             return found
     raise RuntimeError(f"prompt data {entry} changed while it was being read: resume the run when the file is complete")
-
-
-def default_cache_directory() -> Path:
-    """Return the cache directory that is used if --data-cache is not given."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "prompts"
 
 
 @dataclass(frozen=True)
