@@ -7,7 +7,6 @@ Parameter names are parsed from SGLang's source without importing SGLang, as in 
 from __future__ import annotations
 
 import ast
-import difflib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,7 @@ from penstock.engines.sglang import older_release
 from penstock.engines.sglang.args import package_directory
 from penstock.engines.sources import parse_source
 from penstock.storage.errors import EngineError
+from penstock.storage.near_names import nearest_name
 
 # Parameters that cannot be set with --rollout-sampling: most have an option of their own. Name -> advice for the error.
 RESERVED = {
@@ -63,8 +63,8 @@ def check_sampling(params: Mapping[str, Any], *, routed: bool) -> None:
         if name in RESERVED:
             raise EngineError(f"--rollout-sampling {name} is not allowed: {RESERVED[name]}")
         if known and name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(sorted(known))}"
+            near = nearest_name(name, known)
+            hint = f"did you mean {near}?" if near else f"choose from {', '.join(sorted(known))}"
             raise EngineError(f"--rollout-sampling {name} is not a sampling parameter of the installed SGLang: {hint}")
         if routed and name in DROPPED_BY_ROUTER:
             raise EngineError(

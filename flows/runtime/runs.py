@@ -323,7 +323,7 @@ def latest_schedule_options(store: Store, keys: RunKeys) -> dict[str, Any]:
         raise unknown_run_error(store, keys.run)
     schedule = options_by_mutability(_validated_config(record.config), "schedule")
     if changes := read_schedule_changes(store, keys):
-        schedule |= {field: value for field, value in changes[-1].schedule.items() if field in schedule}
+        schedule |= changes[-1].schedule
     return schedule
 
 

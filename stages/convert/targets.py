@@ -73,7 +73,7 @@ class StoreTarget:
         suffix = commit_key("")
         names = [name.removesuffix(suffix) for name in self.store.list("models") if name.endswith(suffix)]
         commits = disk.map_in_threads(lambda name: self.store.committed(f"models/{name}"), names, 16)
-        return any(commit is not None and commit.state.get("headers", header_hash) == header_hash for commit in commits)
+        return any(commit is not None and commit.state.get("headers") == header_hash for commit in commits)
 
     def _checkpoint_ref(self, identity: str, commit: Commit) -> CheckpointRef:
         uri = f"{self.store.uri}/{commit.attempt}"

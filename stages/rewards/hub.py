@@ -8,7 +8,6 @@ rewards (custom_reward.py) need no entry.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +24,7 @@ from penstock.stages.rewards.builtin.remote import remote_rm
 from penstock.stages.rewards.builtin.token_f1 import token_f1
 from penstock.stages.rewards.builtin.zero import zero_reward
 from penstock.storage.errors import RewardError
+from penstock.storage.near_names import nearest_name
 
 BOXED_PREFIX = "boxed_"
 
@@ -63,8 +63,8 @@ def get_builtin_reward(name: str) -> BuiltinReward:
     """
     base_name = name.removeprefix(BOXED_PREFIX)
     if base_name not in REWARDS:
-        matches = difflib.get_close_matches(base_name, REWARDS, n=1)
-        hint = f"did you mean {matches[0]}?" if matches else "choose a built-in reward, or give --custom-rm-path"
+        near = nearest_name(base_name, REWARDS)
+        hint = f"did you mean {near}?" if near else "choose a built-in reward, or give --custom-rm-path"
         raise RewardError(f"reward {name!r} is unknown; the built-in rewards are {', '.join(REWARDS)}: {hint}")
     reward = REWARDS[base_name]
     if name == base_name:

@@ -7,9 +7,9 @@ sampling options; the rollout stage takes a RolloutConfig, which adds all others
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import field_validator, model_validator
+from pydantic import BeforeValidator, field_validator, model_validator
 
 from penstock.storage.config import StageConfig, option
 from penstock.storage.errors import OptionError
@@ -17,6 +17,7 @@ from penstock.storage.secrets import has_credentials, is_secret_name
 
 # Variables of the chat template that Penstock sets; --apply-chat-template-kwargs may not set them.
 TEMPLATE_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+OneOrMore = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 class PromptConfig(StageConfig):
@@ -24,7 +25,7 @@ class PromptConfig(StageConfig):
 
     # "schedule" (may change on resume): files may move, and rows may be appended; prompts/source.py checks by hash that
     # the rows that the files had in earlier rounds have not changed.
-    prompt_data: list[str] = option(default_factory=list, mutability="schedule")
+    prompt_data: OneOrMore = option(default_factory=list, mutability="schedule")
     """Prompts (sft: conversations) as JSON, CSV, Parquet, Arrow or `save_to_disk` data; local path or fsspec URI. A
     glob pattern (`shards/*.jsonl`) names all matching files, in natural order of their names; the suffix `@[a:b]`
     selects rows a to b - 1. Rows and files may be appended before a run is resumed."""
@@ -92,11 +93,6 @@ class PromptConfig(StageConfig):
     """Responses per prompt; 8 with a group-relative estimator. The responses of a prompt form a group, within which
     GRPO computes advantages."""
 
-    @field_validator("prompt_data", mode="before")
-    @classmethod
-    def _wrap_single_path(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
     @field_validator("apply_chat_template_kwargs")
     @classmethod
     def _check_template_kwargs(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +134,7 @@ class GenerationConfig(PromptConfig):
     rollout_top_k: int = option(-1, ge=-1)
     """Sample from the k most probable tokens; -1: all tokens."""
 
-    rollout_stop: list[str] = option(default_factory=list)
+    rollout_stop: OneOrMore = option(default_factory=list)
     """Stop strings: a response ends when it contains one of them."""
 
     rollout_stop_token_ids: list[int] = option(default_factory=list)
@@ -168,11 +164,6 @@ class GenerationConfig(PromptConfig):
     agent_endpoint_port: int = option(0, mutability="placement", ge=0, le=65535)
     """Port on 127.0.0.1 of the OpenAI-compatible endpoint for agents, which starts when a generate function first calls
     `engine.openai`; 0 selects a free port."""
-
-    @field_validator("rollout_stop", mode="before")
-    @classmethod
-    def _wrap_single_text(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
     def sampling_params(self) -> dict[str, Any]:
         """Return the sampling parameters under SGLang's names."""
@@ -327,7 +318,7 @@ class RolloutConfig(GenerationConfig):
     rollout_num_gpus_per_engine: int = option(1, mutability="placement", ge=1)
     """GPUs per engine (its tensor-parallel size)."""
 
-    rollout_external_engine_addrs: list[str] = option(default_factory=list, mutability="placement")
+    rollout_external_engine_addrs: OneOrMore = option(default_factory=list, mutability="placement")
     """External engines as host:port. The run updates their weights, but neither starts nor stops them."""
 
     use_router: bool = option(False, mutability="placement")
@@ -418,11 +409,6 @@ class RolloutConfig(GenerationConfig):
     def sets_train_rewards(self) -> bool:
         """Return whether a user-defined function sets the rewards that advantage estimators use."""
         return bool(self.custom_reward_post_process_path or self.custom_convert_samples_to_train_data_path)
-
-    @field_validator("rollout_external_engine_addrs", mode="before")
-    @classmethod
-    def _wrap_single_address(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check(self) -> RolloutConfig:

@@ -10,11 +10,10 @@ Energy is that of the GPUs, where the driver's node has their counters (engines/
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from penstock.storage.commits import read_commits
 from penstock.storage.history.run_record import read_run_record
@@ -139,7 +138,7 @@ def sum_costs(commits: list[Commit], recorded_starts: list[tuple[Start, StartEnd
     """Return what a run used, from its own commits and its starts."""
     starts = close_starts(recorded_starts, commits)
     costs = RunCosts(sum(end - start.at for start, end in starts), len(starts))
-    on_gpus = any(_fingerprint(commit).get("cuda") for commit in commits if commit.kind == "step")
+    on_gpus = any(commit.state.get("fingerprint", {}).get("cuda") for commit in commits if commit.kind == "step")
     for start, end in starts:
         for devices, number, kinds in device_groups(start, on_gpus):
             intervals = [
@@ -255,9 +254,3 @@ def costs_of_checkpoints(rounds: list[RoundCost], commits: list[Commit], start: 
         costs[version] = sum(of_rounds) + start.trainer_devices * saves[version]
         before = version
     return costs
-
-
-def _fingerprint(commit: Commit) -> dict[str, Any]:
-    value = commit.state.get("fingerprint") or {}
-    decoded = json.loads(value) if isinstance(value, str) else value
-    return decoded if isinstance(decoded, dict) else {}

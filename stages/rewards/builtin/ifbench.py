@@ -6,7 +6,6 @@ The checks in stages/rewards/instructions need no model, no download and no netw
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from typing import Any
 
@@ -14,6 +13,7 @@ from penstock.stages.rewards.builtin.answer_text import answer_text
 from penstock.stages.rewards.instructions import ifbench_formats, ifbench_words, ifeval  # noqa: F401 - register CHECKS
 from penstock.stages.rewards.instructions.registry import CHECKS
 from penstock.storage.errors import RewardError
+from penstock.storage.near_names import nearest_name
 from penstock.storage.samples.sample import Sample
 
 _NEEDS_MODEL = {"words:start_verb": "a part-of-speech tagger"}
@@ -50,8 +50,8 @@ def _read_arguments(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
             f"instruction {name!r} needs {_NEEDS_MODEL[name]}, which Penstock does not include: remove rows with it"
         )
     if name not in CHECKS:
-        matches = difflib.get_close_matches(name, CHECKS, n=1)
-        hint = f"did you mean {matches[0]}?" if matches else "remove rows with it; docs/rewards.md lists the known ids"
+        near = nearest_name(name, CHECKS)
+        hint = f"did you mean {near}?" if near else "remove rows with it; docs/rewards.md lists the known ids"
         raise RewardError(f"instruction {name!r:.60} is unknown: {hint}")
     parameters = [parameter for parameter in inspect.signature(CHECKS[name]).parameters if parameter != "text"]
     for parameter in parameters:

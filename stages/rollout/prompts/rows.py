@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from penstock.stages.rollout.config import PromptConfig
 from penstock.stages.rollout.prompts.arrow import read_values
-from penstock.stages.rollout.text.messages import normalize_messages
+from penstock.stages.rollout.text.messages import normalize_messages, preview
 from penstock.storage.errors import DataError
 
 _ROLE = re.compile(r"""["']role["']\s*:""")
@@ -199,7 +199,7 @@ def _read_prompt(record: dict[str, Any], where: str, columns: Columns) -> str | 
         return prompt
     if not isinstance(prompt, list) or not prompt:
         raise DataError(
-            f"{where}: column {columns.prompt!r} holds {_json_preview(prompt)}; a prompt is text, or a list of "
+            f"{where}: column {columns.prompt!r} holds {preview(prompt)}; a prompt is text, or a list of "
             "messages with role and content: repair the row, or name another column with --input-key"
         )
     try:
@@ -256,7 +256,7 @@ def _parse_tools(value: Any, where: str, key: str) -> list[dict[str, Any]]:
         return []
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise DataError(
-            f"{where}: column {key!r} holds {_json_preview(value)}; tools must be a list of JSON schemas: "
+            f"{where}: column {key!r} holds {preview(value)}; tools must be a list of JSON schemas: "
             "repair the row, name another column with --tool-key, or ignore tools with --tool-key ''"
         )
     return value
@@ -287,7 +287,3 @@ def _decimal_to_number(value: Any) -> int | float:
         raise TypeError(f"a {type(value).__name__}")
     number: int | float = json.loads(format(value, "f"))  # as if the row were JSON
     return number
-
-
-def _json_preview(value: Any) -> str:
-    return json.dumps(value, default=str)[:80]

@@ -32,11 +32,11 @@ def normalize_messages(messages: Any) -> Messages:
         DataError: a message has no role or content, or content that is not text, or a malformed tool call.
     """
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{_preview(messages)} has no messages: give a list of messages with role and content")
+        raise DataError(f"{preview(messages)} has no messages: give a list of messages with role and content")
     result = []
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"message {number} is {_preview(message)}: a message needs a role and content")
+            raise DataError(f"message {number} is {preview(message)}: a message needs a role and content")
         fields = {key: value for key, value in message.items() if value is not None}
         calls = fields.pop("tool_calls", None) or []
         where = f"message {number} ({message['role']})"
@@ -77,7 +77,7 @@ def _content_as_text(content: Any, where: str, *, has_calls: bool) -> str | None
     ):
         return "".join(part["text"] for part in content)
     raise DataError(
-        f"the content of {where} is {_preview(content)}, but only text is supported: give text, or a list of parts "
+        f"the content of {where} is {preview(content)}, but only text is supported: give text, or a list of parts "
         '{"type": "text", "text": ...}'
     )
 
@@ -88,7 +88,7 @@ def _normalize_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DataError(
-                f"{_preview(call)} in {where} is not a tool call: give a dictionary with a `function` that has a name"
+                f"{preview(call)} in {where} is not a tool call: give a dictionary with a `function` that has a name"
             )
         fields = {key: value for key, value in call.items() if value is not None and key not in ("name", "arguments")}
         function = {key: value for key, value in function.items() if value is not None}
@@ -107,5 +107,6 @@ def _convert_arguments(function: dict[str, Any], as_text: bool) -> Any:
         return arguments
 
 
-def _preview(value: Any) -> str:
+def preview(value: Any) -> str:
+    """Return the beginning of a value as JSON, for messages."""
     return json.dumps(value, default=str)[:80]
