@@ -23,7 +23,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from penstock.stages.slime_modules import missing_imports, provide_slime_modules
 from penstock.storage.errors import PluginError
 from penstock.storage.preemption import time_limit
 
@@ -50,9 +49,9 @@ DEFAULT_NAMES = {
     "rollout_data_postprocess_path": "postprocess",
 }
 
-
-# Parameters of functions that slime's trainer calls with its own tensors: corrections, losses, advantages, reducers.
-TRAINER_OF_SLIME = {"args", "batch", "rollout_data", "pg_loss", "loss_masks", "total_lengths", "response_lengths"}
+# Modules that let functions written for another trainer run, and refuse those that cannot: each has `provide_modules`,
+# `check_imports` and `check_parameters`.
+ADAPTERS = [importlib.import_module(name) for name in ("penstock.stages.slime.adapter",)]
 METHOD = "compute_reward"  # of a class that is a reward
 
 
@@ -130,11 +129,8 @@ def check_signature(function: Callable[..., Any], name: str, parameters: Sequenc
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return  # a C function without a signature: only the first call can show whether it accepts the arguments
-    if foreign := sorted(TRAINER_OF_SLIME & signature.parameters.keys() - set(parameters)):
-        raise PluginError(
-            f"{name} has the parameter {foreign[0]!r}, with which slime calls functions of its trainer: write a "
-            f"function of ({', '.join(parameters)}), see docs/algorithms.md"
-        )
+    for adapter in ADAPTERS:
+        adapter.check_parameters(signature.parameters, parameters, name)
     try:
         signature.bind(*parameters)
     except TypeError as error:
@@ -163,24 +159,21 @@ def load_checked_function(path: str, default_name: str, parameters: Sequence[str
 
 
 def load_function(path: str, default_name: str = DEFAULT_NAMES["custom_rm_path"]) -> Callable[..., Any]:
-    """Load the function, class or callable object that `path` names, unless its module imports a name of slime that is
-    not provided, which a function would notice only when it is called.
+    """Load the function, class or callable object that `path` names.
 
     Args:
         path: `file.py`, `file.py:name`, `pkg.module:name` or `pkg.module.name`.
         default_name: name of the function to load if `path` is only a file.
 
     Raises:
-        PluginError: the file, module or function does not exist, or importing the module fails.
+        PluginError: the file, module or function does not exist, importing the module fails, or it imports a name that
+            no adapter provides.
     """
     path = with_function_name(path, default_name)
     location, name = _split(path)
     module = _load_module(location, path)
-    if missing := missing_imports(getattr(module, "__file__", None) or ""):
-        raise PluginError(
-            f"{describe_path(path)} imports a name of slime that Penstock lacks: {missing[0]} is not provided; use the "
-            "names that docs/plugins.md lists, or code of your own"
-        )
+    for adapter in ADAPTERS:
+        adapter.check_imports(getattr(module, "__file__", None) or "", describe_path(path))
     function = getattr(module, name, None)
     if not callable(function):
         raise PluginError(
@@ -195,7 +188,7 @@ def with_function_name(path: str, default_name: str) -> str:
 
     The function of a file is the one with the default name, else `custom_generate` or the class with `compute_reward`,
     else the only public function, class or callable object that the file defines or assigns. Imports do not count,
-    except of the default name, unless it comes from Penstock (`from slime.rollout.sglang_rollout import generate`).
+    except of the default name, unless it comes from Penstock or an adapter.
 
     Raises:
         PluginError: the file does not exist, fails to import, or has no such function, or several.
@@ -227,7 +220,8 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def _load_module(location: str, path: str) -> ModuleType:
-    provide_slime_modules()
+    for adapter in ADAPTERS:
+        adapter.provide_modules()
     if location.endswith(".py"):
         return _load_file(Path(location))
     try:

@@ -103,7 +103,7 @@ def read_eval_file(path: str) -> EvalFile:
 
 
 def _parse_eval_yaml(text: str) -> dict[str, Any]:
-    """Return the content of a YAML or JSON file as that of a TOML file. As in slime's files, everything may be below
+    """Return the content of a YAML or JSON file as that of a TOML file. Everything may be below
     `eval`, and `datasets` may map names to settings. Raises OptionError."""
     import yaml
 

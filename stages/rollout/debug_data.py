@@ -1,8 +1,8 @@
-"""Write the samples of a round to a file in slime's layout, and commit a round whose samples come from such a file.
+"""Write the samples of a round to a torch file, and commit a round whose samples come from such a file.
 
-The file has {"rollout_id": ..., "samples": [...]}, with a dictionary per sample under the names of slime's Sample;
-`penstock` in it has what slime's Sample lacks. A loaded round is an ordinary rollout of the run: training, resume and
-replay read its shards, never the file again. Its policy version is -1 (unknown).
+The file has {"rollout_id": ..., "samples": [...]}, with a dictionary per sample under the names of `UserSample`;
+`penstock` in it has further fields, which a file may lack. A loaded round is an ordinary rollout of the run: training,
+resume and replay read its shards, never the file again. Its policy version is -1 (unknown).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def save_rollout_file(store: Store, commit: Commit, path: Path, rollout_id: int 
 
 
 def row_of_sample(sample: Sample, index: int, group_index: int) -> dict[str, Any]:
-    """Return a sample under the names of slime's Sample. `index` is the sample's number in the round."""
+    """Return a sample under the names of `UserSample`. `index` is the sample's number in the round."""
     import torch
 
     start, experts = sample.prompt_length, sample.routed_experts
@@ -82,7 +82,7 @@ def load_rollout_file(
     """Return the groups of samples in a file, checked; their ids are those of the file.
 
     Args:
-        path: a file of --save-debug-rollout-data, of Penstock or slime.
+        path: a file of --save-debug-rollout-data.
         config: `reward_key` selects the reward if samples have a dictionary; without group indices, a group is
             `n_samples_per_prompt` consecutive samples.
         num_in_step: trajectories of an optimizer step (--global-batch-size), of which the file must have a multiple.

@@ -1,5 +1,5 @@
-"""Compute the metrics of a rollout and a preview of its samples. Metric names are slime's; docs/metrics.md explains
-each metric."""
+"""Compute the metrics of a rollout and a preview of its samples. docs/metrics.md explains each
+metric."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the metrics of response length and total length, in tokens. As in slime, response_len counts only tokens
-    with loss mask 1, so tool output does not count and a sample without trained tokens has length 0."""
+    """Return the metrics of response length and total length, in tokens. response_len counts only tokens with
+    loss mask 1, so tool output does not count and a sample without trained tokens has length 0."""
     lengths = [sum(sample.loss_mask) for sample in samples]
     return {
         "rollout/response_len/mean": statistics.fmean(lengths),
@@ -145,7 +145,7 @@ def count_zero_std_groups(samples: Sequence[Sample]) -> Counter[str]:
 
 
 def format_reward(reward: float) -> str:
-    """Return a reward rounded to one decimal, as in slime's metric names: `1.0`, `0.2`."""
+    """Return a reward rounded to one decimal, as metric names have it: `1.0`, `0.2`."""
     return str(round(float(reward), 1) + 0.0)  # + 0.0: no "-0.0"
 
 

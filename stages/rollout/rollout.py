@@ -310,7 +310,7 @@ async def collect_groups(
 ) -> CollectedGroups:
     """Generate sampling batches until `num_groups` groups are kept, then abort the groups in flight. Every requested
     group ends in exactly one list of the result: kept, dropped with a reason, or buffered (aborted, or finished after
-    enough groups were kept; slime's `generate_rollout_async` discards these).
+    enough groups were kept).
 
     Args:
         next_groups: returns the given number of groups of pending samples.

@@ -1,6 +1,6 @@
 """Options of the trainer besides the algorithm: batches, optimizer, numerics, parallelism, placement.
 
-The option names are those of slime and Megatron. The number of rounds and the data are options of other stages.
+The number of rounds and the data are options of other stages.
 """
 
 from __future__ import annotations

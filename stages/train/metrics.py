@@ -1,5 +1,4 @@
-"""Metrics of a training round: sums over ranks, seconds per phase, throughput. docs/algorithms.md explains the names,
-which are those of slime."""
+"""Metrics of a training round: sums over ranks, seconds per phase, throughput. docs/algorithms.md explains them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from penstock.stages.rollout.plugins.check import check_rollout_functions
 from penstock.stages.rollout.plugins.rollout_function import NOT_RETURNED
 from penstock.stages.rollout.resume_point import read_resume_point
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.stages.slime_modules import MODULES
+from penstock.stages.slime.adapter import MODULES
 from penstock.storage.errors import PluginError
 from penstock.storage.refs import Commit
 from penstock.storage.samples.sample import Sample

@@ -2,7 +2,7 @@
 --only-train-params-name-list), without importing megatron or torch.
 
 A pattern is a regular expression that is searched in the names that a parameter has in Megatron-core: those of its
-local layers, which are Penstock's, and those of TransformerEngine's layers, which slime uses. Layers and experts are
+local layers, which are Penstock's, and those of TransformerEngine's layers. Layers and experts are
 numbered over the whole model.
 """
 

@@ -26,8 +26,7 @@ from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import sampling_params_for
 from penstock.stages.rollout.plugins.engine_handle import EngineHandle
 from penstock.stages.rollout.plugins.plugin_runner import Cancelled, PluginRunner
-from penstock.stages.rollout.plugins.slime_api import ANSWERS
-from penstock.stages.rollout.plugins.user_sample import EngineAnswer, UserSample, checked_sample
+from penstock.stages.rollout.plugins.user_sample import ANSWERS, EngineAnswer, UserSample, checked_sample
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import PluginError

@@ -48,7 +48,7 @@ class EngineCalls:
 
     @property
     def address(self) -> tuple[str | None, int | None]:
-        """Return host and port of the router, or of an engine if there is no router. As in slime, user-defined
+        """Return host and port of the router, or of an engine if there is no router. User-defined
         functions may send requests there (args.sglang_router_ip and _port)."""
         url = urlsplit((self.client.router and self.client.router()) or next(iter(self.client.urls), ""))
         return url.hostname, url.port

@@ -42,7 +42,7 @@ class DynamicFilterOutput:
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
     """Keep a group if its rewards differ: with equal rewards, group-relative advantages are zero.
 
-    Failed samples, which have no reward, are ignored. The function name and the threshold are slime's.
+    Failed samples, which have no reward, are ignored.
     """
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     if not rewards:
@@ -53,7 +53,7 @@ def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) ->
 
 def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
     """Keep a group if its rewards differ, or if dropping the group would require sampling another batch of
-    prompts. The function name is slime's."""
+    prompts."""
     return replace(check_reward_nonzero_std(args, samples), keep_when_insufficient=True)
 
 
@@ -98,7 +98,7 @@ def load_group_filter(config: RolloutConfig) -> GroupFilter:
 
 
 def _as_output(value: Any, plugin: Plugin) -> DynamicFilterOutput:
-    """Convert the return value of a filter to a DynamicFilterOutput. slime's class has the same fields."""
+    """Convert the return value of a filter to a DynamicFilterOutput."""
     keep, reason = getattr(value, "keep", value), getattr(value, "reason", None)
     scalar = keep.item() if getattr(keep, "shape", None) == () else keep  # a NumPy or torch scalar
     if not isinstance(scalar, bool):

@@ -9,7 +9,7 @@
                                                   get the samples of the round's commit; numbers that they add to the
                                                   metrics are recorded with it
 
-Hooks may be `async`. They get copies of the samples (user_sample.py), with slime's field names as aliases; changes are
+Hooks may be `async`. They get copies of the samples (user_sample.py), whose fields also have their aliases; changes are
 checked and then applied. A sample with `remove_sample` keeps its reward, which still counts in its group's mean. A hook
 blocks the calling thread for up to `--reward-timeout` seconds; from an event loop, use `asyncio.to_thread`.
 """

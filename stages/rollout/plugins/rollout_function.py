@@ -7,7 +7,7 @@ groups back for later rounds. The function returns --rollout-batch-size groups t
 without a reward are graded afterwards. A group that it neither returns nor hands back is dropped, with this reason.
 
 `args` has the rollout's options, `args.engine` (engine_handle.py), and `args.rollout`, the parts of the built-in
-rollout, which the functions of slime_api.py call. Evaluations may call a function, too (eval_function.py).
+rollout, which adapters (stages/plugins.py) call. Evaluations may call a function, too (eval_function.py).
 """
 
 from __future__ import annotations

@@ -338,7 +338,7 @@ def take_checked_groups(source: RolloutDataSource, num_groups: int) -> list[Grou
 
 def issue_new_samples(source: RolloutDataSource, entry: Any) -> list[Any]:
     """Return an entry of `get_samples`, a sample or a group, in a list. Samples without ids, which the data source has
-    made by `Sample(prompt=..., label=..., metadata=...)` as in slime, become a group of the prompt of the first one."""
+    made by `Sample(prompt=..., label=..., metadata=...)`, become a group of the prompt of the first one."""
     group = entry if isinstance(entry, list) else [entry]
     if not group or group[0].group_id:
         return [entry]

@@ -2,10 +2,10 @@
 
     def postprocess(args, rollout_id, rollout_data)
 
-`rollout_data` has slime's keys, with one entry per sample. Per-token entries are tensors over the response (from the
-first trained token on), 0 at tokens that are not trained; the function may change them in place or replace them. It is
-called on every rank with the whole rollout. Its result must depend only on its arguments: the results of all ranks are
-compared here, and the weights of a replay with those of the commit.
+`rollout_data` has the keys that docs/plugins.md lists, with one entry per sample. Per-token entries are tensors over
+the response (from the first trained token on), 0 at tokens that are not trained; the function may change them in place
+or replace them. It is called on every rank with the whole rollout. Its result must depend only on its arguments: the
+results of all ranks are compared here, and the weights of a replay with those of the commit.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The functions and classes of slime that user-defined functions import (`stages/slime_modules.py` lists under which
-names), in terms of Penstock's own.
+"""The functions and classes of slime that user-defined functions import (adapter.py lists under which names), in terms
+of Penstock's own.
 
 Those that generate need the `args` of a generate or rollout function, which have the engines of the round.
 """
@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import statistics
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
@@ -25,13 +24,11 @@ from penstock.stages.rewards.builtin.dapo import dapo, last_answer
 from penstock.stages.rewards.builtin.deepscaler import deepscaler
 from penstock.stages.rewards.builtin.math_answer import grade_math
 from penstock.stages.rewards.hub import get_builtin_reward
-from penstock.stages.rollout.plugins.user_sample import EngineAnswer, UserSample
+from penstock.stages.rollout.plugins.user_sample import ANSWERS, EngineAnswer, UserSample
 from penstock.storage.errors import PluginError
 
 REQUEST_SECONDS = 3600.0  # a response of an engine may take long
 BOX_CHARACTERS = 100  # of a response, in which a strict verification looks for the answer
-# Answers of the engines to the requests of the running call of a generate function.
-ANSWERS: ContextVar[list[EngineAnswer] | None] = ContextVar("ANSWERS", default=None)
 T = TypeVar("T")
 
 

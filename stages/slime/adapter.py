@@ -1,7 +1,9 @@
-"""Provide the modules of slime that user-defined functions import, without a package named slime.
+"""Provide the modules of slime that user-defined functions import, without a package named slime, and refuse functions
+that slime's trainer calls with its own tensors.
 
 `from slime.utils.types import Sample` gives Penstock's class with slime's names. The modules are made of the table
-below when a user-defined function is loaded; an installed package named slime is not used.
+below when a user-defined function is loaded; an installed package named slime is not used. `ADAPTERS` of
+stages/plugins.py lists this module.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -17,11 +19,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from penstock.storage.errors import PluginError
+
+# Parameters of functions that slime's trainer calls with its own tensors: corrections, losses, advantages, reducers.
+TRAINER_PARAMETERS = {"args", "batch", "rollout_data", "pg_loss", "loss_masks", "total_lengths", "response_lengths"}
+
+_API = "penstock.stages.slime.api"
 _PLUGINS = "penstock.stages.rollout.plugins"
 _TYPES = {
     "Sample": f"{_PLUGINS}.user_sample:UserSample",
-    "RolloutFnTrainOutput": f"{_PLUGINS}.slime_api:RolloutFnTrainOutput",
-    "RolloutFnEvalOutput": f"{_PLUGINS}.slime_api:RolloutFnEvalOutput",
+    "RolloutFnTrainOutput": f"{_API}:RolloutFnTrainOutput",
+    "RolloutFnEvalOutput": f"{_API}:RolloutFnEvalOutput",
 }
 _FILTER = {"DynamicFilterOutput": f"{_PLUGINS}.filters:DynamicFilterOutput"}
 _FILTERS = {
@@ -29,12 +37,12 @@ _FILTERS = {
     for name in ("check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback")
 }
 _SOURCES = {name: f"{_PLUGINS}.custom_source:{name}" for name in ("RolloutDataSource", "RolloutDataSourceWithBuffer")}
-_LOG = {"log": f"{_PLUGINS}.slime_api:log"}
+_LOG = {"log": f"{_API}:log"}
 
 
 def _of_api(*names: str, **renamed: str) -> dict[str, str]:
-    """Return name -> path of names of slime_api.py; `renamed`: slime's name -> ours."""
-    return {name: f"{_PLUGINS}.slime_api:{own}" for name, own in {**{name: name for name in names}, **renamed}.items()}
+    """Return name -> path of names of api.py; `renamed`: slime's name -> ours."""
+    return {name: f"{_API}:{own}" for name, own in {**{name: name for name in names}, **renamed}.items()}
 
 
 # Module of slime -> name in it -> path of Penstock's class or function.
@@ -104,6 +112,32 @@ class _SlimeFinder(MetaPathFinder, Loader):
         module.__getattr__ = find_attribute  # type: ignore[method-assign]
 
 
+def check_imports(file: str, function: str) -> None:
+    """Check that the table has what a file imports from slime: the function would fail only when it is called.
+
+    Raises:
+        PluginError: the table lacks a name; the message begins with `function`.
+    """
+    if missing := missing_imports(file):
+        raise PluginError(
+            f"{function} imports a name of slime that Penstock lacks: {missing[0]} is not provided; use the names that "
+            "docs/plugins.md lists, or code of your own"
+        )
+
+
+def check_parameters(found: Iterable[str], expected: Sequence[str], function: str) -> None:
+    """Check that a function does not have a parameter with which only slime's trainer calls functions.
+
+    Raises:
+        PluginError: it has one; the message begins with `function`.
+    """
+    if foreign := sorted(TRAINER_PARAMETERS.intersection(found).difference(expected)):
+        raise PluginError(
+            f"{function} has the parameter {foreign[0]!r}, with which slime calls functions of its trainer: write a "
+            f"function of ({', '.join(expected)}), see docs/algorithms.md"
+        )
+
+
 @cache
 def missing_imports(file: str) -> list[str]:
     """Return what a Python file imports from slime, also inside functions, that the table does not have. Imports in
@@ -130,7 +164,7 @@ def missing_imports(file: str) -> list[str]:
 _FINDER = _SlimeFinder()
 
 
-def provide_slime_modules() -> None:
+def provide_modules() -> None:
     """Make `import slime...` work in this process."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
