@@ -1,6 +1,4 @@
-"""The command line: `penstock demo | train | train-async | sft | import-slime | convert | export | eval | resume |
-replay | fork | promote | rm | verify | gc | deploy | runs | show | cost | lineage | samples | query | report | track |
-setup | doctor`.
+"""The command line, `penstock COMMAND`.
 
 A command parses its flags into a config, checks it, and calls a flow. Exit codes: 0 done, 1 failed, 2 invalid request
 (a one-line message on stderr), 129 SIGHUP, 130 Ctrl-C, 141 standard output was closed by its reader, 143 SIGTERM; 137
@@ -19,6 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from penstock.flows.options.refused import TRAINERS
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.signals import report_stop, stop_signals
 from penstock.storage.errors import InstallError, OptionError, PenstockError
@@ -30,13 +29,17 @@ if TYPE_CHECKING:
 
 Command = Callable[[list[str]], int]  # arguments -> exit code
 
-USAGE = """usage: penstock COMMAND [options]
+_LAUNCH_SCRIPTS = "\n".join(
+    f"  import-{name}   make a recipe from a {name} launch script:  penstock import-{name} run.sh [--output FILE.toml]"
+    for name in TRAINERS
+)
+USAGE = f"""usage: penstock COMMAND [options]
 
   demo      make a tiny model and train it in all stages, a few minutes on a laptop
   train     convert -> [rollout -> train -> publish -> checkpoint -> evaluate] x N -> export
   train-async   the same loop; rollouts are generated while earlier ones are trained (--async-buffer-size, default 1)
   sft       the same loop over demonstrations (no engine)
-  import-slime   make a recipe from a slime launch script:  penstock import-slime run.sh [--output FILE.toml]
+{_LAUNCH_SCRIPTS}
   convert   Hugging Face checkpoint -> torch_dist, in the store or in a directory, and back
   export    write a checkpoint of a run for others:  penstock export RUN/20 --format hf|megatron --output DIR
   eval      score a Hugging Face checkpoint on data sets; --rescore RUN grades stored samples again,
@@ -217,7 +220,7 @@ COMMANDS: dict[str, Command] = {
     "train": _flow_command("post_train"),
     "train-async": run_train_async,
     "sft": _flow_command("sft"),
-    "import-slime": _module_command("slime.command"),
+    **{f"import-{name}": _module_command(f"{name}.command") for name in TRAINERS},
     "convert": _module_command("convert"),
     "export": _module_command("inspect.export"),
     "eval": run_eval_command,

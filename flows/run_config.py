@@ -130,14 +130,6 @@ class RunConfig(StageConfig):
     wandb_run_id: str | None = option(None, mutability="placement", pattern=r"^[\w-]{1,64}$")
     """With --use-wandb: id of the W&B run, new or existing; default: the unique id of the Penstock run."""
 
-    disable_wandb_random_suffix: bool = option(False, mutability="placement")
-    """With --use-wandb: already the case, since names in W&B never get a random suffix; accepted for scripts of
-    slime."""
-
-    wandb_always_use_train_step: bool = option(False, mutability="placement")
-    """With --use-wandb: already the case, since all metrics have the round as their step; accepted for scripts of
-    slime."""
-
     update_weight_transport: Literal["tensor", "nccl", "disk"] | None = option(None, mutability="placement")
     """How weights reach the engines: tensor (shared memory or GPU), nccl (network) or disk. Default: tensor if trainer
     and engines share GPUs or run without GPUs, else nccl, or disk for external engines."""
@@ -237,7 +229,7 @@ class RunConfig(StageConfig):
                 "env:NAME or secret-file:PATH, or set WANDB_API_KEY and omit --wandb-key"
             )
         tensorboard = ("--use-tensorboard", self.use_tensorboard, ("tb_",))
-        wandb = ("--use-wandb", self.use_wandb, ("wandb_", "disable_wandb_"))
+        wandb = ("--use-wandb", self.use_wandb, ("wandb_",))
         for switch, used, prefixes in (tensorboard, wandb):
             for name in sorted(self.model_fields_set) if not used else ():
                 if name.startswith(prefixes) and getattr(self, name) != RunConfig.model_fields[name].default:

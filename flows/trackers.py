@@ -104,15 +104,6 @@ def check_trackers(run: RunConfig) -> None:
         )
 
 
-def tracker_synonyms(run: RunConfig) -> list[str]:
-    """Return one sentence for each option of slime that asks for what Penstock always does."""
-    facts = {
-        "--disable-wandb-random-suffix": (run.disable_wandb_random_suffix, "W&B names have no random suffix"),
-        "--wandb-always-use-train-step": (run.wandb_always_use_train_step, "all metrics have the round as their step"),
-    }
-    return [f"{flag} changes nothing: {fact} in any case" for flag, (given, fact) in facts.items() if given]
-
-
 def has_wandb_key(configured_host: str | None) -> bool:
     """Return whether W&B finds an API key without an option: in WANDB_API_KEY or ~/.netrc."""
     host = configured_host or os.environ.get("WANDB_BASE_URL") or _WANDB_HOST

@@ -18,7 +18,7 @@ USAGE = """penstock export RUN[/VERSION] --output DIR [--format hf|megatron|peft
                      merged into the weights
   --format peft      a PEFT directory with the LoRA adapters of the run
   --format megatron  DIR/iter_0000020 and DIR/latest_checkpointed_iteration.txt, weights without the optimizer, which
-                     Megatron-LM and slime load; takes --megatron-names local|te (default te)
+                     Megatron-LM loads; takes --megatron-names local|te (default te)
   --output           the directory or URI
 
   `penstock convert --help` describes the other options."""

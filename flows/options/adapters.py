@@ -57,7 +57,7 @@ def calls_engines_itself(config: PostTrainConfig) -> bool:
     """Return whether user-defined functions generate, which may send requests to the engines without an adapter."""
     rollout = config.rollout
     paths = (rollout.custom_generate_function_path, rollout.rollout_function_path, rollout.eval_function_path)
-    return any(path is not None and path not in BUILT_IN for path in paths)
+    return any(path not in (None, BUILT_IN) for path in paths)
 
 
 def reason_against_adapters(config: PostTrainConfig, options: EngineOptions, parent: ParentRecord | None) -> str | None:

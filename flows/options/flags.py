@@ -96,7 +96,7 @@ def apply_custom_config(values: Values) -> None:
     """Set the options that the YAML file of --custom-config-path names, and remove its path from `values`: the run
     records the options.
 
-    As in slime, they override flags, and names that no option has become attributes of the `args` of user-defined
+    They override flags, and names that no option has become attributes of the `args` of user-defined
     functions (--plugin-args).
 
     Raises:

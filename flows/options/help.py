@@ -122,7 +122,7 @@ def full_help(command: str, usage: str, *, may_change_only: bool = False) -> str
         usage: text above the options.
         may_change_only: list only the options that a resumed run may change.
     """
-    lines = [usage, "", "OPTIONS OF PENSTOCK, with slime's names where slime has them; in a file below [section]"]
+    lines = [usage, "", "OPTIONS OF PENSTOCK, in a file below [section]"]
     section = ""
     keep: Callable[[Any], bool] = lambda field: not may_change_only or field_meta(field).mutability != "identity"
     for owner, name, field in list_options():

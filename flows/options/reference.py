@@ -17,7 +17,8 @@ from penstock.flows.config import flag_of_field
 from penstock.flows.options import refused
 from penstock.flows.options.flags import penstock_flags
 
-HEAD = """# Names of slime, Megatron and SGLang
+TRAINERS = " and ".join(refused.TRAINERS)
+HEAD = f"""# Names of {TRAINERS}, Megatron and SGLang
 
 Every name that `penstock train` and the other flows accept besides the options of Penstock, which
 [Configuration](reference/configuration.md) lists with their spellings. The page is made from the code, and a test
@@ -36,8 +37,13 @@ Any other name is an error that suggests the nearest one, if one is near.
 def options_page() -> str:
     """Return the page docs/options.md."""
     lines = [HEAD, "## Synonyms", "", *table(("name", "means"), sorted(synonym_rows()))]
-    lines += ["", "## Accepted names of slime and Megatron-LM", "", *table(("name", "why"), refused.ACCEPTED.items())]
-    lines += ["", "## Refused names of slime", "", *table(("name", "what to use"), refused.REFUSED.items())]
+    lines += [
+        "",
+        f"## Accepted names of {TRAINERS} and Megatron-LM",
+        "",
+        *table(("name", "why"), refused.ACCEPTED.items()),
+    ]
+    lines += ["", f"## Refused names of {TRAINERS}", "", *table(("name", "what to use"), refused.REFUSED.items())]
     lines += ["", "## Options of Megatron", "", *megatron_lines()]
     lines += ["", "## Options of SGLang and its router", "", *sglang_lines()]
     return "\n".join(lines) + "\n"

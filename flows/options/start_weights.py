@@ -1,4 +1,4 @@
-"""Which model a run starts from: --load, else --ref-load, else --hf-checkpoint, as in slime."""
+"""Which model a run starts from: --load, else --ref-load, else --hf-checkpoint."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from penstock.flows.reporting.prometheus import check_prometheus_port
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
 from penstock.flows.runtime.runs import check_run_may_start, open_store
-from penstock.flows.trackers import check_trackers, tracker_synonyms
+from penstock.flows.trackers import check_trackers
 from penstock.stages.eval.config import EvalConfig, is_eval_metric
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
@@ -579,9 +579,7 @@ def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
     from penstock.engines.families import read_shape
     from penstock.engines.megatron.options.values import ignored_options
 
-    warnings = tracker_synonyms(config.run)
-    if flow == "post_train":
-        warnings += options_without_partner(config)
+    warnings = list(options_without_partner(config)) if flow == "post_train" else []
     if ignored := ignored_options(config.train.megatron):
         warnings.append(f"these options of Megatron have no effect: {', '.join(ignored)}")
     if flow != "convert" and (gpus := visible_gpu_bytes()):

@@ -189,8 +189,7 @@ class RolloutConfig(GenerationConfig):
 
     eval_function_path: str | None = option(None, mutability="schedule")
     """The same for evaluations, called once per data set with evaluation=True. Default: --rollout-function-path if it
-    has the parameter `evaluation`, otherwise the built-in evaluation, which also has the name
-    slime.rollout.sglang_rollout.eval_rollout."""
+    has the parameter `evaluation`, otherwise the built-in evaluation, which also has the name built-in."""
 
     # ---- filtering and buffering of groups ---------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ def test_rollout_function_with_the_parameter_evaluation_is_the_default(bench: An
     assert len(list(read_samples(made.store, made.round(0)))) == 8
     commit, samples = evaluate(made)
     assert len(samples) == 10 and {sample.metadata["seen"] for sample in samples} == {3}
-    built_in = bench(BY_SLIME, "rollout_function_path", eval_function_path="slime.rollout.sglang_rollout.eval_rollout")
+    built_in = bench(BY_SLIME, "rollout_function_path", eval_function_path="built-in")
     again, others = evaluate(built_in, version=4)
     assert all("seen" not in sample.metadata for sample in others)
     names = ("token_ids", "reward", "prompt")

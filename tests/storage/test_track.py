@@ -398,16 +398,9 @@ def test_tensorboard_names_that_leave_the_directory_are_refused(name: str) -> No
 
 
 def test_companions_without_their_tracker_are_refused() -> None:
-    for flag, value in (("--tb-experiment-name", "e"), ("--wandb-run-id", "r"), ("--disable-wandb-random-suffix", "")):
+    for flag, value in (("--tb-experiment-name", "e"), ("--wandb-run-id", "r"), ("--wandb-group", "g")):
         with pytest.raises(OptionError, match=f"{flag} has no effect without --use-"):
-            parse_config([flag, *([value] if value else [])])
-
-
-def test_flags_for_what_is_always_done_are_said_once_each() -> None:
-    flags = ["--disable-wandb-random-suffix", "--wandb-always-use-train-step"]
-    sentences = trackers.tracker_synonyms(parse_config(["--use-wandb", *flags]).run)
-    assert [sentence.split()[0] for sentence in sentences] == flags
-    assert trackers.tracker_synonyms(parse_config(["--use-wandb"]).run) == []
+            parse_config([flag, value])
 
 
 def test_a_literal_api_key_is_refused_and_not_shown(tmp_path: Path) -> None:

@@ -215,7 +215,6 @@ ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "cp_comm_type": ("a2a",),
     "moe_z_loss_coeff": (0, None),
     "moe_router_load_balancing_type": ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),  # their loss is off
-    "spec": (["slime_plugins.models.glm4", "get_glm_spec"],),  # layers that config.json determines
 }
 
 

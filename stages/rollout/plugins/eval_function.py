@@ -19,11 +19,7 @@ from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import PluginError
 from penstock.storage.samples.sample import Sample
 
-# slime's names of its own evaluation: Penstock's built-in evaluation.
-BUILT_IN = (
-    "slime.rollout.sglang_rollout.generate_rollout",
-    "slime.rollout.sglang_rollout.eval_rollout",
-)
+BUILT_IN = "built-in"  # --eval-function-path of the built-in evaluation
 
 
 def find_evaluation_function(config: RolloutConfig) -> str | None:
@@ -34,7 +30,7 @@ def find_evaluation_function(config: RolloutConfig) -> str | None:
         PluginError: the function does not load, or has another signature.
     """
     path = config.eval_function_path or config.rollout_function_path
-    if path is None or path in BUILT_IN:
+    if path in (None, BUILT_IN):
         return None
     function = load_checked_function(path, DEFAULT_NAMES["eval_function_path"], ("args", "rollout_id", "data_source"))
     is_for_evaluations = config.eval_function_path or "evaluation" in inspect.signature(function).parameters
