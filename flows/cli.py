@@ -220,7 +220,7 @@ COMMANDS: dict[str, Command] = {
     "train": _flow_command("post_train"),
     "train-async": run_train_async,
     "sft": _flow_command("sft"),
-    **{f"import-{name}": _module_command(f"{name}.command") for name in TRAINERS},
+    **{f"import-{name}": _module_command(f"{name}.recipe") for name in TRAINERS},
     "convert": _module_command("convert"),
     "export": _module_command("inspect.export"),
     "eval": run_eval_command,

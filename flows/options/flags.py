@@ -16,7 +16,7 @@ from typing import Any
 from penstock.flows.config import PostTrainConfig, flag_of_field, list_options, read_toml, validate_config
 from penstock.flows.options.argv import short_repr
 from penstock.flows.options.paths import FUNCTIONS
-from penstock.flows.options.refused import check_listed_flag, is_listed, is_listed_with_value, log_once, synonym_of
+from penstock.flows.options.refused import ACCEPTED, check_listed_flag, is_listed, log_once, synonym_of
 from penstock.flows.options.yaml_file import read_yaml
 from penstock.flows.run_config import RunConfig
 from penstock.storage.config import field_meta
@@ -190,9 +190,7 @@ def apply_flag(values: Values, name: str, args: list[str], options_set: set[str]
     if synonyms := synonym_of(name, args):
         for flag, words in synonyms:
             apply_flag(values, flag, words, options_set)
-    elif is_listed_with_value(name, args):
-        check_listed_flag(name, args)
-    elif name in own:
+    elif name in own and " ".join([name, *args]) not in ACCEPTED:
         apply_own_flag(values, name, args, options_set)
     elif positive in own and _has_type(own[positive][2].annotation, bool):
         if args:

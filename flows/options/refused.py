@@ -1,6 +1,6 @@
 """Flags of other trainers that are not options of Penstock: refused with what to use instead, accepted because they ask
 for what Penstock does anyway, or synonyms of other flags. Each trainer has a folder in `flows/`, with these tables in
-`flags.py`, and in `command.py` the command `penstock import-NAME`, which reads its launch scripts.
+`flag_table.py`, and in `recipe.py` the command `penstock import-NAME`, which reads its launch scripts.
 
 A key is a flag, or a flag with a value (`--update-weight-mode full`), which takes precedence over the flag alone. The
 sentences continue "FLAG is not supported: ..." and "FLAG: ...".
@@ -16,7 +16,7 @@ from functools import cache
 from penstock.storage.errors import OptionError
 
 TRAINERS = ("slime",)
-_TABLES = [importlib.import_module(f"penstock.flows.{name}.flags") for name in TRAINERS]
+_TABLES = [importlib.import_module(f"penstock.flows.{name}.flag_table") for name in TRAINERS]
 REFUSED: dict[str, str] = {flag: text for table in _TABLES for flag, text in table.REFUSED.items()}
 ACCEPTED: dict[str, str] = {flag: text for table in _TABLES for flag, text in table.ACCEPTED.items()}
 # Flag, perhaps with a value -> the flags that it stands for; `...` is the value that was given.
@@ -30,11 +30,6 @@ logger = logging.getLogger(__name__)
 def is_listed(name: str) -> bool:
     """Return whether a flag is refused, accepted or a synonym, perhaps only with some value."""
     return any(key.partition(" ")[0] == name for key in (*REFUSED, *ACCEPTED, *SYNONYMS))
-
-
-def is_listed_with_value(name: str, args: Sequence[str]) -> bool:
-    """Return whether a flag is listed with exactly these arguments."""
-    return bool(args) and " ".join([name, *args]) in {**REFUSED, **ACCEPTED, **SYNONYMS}
 
 
 def synonym_of(name: str, args: Sequence[str]) -> list[tuple[str, list[str]]]:

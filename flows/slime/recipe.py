@@ -1,4 +1,4 @@
-"""Translate a slime launch script into a recipe: a TOML file for `penstock train --config`.
+"""`penstock import-slime`: translate a slime launch script into a recipe, a TOML file for `penstock train --config`.
 
 Every flag of the script's `train.py` or `train_async.py` becomes an option, or a comment that says why it does not.
 Nothing of the script is executed.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,7 @@ from penstock.engines.megatron.options.table import TABLE
 from penstock.engines.megatron.options.values import check_option_values
 from penstock.engines.sglang.args import check_router_args, check_sglang_args
 from penstock.flows.config import SECTIONS, PostTrainConfig, flag_of_field, validate_config
+from penstock.flows.options.argv import short_repr, split_args
 from penstock.flows.options.flags import (
     ENGINE_PREFIXES,
     Values,
@@ -30,11 +32,19 @@ from penstock.flows.options.flags import (
     split_flags,
 )
 from penstock.flows.options.refused import is_listed
+from penstock.flows.runtime.runner import run_flow
 from penstock.flows.slime.shell import Script, read_script
 from penstock.storage.config import field_meta
 from penstock.storage.errors import EngineError, ModelError, OptionError
 from penstock.storage.secrets import is_secret_name
 
+USAGE = """penstock import-slime SCRIPT.sh [--output FILE.toml] [--run]
+
+Translates a slime launch script into a recipe for `penstock train --config`. The script is read, never executed: its
+variables, arrays and sourced model files are followed. Every flag becomes an option, or a comment with the reason.
+
+  --output FILE   write the recipe to FILE instead of standard output; an existing file is not replaced
+  --run           start the recipe"""
 PROGRAMS = ("train.py", "train_async.py")
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 UNKNOWN = re.compile(r"<[^>]+>")  # what the reader of the script could not compute
@@ -64,6 +74,35 @@ class Recipe:
     def flow(self) -> str:
         """Return the flow that runs the recipe."""
         return "sft" if self.config.train.loss_type == "sft_loss" else "post_train"
+
+
+def main(argv: list[str]) -> int:
+    """Run `penstock import-slime`.
+
+    Raises:
+        OptionError: the script or an option is invalid.
+        ModelError: the script trains a model that is not supported.
+    """
+    positional, own, rest = split_args(argv, {"--output": True, "--run": False})
+    if rest or len(positional) != 1:
+        found = f"; found {short_repr(' '.join([*positional, *rest]))}" if positional or rest else ""
+        raise OptionError(f"penstock import-slime needs one script{found}: penstock import-slime SCRIPT.sh")
+    recipe = import_script(Path(positional[0]))
+    text = format_recipe(recipe)
+    if "--output" in own:
+        try:
+            with Path(own["--output"]).open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            raise OptionError(f"{own['--output']} exists: give --output another name") from None
+        print(f"wrote {own['--output']}; dropped {len(recipe.dropped)} flags, each with the reason in a comment")
+    elif "--run" not in own:
+        print(text, end="")
+    if "--run" not in own:
+        return 0
+    for line in recipe.dropped:
+        print(f"dropped: {line}", file=sys.stderr)
+    return run_flow(recipe.flow, recipe.config)
 
 
 def import_script(path: Path) -> Recipe:

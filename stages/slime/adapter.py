@@ -37,6 +37,7 @@ _FILTERS = {
     for name in ("check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback")
 }
 _SOURCES = {name: f"{_PLUGINS}.custom_source:{name}" for name in ("RolloutDataSource", "RolloutDataSourceWithBuffer")}
+_BOXED = "penstock.stages.rewards.builtin.boxed:last_boxed"
 _LOG = {"log": f"{_API}:log"}
 
 
@@ -50,7 +51,7 @@ MODULES: dict[str, dict[str, str]] = {
     "slime": {},
     "slime.utils": {},
     "slime.utils.types": _TYPES,
-    "slime.utils.async_utils": _of_api("run"),
+    "slime.utils.async_utils": {"run": "asyncio:run"},
     "slime.utils.http_utils": _of_api("post", "get"),
     "slime.utils.misc": {**_of_api("SingletonMeta"), "load_function": "penstock.stages.plugins:load_function"},
     "slime.utils.processing_utils": _of_api("load_tokenizer"),
@@ -68,26 +69,21 @@ MODULES: dict[str, dict[str, str]] = {
     "slime.rollout.filter_hub.base_types": _FILTER,
     "slime.rollout.filter_hub.dynamic_sampling_filters": _FILTERS,
     "slime.rollout.sglang_rollout": _of_api(
-        *(
-            "GenerateState",
-            "generate_rollout",
-            "eval_rollout",
-            "generate",
-            "generate_and_rm",
-            "generate_and_rm_group",
-            "get_model_url",
-        )
+        *("GenerateState", "generate_rollout", "eval_rollout", "get_model_url"),
+        *("generate", "generate_and_rm", "generate_and_rm_group"),
     ),
     "slime.rollout.rm_hub": _of_api("async_rm", "batched_async_rm"),
-    "slime.rollout.rm_hub.math_utils": _of_api(
-        "extract_answer", grade_answer_verl="grade_answer", extract_boxed_answer="extract_answer"
-    ),
+    "slime.rollout.rm_hub.math_utils": {
+        "extract_answer": _BOXED,
+        "extract_boxed_answer": _BOXED,
+        "grade_answer_verl": f"{_API}:grade_answer",
+    },
     "slime.rollout.rm_hub.deepscaler": _of_api(get_deepscaler_rule_based_reward="deepscaler_reward"),
     "slime.rollout.rm_hub.math_dapo_utils": _of_api(compute_score="dapo_reward"),
 }
 
 
-class _SlimeFinder(MetaPathFinder, Loader):
+class _Finder(MetaPathFinder, Loader):
     """Finds and makes the modules of the table."""
 
     def find_spec(
@@ -112,17 +108,36 @@ class _SlimeFinder(MetaPathFinder, Loader):
         module.__getattr__ = find_attribute  # type: ignore[method-assign]
 
 
+@cache
 def check_imports(file: str, function: str) -> None:
-    """Check that the table has what a file imports from slime: the function would fail only when it is called.
+    """Check that the table has what a Python file imports from slime, also inside functions, which would fail only when
+    they are called. Imports in `try`, which may fail, do not count.
 
     Raises:
         PluginError: the table lacks a name; the message begins with `function`.
     """
-    if missing := missing_imports(file):
-        raise PluginError(
-            f"{function} imports a name of slime that Penstock lacks: {missing[0]} is not provided; use the names that "
-            "docs/plugins.md lists, or code of your own"
-        )
+    if not file.endswith(".py"):
+        return
+    tree = ast.parse(Path(file).read_bytes())
+    optional = {node for block in ast.walk(tree) if isinstance(block, ast.Try) for node in ast.walk(block)}
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if node in optional:
+            continue
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    provided = {
+        *MODULES,
+        *(f"{module}.{name}" for module, names in MODULES.items() for name in (*names, "*", "__name__")),
+    }
+    for name in names:
+        if f"{name}.".startswith("slime.") and name not in provided:
+            raise PluginError(
+                f"{function} imports a name of slime that Penstock lacks: {name} is not provided; use the names that "
+                "docs/plugins.md lists, or code of your own"
+            )
 
 
 def check_parameters(found: Iterable[str], expected: Sequence[str], function: str) -> None:
@@ -138,30 +153,7 @@ def check_parameters(found: Iterable[str], expected: Sequence[str], function: st
         )
 
 
-@cache
-def missing_imports(file: str) -> list[str]:
-    """Return what a Python file imports from slime, also inside functions, that the table does not have. Imports in
-    `try`, which may fail, do not count."""
-    if not file.endswith(".py"):
-        return []
-    tree = ast.parse(Path(file).read_bytes())
-    optional = {node for block in ast.walk(tree) if isinstance(block, ast.Try) for node in ast.walk(block)}
-    names: list[str] = []
-    for node in ast.walk(tree):
-        if node in optional:
-            continue
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    provided = {
-        *MODULES,
-        *(f"{module}.{name}" for module, names in MODULES.items() for name in (*names, "*", "__name__")),
-    }
-    return [name for name in names if f"{name}.".startswith("slime.") and name not in provided]
-
-
-_FINDER = _SlimeFinder()
+_FINDER = _Finder()
 
 
 def provide_modules() -> None:

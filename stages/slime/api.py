@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import statistics
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -29,7 +29,6 @@ from penstock.storage.errors import PluginError
 
 REQUEST_SECONDS = 3600.0  # a response of an engine may take long
 BOX_CHARACTERS = 100  # of a response, in which a strict verification looks for the answer
-T = TypeVar("T")
 
 
 @dataclass
@@ -159,11 +158,6 @@ def dapo_reward(solution_str: str, ground_truth: str, strict_box_verify: bool = 
     return {**dapo(_text_sample(solution_str, ground_truth)), "pred": last_answer(solution_str)}
 
 
-def extract_answer(response: str) -> str | None:
-    """Return the content of the last \\boxed{} of a response, or None."""
-    return last_boxed(response)
-
-
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
@@ -205,11 +199,6 @@ async def get(url: str) -> Any:
 def _request_headers(url: str, headers: Mapping[str, str] | None = None) -> dict[str, str]:
     server = urlsplit(url)
     return {**auth_headers(f"{server.scheme}://{server.netloc}"), **(headers or {})}
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in a function without `async`, and return its result."""
-    return asyncio.run(coroutine)
 
 
 def load_tokenizer(directory: str, **kwargs: Any) -> Any:
