@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -28,6 +29,8 @@ OWNERS = {  # third-party package -> where alone it may be imported
     "tensorboard": "storage/tracking/",
     "wandb": "storage/tracking/",
 }
+SLIME_ROOMS = ("flows/slime/", "stages/slime/")  # what is about slime; outside, one row each registers them
+SLIME_ROWS = ("flows/options/refused.py", "stages/plugins.py")
 CONFIG_IMPORTS = {  # what a config.py may import besides penstock
     *("__future__", "collections", "difflib", "hashlib", "json", "pathlib", "re", "tomllib", "typing"),
     "pydantic",
@@ -211,9 +214,20 @@ def namesakes(root: Path) -> list[str]:
     ]
 
 
+def slime_outside_its_rooms(root: Path) -> list[str]:
+    """Only the rooms of slime say slime, and one line of each file that registers them."""
+    out = []
+    for module, path in product_modules(root).items():
+        where = path.relative_to(root).as_posix()
+        lines = [i for i, line in enumerate(path.read_text().splitlines(), 1) if "slime" in line.lower()]
+        if not where.startswith(SLIME_ROOMS):
+            out += [f"{module}:{line} says slime" for line in lines[where in SLIME_ROWS :]]
+    return out
+
+
 RULES: list[Callable[[Path], list[str]]] = [
     *(upward_imports, relative_imports, foreign_imports, imports_between_stages),
-    *(config_imports, bare_names, import_circles, large_folders, namesakes),
+    *(config_imports, bare_names, import_circles, large_folders, namesakes, slime_outside_its_rooms),
 ]
 
 
@@ -233,6 +247,8 @@ GOOD_TREE = {
     "stages/rollout/round.py": "import json\n",
     "stages/rewards/grading.py": "NAME = 'storage of engines'\n",
     "engines/megatron/engine.py": "import megatron.core\n",
+    "stages/plugins.py": "ADAPTERS = ('penstock.stages.slime.adapter',)\n",
+    "stages/slime/adapter.py": "'''Provide slime's modules.'''\n",
     "storage/store.py": "import os\n",
     "storage/tracking/tracker.py": "import mlflow\n",
 }
@@ -278,6 +294,12 @@ PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str]]] = [
         },
     ),
     (namesakes, {"stages/train/a.py": "class Batch: ...\n", "storage/a.py": "class Batch: ...\nclass _Own: ...\n"}),
+    (slime_outside_its_rooms, {"storage/bad.py": "x = 1  # as in slime\n"}),
+    (slime_outside_its_rooms, {"engines/bad.py": "def f():\n    '''Return what Slime returns.'''\n"}),
+    (slime_outside_its_rooms, {"flows/options/flags.py": "FLAGS = {'--use-slime-router': '--use-router'}\n"}),
+    (slime_outside_its_rooms, {"stages/rollout/bad.py": "from penstock.stages.slime.adapter import name\n"}),
+    (slime_outside_its_rooms, {"stages/slimes.py": "SLIME_NAMES = {}\n"}),
+    (slime_outside_its_rooms, {"stages/plugins.py": "import penstock.stages.slime.a\nNAME = 'slime'\n"}),
     (large_folders, {f"engines/megatron/layer{i}.py": "" for i in range(MAX_MODULES)}),
 ]  # fmt: skip
 
@@ -321,6 +343,51 @@ def test_importing_flows_loads_no_engine() -> None:
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=True)
     assert result.stdout.strip() == "[]"
+
+
+WITHOUT_FLOWS = """
+from penstock.flows import cli
+from penstock.flows.options.flags import parse_config
+from penstock.flows.options.reference import options_page
+assert parse_config(["--run", "r", "--lr", "1e-5"]).run.run == "r" and options_page()
+assert "slime" not in cli.USAGE and cli.main(["import-slime", "run.sh"]) == 2
+try:
+    parse_config(["--use-slime-router"])
+except cli.OptionError as error:
+    assert "unknown flag" in str(error)
+"""
+WITHOUT_STAGES = """
+import penstock.stages.rollout.rollout
+from penstock.stages.plugins import PluginError, load_function
+assert load_function("own.py")(None, None) == 1.0
+try:
+    load_function("foreign.py")
+except PluginError as error:
+    assert "No module named 'slime'" in str(error)
+"""
+REMOVALS = [  # room, file with its row, the row, a program for the house without both
+    (SLIME_ROOMS[0], SLIME_ROWS[0], '"slime",', WITHOUT_FLOWS),
+    (SLIME_ROOMS[1], SLIME_ROWS[1], '"penstock.stages.slime.adapter",', WITHOUT_STAGES),
+]
+
+
+@pytest.mark.parametrize("room, owner, row, program", REMOVALS, ids=SLIME_ROOMS)
+def test_room_of_slime_is_removed_by_its_folder_and_one_row(
+    room: str, owner: str, row: str, program: str, tmp_path: Path
+) -> None:
+    shutil.copytree(ROOT / "penstock", tmp_path / "penstock", symlinks=True)
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(tmp_path / room)
+    text = (tmp_path / owner).read_text()
+    assert text.count(row) == 1
+    (tmp_path / owner).write_text(text.replace(row, ""))
+    (tmp_path / "own.py").write_text("def reward_func(args, sample):\n    return 1.0\n")
+    (tmp_path / "foreign.py").write_text("from slime.utils.types import Sample\n\ndef reward_func(args, sample): ...\n")
+    program += "else:\n    raise AssertionError('slime works without its room')\n"
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_no_test_module_imports_ray_when_it_is_collected() -> None:

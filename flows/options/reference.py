@@ -17,8 +17,7 @@ from penstock.flows.config import flag_of_field
 from penstock.flows.options import refused
 from penstock.flows.options.flags import penstock_flags
 
-TRAINERS = " and ".join(refused.TRAINERS)
-HEAD = f"""# Names of {TRAINERS}, Megatron and SGLang
+HEAD = f"""# Names of {", ".join([*refused.TRAINERS, "Megatron"])} and SGLang
 
 Every name that `penstock train` and the other flows accept besides the options of Penstock, which
 [Configuration](reference/configuration.md) lists with their spellings. The page is made from the code, and a test
@@ -39,11 +38,11 @@ def options_page() -> str:
     lines = [HEAD, "## Synonyms", "", *table(("name", "means"), sorted(synonym_rows()))]
     lines += [
         "",
-        f"## Accepted names of {TRAINERS} and Megatron-LM",
+        "## Accepted names of other trainers",
         "",
         *table(("name", "why"), refused.ACCEPTED.items()),
     ]
-    lines += ["", f"## Refused names of {TRAINERS}", "", *table(("name", "what to use"), refused.REFUSED.items())]
+    lines += ["", "## Refused names of other trainers", "", *table(("name", "what to use"), refused.REFUSED.items())]
     lines += ["", "## Options of Megatron", "", *megatron_lines()]
     lines += ["", "## Options of SGLang and its router", "", *sglang_lines()]
     return "\n".join(lines) + "\n"
