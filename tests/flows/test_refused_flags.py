@@ -14,6 +14,7 @@ from penstock.flows.options.argv import MAX_LINE
 from penstock.flows.options.flags import parse_config, parse_values, penstock_flags
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.preflight import check_layout
+from penstock.stages.rollout.plugins.eval_function import find_evaluation_function
 from penstock.storage.errors import OptionError
 
 MODEL = ["--hf-checkpoint", "model"]
@@ -41,6 +42,15 @@ def test_value_decides_between_accepted_and_refused() -> None:
         parse_config([*MODEL, "--update-weight-mode", "delta"])
     with pytest.raises(OptionError, match="--ckpt-format torch is not supported: give torch_dist"):
         parse_config([*MODEL, "--ckpt-format", "torch"])
+    with pytest.raises(OptionError, match="--spec is not supported: it would change the model"):
+        parse_config([*MODEL, "--spec", "slime_plugins.models.qwen3_next", "get_qwen3_next_spec"])
+
+
+@pytest.mark.parametrize("name", ["generate_rollout", "eval_rollout"])
+def test_slimes_evaluation_is_the_built_in_one_even_with_a_rollout_function(name: str) -> None:
+    functions = ["--rollout-function-path", "own.py:f", "--eval-function-path", f"slime.rollout.sglang_rollout.{name}"]
+    rollout = parse_config([*MODEL, *functions]).rollout
+    assert rollout.rollout_function_path == "own.py:f" and find_evaluation_function(rollout) is None
 
 
 def test_flag_of_slimes_sft_scripts_needs_the_sft_loss() -> None:
