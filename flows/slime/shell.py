@@ -39,7 +39,6 @@ class Script:
     sourced: list[str] = field(default_factory=list)  # paths, expanded, in order
     not_found: list[str] = field(default_factory=list)  # sourced paths that do not exist here
     from_environment: set[str] = field(default_factory=set)  # variables with the value of `environment`
-    conditional: list[str] = field(default_factory=list)  # variables that are set in an `if` block
 
 
 def read_script(
@@ -94,7 +93,7 @@ class _Reader:
         elif word in _BLOCK_ENDS and blocks:
             blocks.pop()
         elif statement and all(block == "if" for block in blocks):
-            self.read_command(statement, conditional=bool(blocks))
+            self.read_command(statement)
 
     def condition(self, text: str) -> bool | None:
         """Return whether a condition of an `if` holds that compares two texts or tests for an empty one; None if it is
@@ -109,7 +108,7 @@ class _Reader:
             return (words[1] == "") == (words[0] == "-z")
         return None
 
-    def read_command(self, statement: str, *, conditional: bool) -> None:
+    def read_command(self, statement: str) -> None:
         """Read an assignment, a `source` or another command."""
         script, words = self.script, statement
         if match := re.match(r"(?:export|declare|local|readonly|typeset)\s+(?:-\w+\s+)*(?=[A-Za-z_])", words):
@@ -124,8 +123,6 @@ class _Reader:
                 script.arrays[name] = [*(script.arrays.get(name, []) if adds else []), *values]
             else:
                 script.variables[name] = (script.variables.get(name, "") if adds else "") + " ".join(values)
-            if conditional:
-                script.conditional.append(name)
             words = words[end + is_array :].strip()
         expanded = list(self.expand_words(words))
         if expanded[:1] in (["source"], ["."]) and len(expanded) > 1 and self.depth < 8:
