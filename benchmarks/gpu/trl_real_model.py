@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from real_model import TASKS, WARM_UP_ROUNDS, block_means, median_speed
+from real_model import TASKS, WARM_UP_ROUNDS, block_means, make_run_parser, median_speed
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
@@ -30,7 +30,7 @@ from penstock.stages.eval.intervals import bootstrap_intervals
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, "examples/smollm2")
 
-from report import make_parser, parse_options, write_report
+from report import parse_options, write_report
 from reward import reward_func
 
 CURVES = {  # names of real_model.py -> those of TRL's log
@@ -43,13 +43,7 @@ EVAL_BATCH = 128
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("directory", type=Path, help="directory for TRL's files")
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
-    parser.add_argument("--data", type=Path, required=True, help="directory that examples/smollm2/data.py wrote")
-    parser.add_argument("--name", default="trl", help="name of the run")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=100)
+    parser = make_run_parser(__doc__, "trl")
     parser.add_argument("--lr", type=float, help="default: that of the recipe")
     parser.add_argument("--prompts", type=int, help="prompts of a round; default: those of the recipe")
     parser.add_argument("--samples", type=int, help="samples of a prompt; default: those of the recipe")

@@ -24,6 +24,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 SPLIT_SEED = 1234  # fixed: every run seed has the same training and held-out problems
+NUM_HELDOUT = 256
 MAX_LENGTH = 256
 SIZES = {"hidden": 128, "layers": 2, "heads": 4, "groups": 2, "head_dim": 32, "ffn": 384, "vocab": 64}
 
@@ -139,7 +140,7 @@ def make_train_and_heldout_problems() -> tuple[list[Row], list[Row]]:
     rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(100) for b in range(10)]
     rows += [{"prompt": f"{a}-{b}=", "label": str(a - b)} for a in range(100) for b in range(10) if b <= a]
     random.Random(SPLIT_SEED).shuffle(rows)
-    return rows[256:], rows[:256]
+    return rows[NUM_HELDOUT:], rows[:NUM_HELDOUT]
 
 
 def random_right_or_rounded_answer(label: str, rng: random.Random) -> str:

@@ -27,7 +27,7 @@ from penstock.flows.debugging.config import DebugConfig
 from penstock.flows.options.adapters import adapter_of_version, with_adapters
 from penstock.flows.options.start_weights import starting_weights
 from penstock.flows.runtime.engine_options import TEACHER, engine_options, run_placement, teacher_options
-from penstock.flows.runtime.runs import missing_fork_checkpoint
+from penstock.flows.runtime.runs import logs_of_run, missing_fork_checkpoint
 from penstock.flows.turns import Turns
 from penstock.storage.failpoints import failpoint
 from penstock.storage.history.run_record import RunRecord, read_run_record
@@ -142,7 +142,7 @@ class Processes:
         """Return the engine options. New engines load the weights of --hf-checkpoint and report policy version 0. They
         report "hf-checkpoint" with --check-weight-update-equal, and if version 0 has other weights: the trainer then
         sends them version 0."""
-        log_dir = self.store.path(f"{self.keys.prefix}/logs") if self.store.is_local else None
+        logs = logs_of_run(self.store, self.keys)
         start, run = starting_weights(self.config), self.config.run
         awaits_weights = run.check_weight_update_equal or (
             self.has_trainer and start != self.config.convert.hf_checkpoint
@@ -153,7 +153,7 @@ class Processes:
             options = with_adapters(options, self.config, self._run_record.parent if self._run_record else None)
         if options.adapters is not None:
             version = BASE
-        return options.replace_spec_fields(weight_version=version, log_dir=log_dir)
+        return options.replace_spec_fields(weight_version=version, log_dir=logs and str(logs))
 
     @cached_property
     def _adapter_names(self) -> AdapterNames:

@@ -6,17 +6,16 @@ import copy
 import functools
 import importlib
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from penstock.engines.scratch import temp_base_directory
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.argv import to_one_line
 from penstock.flows.run_config import RunConfig
-from penstock.flows.runtime.runs import open_store
+from penstock.flows.runtime.runs import logs_of_run, open_store
 from penstock.flows.runtime.signals import stop_signals
 from penstock.flows.terminal.startup import end_wait, show_wait
 from penstock.storage.errors import InputError, PenstockError
@@ -141,8 +140,7 @@ def save_traceback(run: RunConfig, error: Exception) -> str:
     Return a sentence that says where it is; if it cannot be written, the traceback itself."""
     text = redact("".join(traceback.format_exception(error)))
     try:
-        store = open_store(run, probe=False)
-        logs = Path(store.path(f"{RunKeys(run.run).prefix}/logs") if store.is_local else tempfile.gettempdir())
+        logs = logs_of_run(open_store(run, probe=False), RunKeys(run.run)) or temp_base_directory()
         path = logs / f"traceback-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         logs.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -46,6 +46,11 @@ from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store
 
 
+def logs_of_run(store: Store, keys: RunKeys) -> Path | None:
+    """Return the directory with the logs of a run, or None if the store is not local."""
+    return Path(store.path(f"{keys.prefix}/logs")) if store.is_local else None
+
+
 def open_store(config: RunConfig, *, probe: bool = True) -> Store:
     """Return the store of a run.
 

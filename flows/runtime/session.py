@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from httpx import HTTPError
@@ -55,6 +54,7 @@ from penstock.flows.runtime.runs import (
     code_version,
     completion_of,
     keys_of_run,
+    logs_of_run,
     open_run,
     open_store,
     read_existing_record,
@@ -231,9 +231,7 @@ class Session:
     def _hang_detector(self) -> HangDetector:
         """Return the hang detector of the run, whose files are in the run's logs, or in the temporary directory if the
         store is not local."""
-        logs = (
-            Path(self.store.path(f"{self.keys.prefix}/logs")) if self.store.is_local else scratch.temp_base_directory()
-        )
+        logs = logs_of_run(self.store, self.keys) or scratch.temp_base_directory()
         return HangDetector(self.config.run.hang_timeout, self.display.warn, logs)
 
     def _sample_system(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ _REFUSED = {  # what to use -> flags
         --delta-full-interval""",
     "engines load weights from --update-weight-disk-dir directly; omit it": "--update-weight-local-checkpoint-dir",
     "files of a weight update are removed after it; use --save-hf to keep weights": "--update-weight-disk-keep-files",
-    "there is no hook between writing and loading weights; use a shared file system for --update-weight-disk-dir, or "
+    "no hook runs between writing and loading weights; use a shared file system for --update-weight-disk-dir, or "
     "--update-weight-transport nccl": "--custom-update-weight-post-write-path",
     # ---- trainer ----
     "Megatron-core trains; give megatron, or omit it": "--train-backend",
@@ -36,7 +36,7 @@ _REFUSED = {  # what to use -> flags
         --megatron-deepgemm-forward-layers --megatron-deepgemm-forward-modules --megatron-deepgemm-moe-forward-layers
         --megatron-deepgemm-moe-forward-modules""",
     "it would change the model away from its checkpoint; omit it": "--spec",
-    "there is no hook in the trainer's start; add a family with --model-family-path": "--custom-megatron-init-path",
+    "no hook runs at the trainer's start; add a family with --model-family-path": "--custom-megatron-init-path",
     "use --custom-advantage-function-path, which gets the log-probs": "--custom-megatron-before-log-prob-hook-path",
     "use --custom-loss-function-path": "--custom-megatron-before-train-step-hook-path",
     "use --balance-data, which balances estimated FLOPs over data-parallel ranks": "--balance-by-flops",
@@ -84,10 +84,10 @@ _REFUSED = {  # what to use -> flags
     "use --use-opd, which takes the log-prob of the sampled token": "--topk-level-opd",
     "use --use-opd, which takes the log-prob of the sampled token; omit it": "--opd-top-k",
     "one teacher is supported; use --opd-teacher-load": "--opd-teacher-loads",
-    "there is no buffer server; use --custom-generate-function-path or --rollout-function-path": "--rollout-buffer-url",
-    "there is no buffer server; use --custom-generate-function-path": "--fetch-trajectory-retry-times",
+    "no buffer server runs; use --custom-generate-function-path or --rollout-function-path": "--rollout-buffer-url",
+    "no buffer server runs; use --custom-generate-function-path": "--fetch-trajectory-retry-times",
     "a round has exactly --rollout-batch-size groups; omit it": "--min-batch-collection-ratio",
-    "there is no buffer server; use --rm-type or --custom-rm-path": "--rollout-task-type",
+    "no buffer server runs; use --rm-type or --custom-rm-path": "--rollout-task-type",
     "prompts come from --prompt-data; use --data-source-path for another source": "--disable-rollout-global-dataset",
     "the router is SGLang's; use --custom-generate-function-path": "--slime-router-middleware-paths",
     "evaluations score every prompt; remove long prompts from the data set": "--eval-max-prompt-len",

@@ -6,9 +6,9 @@ dir, host, key. A record is one row of the run's history: its metrics, `penstock
 be ahead of training.
 Child runs, models, data sets and sample previews (lineage.py) are not sent.
 
-Records are sent at least once. W&B writes rows in another process and in blocks, so rows of a killed start may be lost;
-the next start sends all records of that start again. Rows that are sent twice have the same `penstock/step` and values,
-so charts do not change.
+W&B writes rows in another process and in blocks, so rows of a killed start may be lost; the next start sends all
+records of that start again, and `penstock track` those of the run. Rows that are sent twice have the same
+`penstock/step` and values, so charts do not change.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from made_run import config_of, make_run, write_data
 from mlflow import MlflowClient
 from penstock_command import penstock
 from tracked_run import CONFIG, commits
-from wandb_files import read_history
+from wandb_files import read_history, wait_for_end
 
 from penstock.flows import trackers
 from penstock.flows.inspect.track import main
@@ -59,6 +59,7 @@ def tensorboard_points(directory: Path) -> Points:
 
 def wandb_points(directory: Path, run: TrackedRun) -> Points:
     """Points that were sent twice are equal, and count once."""
+    wait_for_end(directory, run.identity)
     return sorted(
         {
             (name, row[STEP], float(numpy.float32(value)), int(row["_timestamp"] * 1000))

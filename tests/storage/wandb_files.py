@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,21 @@ def read_history(directory: Path, run_id: str) -> Iterator[dict[str, Any]]:
     """Yield the history rows of a W&B run from the files of its offline runs, oldest first."""
     for path in sorted(directory.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")):
         yield from _read_rows(path)
+
+
+def wait_for_end(directory: Path, run_id: str) -> None:
+    """Wait until the newest file of a W&B run that ended has its last record: W&B's process writes in its own time."""
+    deadline = time.monotonic() + 120
+    while _kinds(max(directory.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")))[-1:] != ["exit"]:
+        assert time.monotonic() < deadline, "W&B has not written the end of the run"
+        time.sleep(0.1)
+
+
+def _kinds(path: Path) -> list[str]:
+    from wandb.proto import wandb_internal_pb2
+
+    messages: Any = wandb_internal_pb2  # its type stubs lack the classes
+    return [messages.Record.FromString(data).WhichOneof("record_type") for data in _read_records(path.read_bytes())]
 
 
 def _read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -48,8 +48,8 @@ class EngineCalls:
 
     @property
     def address(self) -> tuple[str | None, int | None]:
-        """Return host and port of the router, or of an engine if there is no router. User-defined
-        functions may send requests there (args.sglang_router_ip and _port)."""
+        """Return host and port of the router, or of an engine in a run without one. User-defined functions may send
+        requests there (args.sglang_router_ip and _port)."""
         url = urlsplit((self.client.router and self.client.router()) or next(iter(self.client.urls), ""))
         return url.hostname, url.port
 
