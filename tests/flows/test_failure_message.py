@@ -43,6 +43,15 @@ def test_traceback_is_in_the_temporary_directory_if_the_store_is_not_local(
     assert file_in(save_traceback(RunConfig(run="r", store="memory://store"), failure())).parent == tmp_path
 
 
+def test_traceback_outlives_the_temporary_directory_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"  # removed at exit
+    monkeypatch.setattr("tempfile.tempdir", str(own))
+    monkeypatch.setattr("penstock.engines.scratch._own", (own, None))
+    assert file_in(save_traceback(RunConfig(run="r", store="memory://store"), failure())).parent == tmp_path
+
+
 def test_traceback_is_returned_if_it_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "runs" / "r").mkdir(parents=True)
     (tmp_path / "runs" / "r" / "logs").write_text("a file")
