@@ -1,5 +1,4 @@
-"""Compute the metrics of a rollout and a preview of its samples. docs/metrics.md explains each
-metric."""
+"""Compute the metrics of a rollout and a preview of its samples. docs/metrics.md explains each metric."""
 
 from __future__ import annotations
 

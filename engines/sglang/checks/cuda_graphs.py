@@ -34,9 +34,9 @@ SPECULATIVE_REQUESTS = 48  # SGLang's default of --max-running-requests with spe
 def without_prefill_graphs(args: dict[str, Any]) -> dict[str, Any]:
     """Return the server flags `args` plus the flag that disables CUDA graphs of prefills, unless the flags choose them.
 
-    By default SGLang runs the model three times for each of 58 lengths at the start: for a model of 135M parameters 7 s
-    on an H100, and 54 s at the first start (benchmarks/results/smollm2-h100.json). A rollout prefills few, large
-    batches, which gain little from a graph.
+    By default SGLang runs the model three times for each of 58 lengths at the start, which takes 7 s for a model of
+    135M parameters on an H100 (benchmarks/results/smollm2-h100.json); the first start compiles kernels with or without
+    them. A rollout prefills in few, large batches; what graphs would save there was not measured.
     """
     name = "cuda_graph_backend_prefill"
     if name not in sglang_flags() or any(OF_PREFILL.match(flag.replace("-", "_")) for flag in args):
