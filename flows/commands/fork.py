@@ -123,7 +123,7 @@ def create_fork(
     prefixes = [prefix for prefix in committed_prefixes(store, new) if _fork_shares_commit(new, prefix, at_round)]
     shared = [commit.listed_kind for commit in map_in_threads(store.committed, prefixes, _NUM_COPIES) if commit]
     names = ("rollout", "step", "checkpoint", "eval", *(["rescore"] if "rescore" in shared else []))
-    return ", ".join(f"{shared.count(kind)} {kind}s" for kind in names)
+    return ", ".join(f"{(n := shared.count(kind))} {kind}{'s' * (n != 1)}" for kind in names)
 
 
 # ---- the new run's config --------------------------------------------------------------------------------------------

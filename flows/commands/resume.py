@@ -32,7 +32,12 @@ def main(argv: list[str]) -> int:
     if "--dry-run" not in own:
         return run_flow(flow, config)
     from penstock.flows.inspect.dry_run import dry_run
+    from penstock.flows.options.resolve import resolve_config
+    from penstock.flows.runtime.schedule import is_complete
 
+    if is_complete(flow, resolve_config(flow, config)):
+        print(f"run {config.run.run} is complete: the same command without --dry-run starts nothing")
+        return 0
     if flow in TRAINING:
         num_done = len(open_store(config.run, probe=False).committed_indices(f"{RunKeys(config.run.run).prefix}/steps"))
         print(f"{num_done} rounds are committed; the run continues after them")

@@ -53,7 +53,7 @@ def test_fork_shares_rounds_and_commits_its_own_after_them(store: Store, capsys:
     before = {found.key: found.bytes for found in store.walk("")}
     assert command(store, "r", "--at", "3", "--name", "f", "--lr", "1e-3", "--num-rollout", "12") == 0
     out = capsys.readouterr().out
-    assert "shared by reference: 3 rollouts, 3 steps, 1 checkpoints, 2 evals" in out
+    assert "shared by reference: 3 rollouts, 3 steps, 1 checkpoint, 2 evals" in out
     assert "--lr: 1e-06 -> 0.001" in out and f"penstock resume f --store {store.root}" in out
     new = [found.key for found in store.walk("") if found.key not in before]
     assert all(key.endswith(".json") for key in new), "only records were written"
@@ -377,7 +377,7 @@ def test_replay_refuses_rounds_that_an_ancestor_trained_with_other_options(store
 
 def test_fork_at_zero_shares_only_the_initial_weights(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(store, "r", "--at", "0", "--name", "f", "--lr", "1e-3") == 0
-    assert "0 rollouts, 0 steps, 0 checkpoints, 1 evals" in capsys.readouterr().out
+    assert "0 rollouts, 0 steps, 0 checkpoints, 1 eval" in capsys.readouterr().out
     keys = go_on(store, "f", 2)
     assert store.read(f"{keys.prefix}/base.json") == store.read("runs/r/base.json")
     assert missing_fork_checkpoint(store, read_run_record(store, keys)) is None

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.flows import convert, replay
+from penstock.flows.commands import resume
 from penstock.flows.inspect import export
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import prefect_api, runner
@@ -73,6 +74,16 @@ def test_completed_run_starts_nothing(
     complete(root, flow, *more)
     assert runner.run_flow(flow, parse_config(words(root, *more))) == 0
     assert "nothing is left to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("rounds", "is_complete"), [("3", True), ("4", False)])
+def test_dry_run_of_a_completed_run_says_that_nothing_starts(
+    root: str, rounds: str, is_complete: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_run_record(complete(root, "post_train"), "post_train", parse_config(words(root)))
+    monkeypatch.setattr("penstock.flows.inspect.dry_run.dry_run", lambda *_: 0)
+    assert resume.main(["r", "--store", root, "--num-rollout", rounds, "--dry-run"]) == 0
+    assert ("r is complete: " in capsys.readouterr().out) == is_complete
 
 
 @pytest.mark.parametrize("more", [["--trainer-threads", "1"], ["--grace-period", "5"], ["--store", "RELATIVE"]])
