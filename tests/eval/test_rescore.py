@@ -123,7 +123,7 @@ def test_report_separates_rescored_evaluations(store: Store) -> None:
 def test_fork_counts_rescored_evaluations_apart(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     rescored_run(store)
     assert cli.main(["fork", "r", "--at", "0", "--name", "f", "--store", store.root]) == 0
-    assert "0 checkpoints, 1 evals, 1 rescores" in capsys.readouterr().out
+    assert "0 checkpoints, 1 eval, 1 rescore" in capsys.readouterr().out
 
 
 def test_seconds_of_a_rescored_evaluation_are_not_those_of_an_evaluation(store: Store) -> None:
