@@ -40,6 +40,7 @@ def test_traceback_is_in_the_temporary_directory_if_the_store_is_not_local(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("penstock.engines.scratch._own", None)
     assert file_in(save_traceback(RunConfig(run="r", store="memory://store"), failure())).parent == tmp_path
 
 
