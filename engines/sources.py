@@ -1,24 +1,29 @@
-"""Parse the Python sources of installed packages, to read names from a package without importing it."""
+"""Parse Python sources: those of installed packages, to read names without an import, and those of users."""
 
 from __future__ import annotations
 
 import ast
 import time
+from typing import Literal, overload
 
 NUM_TRIES = 50
 RETRY_SECONDS = 0.02
 
 
-def parse_source(source: str | bytes, name: str = "<source>") -> ast.Module:
+@overload
+def parse_source(source: str | bytes, name: str = ..., mode: Literal["exec"] = ...) -> ast.Module: ...
+@overload
+def parse_source(source: str | bytes, name: str = ..., *, mode: Literal["eval"]) -> ast.Expression: ...
+def parse_source(source: str | bytes, name: str = "<source>", mode: Literal["exec", "eval"] = "exec") -> ast.AST:
     """Return the syntax tree of Python source code; safe if other threads parse at the same time.
 
-    CPython 3.11 has one recursion counter of the parser for all threads, so two threads that parse at the same time can
-    fail with "SystemError: AST constructor recursion depth mismatch" although the source is valid
+    Up to 3.11.7, CPython has one recursion counter of the parser for all threads, so two threads that parse at the same
+    time can fail with "SystemError: AST constructor recursion depth mismatch" although the source is valid
     (python/cpython#106905; seen in a deployment, where Prefect parses sources, too). Such a failure is retried.
     """
     for _ in range(NUM_TRIES - 1):
         try:
-            return ast.parse(source, name)
+            return ast.parse(source, name, mode)
         except SystemError:
             time.sleep(RETRY_SECONDS)
-    return ast.parse(source, name)
+    return ast.parse(source, name, mode)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.engines.sources import parse_source
 from penstock.storage.disk import read_file
 
 MAX_BYTES = 1 << 20
@@ -338,6 +339,6 @@ def compute(formula: str) -> str | None:
         raise ValueError(f"not a sum or product of integers: {formula}")
 
     try:
-        return str(value(ast.parse(formula.strip(), mode="eval").body))
+        return str(value(parse_source(formula.strip(), mode="eval").body))
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
         return None

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from penstock.engines.sources import parse_source
 from penstock.storage.errors import PluginError
 
 # Parameters of functions that slime's trainer calls with its own tensors: corrections, losses, advantages, reducers.
@@ -118,7 +119,7 @@ def check_imports(file: str, function: str) -> None:
     """
     if not file.endswith(".py"):
         return
-    tree = ast.parse(Path(file).read_bytes())
+    tree = parse_source(Path(file).read_bytes(), file)
     optional = {node for block in ast.walk(tree) if isinstance(block, ast.Try) for node in ast.walk(block)}
     names: list[str] = []
     for node in ast.walk(tree):

@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.engines.megatron.options.args import ALIASES, megatron_flags, normalize_megatron_args
 from penstock.engines.megatron.options.table import ACCEPTED_VALUES, KEEPS_RESULTS, ROUNDING_MODULE, TABLE
+from penstock.engines.sources import parse_source
 from penstock.storage.errors import OptionError
 
 NUMBERS = {"bool": (bool,), "int": (int,), "float": (int, float)}
@@ -113,7 +114,7 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
 
 def _check_type(name: str, value: Any, annotation: str) -> None:
     """Check that an option's value has the type annotated in Megatron's source. Raises OptionError if not."""
-    alternatives = list(_allowed_types(ast.parse(annotation, mode="eval").body))
+    alternatives = list(_allowed_types(parse_source(annotation, mode="eval").body))
     if (value is None and "None" in alternatives) or any(_has_type(value, kind) for kind in alternatives):
         return
     choices = [kind[1] for kind in alternatives if isinstance(kind, tuple)]
