@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("flows", "stages", "engines", "storage")  # each may import itself and those after it
 STAGES = ("convert", "rollout", "train", "eval")
-MAX_MODULES = 15  # in one folder
+MAX_MODULES = 20  # in one folder
 OWNERS = {  # third-party package -> where alone it may be imported
     "megatron": "engines/megatron/",
     "sglang": "engines/sglang/",
