@@ -93,7 +93,7 @@ class PostTrainConfig(StageConfig):
         if not all(isinstance(section, dict) for section in sections.values()):
             return values
         train = {name: field.default for name, field in TrainConfig.model_fields.items()} | sections.get("train", {})
-        estimator = ESTIMATORS.get(train["advantage_estimator"])
+        estimator = ESTIMATORS.get(str(train["advantage_estimator"]))
         if train["loss_type"] != "policy_loss" or estimator is None or not estimator.group_relative:
             return values
         return values | {"rollout": {"n_samples_per_prompt": GROUP_SIZE} | sections["rollout"]}
