@@ -63,6 +63,11 @@ class PostTrainConfig(StageConfig):
         return self.rollout.model_copy(update={"plugin_args": plugin_args})
 
     @property
+    def start_weights(self) -> str:
+        """Return the path of the weights of policy version 0. In a plan, --load is a checkpoint or None."""
+        return self.convert.load or self.train.ref_load or self.convert.hf_checkpoint
+
+    @property
     def speculates(self) -> bool:
         """Return whether the engines use speculative decoding."""
         return self.rollout.sglang.get("speculative_algorithm") is not None
@@ -83,27 +88,6 @@ class PostTrainConfig(StageConfig):
                 if name in fields:
                     check_value(flag_of_field(name), value, fields[name])
         return values
-
-    @model_validator(mode="before")
-    @classmethod
-    def _default_group_size(cls, values: Any) -> Any:
-        """Give --n-samples-per-prompt its default with a group-relative estimator, which compares the samples of a
-        prompt."""
-        sections = {name: values.get(name) or {} for name in ("train", "rollout")} if isinstance(values, dict) else {}
-        if not all(isinstance(section, dict) for section in sections.values()):
-            return values
-        train = {name: field.default for name, field in TrainConfig.model_fields.items()} | sections.get("train", {})
-        estimator = ESTIMATORS.get(str(train["advantage_estimator"]))
-        if train["loss_type"] != "policy_loss" or estimator is None or not estimator.group_relative:
-            return values
-        return values | {"rollout": {"n_samples_per_prompt": GROUP_SIZE} | sections["rollout"]}
-
-    @model_validator(mode="after")
-    def _load_rollouts(self) -> PostTrainConfig:
-        """Turn on --debug-train-only with --load-debug-rollout-data, which needs no engines."""
-        if self.debug.load_debug_rollout_data and not self.run.debug_rollout_only:
-            self.run.debug_train_only = True
-        return self
 
     @model_validator(mode="after")
     def _check_retention(self) -> PostTrainConfig:
@@ -221,35 +205,9 @@ class PostTrainConfig(StageConfig):
         return self
 
     @model_validator(mode="after")
-    def _correct_for_stale_tokens(self) -> PostTrainConfig:
-        """Turn on --use-tis if tokens may be older than the policy that they train, unless it is given or cannot be
-        used."""
-        train = self.train
-        is_policy_loss = train.loss_type == "policy_loss" and not train.use_rollout_logprobs
-        if self.run.staleness_limit and is_policy_loss and "use_tis" not in train.model_fields_set:
-            train.use_tis = True
-        return self
-
-    @model_validator(mode="after")
-    def _derive_batch_size(self) -> PostTrainConfig:
-        """Derive global_batch_size or num_steps_per_rollout if not given, and check that their product is the number of
-        samples of a rollout."""
-        samples = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
-        steps, batch = self.train.num_steps_per_rollout, self.train.global_batch_size
-        if batch is None:
-            batch = samples // (steps or 1)
-        if steps is None:
-            steps = samples // batch if batch else 0
-        if batch * steps != samples:
-            raise OptionError(
-                f"--rollout-batch-size {self.rollout.rollout_batch_size} x --n-samples-per-prompt "
-                f"{self.rollout.n_samples_per_prompt} = {samples} samples, but --global-batch-size {batch} x "
-                f"--num-steps-per-rollout {steps} = {batch * steps}: make both products equal"
-            )
-        self.train.check_batch(batch)
-        self.train.global_batch_size, self.train.num_steps_per_rollout = batch, steps
-        if self.run.num_rollout or not self.run.num_epoch:  # rounds of epochs are counted later, from the rows
-            self.train.derive_lr_schedule(self.run.num_rollout * steps)
+    def _check_derived_options(self) -> PostTrainConfig:
+        """Check that the options that depend on others can be derived."""
+        derive(self)
         return self
 
 
@@ -264,6 +222,48 @@ def list_options() -> Iterator[tuple[str, str, FieldInfo]]:
     for section, model in SECTIONS.items():
         for name, field in model.model_fields.items():
             yield section, name, field
+
+
+def derive(config: PostTrainConfig) -> PostTrainConfig:
+    """Return the config with the options that depend on others, unless they are given.
+
+    These are the size of a group, samples and steps of a round, --use-tis, --params-dtype, the learning-rate schedule
+    and --debug-train-only with --load-debug-rollout-data.
+
+    Raises:
+        OptionError: the options that they depend on contradict each other.
+    """
+    run, rollout, train = config.run, config.rollout, config.train
+    if config.debug.load_debug_rollout_data and not run.debug_rollout_only:  # needs no engines
+        run = run.model_copy(update={"debug_train_only": True})
+    estimator = ESTIMATORS[train.advantage_estimator]
+    compares_samples = train.loss_type == "policy_loss" and estimator.group_relative
+    if compares_samples and "n_samples_per_prompt" not in rollout.model_fields_set:
+        rollout = rollout.model_copy(update={"n_samples_per_prompt": GROUP_SIZE})
+    changes: dict[str, Any] = {}
+    if train.megatron.get("bf16"):
+        changes["params_dtype"] = "bf16"
+    is_policy_loss = train.loss_type == "policy_loss" and not train.use_rollout_logprobs
+    if run.staleness_limit and is_policy_loss and "use_tis" not in train.model_fields_set:
+        changes["use_tis"] = True  # tokens may be older than the policy that they train
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    batch, steps = train.global_batch_size, train.num_steps_per_rollout
+    if batch is None:
+        batch = samples // (steps or 1)
+    if steps is None:
+        steps = samples // batch if batch else 0
+    if batch * steps != samples:
+        raise OptionError(
+            f"--rollout-batch-size {rollout.rollout_batch_size} x --n-samples-per-prompt "
+            f"{rollout.n_samples_per_prompt} = {samples} samples, but --global-batch-size {batch} x "
+            f"--num-steps-per-rollout {steps} = {batch * steps}: make both products equal"
+        )
+    train.check_batch(batch)
+    changes |= {"global_batch_size": batch, "num_steps_per_rollout": steps}
+    if run.num_rollout or not run.num_epoch:  # the rounds of epochs are not counted yet
+        changes |= train.lr_schedule(run.num_rollout * steps)
+    train = train.model_copy(update=changes)
+    return config.model_copy(update={"run": run, "rollout": rollout, "train": train})
 
 
 def validate_config(values: dict[str, Any]) -> PostTrainConfig:

@@ -17,7 +17,8 @@ from penstock.flows.config import PostTrainConfig, validate_config
 from penstock.flows.options.argv import format_bytes
 from penstock.flows.runtime.conversion import ProgressCallback, run_conversion, run_export
 from penstock.flows.runtime.prefect_api import wait_for_api
-from penstock.flows.runtime.preflight import preflight
+from penstock.flows.runtime.preflight import plan_of, preflight
+from penstock.flows.runtime.resolve import Plan
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.flows.terminal.console import TerminalConsole
 from penstock.stages.convert.config import ConvertConfig
@@ -72,8 +73,8 @@ def main(argv: list[str]) -> int:
     from penstock.flows.options import flags
     from penstock.flows.runtime.runner import run_flow
 
-    config = with_hf_checkpoint(flags.parse_config(translate_flags(argv)))
-    preflight("convert", config)
+    config = plan_of("convert", with_hf_checkpoint(flags.parse_config(translate_flags(argv))))
+    preflight(config)
     existing = None if config.convert.convert_verify else find_result(config)
     if existing is None and config.convert.convert_load is None:
         return run_flow("convert", config)
@@ -159,8 +160,9 @@ def convert(config: PostTrainConfig) -> State[None]:
     Args:
         config: only `convert` and the store options are used.
     """
-    config = with_hf_checkpoint(config)
-    preflight("convert", config)
+    if not isinstance(config, Plan):  # otherwise the command has checked it
+        config = plan_of("convert", with_hf_checkpoint(config))
+        preflight(config)
     start = time.monotonic()
     with progress_bar() as report:
         if config.convert.convert_load is not None:

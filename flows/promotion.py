@@ -5,17 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.flows.commands.compare import find_evaluations_of_version
-from penstock.flows.config import PostTrainConfig
-from penstock.flows.runtime.runs import keys_of_run, open_store
+from penstock.flows.options.paths import CHAMPION
 from penstock.stages.eval.config import EvalConfig
 from penstock.stages.eval.promotion import Gate, check_gate
 from penstock.storage.errors import RunError
-from penstock.storage.history.run_record import read_run_record
 from penstock.storage.refs import RunKeys, commit_key
 from penstock.storage.registry import Decision, Policy, champion, read_decisions, record_decision
 from penstock.storage.store import Store
-
-CHAMPION = "champion:"  # `--hf-checkpoint champion:MODEL`
 
 
 def promote_policy(store: Store, model: str, reference: str, gate: Gate, *, force: bool = False) -> Decision:
@@ -93,23 +89,12 @@ def find_policy(store: Store, reference: str) -> Policy:
     )
 
 
-def with_champion(config: PostTrainConfig) -> PostTrainConfig:
-    """Return the config with the champion's export in place of `--hf-checkpoint champion:MODEL`. A run that has started
-    keeps the model that it started with.
+def export_of_champion(store: Store, reference: str) -> str:
+    """Return the directory of the export of the champion `champion:MODEL`.
 
     Raises:
         RunError: there is no champion, or it has no export in a local store.
     """
-    checkpoint = config.convert.hf_checkpoint
-    if not checkpoint.startswith(CHAMPION):
-        return config
-    store = open_store(config.run, probe=False)
-    record = read_run_record(store, keys_of_run(config.run.run))
-    path = record.config["convert"]["hf_checkpoint"] if record else export_of_champion(store, checkpoint)
-    return config.model_copy(update={"convert": config.convert.model_copy(update={"hf_checkpoint": path})})
-
-
-def export_of_champion(store: Store, reference: str) -> str:
     model = reference.removeprefix(CHAMPION)
     policy = champion(store, model)
     if policy is None:

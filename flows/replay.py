@@ -187,9 +187,8 @@ def placement_options(given: PostTrainConfig) -> dict[str, Any]:
     Raises:
         OptionError: another option of the trainer is given; a replay uses the recorded value.
     """
-    derived = {"global_batch_size", "num_steps_per_rollout"}  # filled in by the config's validator, not given
     placement = {}
-    for name in given.train.model_fields_set - derived:
+    for name in given.train.model_fields_set:
         if name != "megatron" and field_meta(type(given.train).model_fields[name]).mutability != "placement":
             raise _fixed_option_error(name)
         placement[name] = getattr(given.train, name)

@@ -16,7 +16,6 @@ from prefect.states import Completed
 
 from penstock.flows.debugging.gates import check_gates
 from penstock.flows.debugging.rollout_files import dump_samples, loading_options, rollout_file
-from penstock.flows.options.start_weights import starting_weights
 from penstock.flows.promotion import gate_of, promote_policy
 from penstock.flows.runtime.conversion import export_origin, import_model
 from penstock.flows.runtime.display import ProgressCallback
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 @stage("convert")
 def convert(session: Session) -> CheckpointRef:
-    """Convert the initial policy (`starting_weights`) to torch_dist in the store, and verify it.
+    """Convert the initial policy (`start_weights`) to torch_dist in the store, and verify it.
 
     The auxiliary models (reference, teacher) are imported in the same way.
     """
@@ -43,7 +42,7 @@ def convert(session: Session) -> CheckpointRef:
     for name, path in session.config.train.auxiliary_models.items():
         auxiliary[path] = convert_unless_unchanged(session, name, path)
         session.pin_model(name, path, auxiliary[path])
-    start = starting_weights(session.config)
+    start = session.config.start_weights
     base = auxiliary.get(start) or convert_unless_unchanged(session, "base", start)
     if (adapter := session.config.train.lora_load) is not None:
         from penstock.stages.convert.adapters import import_peft

@@ -32,7 +32,9 @@ class FieldMeta(NamedTuple):
 class StageConfig(BaseModel):
     """Base class of the stage configs: unknown keys are errors, field docstrings are the help text of the flags."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 def option(

@@ -16,9 +16,8 @@ from penstock.flows.options import flags
 from penstock.flows.options.adapters import check_fork_can_publish
 from penstock.flows.options.argv import check_run_name, parse_integer, penstock_command, split_args
 from penstock.flows.options.flags import store_options_from_values, update_config_from_argv
-from penstock.flows.options.paths import with_absolute_paths, with_function_names
-from penstock.flows.options.start_weights import loaded_checkpoint, names_own_run, starting_weights
-from penstock.flows.promotion import with_champion
+from penstock.flows.options.paths import with_absolute_paths
+from penstock.flows.runtime.resolve import Plan, resolve
 from penstock.flows.runtime.runs import (
     config_of_round,
     create_run_record,
@@ -74,10 +73,10 @@ def main(argv: list[str]) -> int:
     flow, parent = read_flow_and_config(where, old)
     store = open_store(where, probe=False)
     check_rounds_are_trained(store, RunKeys(old), at)
-    config = forked_config(parent, rest, name, at)
+    config = plan_fork(store, flow, parent, rest, name, at)
     if store.read(RunKeys(name).record) is None:
         open_store(where)  # check that the store can be written
-    shared = create_fork(store, flow, parent, config, at, restart_data=fork_restarts_data(parent, config, given))
+    shared = create_fork(store, parent, config, at, restart_data=fork_restarts_data(parent, config, given))
     print(f"run {name} starts from round {at} of {old}; shared by reference: {shared}")
     for field, before, after in changed_options(parent, config):
         print(f"  {flag_of_field(field)}: {before!r} -> {after!r}")
@@ -86,9 +85,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def create_fork(
-    store: Store, flow: str, parent: PostTrainConfig, config: PostTrainConfig, at_round: int, *, restart_data: bool
-) -> str:
+def create_fork(store: Store, parent: PostTrainConfig, config: Plan, at_round: int, *, restart_data: bool) -> str:
     """Create the run `config.run.run` from the first `at_round` rounds of `parent.run.run`; repeatable after a kill.
 
     Returns:
@@ -96,17 +93,16 @@ def create_fork(
 
     Raises:
         RunError: the parent has fewer trained rounds, the name is taken, or the parent is being removed.
-        OptionError: --load is not a checkpoint, or engines cannot get the adapters (--lora-publish adapter).
+        OptionError: engines cannot get the adapters (--lora-publish adapter).
         StoreError: a commit record of the parent does not match its digest.
     """
-    parent, config = with_absolute_paths(parent), with_absolute_paths(config)
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
     check_rounds_are_trained(store, old, at_round)
     # Otherwise the fork shares nothing: version 0, its checkpoint and its evaluations are those of the parent's model.
-    shares_start = at_round > 0 or starting_weights(parent) == starting_weights(config)
+    shares_start = at_round > 0 or parent.start_weights == config.start_weights
     entry = make_parent_record(store, parent, config, at_round, restart_data)
-    check_fork_can_publish(flow, config, entry)
-    reserve_run_name(store, new, ForkRecord(flow=flow, config=_config_to_json_values(config), parent=entry))
+    check_fork_can_publish(config.flow, config, entry)
+    reserve_run_name(store, new, ForkRecord(flow=config.flow, config=_config_to_json_values(config), parent=entry))
     if is_removed(store, old) or describe_removing_process(store, old):
         store.delete([unfinished_fork_key(new)])
         raise RunError(f"run {old.run!r} is being removed and cannot be forked: give another run")
@@ -116,7 +112,7 @@ def create_fork(
             check_fork_is_reserved(store, new)
             if shares_start:
                 copy_records_to_fork(store, parent, config, at_round)
-            create_run_record(store, flow, config, parent=entry)
+            create_run_record(store, config, parent=entry)
         finally:
             lease.release()
     store.delete([unfinished_fork_key(new)])
@@ -126,11 +122,11 @@ def create_fork(
     return ", ".join(f"{(n := shared.count(kind))} {kind}{'s' * (n != 1)}" for kind in names)
 
 
-# ---- the new run's config --------------------------------------------------------------------------------------------
+# ---- the new run's plan ----------------------------------------------------------------------------------------------
 
 
-def forked_config(parent: PostTrainConfig, argv: Sequence[str], name: str, at_round: int) -> PostTrainConfig:
-    """Return the parent's config with the options given on the command line.
+def plan_fork(store: Store, flow: str, parent: PostTrainConfig, argv: Sequence[str], name: str, at_round: int) -> Plan:
+    """Return the plan of a fork: what the parent has decided, with the options given on the command line.
 
     Raises:
         OptionError: an option is invalid, or --num-rollout is less than the number of shared rounds.
@@ -140,12 +136,8 @@ def forked_config(parent: PostTrainConfig, argv: Sequence[str], name: str, at_ro
     if "run" in given.get("run", {}):
         raise OptionError("penstock fork takes the new run's name as --name: leave out --run")
     config = update_config_from_argv(parent, argv)
-    convert = config.convert
-    if names_own_run(parent) and loaded_checkpoint(parent) is None:  # it means the new run's own checkpoints, too
-        convert = convert.model_copy(update={"load": given.get("convert", {}).get("load")})
     run = config.run.model_copy(update={"run": name})
-    config = with_champion(config.model_copy(update={"run": run, "convert": convert}))
-    config = with_absolute_paths(with_function_names(config))
+    config = resolve(flow, config.model_copy(update={"run": run}), store)
     for option in ("freeze_params_name_list", "only_train_params_name_list"):
         if at_round > 0 and getattr(config.train, option) != getattr(parent.train, option):
             raise OptionError(

@@ -19,9 +19,10 @@ from penstock.flows.gpu_plan import (
 )
 from penstock.flows.options.argv import parse_integer, parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_values
-from penstock.flows.promotion import with_champion
 from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.preflight import check_layout
+from penstock.flows.runtime.resolve import resolve
+from penstock.flows.runtime.runs import open_store
 from penstock.storage.errors import OptionError
 
 if TYPE_CHECKING:
@@ -46,11 +47,12 @@ def main(argv: list[str]) -> int:
         raise OptionError(f"penstock doctor --plan takes only options; found {short_repr(' '.join(positional))}")
     values = parse_values(rest)
     distribute_gpus(values, own)
-    config = with_champion(validate_config(values))
+    config = validate_config(values)
+    flow = "sft" if config.train.loss_type == "sft_loss" else "post_train"
+    config = resolve(flow, config, open_store(config.run, probe=False), counts_rows=False)
     if not config.convert.hf_checkpoint:
         raise OptionError("--hf-checkpoint is missing: give a directory with the model's config.json")
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
-    flow = "sft" if config.train.loss_type == "sft_loss" else "post_train"
     check_layout(shape, config.train)
     check_nodes(config)
     if flow != "sft":

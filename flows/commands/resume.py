@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.argv import parse_run_argument, split_args
 from penstock.flows.options.flags import parse_values, store_options_from_values, update_config_from_argv
-from penstock.flows.runtime.preflight import TRAINING
 from penstock.flows.runtime.runner import run_flow
-from penstock.flows.runtime.runs import open_store, read_flow_and_config
+from penstock.flows.runtime.runs import read_flow_and_config
 from penstock.storage.errors import OptionError
-from penstock.storage.refs import RunKeys
 
 USAGE = """penstock resume RUN [--store URI ...] [--dry-run]
 
@@ -32,15 +30,7 @@ def main(argv: list[str]) -> int:
     if "--dry-run" not in own:
         return run_flow(flow, config)
     from penstock.flows.inspect.dry_run import dry_run
-    from penstock.flows.options.resolve import resolve_config
-    from penstock.flows.runtime.schedule import is_complete
 
-    if is_complete(flow, resolve_config(flow, config)):
-        print(f"run {config.run.run} is complete: the same command without --dry-run starts nothing")
-        return 0
-    if flow in TRAINING:
-        num_done = len(open_store(config.run, probe=False).committed_indices(f"{RunKeys(config.run.run).prefix}/steps"))
-        print(f"{num_done} rounds are committed; the run continues after them")
     return dry_run(flow, config)
 
 

@@ -21,12 +21,11 @@ from penstock.engines.backends import engine_backend
 from penstock.engines.families.entries import check_not_hub_id
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.flows.commands.plan import print_plan
-from penstock.flows.config import PostTrainConfig, check_secrets, list_options
+from penstock.flows.config import PostTrainConfig, check_secrets, derive, list_options
 from penstock.flows.gpu_plan import check_engine_gpus, check_nodes, plan_gpu_memory
 from penstock.flows.options.argv import format_bytes, short_repr
 from penstock.flows.options.partners import options_without_partner
-from penstock.flows.options.paths import DRAFT_MODEL, with_function_names
-from penstock.flows.promotion import with_champion
+from penstock.flows.options.paths import CHAMPION, DRAFT_MODEL
 from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.preflight import (
@@ -39,13 +38,16 @@ from penstock.flows.runtime.preflight import (
     check_options,
     config_warnings,
 )
-from penstock.flows.runtime.schedule import with_rounds_of_epochs
+from penstock.flows.runtime.resolve import Plan, is_complete, resolve
+from penstock.flows.runtime.runs import check_run_may_start, open_store
 from penstock.flows.trackers import check_trackers
 from penstock.stages.rollout.config import PromptConfig
 from penstock.stages.rollout.prompts.check import render_first_prompt, split_first_conversation
 from penstock.stages.rollout.prompts.files import parse_slice
 from penstock.storage.config import field_meta
-from penstock.storage.errors import OptionError
+from penstock.storage.errors import OptionError, StoreError
+from penstock.storage.refs import RunKeys
+from penstock.storage.store import Store
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
@@ -66,11 +68,7 @@ def dry_run(flow: str, config: PostTrainConfig) -> int:
     Raises:
         InputError: the run would be refused.
     """
-    config = with_champion(config)
     missing = list(missing_files(config))
-    if not any(path.endswith(".py") for _, path in missing):
-        config = with_function_names(config)
-    given = config
     try:
         check_trackers(config.run)
         check_secrets(config)
@@ -78,10 +76,22 @@ def dry_run(flow: str, config: PostTrainConfig) -> int:
         missing.append(("the trackers:", str(error)))
         trackers = {"use_wandb": False, "use_tensorboard": False, "wandb_key": None, "wandb_host": None}
         config = config.model_copy(update={"run": config.run.model_copy(update=trackers)})
-    if not any(flag == "--prompt-data" for flag, _ in missing):
-        config = with_rounds_of_epochs(flow, config)
-    check_options(flow, config)
-    check_secrets(config)
+    check_options(flow, derive(config))
+    counts_rows = not any(flag == "--prompt-data" for flag, _ in missing)
+    try:
+        store = open_store(config.run, probe=False)
+        plan = resolve(flow, config, store, counts_rows=counts_rows)
+    except StoreError as error:  # a bucket that only the machine of the run can read: the run counts as new
+        missing.append(("the store:", str(error)))
+        store = Store("memory://", probe=False)
+        plan = resolve(flow, config, store, counts_rows=counts_rows)
+    config = plan
+    if is_complete(store, plan):
+        print(f"run {plan.run.run} is complete: the same command without --dry-run starts nothing")
+        return 0
+    check_run_may_start(store, plan)
+    if flow in TRAINING and (num_done := len(store.committed_indices(f"{RunKeys(plan.run.run).prefix}/steps"))):
+        print(f"committed rounds: {num_done}; the run continues after them")
     shape, examples = None, list[Row]()
     with collected_warnings() as warnings:
         if (Path(config.convert.hf_checkpoint).expanduser() / "config.json").is_file():
@@ -91,12 +101,12 @@ def dry_run(flow: str, config: PostTrainConfig) -> int:
             tokenizer, tried = check_data(flow, config, shape)
             if rollout := first_prompts(flow, config):
                 examples = list(example_rows(flow, rollout, tokenizer, tried))
-    rows = [*plan_rows(flow, config, shape), *examples, *option_rows(given)]
+    rows = [*plan_rows(flow, config, shape), *examples, *option_rows(plan)]
     print_table(("plan", ""), [(title, escape(text)) for title, text in rows])
     if shape is not None and (gpus := visible_gpu_bytes()):
         print()
         print_plan(plan_gpu_memory(flow, config, shape, min(gpus)), config)
-    warnings += config_warnings(flow, config) if shape is not None else options_without_partner(config)
+    warnings += config_warnings(plan) if shape is not None else options_without_partner(config)
     for warning in warnings:
         print(f"warning: {warning}")
     absent = [flag + f" {path}" + " does not exist here" * flag.startswith("--") for flag, path in missing]
@@ -189,7 +199,7 @@ def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
         ModelError: an input is a name on the Hugging Face hub.
     """
     model = config.convert.hf_checkpoint
-    if model and not has_weights(config):
+    if model and not model.startswith(CHAMPION) and not has_weights(config):
         check_not_hub_id("--hf-checkpoint", model)
         yield "--hf-checkpoint", f"{model} (weights)"
     paths = [("--prompt-data", parse_slice(entry)[0]) for entry in config.rollout.prompt_data]
@@ -308,11 +318,13 @@ def describe_shards(config: PostTrainConfig) -> str:
     )
 
 
-def option_rows(config: PostTrainConfig) -> Iterator[Row]:
-    """Yield the options that differ from their defaults."""
+def option_rows(config: Plan) -> Iterator[Row]:
+    """Yield the given options that differ from their defaults."""
     title = "options"
     for section, name, field in list_options():
         value = getattr(getattr(config, section), name)
+        if name not in config.given.get(section, {}):
+            continue
         if value != field.get_default(call_default_factory=True) and not field_meta(field).secret:
             yield title, f"--{name.replace('_', '-')} {short_repr(value)}"
             title = ""

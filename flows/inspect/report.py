@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from penstock.flows.config import list_options, validate_config
+from penstock.flows.config import derive, list_options, validate_config
 from penstock.flows.options.argv import format_bytes, parse_integer, parse_run_argument, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import latest_schedule_options, open_store, unknown_run_error
@@ -117,7 +117,7 @@ def option_rows(config: dict[str, Any]) -> list[OptionRow]:
 
     The default is what a run gets that gives only its name and model: some defaults are derived from other options.
     """
-    minimal = validate_config({"run": {"run": "r"}, "convert": {"hf_checkpoint": "model"}}).model_dump(mode="json")
+    minimal = derive(validate_config({})).model_dump(mode="json")
     rows = {}
     for section, name, field in list_options():
         own = field.get_default(call_default_factory=True)

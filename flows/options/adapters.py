@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.options.start_weights import starting_weights
 from penstock.stages.rollout.plugins.eval_function import BUILT_IN
 from penstock.storage.errors import OptionError
 
@@ -84,7 +83,7 @@ def reason_against_adapters(config: PostTrainConfig, options: EngineOptions, par
 def describe_other_base(config: PostTrainConfig, parent: ParentRecord | None) -> str | None:
     """Return a sentence about the base of the adapters, if it is not the model with whose weights engines start."""
     ancestor = fully_trained_ancestor(parent)
-    start = f"the weights that run {ancestor} has trained" if ancestor else starting_weights(config)
+    start = f"the weights that run {ancestor} has trained" if ancestor else config.start_weights
     if start == config.convert.hf_checkpoint:
         return None
     return f"the adapters are trained on {start}, but engines start with the weights of --hf-checkpoint"

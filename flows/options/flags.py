@@ -128,7 +128,8 @@ def store_options_from_values(values: Values) -> RunConfig:
 
 
 def update_config_from_argv(config: PostTrainConfig, argv: Sequence[str]) -> PostTrainConfig:
-    """Return a config updated by the options of a command line. Derived batch sizes are computed again.
+    """Return a config updated by the options of a command line. Derived batch sizes and numbers of rounds are computed
+    again.
 
     Raises:
         OptionError: an option is invalid.
@@ -139,6 +140,9 @@ def update_config_from_argv(config: PostTrainConfig, argv: Sequence[str]) -> Pos
         values["train"]["global_batch_size"] = None
     elif "global_batch_size" in given.get("train", {}):
         values["train"]["num_steps_per_rollout"] = None
+    run = {"num_epoch": values["run"]["num_epoch"], **given.get("run", {})}
+    if values["run"]["num_epoch"] is not None and run["num_epoch"] is not None and "num_rollout" not in run:
+        values["run"]["num_rollout"] = 0
     return validate_config(parse_values(argv, values))
 
 

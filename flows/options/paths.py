@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from penstock.flows.config import PostTrainConfig
 from penstock.stages.plugins import DEFAULT_NAMES, with_function_name
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
+from penstock.storage.config import StageConfig
 
 FILES = {  # section -> options that name a file or a directory, or a list of them
     "run": ("store", "save_hf", "update_weight_disk_dir", "tb_dir", "wandb_dir"),
@@ -25,6 +27,7 @@ FILES = {  # section -> options that name a file or a directory, or a list of th
         *("profile_dir", "memory_snapshot_dir", "ci_save_grad_norm", "ci_load_grad_norm"),
     ),
 }
+CHAMPION = "champion:"  # `--hf-checkpoint champion:MODEL`
 DRAFT_MODEL = ("speculative_draft_model_path", "speculative_draft_model")  # SGLang's flags that name a directory
 FUNCTIONS = {  # section -> options that name a function: file.py, file.py:name, pkg.module:name or pkg.module.name
     "convert": ("model_family_path",),  # file.py or pkg.module
@@ -35,7 +38,8 @@ FUNCTIONS = {  # section -> options that name a function: file.py, file.py:name,
 
 def with_function_names(config: PostTrainConfig) -> PostTrainConfig:
     """Return the config with the name of the function in every path of a user-defined function (`rewards.py` becomes
-    `rewards.py:reward_func`), so that plan, record and every process mean the same function.
+    `rewards.py:reward_func`), so that plan, record and every process mean the same function. The
+    checks report files that do not exist.
 
     Raises:
         PluginError: a file does not load, or its function cannot be chosen.
@@ -46,10 +50,10 @@ def with_function_names(config: PostTrainConfig) -> PostTrainConfig:
     for section in ("rollout", "train"):
         options = getattr(config, section)
         paths = {name: getattr(options, name) for name in FUNCTIONS[section]}
-        bare = {name: path for name, path in paths.items() if path and path.endswith(".py")}
+        bare = {name: path for name, path in paths.items() if path and path.endswith(".py") and Path(path).exists()}
         reward = {"custom_rm_path": check_reward_options(options)} if bare.pop("custom_rm_path", None) else {}
         named = {name: with_function_name(path, DEFAULT_NAMES[name]) for name, path in bare.items()}
-        sections[section] = options.model_copy(update=named | reward)
+        sections[section] = _with_changes(options, named | reward)
     return config.model_copy(update=sections)
 
 
@@ -73,7 +77,7 @@ def _map_paths(config: PostTrainConfig, change: Callable[[str], str]) -> PostTra
     def change_file_path(value: Any) -> Any:
         if isinstance(value, list):
             return [change_file_path(path) for path in value]
-        return change(value) if value and "://" not in value and not value.startswith("~") else value
+        return change(value) if value and "://" not in value and not value.startswith(("~", CHAMPION)) else value
 
     def change_function_path(value: str | None) -> str | None:
         if not value:
@@ -90,7 +94,7 @@ def _map_paths(config: PostTrainConfig, change: Callable[[str], str]) -> PostTra
             new["sglang"] = {
                 name: change_file_path(value) if name in DRAFT_MODEL else value for name, value in old.sglang.items()
             }
-        sections[section] = old.model_copy(update=new)
+        sections[section] = _with_changes(old, new)
     evals = config.eval
     new = {"eval_prompt_data": [(name, change_file_path(path)) for name, path in evals.eval_prompt_data]}
     if evals.eval_config is not None:
@@ -99,4 +103,9 @@ def _map_paths(config: PostTrainConfig, change: Callable[[str], str]) -> PostTra
             for data_set in evals.eval_config.datasets
         ]
         new["eval_config"] = evals.eval_config.model_copy(update={"datasets": data_sets})
-    return config.model_copy(update=sections | {"eval": evals.model_copy(update=new)})
+    return config.model_copy(update=sections | {"eval": _with_changes(evals, new)})
+
+
+def _with_changes(section: StageConfig, values: dict[str, Any]) -> StageConfig:
+    """Return the section with `values`. Options that keep their value are not among those that are given."""
+    return section.model_copy(update={name: new for name, new in values.items() if new != getattr(section, name)})

@@ -10,14 +10,16 @@ import glob
 import logging
 import os
 import re
-from functools import cache, partial
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend
 from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilities
 from penstock.engines.serving.addresses import is_on_this_machine
-from penstock.flows.config import PostTrainConfig, check_secrets
+from penstock.engines.weights.hf_headers import block_size
+from penstock.flows.config import PostTrainConfig, check_secrets, derive
 from penstock.flows.debug_options import check_committed_rollouts, check_debug_options, gpu_flow
 from penstock.flows.debugging.rollout_files import check_rollout_files
 from penstock.flows.gpu_plan import (
@@ -32,22 +34,16 @@ from penstock.flows.gpu_plan import (
 from penstock.flows.options.adapters import with_adapters
 from penstock.flows.options.addresses import check_addresses
 from penstock.flows.options.partners import options_without_partner
-from penstock.flows.options.start_weights import (
-    check_start_weights,
-    describe_start_weights,
-    fp8_warning,
-    loaded_checkpoint,
-)
 from penstock.flows.reporting.prometheus import check_prometheus_port
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
+from penstock.flows.runtime.resolve import Plan, resolve
 from penstock.flows.runtime.runs import check_run_may_start, open_store
 from penstock.flows.trackers import check_trackers
 from penstock.stages.eval.config import EvalConfig, is_eval_metric
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import EngineError, LayoutError, ModelError, OptionError, RewardError, StoreError
-from penstock.storage.history.run_record import ParentRecord, read_run_record
 from penstock.storage.maintenance.removal import is_removed
 from penstock.storage.refs import RunKeys
 from penstock.storage.registry import model_prefix
@@ -63,25 +59,35 @@ TRAINING = ("post_train", "sft")
 logger = logging.getLogger(__name__)
 
 
-def preflight(flow: str, config: PostTrainConfig) -> None:
-    """Check a config for a flow. The result is cached in this process.
+def plan_of(flow: str, config: PostTrainConfig) -> Plan:
+    """Check the options of a flow and resolve them. Return a plan, which this process has made before, unchanged.
 
     Raises:
-        InputError: the config is invalid.
+        InputError: an option is invalid.
+        StoreError: the store cannot be read.
+    """
+    if isinstance(config, Plan):
+        return config
+    check_options(flow, derive(config))
+    return resolve(flow, config, open_store(config.run, probe=False))
+
+
+def preflight(config: Plan) -> None:
+    """Check a plan.
+
+    Raises:
+        InputError: an option is invalid.
         StoreError: the store cannot be read or written.
     """
-    check_rounds(flow, config)
-    _run_checks_once(flow, config.model_dump_json())
-
-
-@cache
-def _run_checks_once(flow: str, config_json: str) -> None:
     from penstock.engines.families import read_shape
     from penstock.engines.weights.hf_headers import check_weights
 
-    config = PostTrainConfig.model_validate_json(config_json)
-    check_options(flow, config)
-    check_start_weights(flow, config)
+    flow = config.flow
+    if config.run.debug_rollout_only and flow == "post_train" and config.start_weights != config.convert.hf_checkpoint:
+        raise OptionError(
+            f"{'--load' if config.convert.load else '--ref-load'} has no effect with --debug-rollout-only, which "
+            "generates with the weights of --hf-checkpoint: omit one of them"
+        )
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     check_algorithm(config, shape)
     check_layout(shape, config.train)
@@ -92,13 +98,13 @@ def _run_checks_once(flow: str, config_json: str) -> None:
     if flow == "convert" and config.convert.convert_save and not config.convert.convert_load:
         return  # the result is not written to the store
     if flow != "convert":
-        check_run_record(flow, config)
+        check_run_record(config)
         check_lengths(flow, config, shape)
         check_data(flow, config, shape)
     if flow in GENERATING and not config.run.debug_train_only:
         options = engine_options(config)
         if flow == "post_train":
-            options = with_adapters(options, config, read_parent(config))
+            options = with_adapters(options, config, config.parent)
         engine_backend().check_options(options)
         on_this_machine = config.run.ray_address is None and not options.external
         capabilities = visible_gpu_capabilities() if on_this_machine else None  # None: unknown
@@ -153,12 +159,12 @@ def check_eval_engines(config: PostTrainConfig, num_engines: int) -> None:
         )
 
 
-def check_run_record(flow: str, config: PostTrainConfig) -> None:
-    """Check that this config may start a new run, or continue the existing run of its name."""
+def check_run_record(config: Plan) -> None:
+    """Check that this plan may start a new run, or continue the existing run of its name."""
     store, keys = open_store(config.run, probe=False), RunKeys(config.run.run)
     try:
-        check_run_may_start(store, flow, config)
-        if flow == "post_train":
+        check_run_may_start(store, config)
+        if config.flow == "post_train":
             check_committed_rollouts(store, config)
         if config.debug.load_debug_rollout_data:
             rollouts = [] if is_removed(store, keys) else store.committed_indices(f"{keys.prefix}/rollouts")
@@ -167,13 +173,6 @@ def check_run_record(flow: str, config: PostTrainConfig) -> None:
         raise StoreError(
             f"store {store.uri!r} cannot be read ({error.strerror}): give --store a directory or a URI"
         ) from error
-
-
-def read_parent(config: PostTrainConfig) -> ParentRecord | None:
-    """Return the origin of the run that this config continues, if that is a fork."""
-    store, keys = open_store(config.run, probe=False), RunKeys(config.run.run)
-    record = None if is_removed(store, keys) else read_run_record(store, keys)
-    return record.parent if record else None
 
 
 def check_options(flow: str, config: PostTrainConfig) -> None:
@@ -188,6 +187,7 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
         raise OptionError(
             "--hf-checkpoint is missing: give a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
         )
+    check_rounds(flow, config)
     if (flow == "sft") != (train.loss_type == "sft_loss") and flow in TRAINING:
         raise OptionError(
             f"--loss-type {train.loss_type} does not match the flow `{flow}`: `penstock sft` trains on demonstrations "
@@ -280,10 +280,9 @@ def check_weight_directory(config: PostTrainConfig) -> None:
 
 
 def check_rounds(flow: str, config: PostTrainConfig) -> None:
-    """Check that the config has rounds to train or evaluations to run. `config` must not come from JSON, which loses
-    `model_fields_set`."""
+    """Check that the config has rounds to train or evaluations to run."""
     run = config.run
-    if flow not in TRAINING or run.num_rollout or run.num_rollout_per_start:
+    if flow not in TRAINING or run.num_rollout or run.num_rollout_per_start or run.num_epoch:
         return
     if flow == "sft":
         raise OptionError("--num-rollout is missing: give the number of rounds to train")
@@ -484,7 +483,7 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
     from penstock.stages.plugins import load_checked_function
 
     train, family_path = config.train, config.convert.model_family_path
-    start = {"start": path} if (path := loaded_checkpoint(config)) else {}
+    start = {"start": path} if (path := config.convert.load) else {}
     for name, path in (train.auxiliary_models | start).items():
         directory = config_directory(path)
         if directory is None:
@@ -572,13 +571,29 @@ def check_teacher(config: PostTrainConfig) -> None:
     check_same_tokens(policy, tokenizer, path)
 
 
-def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
+def fp8_warning(config: PostTrainConfig) -> Iterator[str]:
+    """Yield a warning if --hf-checkpoint is named after fp8, but neither its weights are quantized nor do the engines
+    quantize them."""
+    path = Path(config.convert.hf_checkpoint).expanduser()
+    if (
+        "fp8" in path.resolve().name.lower()
+        and block_size(path) is None
+        and not config.rollout.sglang.get("quantization")
+    ):
+        yield (
+            f"--hf-checkpoint {config.convert.hf_checkpoint} is not quantized, so the engines do not generate in fp8: "
+            "`penstock convert --load CHECKPOINT --export-dtype fp8 --save DIR` writes fp8 weights (docs/howto/fp8.md)"
+        )
+
+
+def config_warnings(config: Plan) -> list[str]:
     """Return warnings about valid settings that may be unintended: options without effect, a run that may need more
     than the memory of this machine's GPUs or generates slowly on them, and sampling options (such as top-p) that bias
     the policy gradient."""
     from penstock.engines.families import read_shape
     from penstock.engines.megatron.options.values import ignored_options
 
+    flow = config.flow
     warnings = list(options_without_partner(config)) if flow == "post_train" else []
     if ignored := ignored_options(config.train.megatron):
         warnings.append(f"these options of Megatron have no effect: {', '.join(ignored)}")
@@ -587,7 +602,7 @@ def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
         warnings += memory_warnings(plan_gpu_memory(gpu_flow(flow, config), config, shape, min(gpus)))
         warnings += speed_warnings(flow, config, min(gpus))
     if flow in TRAINING:
-        warnings += describe_start_weights(config)
+        warnings += config.notes
     if flow in GENERATING:
         warnings += fp8_warning(config)
     if flow != "post_train":

@@ -25,7 +25,6 @@ from penstock.engines.weights.upload import add_upload
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.debugging.config import DebugConfig
 from penstock.flows.options.adapters import adapter_of_version, with_adapters
-from penstock.flows.options.start_weights import starting_weights
 from penstock.flows.runtime.engine_options import TEACHER, engine_options, run_placement, teacher_options
 from penstock.flows.runtime.runs import logs_of_run, missing_fork_checkpoint
 from penstock.flows.turns import Turns
@@ -143,7 +142,7 @@ class Processes:
         report "hf-checkpoint" with --check-weight-update-equal, and if version 0 has other weights: the trainer then
         sends them version 0."""
         logs = logs_of_run(self.store, self.keys)
-        start, run = starting_weights(self.config), self.config.run
+        start, run = self.config.start_weights, self.config.run
         awaits_weights = run.check_weight_update_equal or (
             self.has_trainer and start != self.config.convert.hf_checkpoint
         )
@@ -581,7 +580,7 @@ class Processes:
         they must be equal."""
         from penstock.engines.weights.fp8 import fp8_weights, keeps_scales
 
-        path, start = self.config.convert.hf_checkpoint, starting_weights(self.config)
+        path, start = self.config.convert.hf_checkpoint, self.config.start_weights
         if start != path:
             return f"version 0 has the weights of {start}"
         if fp8_weights(path) and not keeps_scales(path):

@@ -11,7 +11,7 @@ import uuid
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.flows.config import (
     MEGATRON,
@@ -24,7 +24,7 @@ from penstock.flows.config import (
 )
 from penstock.flows.options.argv import check_run_name
 from penstock.flows.options.nearby_stores import stores_with_run
-from penstock.flows.options.paths import with_absolute_paths, with_relative_paths
+from penstock.flows.options.paths import with_relative_paths
 from penstock.flows.run_config import RunConfig
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import InputError, RunError, StoreError
@@ -44,6 +44,9 @@ from penstock.storage.maintenance.retention import unfinished_fork_key
 from penstock.storage.refs import DEBUG_DATA, RunKeys
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store
+
+if TYPE_CHECKING:
+    from penstock.flows.runtime.resolve import Plan
 
 
 def logs_of_run(store: Store, keys: RunKeys) -> Path | None:
@@ -107,16 +110,14 @@ def unknown_run_error(store: Store, run: str) -> RunError:
 # ---- starting --------------------------------------------------------------------------------------------------------
 
 
-def completion_of(flow: str, store: Store, config: PostTrainConfig) -> Completion:
-    """Return what a start of a flow with this config completes. `config` has a number of rounds (`with_target_rounds`)
-    and may have relative paths."""
+def completion_of(store: Store, config: Plan) -> Completion:
+    """Return what a start with this plan completes."""
     from penstock.flows.trackers import tracking_uris
 
-    config = with_absolute_paths(config)
     placement = options_by_mutability(config, "placement")
     options = [options_by_mutability(config, "identity"), options_by_mutability(config, "schedule")]
     options += [placement[name] for name in ("run.debug_rollout_only", "run.debug_train_only", "run.report")]
-    values = json.dumps([flow, options, tracking_uris(store, config.run)], sort_keys=True)
+    values = json.dumps([config.flow, options, tracking_uris(store, config.run)], sort_keys=True)
     defaults = options_by_mutability(PostTrainConfig(), "placement")
     outputs = [name for name in placement if name.startswith("debug.")] + ["run.keep_checkpoints", "run.keep_best"]
     return Completion(
@@ -125,8 +126,8 @@ def completion_of(flow: str, store: Store, config: PostTrainConfig) -> Completio
     )
 
 
-def open_run(store: Store, flow: str, config: PostTrainConfig, *, lease: Lease | None = None) -> RunKeys:
-    """Create the run's record, or check that this config may continue the run. Return the run's keys.
+def open_run(store: Store, plan: Plan, *, lease: Lease | None = None) -> RunKeys:
+    """Create the run's record, or check that this plan may continue the run. Return the run's keys.
 
     Changed schedule options (number of rounds, intervals, paths) are recorded under `runs/<run>/changes/`. If identity
     options (model, data, seed, algorithm) differ from the record, the run is replaced, provided that it has no commits
@@ -134,22 +135,21 @@ def open_run(store: Store, flow: str, config: PostTrainConfig, *, lease: Lease |
 
     Args:
         store: the run's store.
-        flow: name of the flow to start.
-        config: config of this start.
+        plan: plan of this start.
         lease: lease that marks the caller as a driver of the run; it does not count as another driver.
 
     Raises:
         RunError: see `check_run_may_start`.
     """
-    keys, own_lease, config = keys_of_run(config.run.run), lease.key if lease else None, with_absolute_paths(config)
+    keys, own_lease = keys_of_run(plan.run.run), lease.key if lease else None
     while True:
-        check_run_may_start(store, flow, config, own_lease=own_lease)
+        check_run_may_start(store, plan, own_lease=own_lease)
         if not is_removed(store, keys):
-            if create_run_record(store, flow, config):
+            if create_run_record(store, plan):
                 return keys
             record = read_run_record(store, keys)
-            if record is not None and describe_difference(record, flow, config) is None:
-                record_schedule(store, keys, record, options_by_mutability(config, "schedule"))
+            if record is not None and describe_difference(record, plan) is None:
+                record_schedule(store, keys, record, plan)
                 return keys
         remove_run_and_tracking(store, keys, own_lease=own_lease)
 
@@ -173,47 +173,46 @@ def remove_run_and_tracking(store: Store, keys: RunKeys, *, own_lease: str | Non
     return sum(file.bytes for file in files)
 
 
-def create_run_record(store: Store, flow: str, config: PostTrainConfig, parent: ParentRecord | None = None) -> bool:
+def create_run_record(store: Store, plan: Plan, parent: ParentRecord | None = None) -> bool:
     """Write the record of a run, of a fork if it has a parent, unless it exists. Return whether this call wrote it."""
-    config = with_absolute_paths(config)
     # store_options are not recorded: they may contain credentials, and every start gives them again.
-    values = config.model_dump(mode="json", exclude={"run": {"store_options"}})
+    values = plan.model_dump(mode="json", exclude={"run": {"store_options"}})
     record = RunRecord(
-        flow=flow,  # type: ignore[arg-type]
+        flow=plan.flow,  # type: ignore[arg-type]
         config=mask_secrets(values),
-        config_hash=config_hash(config),
+        given=mask_secrets(plan.given),
+        config_hash=config_hash(plan),
         directory=str(Path.cwd()),
         code_version=code_version(),
         created_at=time.time(),
         id=uuid.uuid4().hex,
         parent=parent,
     )
-    return store.create(RunKeys(config.run.run).record, record.model_dump_json(indent=1).encode())
+    return store.create(RunKeys(plan.run.run).record, record.model_dump_json(indent=1).encode())
 
 
-def check_run_may_start(store: Store, flow: str, config: PostTrainConfig, *, own_lease: str | None = None) -> None:
-    """Check that this config may start a new run, or continue the existing run with the name in `config.run.run`.
+def check_run_may_start(store: Store, plan: Plan, *, own_lease: str | None = None) -> None:
+    """Check that this plan may start a new run, or continue the existing run with the name in `plan.run.run`.
 
     Args:
         store: the run's store.
-        flow: name of the flow to start.
-        config: config of this start.
+        plan: plan of this start.
         own_lease: key of the lease that marks the caller as a driver of the run, if it has one.
 
     Raises:
         RunError: the flow or an identity option (model, data, seed, algorithm) differs from the record, and the run is
         a fork, has commits or has a running driver; or the run has commits but no record; or it is being removed.
     """
-    keys, config = keys_of_run(config.run.run), with_absolute_paths(config)
+    keys = keys_of_run(plan.run.run)
     if other := describe_removing_process(store, keys):
         raise RunError(f"run {keys.run!r} is being removed by {other}: wait until the removal is done")
     if is_removed(store, keys):
         return
     record = read_run_record(store, keys)
     if record is None:
-        check_commits_without_record(store, keys, flow, config)
+        check_commits_without_record(store, keys, plan)
         return
-    problem = describe_difference(record, flow, config)
+    problem = describe_difference(record, plan)
     if problem is None:
         return
     if record.parent:
@@ -226,22 +225,27 @@ def check_run_may_start(store: Store, flow: str, config: PostTrainConfig, *, own
         raise RunError(f"{problem}, and the run is driven by {drivers[0]}: stop that process, or give another --run")
 
 
-def describe_difference(record: RunRecord, flow: str, config: PostTrainConfig) -> str | None:
-    """Describe the first identity option (model, data, seed, algorithm) that differs between a config and a run's
-    record. Return None if all are equal.
+def describe_difference(record: RunRecord, plan: Plan) -> str | None:
+    """Describe the first identity option (model, data, seed, algorithm) that differs between a plan and a run's record.
+    Return None if all are equal."""
+    if record.flow != plan.flow:
+        return f"run {plan.run.run!r} was started by `{record.flow}`, not `{plan.flow}`"
+    difference = differing_option(_validated_config(record.config), plan, record.directory)
+    return None if difference is None else f"run {plan.run.run!r} has {_name_difference(*difference)}"
 
-    Paths are also equal if they are so relative to the working directories of both starts: a project may be moved.
+
+def differing_option(before: PostTrainConfig, now: PostTrainConfig, directory: str) -> tuple[str, Any, Any] | None:
+    """Return the first identity option of two configs with absolute paths that differs: name, value before, value now.
+
+    Paths are also equal if they are so relative to the working directories of both starts, of which the earlier one is
+    `directory`: a project may be moved.
     """
-    run = config.run.run
-    if record.flow != flow:
-        return f"run {run!r} was started by `{record.flow}`, not `{flow}`"
-    before, now = with_absolute_paths(_validated_config(record.config)), with_absolute_paths(config)
     old, new = options_by_mutability(before, "identity"), options_by_mutability(now, "identity")
-    moved_old = options_by_mutability(with_relative_paths(before, record.directory), "identity")
+    moved_old = options_by_mutability(with_relative_paths(before, directory), "identity")
     moved_new = options_by_mutability(with_relative_paths(now, str(Path.cwd())), "identity")
     for field, value in new.items():
         if old[field] != value and moved_old[field] != moved_new[field]:
-            return f"run {run!r} has {_name_difference(field, old[field], value)}"
+            return field, old[field], value
     return None
 
 
@@ -256,8 +260,8 @@ def _name_difference(field: str, recorded: Any, given: Any) -> str:
     return f"{flag_of_field(name)} {before}, this command has {now}"
 
 
-def check_commits_without_record(store: Store, keys: RunKeys, flow: str, config: PostTrainConfig) -> None:
-    """Check that a run without a record is new, or that all of its commits were made with this flow and config."""
+def check_commits_without_record(store: Store, keys: RunKeys, plan: Plan) -> None:
+    """Check that a run without a record is new, or that all of its commits were made with this plan."""
     prefixes = committed_prefixes(store, keys)
     if not prefixes:
         return
@@ -269,8 +273,8 @@ def check_commits_without_record(store: Store, keys: RunKeys, flow: str, config:
     shared = any(commit.attempt and not commit.attempt.startswith(f"{keys.prefix}/") for commit in commits)
     rollouts = [commit for commit in commits if commit.kind == "rollout"]
     demonstrated = rollouts and rollouts[0].policy_version == -1 and DEBUG_DATA not in rollouts[0].inputs
-    same_flow = flow == ("sft" if demonstrated else "post_train") if rollouts else flow == "evaluate"
-    if not shared and same_flow and {commit.config_hash for commit in commits} == {config_hash(config)}:
+    flow = ("sft" if demonstrated else "post_train") if rollouts else "evaluate"
+    if not shared and plan.flow == flow and {commit.config_hash for commit in commits} == {config_hash(plan)}:
         return  # the commits were made with these options
     raise RunError(
         f"run {keys.run!r} has {len(commits)} commits, but {store.path(keys.record)} is missing: restore it from a "
@@ -326,24 +330,27 @@ def latest_schedule_options(store: Store, keys: RunKeys) -> dict[str, Any]:
     record = read_run_record(store, keys)
     if record is None:
         raise unknown_run_error(store, keys.run)
-    schedule = options_by_mutability(_validated_config(record.config), "schedule")
-    if changes := read_schedule_changes(store, keys):
-        schedule |= changes[-1].schedule
-    return schedule
+    return options_by_mutability(latest_config(store, keys, record)[0], "schedule")
 
 
-def record_schedule(store: Store, keys: RunKeys, record: RunRecord, schedule: dict[str, Any]) -> None:
+def latest_config(store: Store, keys: RunKeys, record: RunRecord) -> tuple[PostTrainConfig, PostTrainConfig]:
+    """Return the recorded config of a run with its last recorded schedule options, and the options as the start gave
+    them that recorded these."""
+    if not (changes := read_schedule_changes(store, keys)):
+        return _validated_config(record.config), _validated_config(record.given)
+    return _config_with_schedule(record.config, changes[-1].schedule), _validated_config(changes[-1].given)
+
+
+def record_schedule(store: Store, keys: RunKeys, record: RunRecord, plan: Plan) -> None:
     """Record the schedule options of this start (number of rounds, save and evaluation intervals, paths) under the next
     free number in `changes/`, unless they equal the latest recorded ones.
 
     If two concurrent starts change the schedule, both changes are recorded and the higher number is in effect.
     """
-    before = options_by_mutability(
-        with_absolute_paths(_config_with_schedule(record.config, latest_schedule_options(store, keys))), "schedule"
-    )
-    if schedule == before:
+    schedule = options_by_mutability(plan, "schedule")
+    if schedule == options_by_mutability(latest_config(store, keys, record)[0], "schedule"):
         return
-    change = ScheduleChange(at=time.time(), id=uuid.uuid4().hex, schedule=schedule)
+    change = ScheduleChange(at=time.time(), id=uuid.uuid4().hex, schedule=schedule, given=mask_secrets(plan.given))
     data = change.model_dump_json(indent=1).encode()
     numbers = [int(Path(key).stem) for key in schedule_change_keys(store, keys)]
     number = max(numbers, default=-1) + 1
@@ -369,7 +376,7 @@ def read_flow_and_config(where: RunConfig, run: str) -> tuple[str, PostTrainConf
     """
     store, keys = open_store(where, probe=False), keys_of_run(run)
     record = read_existing_record(store, keys)
-    config = _config_with_schedule(record.config, latest_schedule_options(store, keys))
+    config, _ = latest_config(store, keys, record)
     stores = {
         "store": where.store,
         "store_options": where.store_options,

@@ -24,8 +24,6 @@ from penstock.engines.placement import NodeLost
 from penstock.engines.weights.fp8 import fp8_weights
 from penstock.flows.config import PostTrainConfig, config_hash
 from penstock.flows.debug_options import gpu_flow
-from penstock.flows.options.paths import with_absolute_paths
-from penstock.flows.options.resolve import resolve_config
 from penstock.flows.reporting.final_report import write_final_report
 from penstock.flows.reporting.hang_detector import HangDetector
 from penstock.flows.reporting.prefect_page import (
@@ -48,8 +46,9 @@ from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.engine_options import device_counts
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE, logprob_gap_warning, zero_gradient_warning
 from penstock.flows.runtime.prefect_api import server_ends_with_process, wait_for_api
-from penstock.flows.runtime.preflight import config_warnings, preflight
+from penstock.flows.runtime.preflight import config_warnings, plan_of, preflight
 from penstock.flows.runtime.processes import Processes
+from penstock.flows.runtime.resolve import Plan
 from penstock.flows.runtime.runs import (
     code_version,
     completion_of,
@@ -59,7 +58,6 @@ from penstock.flows.runtime.runs import (
     open_store,
     read_existing_record,
 )
-from penstock.flows.runtime.schedule import with_target_rounds
 from penstock.flows.runtime.signals import CLEANUP, describe_cleanup, stop_signals
 from penstock.flows.terminal.lines import describe_commit
 from penstock.flows.trackers import tracked_run, tracking_uris
@@ -97,13 +95,14 @@ class Session:
     """One execution of a flow for a run: a context manager that stops every process it started when the block ends."""
 
     def __init__(self, flow: str, config: PostTrainConfig) -> None:
-        config = resolve_config(flow, config)
-        preflight(flow, config)
-        self.store = open_store(config.run)
-        self.config = config = with_absolute_paths(with_target_rounds(self.store, config))
+        plan = plan_of(flow, config)
+        if plan is not config:  # otherwise the command has checked it
+            preflight(plan)
+        self.store = open_store(plan.run)
+        self.config: Plan = plan
+        config = plan
         self._entered = ExitStack()
-        self._flow = flow
-        self.keys = self._open_run(flow)
+        self.keys = self._open_run()
         self.stop = StopRequest()
         self.provenance: dict[str, Any] = {"config_hash": config_hash(config), "code_version": code_version()}
         self._stack = ExitStack()
@@ -156,15 +155,15 @@ class Session:
             has_trainer=gpu_flow(flow, config) != "evaluate",
         )
         self.display.panel.links, self.display.panel.engines = self._links, self.processes.describe_engines
-        for warning in config_warnings(flow, config):
+        for warning in config_warnings(plan):
             self.display.note(warning)
 
-    def _open_run(self, flow: str) -> RunKeys:
+    def _open_run(self) -> RunKeys:
         """Hold the lease that marks this process as the run's driver, until the session ends; create or check the run's
         record (`open_run`)."""
         lease = Lease(self.store, new_driver_lease_key(keys_of_run(self.config.run.run)))
         try:
-            keys = open_run(self.store, flow, self.config, lease=lease)
+            keys = open_run(self.store, self.config, lease=lease)
         except BaseException:
             lease.release()
             raise
@@ -298,7 +297,7 @@ class Session:
         if any(delivery.num_waiting() for delivery in self.tracker.deliveries):
             return
         try:
-            completion = completion_of(self._flow, self.store, self.config)
+            completion = completion_of(self.store, self.config)
             record_completion(self.store, self.keys, self._start, completion)
         except (StoreError, OSError) as error:
             self.display.note(f"the completion of the run is not recorded ({error}); the next start checks its stages")

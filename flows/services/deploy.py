@@ -53,8 +53,7 @@ def main(argv: list[str]) -> int:
     if not positional:
         return deploy_all(ensure_prefect_api())
     from penstock.flows.options import flags
-    from penstock.flows.options.resolve import resolve_config
-    from penstock.flows.runtime.preflight import preflight
+    from penstock.flows.runtime.preflight import plan_of, preflight
 
     flow = flow_module_name(positional[0])
     if "--name" not in own:
@@ -66,8 +65,7 @@ def main(argv: list[str]) -> int:
     values = flags.parse_values(rest)
     config = validate_config(with_sft_loss(values) if flow == "sft" else values)
     check_secrets(config, allow_literal=False)
-    # each start finds the champion of its time, and the number of rows
-    preflight(flow, resolve_config(flow, config))
+    preflight(plan_of(flow, config))  # the deployment keeps the options as given: the first start of a run decides
     address = ensure_prefect_api()
     title = deploy_one(flow, own["--name"], config, pool=own.get("--pool", POOL), schedule=schedule)
     ensure_zombie_automation(address)
@@ -90,7 +88,7 @@ def deploy_one(flow: str, name: str, config: PostTrainConfig, *, pool: str = POO
     function = getattr(importlib.import_module(f"penstock.flows.{flow}"), flow)
     deployment = function.to_deployment(
         name,
-        parameters={"config": config.model_dump(mode="json")},
+        parameters={"config": config.model_dump(mode="json", exclude_unset=True)},
         schedules=[schedule] if schedule else [],
         concurrency_limit=ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE),
         enforce_parameter_schema=True,

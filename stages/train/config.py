@@ -219,45 +219,45 @@ class TrainConfig(AlgorithmConfig):
         return self
 
     @model_validator(mode="after")
-    def _set_dtype(self) -> TrainConfig:
-        """Let Megatron's --bf16 mean --params-dtype bf16."""
-        if self.megatron.get("bf16"):
-            if self.params_dtype == "fp32":
-                raise OptionError("--bf16 contradicts --params-dtype fp32: omit one of them")
-            self.params_dtype = "bf16"
+    def _check_dtype(self) -> TrainConfig:
+        """Check that --params-dtype does not contradict Megatron's --bf16, which means --params-dtype bf16."""
+        if self.megatron.get("bf16") and self.params_dtype == "fp32":
+            raise OptionError("--bf16 contradicts --params-dtype fp32: omit one of them")
         return self
 
-    def derive_lr_schedule(self, num_steps: int) -> None:
-        """Set the learning-rate schedule's options that are not given, for a run of `num_steps` optimizer steps.
+    def lr_schedule(self, num_steps: int) -> dict[str, int | None]:
+        """Return the learning-rate schedule of a run of `num_steps` optimizer steps: lr_decay_iters, lr_warmup_iters.
 
         Raises:
             OptionError: the options contradict each other, or the schedule needs --lr-decay-iters.
         """
+        decay, warmup_iters = self.lr_decay_iters, self.lr_warmup_iters
         needs_steps = self.lr_decay_style != "constant" or self.lr_warmup_fraction is not None
-        if needs_steps and self.lr_decay_iters is None:
+        if needs_steps and decay is None:
             if not num_steps:
                 flag = "--lr-warmup-fraction" if self.lr_decay_style == "constant" else "--lr-decay-style"
                 raise OptionError(
                     f"{flag} needs --lr-decay-iters, the number of optimizer steps until the learning rate reaches "
                     "--min-lr, because --num-rollout does not give it: add --lr-decay-iters"
                 )
-            self.lr_decay_iters = num_steps
+            decay = num_steps
         if self.lr_warmup_fraction is not None:
-            num_steps = int(self.lr_warmup_fraction * (self.lr_decay_iters or 0))
-            if self.lr_warmup_iters not in (0, num_steps):
+            num_steps = int(self.lr_warmup_fraction * (decay or 0))
+            if warmup_iters not in (0, num_steps):
                 raise OptionError(
                     f"--lr-warmup-fraction {self.lr_warmup_fraction:g} is {num_steps} steps, but --lr-warmup-iters is "
-                    f"{self.lr_warmup_iters}: omit one of them"
+                    f"{warmup_iters}: omit one of them"
                 )
-            self.lr_warmup_iters = num_steps
+            warmup_iters = num_steps
         rates = {"--lr": self.lr, "--critic-lr": self.critic_lr}
         for name, rate in rates.items():
             if rate is not None and self.min_lr > rate:
                 raise OptionError(f"--min-lr {self.min_lr:g} is above {name} {rate:g}: lower --min-lr")
-        warmups = {"--lr-warmup-iters": self.lr_warmup_iters, "--critic-lr-warmup-iters": self.critic_lr_warmup_iters}
+        warmups = {"--lr-warmup-iters": warmup_iters, "--critic-lr-warmup-iters": self.critic_lr_warmup_iters}
         for name, warmup in warmups.items():
-            if self.lr_decay_style != "constant" and (warmup or 0) >= (self.lr_decay_iters or 0):
+            if self.lr_decay_style != "constant" and (warmup or 0) >= (decay or 0):
                 raise OptionError(
-                    f"--lr-decay-iters {self.lr_decay_iters} includes the warm-up and must be above {name} {warmup}: "
+                    f"--lr-decay-iters {decay} includes the warm-up and must be above {name} {warmup}: "
                     "raise --lr-decay-iters"
                 )
+        return {"lr_decay_iters": decay, "lr_warmup_iters": warmup_iters}

@@ -49,7 +49,8 @@ class RunRecord(Frozen):
 
     record_version: Literal[1] = 1
     flow: Literal["post_train", "sft", "evaluate"]
-    config: RecordedConfig
+    config: RecordedConfig  # with everything decided that the options leave open
+    given: RecordedConfig  # the options that were given
     config_hash: str
     directory: str  # working directory of the first start; paths below it still match after the project is moved
     code_version: str
@@ -59,11 +60,13 @@ class RunRecord(Frozen):
 
 
 class ScheduleChange(Frozen):
-    """A file of changes/: the schedule options (`section.name` -> value) of a start that changed them."""
+    """A file of changes/: the schedule options (`section.name` -> value) of a start that changed them, and all options
+    that it was given."""
 
     at: Time
     id: str
     schedule: dict[Annotated[str, Field(pattern=r"^\w+\.\w+$")], Any]
+    given: RecordedConfig
 
 
 def read_run_record(store: Store, keys: RunKeys) -> RunRecord | None:

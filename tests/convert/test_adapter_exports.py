@@ -11,11 +11,11 @@ import torch
 from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.families.peft import check_peft_directory, open_peft, to_peft
 from penstock.engines.lora import LoraOptions
-from penstock.flows.commands.fork import forked_config
+from penstock.flows.commands.fork import plan_fork
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.inspect import export
 from penstock.flows.options.flags import parse_config
-from penstock.flows.options.start_weights import starting_weights
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.stages.convert.export_plan import Origin
 from penstock.stages.convert.hf.weights import HFWeights
@@ -52,7 +52,10 @@ def save_run(model: Path, store: Store, overrides: dict[str, Any]) -> Any:
     generator = torch.Generator().manual_seed(7)
     for param in engine.chunks[0].adapters.parameters():
         param.data.copy_(0.1 * torch.randn(param.shape, generator=generator))
-    create_run_record(store, "sft", config_of(model, Path(store.root), "old", "--lora-rank", "8", "--lora-alpha", "12"))
+    create_run_record(
+        store,
+        resolve("sft", config_of(model, Path(store.root), "old", "--lora-rank", "8", "--lora-alpha", "12"), store),
+    )
     commit_checkpoint(store, "models/base", engine.save_weights, kind="model")
     commit_checkpoint(
         store,
@@ -120,7 +123,9 @@ def test_what_needs_all_weights_of_a_run_with_adapters_is_refused(tiny_model: Pa
     ]
     assert (role, base) == ("base", commit_key("models/base"))
     with pytest.raises(OptionError, match=r"only LoRA adapters.*penstock export old"):
-        starting_weights(config_of(tiny_model, tmp_path / "store", "new", "--load", str(tmp_path / "store" / "old")))
+        resolve(
+            "sft", config_of(tiny_model, tmp_path / "store", "new", "--load", str(tmp_path / "store" / "old")), store
+        )
     with pytest.raises(OptionError, match="--format hf"):
         export_megatron(store, commit, Origin(tiny_model), str(tmp_path / "out"), "te")
     whole = commit.model_copy(update={"state": {}})
@@ -133,8 +138,19 @@ def test_fork_keeps_the_options_of_adapters_or_adds_adapters(tiny_model: Path, t
     adapters = config_of(tiny_model, tmp_path / "store", "old", "--lora-rank", "8", "--num-rollout", "9")
     full = config_of(tiny_model, tmp_path / "store", "old", "--num-rollout", "9")
     for options in ([], ["--lr", "1e-4"]):
-        assert forked_config(adapters, options, "new", 3).train.lora == adapters.train.lora
-    assert forked_config(full, ["--lora-rank", "4"], "new", 3).train.lora is not None
-    assert forked_config(adapters, ["--lora-rank", "4"], "new", 0).train.lora is not None
+        assert (
+            plan_fork(Store(str(tmp_path / "store"), probe=False), "sft", adapters, options, "new", 3).train.lora
+            == adapters.train.lora
+        )
+    assert (
+        plan_fork(Store(str(tmp_path / "store"), probe=False), "sft", full, ["--lora-rank", "4"], "new", 3).train.lora
+        is not None
+    )
+    assert (
+        plan_fork(
+            Store(str(tmp_path / "store"), probe=False), "sft", adapters, ["--lora-rank", "4"], "new", 0
+        ).train.lora
+        is not None
+    )
     with pytest.raises(OptionError, match=r"cannot change at round 3.*adapters of old"):
-        forked_config(adapters, ["--lora-rank", "4"], "new", 3)
+        plan_fork(Store(str(tmp_path / "store"), probe=False), "sft", adapters, ["--lora-rank", "4"], "new", 3)

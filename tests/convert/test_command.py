@@ -11,6 +11,7 @@ from penstock.flows.config import PostTrainConfig
 from penstock.flows.convert import describe_result, find_checkpoint, translate_flags, with_hf_checkpoint
 from penstock.flows.options import flags
 from penstock.flows.runtime.conversion import import_model, run_conversion, run_export
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.stages.convert.hf.weights import HFWeights
 from penstock.stages.convert.logits import TOLERANCE, LogitsComparison, compare_logits
@@ -94,7 +95,7 @@ def test_checkpoint_is_found_by_directory_or_run(source: Path, model: Path, tmp_
 
     run = flags.parse_config(["--store", str(tmp_path / "store"), "--run", "first", "--hf-checkpoint", str(source)])
     store, keys = open_store(run.run), RunKeys("first")
-    create_run_record(store, "post_train", run)
+    create_run_record(store, resolve("post_train", run, store))
     for version in (5, 10):
         store.commit(
             keys.checkpoint_prefix(version),

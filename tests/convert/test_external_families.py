@@ -21,6 +21,7 @@ from penstock.flows.options import flags
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.conversion import run_conversion, run_export
 from penstock.flows.runtime.preflight import preflight
+from penstock.flows.runtime.resolve import plan_of, resolve
 from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.stages.convert.export_plan import Origin
 from penstock.stages.convert.hf.weights import HFWeights
@@ -252,7 +253,7 @@ def test_export_of_a_run_uses_the_family_of_the_run(acorn: str, source: Path, tm
     words = ["--store", str(tmp_path / "store"), "--model-family-path", acorn, "--hf-checkpoint", str(source)]
     run = flags.parse_config([*words, "--run", "first"])
     store = open_store(run.run)
-    create_run_record(store, "post_train", run)
+    create_run_record(store, resolve("post_train", run, store))
     store.commit(RunKeys("first").checkpoint_prefix(1), Commit(kind="checkpoint", run="first", index=1, attempt="a1"))
     config = with_hf_checkpoint(
         flags.parse_config(translate_flags(["--load", "first", "--save", str(tmp_path / "out"), *words[:2]]))
@@ -267,7 +268,7 @@ def test_conversion_in_several_ray_processes(
 ) -> None:
     words = ["--hf-checkpoint", str(source), "--model-family-path", acorn, "--convert-ranks", "2"]
     config = flags.parse_config([*words, "--store", str(tmp_path / "store")])
-    preflight("convert", config)
+    preflight(plan_of("convert", config))
     store = Store(str(tmp_path / "store"))
     ref = run_conversion(cluster, store, config.convert, verify=True)
     out = flags.parse_config([*words, "--convert-save", str(tmp_path / "back"), "--convert-load", ref.uri]).convert

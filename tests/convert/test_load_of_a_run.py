@@ -9,7 +9,7 @@ import torch
 
 from penstock.engines.families import read_shape
 from penstock.flows.options.flags import parse_config
-from penstock.flows.options.start_weights import starting_weights
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.stages.convert.export_plan import Origin
 from penstock.stages.convert.hf.weights import HFWeights
@@ -29,7 +29,7 @@ def test_weights_of_a_training_checkpoint_are_imported(tiny_model: Path, tmp_pat
     words = ["--hf-checkpoint", str(tiny_model), "--save"]
     old = parse_config([*words, str(tmp_path / "store" / "old")])
     store, keys = open_store(old.run), RunKeys("old")
-    create_run_record(store, "sft", old)
+    create_run_record(store, resolve("sft", old, store))
     attempt = store.new_attempt(keys.checkpoint_prefix(3))
     with store.writing(attempt) as out:
         engine.save(out.path, {"run": "old", "version": 3})
@@ -37,7 +37,7 @@ def test_weights_of_a_training_checkpoint_are_imported(tiny_model: Path, tmp_pat
     store.commit(keys.checkpoint_prefix(3), Commit(kind="checkpoint", attempt=attempt, files=out.files, **fields))
 
     new = parse_config([*words, str(tmp_path / "store" / "new"), "--load", str(tmp_path / "store" / "old")])
-    model = import_megatron_checkpoint(store, starting_weights(new), Origin(tiny_model))
+    model = import_megatron_checkpoint(store, resolve("sft", new, store).start_weights, Origin(tiny_model))
     commits = [store.committed(keys.checkpoint_prefix(3)), Commit.model_validate_json(store.read(model.key) or b"")]
     exports = [
         export_hf(store, commit, Origin(tiny_model), f"exports/{i}") for i, commit in enumerate(commits) if commit

@@ -15,7 +15,7 @@ from penstock.engines.sglang.sampling import (
     sampling_parameter_names,
 )
 from penstock.flows.options.flags import parse_config
-from penstock.flows.runtime.preflight import config_warnings, preflight
+from penstock.flows.runtime.preflight import config_warnings, plan_of, preflight
 from penstock.storage.errors import EngineError, InputError
 
 
@@ -84,12 +84,12 @@ def test_preflight_checks_engine_options_and_warns_of_biased_sampling(tmp_path: 
         (["--rollout-external-engine-addrs", "a:1", "b:2", "--sglang-log-level", "info"], "--sglang-log-level"),
     ):
         with pytest.raises(InputError, match=hint):
-            preflight("post_train", parse_config([*words, *more]))
+            preflight(plan_of("post_train", parse_config([*words, *more])))
     config = parse_config(
         [*words, "--router-policy", "cache_aware", "--router-cache-threshold", "0.5", "--rollout-top-p", "0.9"]
     )
     assert config.rollout.router == {"policy": "cache_aware", "cache_threshold": 0.5}
-    preflight("post_train", config)
-    [warning] = config_warnings("post_train", config)
-    assert warning.startswith("top_p=0.9: ") and not config_warnings("evaluate", config)
-    assert not config_warnings("post_train", parse_config(words))
+    preflight(plan_of("post_train", config))
+    [warning] = config_warnings(plan_of("post_train", config))
+    assert warning.startswith("top_p=0.9: ") and not config_warnings(plan_of("evaluate", config))
+    assert not config_warnings(plan_of("post_train", parse_config(words)))

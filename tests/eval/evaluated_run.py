@@ -5,6 +5,7 @@ from pathlib import Path
 
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_run
 from penstock.stages.eval.score import compute_eval_metrics
 from penstock.stages.rewards.grading import Grader
@@ -37,7 +38,7 @@ def evaluate(
 ) -> Commit:
     """Commit an evaluation with `responses` per prompt, graded by the config. "" stands for a failed generation, "?"
     for a failed grader."""
-    keys = open_run(store, "evaluate", config)
+    keys = open_run(store, resolve("evaluate", config, store))
     if not store.exists(keys.origin_key("base")):
         store.commit("models/abc", Commit(kind="model", policy_version=0))
         base = CheckpointRef(key="models/abc.commit.json", uri="", format="torch_dist", policy_version=0)

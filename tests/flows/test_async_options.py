@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.flows import cli
-from penstock.flows.config import PostTrainConfig, config_hash
+from penstock.flows.config import PostTrainConfig, config_hash, derive
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import runner
 from penstock.storage.errors import OptionError
@@ -73,7 +73,7 @@ def test_possible_combination_is_accepted(words: str) -> None:
     ],
 )
 def test_corrections_are_on_if_tokens_may_be_stale(words: str, limit: int) -> None:
-    config = parse_config(words.split())
+    config = derive(parse_config(words.split()))
     assert config.run.staleness_limit == limit
     assert config.train.use_tis == (limit > 0)
     assert not parse_config([*words.split(), "--no-use-tis"]).train.use_tis, "as given"

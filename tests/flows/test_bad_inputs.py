@@ -14,6 +14,7 @@ from penstock_command import penstock
 
 from penstock.flows.cli import main
 from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.preflight import plan_of
 from penstock.flows.services.deploy import parse_schedule
 
 STARTS = {
@@ -94,7 +95,7 @@ def test_unchanged_base_request_passes_preflight(command: str, place: Path) -> N
         for word in (name, *value.split(" "))
     ]
     flow = {"train": "post_train", "eval": "evaluate"}.get(command, command)
-    preflight(flow, parse_config([*words, "--store", str(place / "good-store")]))
+    preflight(plan_of(flow, parse_config([*words, "--store", str(place / "good-store")])))
 
 
 @pytest.mark.parametrize("row", quick_rows(), ids=lambda row: row.id)

@@ -4,7 +4,14 @@ import importlib
 
 import pytest
 
-from penstock.flows.config import PostTrainConfig, config_hash, list_options, options_by_mutability, validate_config
+from penstock.flows.config import (
+    PostTrainConfig,
+    config_hash,
+    derive,
+    list_options,
+    options_by_mutability,
+    validate_config,
+)
 from penstock.flows.options.flags import parse_config, parse_values, penstock_flags, split_flags
 from penstock.flows.options.refused import log_once
 from penstock.flows.runtime.conversion import export_origin
@@ -43,7 +50,9 @@ def test_own_flags_set_converted_values_in_their_sections() -> None:
         None,
     )
     assert config.rollout.rollout_stop == ["a", "b"]
-    assert (config.train.global_batch_size, config.train.num_steps_per_rollout) == (32, 1)
+    train = derive(config).train
+    assert (train.global_batch_size, train.num_steps_per_rollout) == (32, 1)
+    assert (config.train.global_batch_size, config.train.num_steps_per_rollout) == (None, None), "as given"
 
 
 def test_second_user_defined_function_replaces_the_first_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

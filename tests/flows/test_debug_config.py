@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.flows.config import PostTrainConfig, config_hash, options_by_mutability, validate_config
+from penstock.flows.config import PostTrainConfig, config_hash, derive, options_by_mutability, validate_config
 from penstock.flows.debug_options import check_debug_options
 from penstock.flows.options.flags import parse_config
 from penstock.flows.options.paths import with_absolute_paths
@@ -50,7 +50,7 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_loading_rollouts_starts_no_engines() -> None:
-    config = parse_config([*BASE, "--load-debug-rollout-data", "d_{rollout_id}.pt"])
+    config = derive(parse_config([*BASE, "--load-debug-rollout-data", "d_{rollout_id}.pt"]))
     assert config.run.debug_train_only
     assert PostTrainConfig.model_validate_json(config.model_dump_json()) == config
     check_debug_options("post_train", config)

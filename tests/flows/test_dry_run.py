@@ -15,8 +15,10 @@ from penstock.flows.cli import main
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.inspect.dry_run import describe_weights
 from penstock.flows.options.flags import parse_config
-from penstock.flows.options.start_weights import fp8_warning
+from penstock.flows.runtime.preflight import fp8_warning
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_run
+from penstock.storage.refs import Commit
 from penstock.storage.store import Store
 
 RECIPE = Path(__file__).parents[2] / "configs" / "recipes" / "demo-grpo.toml"
@@ -285,12 +287,15 @@ def test_dry_run_of_resume_plans_the_recorded_run(
         "evaluate": ["--eval-prompt-data", "held", str(data)],
     }[flow]
     config = parse_config(words)
-    open_run(Store(config.run.store), flow, config)
+    store = Store(config.run.store)
+    keys = open_run(store, resolve(flow, config, store))
+    if flow != "evaluate":
+        store.commit(keys.step_prefix(0), Commit(kind="step", index=0, policy_version=1))
     code = main(["resume", "r", "--store", config.run.store, "--dry-run"])
     out, err = capsys.readouterr()
     assert code == 0, err
     assert out.splitlines()[-1].startswith("ready: ")
-    assert out.startswith("0 rounds are committed; ") == (flow != "evaluate")
+    assert out.startswith("committed rounds: 1; ") == (flow != "evaluate")
 
 
 @pytest.mark.parametrize("command", ["fork r --at 1 --name f", "convert", "eval --rescore r", "verify r", "samples r"])

@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from penstock.flows.options.flags import parse_config
-from penstock.flows.runtime.schedule import with_rounds_of_epochs
+from penstock.flows.runtime.resolve import Plan, resolve
+from penstock.flows.runtime.runs import open_run
 from penstock.storage.errors import OptionError
+from penstock.storage.store import Store
+
+STORE = Store("memory://", probe=False)
+BATCH = ["--rollout-batch-size", "4"]
 
 
 @pytest.fixture
@@ -23,12 +28,35 @@ def test_rounds_are_epochs_times_rows_divided_by_the_batch(
 ) -> None:
     given = [*words, "--num-epoch", str(epochs), "--rollout-batch-size", str(batch)]
     for more in ([], ["--num-rollout", str(rounds)]):
-        assert with_rounds_of_epochs("post_train", parse_config([*given, *more])).run.num_rollout == rounds
+        assert resolve("post_train", parse_config([*given, *more]), STORE).run.num_rollout == rounds
 
 
-def test_config_without_epochs_is_unchanged(words: list[str]) -> None:
-    config = parse_config([*words, "--num-rollout", "7"])
-    assert with_rounds_of_epochs("post_train", config) is config
+def test_learning_rate_decays_over_the_rounds_of_the_epochs(words: list[str]) -> None:
+    plan = resolve(
+        "post_train", parse_config([*words, "--num-epoch", "2", *["--lr-decay-style", "cosine"], *BATCH]), STORE
+    )
+    assert (plan.run.num_rollout, plan.train.lr_decay_iters) == (5, 5)
+
+
+def test_run_keeps_its_rounds_and_its_schedule_when_rows_or_rounds_are_added(words: list[str], tmp_path: Path) -> None:
+    def plan(*more: str) -> Plan:
+        store = Store(str(tmp_path / "store"))
+        given = [*words, "--run", "r", "--store", store.root, "--lr-decay-style", "cosine", *BATCH, *more]
+        plan = resolve("post_train", parse_config(given), store)
+        open_run(store, plan)
+        return plan
+
+    assert plan("--num-epoch", "2").run.num_rollout == 5
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 20)
+    for more, rounds in (
+        (["--num-epoch", "2"], 5),
+        (["--num-epoch", "2", "--global-batch-size", "32"], 5),
+        (["--num-epoch", "3"], 15),
+        (["--num-epoch", "3"], 15),
+        (["--num-rollout", "7"], 7),
+    ):
+        again = plan(*more)
+        assert (again.run.num_rollout, again.train.lr_decay_iters) == (rounds, 5)
 
 
 @pytest.mark.parametrize(
@@ -43,4 +71,4 @@ def test_config_without_epochs_is_unchanged(words: list[str]) -> None:
 def test_epochs_that_give_no_number_of_rounds_are_refused(words: list[str], more: list[str], message: str) -> None:
     config = parse_config([*words, "--num-epoch", "2", "--rollout-batch-size", "4", *more])
     with pytest.raises(OptionError, match=message):
-        with_rounds_of_epochs("post_train", config)
+        resolve("post_train", config, STORE)

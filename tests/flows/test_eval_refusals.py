@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.flows.options.flags import parse_config
-from penstock.flows.runtime.preflight import preflight
+from penstock.flows.runtime.preflight import plan_of, preflight
 
 
 @pytest.fixture
@@ -30,16 +30,16 @@ def write(directory: Path, more: str) -> None:
 
 def test_preflight_checks_every_data_set_with_its_own_settings(words: list[str], tmp_path: Path) -> None:
     write(tmp_path, 'input_key = "question"\nlabel_key = "label"')
-    preflight("evaluate", parse_config(words))
+    preflight(plan_of("evaluate", parse_config(words)))
     write(tmp_path, 'label_key = "label"')
     with pytest.raises(ValueError, match="'input'"):
-        preflight("evaluate", parse_config(words))
+        preflight(plan_of("evaluate", parse_config(words)))
     write(tmp_path, 'input_key = "question"\nrm_type = "maths"')
     with pytest.raises(ValueError, match="did you mean math"):
-        preflight("evaluate", parse_config(words))
+        preflight(plan_of("evaluate", parse_config(words)))
     write(tmp_path, 'input_key = "question"\nrm_type = "dapo"')
     with pytest.raises(ValueError, match="--reward-key"):
-        preflight("evaluate", parse_config(words))
+        preflight(plan_of("evaluate", parse_config(words)))
 
 
 def test_group_reward_without_an_evaluation_reward_is_refused(words: list[str], tmp_path: Path) -> None:
@@ -47,6 +47,6 @@ def test_group_reward_without_an_evaluation_reward_is_refused(words: list[str], 
     group = [*words[:-2], "--custom-rm-path", str(tmp_path / "mine.py"), "--group-rm"]
     write(tmp_path, 'input_key = "question"')
     with pytest.raises(ValueError, match=r"--group-rm .*--eval-rm-type"):
-        preflight("evaluate", parse_config(group))
+        preflight(plan_of("evaluate", parse_config(group)))
     write(tmp_path, 'input_key = "question"\nrm_type = "random"')
-    preflight("evaluate", parse_config(group))
+    preflight(plan_of("evaluate", parse_config(group)))

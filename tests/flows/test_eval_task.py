@@ -13,6 +13,7 @@ from scripted_engine import ScriptedClient, write_jsonl
 
 from penstock.flows import cli, tasks
 from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_run
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.store import Store
@@ -64,7 +65,7 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
         yield
 
     session = SimpleNamespace(
-        config=config, store=store, keys=open_run(store, "evaluate", config), tokenizer=tokenizer,
+        config=config, store=store, keys=open_run(store, resolve("evaluate", config, store)), tokenizer=tokenizer,
         processes=SimpleNamespace(engines_for_evaluation=engines_for_evaluation, evaluation_client_factory=connect,
                                   read_engine_counters=lambda evaluation: {}),
         display=SimpleNamespace(progress=progress), provenance={}, stop=None,

@@ -17,6 +17,7 @@ from penstock.flows.commands import fork
 from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.options.flags import parse_config
 from penstock.flows.replay import _check_versions_are_replayable
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import config_of_round, missing_fork_checkpoint, open_run, read_flow_and_config
 from penstock.stages.rollout.resume_point import read_resume_point
 from penstock.storage.errors import OptionError, RunError
@@ -75,7 +76,7 @@ def test_fork_shares_rounds_and_commits_its_own_after_them(store: Store, capsys:
     assert audit_run(store, keys).problems == audit_run(store, old).problems == []
     flow, config = read_flow_and_config(parse_config(["--store", store.root]).run, "f")
     assert (flow, config.train.lr, config.run.num_rollout, config.run.run) == ("post_train", 1e-3, 12, "f")
-    assert open_run(store, flow, config).run == "f", "the fork may be resumed as it stands"
+    assert open_run(store, resolve(flow, config, store)).run == "f", "the fork may be resumed as it stands"
 
 
 def test_fork_killed_anywhere_is_finished_by_the_same_command(store: Store) -> None:
@@ -88,8 +89,8 @@ def test_fork_killed_anywhere_is_finished_by_the_same_command(store: Store) -> N
         dying = Dying(store, left)
         with pytest.raises(KeyboardInterrupt):
             flow, parent = read_flow_and_config(parse_config(["--store", store.root]).run, "r")
-            config = fork.forked_config(parent, [], "f", 4)
-            fork.create_fork(dying, flow, parent, config, 4, restart_data=False)
+            plan = fork.plan_fork(store, flow, parent, [], "f", 4)
+            fork.create_fork(dying, parent, plan, 4, restart_data=False)
         assert store.read(RunKeys("f").record) is None
         assert command(store, *words) == 0
         found = {found.key: store.read(found.key) for found in store.walk("runs/f")}

@@ -12,6 +12,7 @@ from penstock.flows.cli import main
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.flags import parse_config
 from penstock.flows.options.paths import with_absolute_paths, with_function_names
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_run, open_store, read_existing_record
 from penstock.stages.plugins import DEFAULT_NAMES, load_function, with_function_name
 from penstock.stages.rewards.custom_reward import load_custom_reward
@@ -137,7 +138,7 @@ def test_record_names_the_function(option: str, tmp_path: Path, monkeypatch: pyt
     named = with_function_names(given)
     assert with_function_names(named) == named
     store = open_store(named.run)
-    recorded = read_existing_record(store, open_run(store, "post_train", named)).config
+    recorded = read_existing_record(store, open_run(store, resolve("post_train", named, store))).config
     assert recorded["train" if option in recorded["train"] else "rollout"][option] == f"{file}:mine"
 
 

@@ -14,9 +14,10 @@ from penstock.engines.families.shape import ModelShape
 from penstock.flows import gpu_plan as plans
 from penstock.flows.cli import main
 from penstock.flows.commands.plan import distribute_gpus
-from penstock.flows.config import PostTrainConfig, validate_config
+from penstock.flows.config import PostTrainConfig, derive, validate_config
 from penstock.flows.options.flags import parse_config, parse_values
 from penstock.flows.runtime import preflight
+from penstock.flows.runtime.preflight import plan_of
 from penstock.storage.errors import EngineError, LayoutError, OptionError
 from tests.engines.real_models import REAL_MODELS
 
@@ -69,7 +70,7 @@ def test_recipe_has_a_consistent_plan_for_8_64_and_512_gpus(path: Path, tiny_mod
     flow = "sft" if parse_config(words).train.loss_type == "sft_loss" else "post_train"
     real = None if path.stem.startswith("demo-") else REAL_MODELS["qwen3-0.6B"]
     shape = shape_from_config({"architectures": [real.architecture], **real.config}) if real else read_shape(tiny_model)
-    batch = parse_config(words).train.global_batch_size or 0
+    batch = derive(parse_config(words)).train.global_batch_size or 0
     peaks = []
     for num_gpus in (8, 64, 512):
         if batch < num_gpus:  # the plan is refused until the batch is enlarged
@@ -295,14 +296,14 @@ def test_activations_above_the_memory_only_warn(
     words = ("--max-tokens-per-gpu", "16384", "--sglang-mem-fraction-static", "0.3", "--sglang-cuda-graph-max-bs", "64")
     config = config_of(model_dir("qwen3-0.6B"), *words)
     preflight.check_gpus("post_train", config, read_shape(model_dir("qwen3-0.6B")))
-    [warning] = preflight.config_warnings("post_train", config)
+    [warning] = preflight.config_warnings(plan_of("post_train", config))
     assert "may need 50.7 GiB per GPU (weights, gradients and optimizer 10.0, activations and logits 23.7" in warning
     bf16 = [*FULL.split(), "--optimizer-cpu-offload", "--grad-reduce-in-bf16", "--max-tokens-per-gpu", "2048"]
     with_gpus(monkeypatch, 12)
-    [warning] = preflight.config_warnings("post_train", config_of(model_dir("qwen3-0.6B"), *words[2:], *bf16))
+    [warning] = preflight.config_warnings(plan_of("post_train", config_of(model_dir("qwen3-0.6B"), *words[2:], *bf16)))
     assert "(weights, gradients and optimizer 2.2, optimizer step 4.3, engine 3.6)" in warning
     with_gpus(monkeypatch, 80)
-    assert preflight.config_warnings("post_train", config) == []
+    assert preflight.config_warnings(plan_of("post_train", config)) == []
 
 
 @pytest.mark.parametrize(
@@ -332,7 +333,7 @@ def test_engines_that_would_generate_slowly_are_named_at_start_and_in_the_plan(
     model = model_dir("qwen3-0.6B")
     words = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--max-tokens-per-gpu", "4096"]
     with_gpus(monkeypatch, 48, 48, 48)
-    [warning] = preflight.config_warnings("post_train", config_of(model, *words))
+    [warning] = preflight.config_warnings(plan_of("post_train", config_of(model, *words)))
     assert warning.startswith(
         "an engine may decode batches of 512 samples, but by default SGLang captures CUDA graphs "
     )
@@ -347,7 +348,7 @@ def test_engines_that_would_generate_slowly_are_named_at_start_and_in_the_plan(
         ("evaluate", []),
         ("sft", []),
     ]:
-        assert preflight.config_warnings(flow, config_of(model, *words, *more)) == [], (flow, more)
+        assert preflight.config_warnings(plan_of(flow, config_of(model, *words, *more))) == [], (flow, more)
     given = ["--hf-checkpoint", model, "--rollout-batch-size", "64", "--n-samples-per-prompt", "8", *words]
     assert main(["doctor", "--plan", *given, "--gpu-memory-gib", "48"]) == 0
     assert f"\nwarning: {warning}\n" in capsys.readouterr().out

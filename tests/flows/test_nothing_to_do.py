@@ -14,6 +14,7 @@ from penstock.flows.commands import resume
 from penstock.flows.inspect import export
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import prefect_api, runner
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import completion_of, create_run_record
 from penstock.stages.convert.targets import is_conversion_of
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
@@ -56,7 +57,7 @@ def complete(root: str, flow: str, *more: str) -> Store:
     store, config = Store(root), parse_config(words(root, *more))
     number = record_start(store, KEYS, Start())
     record_end(store, KEYS, number, "FINISHED")
-    record_completion(store, KEYS, number, completion_of(flow, store, config))
+    record_completion(store, KEYS, number, completion_of(store, resolve(flow, config, store)))
     return store
 
 
@@ -80,8 +81,10 @@ def test_completed_run_starts_nothing(
 def test_dry_run_of_a_completed_run_says_that_nothing_starts(
     root: str, rounds: str, is_complete: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create_run_record(complete(root, "post_train"), "post_train", parse_config(words(root)))
-    monkeypatch.setattr("penstock.flows.inspect.dry_run.dry_run", lambda *_: 0)
+    store = complete(root, "post_train")
+    create_run_record(store, resolve("post_train", parse_config(words(root)), store))
+    for name in ("missing_files", "plan_rows", "config_warnings", "options_without_partner", "check_options"):
+        monkeypatch.setattr(f"penstock.flows.inspect.dry_run.{name}", lambda *_: [])
     assert resume.main(["r", "--store", root, "--num-rollout", rounds, "--dry-run"]) == 0
     assert ("r is complete: " in capsys.readouterr().out) == is_complete
 
@@ -157,7 +160,9 @@ def converted(root: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> S
     """A store with a converted model, which is also checkpoint 3 of a run."""
     monkeypatch.setattr(convert, "preflight", lambda *args: None)
     store = Store(root)
-    create_run_record(store, "post_train", parse_config([*words(root), "--hf-checkpoint", str(tiny_model)]))
+    create_run_record(
+        store, resolve("post_train", parse_config([*words(root), "--hf-checkpoint", str(tiny_model)]), store)
+    )
     model = Commit.model_validate_json(store.read(convert_hf(store, tiny_model).key) or b"")
     store.create(
         commit_key(KEYS.checkpoint_prefix(3)),

@@ -11,13 +11,15 @@ from run_records import run_json
 
 from penstock.flows import tasks
 from penstock.flows.cli import main
-from penstock.flows.commands.fork import forked_config
+from penstock.flows.commands.fork import plan_fork
 from penstock.flows.options.flags import parse_config
-from penstock.flows.promotion import promote_policy, with_champion
+from penstock.flows.promotion import promote_policy
 from penstock.flows.runtime.preflight import check_promotion_options
+from penstock.flows.runtime.resolve import Plan, resolve
+from penstock.flows.runtime.runs import open_run, read_flow_and_config
 from penstock.stages.eval.promotion import Gate
 from penstock.storage.errors import DataError, OptionError, PromotionRefused, RunError
-from penstock.storage.refs import RunKeys, commit_key
+from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.registry import Decision, champion, read_decisions, record_decision
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.store import Store
@@ -171,27 +173,75 @@ def test_refused_promotion_at_the_end_of_a_run_says_the_numbers(refused: str, st
     assert said["note"] == said["message"][1:] and "r/2 promoted (sums: mean 0.8750, no champion yet" in said["note"][0]
 
 
-def test_run_starts_from_the_export_of_the_champion_and_keeps_it(store: Store, tmp_path: Path) -> None:
-    config = parse_config(["--hf-checkpoint", "champion:math", "--run", "next", "--store", store.root])
+CHAMPION = ["--hf-checkpoint", "champion:math", "--num-rollout", "3"]
+
+
+def plan(store: Store, run: str, *words: str) -> Plan:
+    given = parse_config([*CHAMPION, "--run", run, "--store", store.root, *words])
+    return resolve("post_train", given, store)
+
+
+def export(store: Store, version: int) -> str:
+    commit = store.committed(KEYS.export_prefix(version))
+    assert commit is not None and commit.attempt is not None
+    return store.path(commit.attempt)
+
+
+def test_run_keeps_the_champion_that_it_started_from_and_the_next_run_gets_the_new_one(store: Store) -> None:
+    """Two scheduled starts of one deployment, killed and resumed in between; and of another run."""
     with pytest.raises(RunError, match="model 'math' has no champion"):
-        with_champion(config)
+        plan(store, "nightly")
     promote(store, 1)
-    path = with_champion(config).convert.hf_checkpoint
-    export = store.committed(KEYS.export_prefix(1))
-    assert path == store.path(export.attempt)
-    store.create(RunKeys("next").record, run_json(config={"convert": {"hf_checkpoint": path}}))
+    first = plan(store, "nightly")
     promote(store, 2)
-    assert with_champion(config).convert.hf_checkpoint == path
+    assert first.convert.hf_checkpoint == export(store, 1)
+    assert plan(store, "nightly").convert.hf_checkpoint == export(store, 2), "a start killed before its record is new"
+    open_run(store, first)
+    for words in ([], ["--num-rollout", "5"], ["--num-rollout", "5"], ["--trainer-threads", "1"]):
+        again = plan(store, "nightly", *words)
+        open_run(store, again)
+        assert again.convert.hf_checkpoint == export(store, 1), words
+    flow, recorded = read_flow_and_config(first.run, "nightly")
+    assert resolve(flow, recorded, store).convert.hf_checkpoint == export(store, 1), "penstock resume"
+    assert plan(store, "weekly").convert.hf_checkpoint == export(store, 2)
+    other = parse_config(["--hf-checkpoint", export(store, 2), "--run", "nightly", "--store", store.root])
+    assert resolve("post_train", other, store).convert.hf_checkpoint == export(store, 2), "given explicitly"
+
+
+def test_run_keeps_the_checkpoint_that_its_load_has_named(store: Store) -> None:
+    old = RunKeys("old")
+    open_run(store, resolve("post_train", parse_config(["--hf-checkpoint", "m", "--save", f"{store.root}/old"]), store))
+
+    def save(version: int) -> str:
+        attempt = f"{old.prefix}/files/{version}"
+        commit = Commit(kind="checkpoint", run="old", index=version, policy_version=version, attempt=attempt)
+        store.commit(old.checkpoint_prefix(version), commit)
+        return store.path(attempt)
+
+    paths = [save(1)]
+    words = ["--hf-checkpoint", "m", "--load", f"{store.root}/old", "--store", store.root, "--num-rollout", "3"]
+    for run in ("a", "b"):
+        open_run(store, resolve("post_train", parse_config([*words, "--run", run]), store))
+        paths.append(save(len(paths) + 1))
+    assert [
+        resolve("post_train", parse_config([*words, "--run", run]), store).start_weights for run in ("a", "b", "c")
+    ] == paths
+
+
+def test_fork_keeps_the_champion_of_its_parent_unless_it_is_given(store: Store) -> None:
+    promote(store, 1)
+    parent = plan(store, "next")
+    promote(store, 2)
     given = ["--hf-checkpoint", "champion:math"]
-    assert forked_config(config, given, "branch", 0).convert.hf_checkpoint == store.path(
-        store.committed(KEYS.export_prefix(2)).attempt
-    )
+    for words, version in (([], 1), (given, 2)):
+        assert plan_fork(store, "post_train", parent, words, "branch", 0).convert.hf_checkpoint == export(
+            store, version
+        )
     with pytest.raises(RunError, match="model 'other' has no champion"):
-        forked_config(config, ["--hf-checkpoint", "champion:other"], "branch", 0)
+        plan_fork(store, "post_train", parent, ["--hf-checkpoint", "champion:other"], "branch", 0)
     store.delete([commit_key(KEYS.export_prefix(2))])
-    other = parse_config(["--hf-checkpoint", "champion:math", "--run", "third", "--store", store.root])
     with pytest.raises(RunError, match="has no export in a local store"):
-        with_champion(other)
+        plan(store, "third")
 
 
 @pytest.mark.parametrize(

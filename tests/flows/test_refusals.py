@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.flows.cli import main
+from penstock.flows.runtime.preflight import plan_of
 from penstock.storage.errors import OptionError, RewardError
 
 
@@ -153,7 +154,7 @@ def test_fp8_checkpoint_is_refused_for_training_without_a_gpu_that_keeps_its_lay
     assert "64 rows for each of the 4 GPUs" in refusal(options | half, capsys)
     for further in ({}, {"--ref-load": str(bf16_model)}, {"--sglang-quantization": "fp8"}):
         words = [word for pair in (options | further).items() for word in pair]
-        preflight.preflight("post_train", parse_config(words))
+        preflight.preflight(plan_of("post_train", parse_config(words)))
     alone = {"--ref-load": str(bf16_model), "--debug-rollout-only": "true"}
     assert "--debug-rollout-only" in refusal(options | alone, capsys)
 
@@ -173,15 +174,14 @@ def test_options_that_need_gpus_are_refused_on_a_machine_without_gpus(
     words += ["--eval-prompt-data", "sums", good["--prompt-data"]]
     monkeypatch.setattr(preflight, "visible_gpu_capabilities", lambda: [])
     with pytest.raises(OptionError, match=f"{flag.split()[0]} was given, but no GPU was found .* use a machine"):
-        preflight.preflight(flow, parse_config(words))
-    preflight.preflight(flow, parse_config([*words, "--ray-address", "10.0.0.7:6379"]))  # unknown GPUs
+        preflight.preflight(plan_of(flow, parse_config(words)))
+    preflight.preflight(plan_of(flow, parse_config([*words, "--ray-address", "10.0.0.7:6379"])))  # unknown GPUs
     monkeypatch.setattr(preflight, "visible_gpu_capabilities", lambda: [(9, 0)])
-    preflight.preflight(flow, parse_config(words))
+    preflight.preflight(plan_of(flow, parse_config(words)))
 
 
 def test_training_with_fp8_engines_starts_from_ref_load(good, fp8_model: Path, bf16_model: Path, tmp_path) -> None:
     from penstock.engines.weights.check import INITIAL
-    from penstock.flows import tasks
     from penstock.flows.options.flags import parse_config
     from penstock.flows.runtime.processes import Processes
     from penstock.storage.refs import RunKeys
@@ -200,7 +200,7 @@ def test_training_with_fp8_engines_starts_from_ref_load(good, fp8_model: Path, b
         (processes("--check-weight-update-equal"), INITIAL, fp8_model),
     ):
         assert built._options.spec.weight_version == version
-        assert tasks.starting_weights(built.config) == str(model)
+        assert built.config.start_weights == str(model)
     assert str(bf16_model) in (processes(*ref_load)._reason_against_initial_comparison() or "")
     assert processes()._reason_against_initial_comparison() is None
 
@@ -290,7 +290,7 @@ def test_a_reward_server_named_by_a_reference_is_reached(good, monkeypatch, caps
     with socket.create_server(("127.0.0.1", 0)) as grader:
         address = f"http://127.0.0.1:{grader.getsockname()[1]}/score"
         monkeypatch.setenv("GRADER_OF_A_TEST", address)
-        preflight("post_train", parse_config(words))
+        preflight(plan_of("post_train", parse_config(words)))
     preflight_again = [*words, "--run", "another"]
     with pytest.raises(RewardError, match="does not answer"):
-        preflight("post_train", parse_config(preflight_again))
+        preflight(plan_of("post_train", parse_config(preflight_again)))

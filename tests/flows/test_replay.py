@@ -14,6 +14,7 @@ from penstock.engines.cluster import Cluster
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.flags import parse_config
 from penstock.flows.replay import check_replay, parse_own_flags, placement_options
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.refs import Commit, RunKeys
@@ -53,7 +54,7 @@ RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform",
 def test_replay_accepts_options_of_megatron_that_change_no_result(tmp_path: Path) -> None:
     recorded = parse_config(["--hf-checkpoint", "m", "--run", KEYS.run, "--store", str(tmp_path), *RECOMPUTE])
     store = Store(str(tmp_path))
-    create_run_record(store, "post_train", recorded)
+    create_run_record(store, resolve("post_train", recorded, store))
     store.commit(KEYS.step_prefix(0), Commit(kind="step", run=KEYS.run, index=0, policy_version=1))
 
     def check(*words: str) -> None:
@@ -87,7 +88,7 @@ def store(cluster: Cluster, tiny_model: Path, tmp_path: Path) -> Store:
         }
     )
     store = Store(str(tmp_path / "store"))
-    assert create_run_record(store, "post_train", config)
+    assert create_run_record(store, resolve("post_train", config, store))
     commit_rollouts(store, KEYS, NUM_ROUNDS)
     base = cluster.run(convert_hf, store, str(tiny_model))
     store.create(f"{KEYS.prefix}/base.json", base.model_dump_json().encode())

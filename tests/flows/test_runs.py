@@ -7,15 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_records import run_json
 
 from penstock.flows.cli import main
 from penstock.flows.commands.resume import read_flow_and_resumed_config
-from penstock.flows.config import PostTrainConfig, config_hash, training_options
+from penstock.flows.config import PostTrainConfig, config_hash, derive, training_options
 from penstock.flows.inspect.run_table import print_runs
 from penstock.flows.options.flags import parse_config
 from penstock.flows.options.paths import FILES, FUNCTIONS, with_absolute_paths
 from penstock.flows.runtime import runs
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import (
     check_run_may_start,
     latest_schedule_options,
@@ -42,7 +42,7 @@ def commit_round(store: Store, config: PostTrainConfig, r: int = 0) -> None:
             "run": "r",
             "index": r,
             "policy_version": version,
-            "config_hash": config_hash(with_absolute_paths(config)),
+            "config_hash": config_hash(with_absolute_paths(derive(config))),
         }
         store.commit(key, Commit(kind=kind, **fields))
 
@@ -50,49 +50,49 @@ def commit_round(store: Store, config: PostTrainConfig, r: int = 0) -> None:
 def test_changed_identity_option_is_refused(tmp_path: Path) -> None:
     first = config(tmp_path, "--num-rollout", "3", "--lr", "1e-3")
     store = open_store(first.run)
-    keys = open_run(store, "post_train", first)
-    assert open_run(store, "post_train", first).run == keys.run, "the same command again is welcome"
+    keys = open_run(store, resolve("post_train", first, store))
+    assert open_run(store, resolve("post_train", first, store)).run == keys.run, "the same command again is welcome"
     commit_round(store, first)
     with pytest.raises(RunError, match=r"run 'r' has --lr 0\.001, .*0\.01"):
-        open_run(store, "post_train", config(tmp_path, "--num-rollout", "3", "--lr", "1e-2"))
+        open_run(store, resolve("post_train", config(tmp_path, "--num-rollout", "3", "--lr", "1e-2"), store))
     with pytest.raises(RunError, match=r"was started by `post_train`, not `sft`"):
-        open_run(store, "sft", first)
+        open_run(store, resolve("sft", first, store))
 
 
 @pytest.mark.parametrize("words", [[["--policy-loss", "gspo"], []], [[], ["--policy-loss", "gspo"]]])
 def test_policy_loss_is_part_of_the_identity_whether_given_or_not(tmp_path: Path, words: list[list[str]]) -> None:
     first, other = (config(tmp_path, "--num-rollout", "3", *more) for more in words)
     store = open_store(first.run)
-    open_run(store, "post_train", first)
+    open_run(store, resolve("post_train", first, store))
     commit_round(store, first)
-    open_run(store, "post_train", first)
+    open_run(store, resolve("post_train", first, store))
     with pytest.raises(RunError, match="--policy-loss"):
-        open_run(store, "post_train", other)
+        open_run(store, resolve("post_train", other, store))
 
 
 def test_schedule_changes_are_recorded_and_placement_is_free(tmp_path: Path) -> None:
     first = config(tmp_path, "--num-rollout", "3")
     store = open_store(first.run)
-    keys = open_run(store, "post_train", first)
-    open_run(store, "post_train", config(tmp_path, "--num-rollout", "3", "--trainer-threads", "1"))
+    keys = open_run(store, resolve("post_train", first, store))
+    open_run(store, resolve("post_train", config(tmp_path, "--num-rollout", "3", "--trainer-threads", "1"), store))
     assert store.list(f"{keys.prefix}/changes") == []
     for rounds in ("5", "7"):
-        open_run(store, "post_train", config(tmp_path, "--num-rollout", rounds))
+        open_run(store, resolve("post_train", config(tmp_path, "--num-rollout", rounds), store))
     assert store.list(f"{keys.prefix}/changes") == ["000000.json", "000001.json"]
     assert latest_schedule_options(store, keys)["run.num_rollout"] == 7
     flow, again = read_flow_and_config(first.run, "r")
-    assert (flow, again.run.num_rollout, again.train) == ("post_train", 7, first.train)
+    assert (flow, again.run.num_rollout, again.train) == ("post_train", 7, derive(first).train)
 
 
 def test_concurrent_schedule_changes_are_all_kept(tmp_path: Path) -> None:
     first = config(tmp_path, "--num-rollout", "3")
     store = open_store(first.run)
-    keys = open_run(store, "post_train", first)
+    keys = open_run(store, resolve("post_train", first, store))
     barrier = threading.Barrier(6)
 
     def start(rounds: int) -> None:
         barrier.wait()
-        open_run(store, "post_train", config(tmp_path, "--num-rollout", str(rounds)))
+        open_run(store, resolve("post_train", config(tmp_path, "--num-rollout", str(rounds)), store))
 
     threads = [threading.Thread(target=start, args=(rounds,)) for rounds in range(10, 16)]
     for thread in threads:
@@ -109,10 +109,10 @@ def test_schedule_change_with_a_taken_number_gets_the_next(tmp_path: Path, monke
     """Both have listed the same changes before either has written."""
     first = config(tmp_path, "--num-rollout", "3")
     store = open_store(first.run)
-    keys = open_run(store, "post_train", first)
-    open_run(store, "post_train", config(tmp_path, "--num-rollout", "4"))
+    keys = open_run(store, resolve("post_train", first, store))
+    open_run(store, resolve("post_train", config(tmp_path, "--num-rollout", "4"), store))
     monkeypatch.setattr(runs, "schedule_change_keys", lambda store, keys: [])
-    open_run(store, "post_train", config(tmp_path, "--num-rollout", "5"))
+    open_run(store, resolve("post_train", config(tmp_path, "--num-rollout", "5"), store))
     monkeypatch.undo()
     assert latest_schedule_options(store, keys)["run.num_rollout"] == 5
     store.create(f"{keys.prefix}/changes/000001.json.0123456789ab.tmp", b"")  # of a writer that was killed
@@ -121,7 +121,7 @@ def test_schedule_change_with_a_taken_number_gets_the_next(tmp_path: Path, monke
 
 def test_unknown_run_error_lists_existing_runs(tmp_path: Path) -> None:
     first = config(tmp_path)
-    open_run(open_store(first.run), "post_train", first)
+    open_run(open_store(first.run), resolve("post_train", first, open_store(first.run)))
     with pytest.raises(RunError, match=r"has no run 'x' \(it has: r\)"):
         read_flow_and_config(first.run, "x")
     for name in ("../r", "a/b", "", "x" * 300, ".hidden"):
@@ -137,7 +137,7 @@ def lost(tmp_path: Path) -> tuple[Store, PostTrainConfig]:
     """A run with a committed round and without run.json."""
     first = config(tmp_path, "--num-rollout", "3", "--lr", "1e-3")
     store = open_store(first.run)
-    open_run(store, "post_train", first)
+    open_run(store, resolve("post_train", first, store))
     commit_round(store, first)
     store.delete([KEYS.record])
     return store, first
@@ -147,7 +147,10 @@ def lost(tmp_path: Path) -> tuple[Store, PostTrainConfig]:
 def test_lost_record_is_not_replaced_by_other_options(lost, tmp_path: Path, words: list[str]) -> None:
     store, _ = lost
     other = config(tmp_path, "--num-rollout", "3", *words)
-    for call in (lambda: check_run_may_start(store, "post_train", other), lambda: open_run(store, "post_train", other)):
+    for call in (
+        lambda: check_run_may_start(store, resolve("post_train", other, store)),
+        lambda: open_run(store, resolve("post_train", other, store)),
+    ):
         with pytest.raises(RunError, match=r"run\.json"):
             call()
     assert not store.exists(KEYS.record)
@@ -156,17 +159,17 @@ def test_lost_record_is_not_replaced_by_other_options(lost, tmp_path: Path, word
 def test_lost_record_is_written_again_by_the_options_of_the_run(lost) -> None:
     store, first = lost
     with pytest.raises(RunError):
-        open_run(store, "sft", first)
+        open_run(store, resolve("sft", first, store))
     with pytest.raises(RunError, match=r"run\.json"):
         read_flow_and_config(first.run, "r")
-    open_run(store, "post_train", first)
+    open_run(store, resolve("post_train", first, store))
     assert read_flow_and_config(first.run, "r")[1].train == first.train
 
 
 def test_a_damaged_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = config(tmp_path)
     store = open_store(first.run)
-    open_run(store, "post_train", first)
+    open_run(store, resolve("post_train", first, store))
     record = json.loads(store.read(KEYS.record) or b"")
     damaged = [b"{", b"[]", b"null", b"{}", b"\xff\xfe", json.dumps(record | {"config": []}).encode()]
     damaged += [json.dumps(record | {"config": {"train": {"no_such_option": 1}}}).encode()]
@@ -183,7 +186,7 @@ def test_a_damaged_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_runs_lists_damaged_runs_beside_valid_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = config(tmp_path, "--num-rollout", "3")
     store = open_store(first.run)
-    open_run(store, "post_train", first)
+    open_run(store, resolve("post_train", first, store))
     record = json.loads(store.read(KEYS.record) or b"")
     bad = [
         b"{",
@@ -214,7 +217,7 @@ def test_runs_lists_damaged_runs_beside_valid_ones(tmp_path: Path, capsys: pytes
 def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
     first = config(tmp_path, "--num-rollout", "3", "--lr", "1e-3", "--n-samples-per-prompt", "4")
     store = open_store(first.run)
-    open_run(store, "post_train", first)
+    open_run(store, resolve("post_train", first, store))
     commit_round(store, first)
     where = ["--store", str(tmp_path)]
     flow, again = read_flow_and_resumed_config(
@@ -227,7 +230,7 @@ def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
         2,
     )
     assert (again.train.lr, again.run.run) == (1e-3, "r")
-    open_run(store, flow, again)
+    open_run(store, resolve(flow, again, store))
     assert latest_schedule_options(store, KEYS)["run.num_rollout"] == 40
     for words in (
         ["--lr", "1e-2"],
@@ -237,7 +240,7 @@ def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
     ):
         flow, other = read_flow_and_resumed_config("r", [*where, *words])
         with pytest.raises(RunError, match=words[0]):
-            check_run_may_start(store, flow, other)
+            check_run_may_start(store, resolve(flow, other, store))
     with pytest.raises(OptionError, match="--run"):
         read_flow_and_resumed_config("r", [*where, "--run", "s"])
     with pytest.raises(OptionError):
@@ -253,12 +256,12 @@ def test_memory_options_that_change_no_result_may_change_on_resume(tmp_path: Pat
     base = ["--num-rollout", "3", "--attention-backend", "torch"]
     first = config(tmp_path, *base)
     store = open_store(first.run)
-    open_run(store, "post_train", first)
+    open_run(store, resolve("post_train", first, store))
     commit_round(store, first)
     flow, again = read_flow_and_resumed_config("r", ["--store", str(tmp_path), *MEMORY])
     assert again.train.megatron["recompute_granularity"] == "full" and again.train.max_tokens_per_gpu == 99
-    open_run(store, flow, again)
-    open_run(store, flow, config(tmp_path, *base, "--recompute-activations", "--log-interval", "7"))
+    open_run(store, resolve(flow, again, store))
+    open_run(store, resolve(flow, config(tmp_path, *base, "--recompute-activations", "--log-interval", "7"), store))
     assert config_hash(again) == config_hash(first)
     assert training_options(again) == training_options(first)
     assert store.list(f"{KEYS.prefix}/changes") == []
@@ -279,10 +282,12 @@ def test_memory_options_that_change_no_result_may_change_on_resume(tmp_path: Pat
 def test_options_of_megatron_that_change_results_are_fixed(tmp_path: Path, words: list[str], sentence: str) -> None:
     first = config(tmp_path, "--attention-backend", "torch", *FULL)
     store = open_store(first.run)
-    open_run(store, "post_train", first)
+    open_run(store, resolve("post_train", first, store))
     commit_round(store, first)
     with pytest.raises(RunError, match=sentence):
-        check_run_may_start(store, "post_train", config(tmp_path, "--attention-backend", "torch", *words))
+        check_run_may_start(
+            store, resolve("post_train", config(tmp_path, "--attention-backend", "torch", *words), store)
+        )
 
 
 # ---- a run without a committed round ---------------------------------------------------------------------------------
@@ -291,36 +296,36 @@ def test_options_of_megatron_that_change_results_are_fixed(tmp_path: Path, words
 def test_a_run_without_commits_may_be_started_with_other_options(tmp_path: Path) -> None:
     first, second = config(tmp_path, "--lr", "1e-3"), config(tmp_path, "--lr", "1e-2")
     store = open_store(first.run)
-    open_run(store, "post_train", first)
+    open_run(store, resolve("post_train", first, store))
     for key in ("base.json", "changes/000000.json", "rollouts/000000/attempt-x/part", "tracking/outbox.jsonl"):
         store.create(f"{KEYS.prefix}/{key}", b"{}")
-    check_run_may_start(store, "sft", second)
+    check_run_may_start(store, resolve("sft", second, store))
     lease = Lease(store, new_driver_lease_key(KEYS))
-    open_run(store, "sft", second, lease=lease)
+    open_run(store, resolve("sft", second, store), lease=lease)
     assert {found.key for found in store.walk(KEYS.prefix)} == {KEYS.record, lease.key}
     lease.release()
     flow, again = read_flow_and_config(first.run, "r")
     assert (flow, again.train.lr) == ("sft", 1e-2)
     commit_round(store, second)
     with pytest.raises(RunError, match="--lr"):
-        open_run(store, "sft", first)
+        open_run(store, resolve("sft", first, store))
 
 
 def test_a_live_run_that_has_not_finished_its_first_round_is_not_replaced(tmp_path: Path) -> None:
     first, second = config(tmp_path, "--lr", "1e-3"), config(tmp_path, "--lr", "1e-2")
     store = open_store(first.run)
     driver = Lease(store, new_driver_lease_key(KEYS))
-    open_run(store, "post_train", first, lease=driver)
+    open_run(store, resolve("post_train", first, store), lease=driver)
     other = Lease(store, new_driver_lease_key(KEYS))
     for call in (
-        lambda: check_run_may_start(store, "post_train", second),
-        lambda: open_run(store, "post_train", second, lease=other),
+        lambda: check_run_may_start(store, resolve("post_train", second, store)),
+        lambda: open_run(store, resolve("post_train", second, store), lease=other),
     ):
         with pytest.raises(RunError, match=f"process {os.getpid()}"):
             call()
     assert read_flow_and_config(first.run, "r")[1].train.lr == 1e-3
     driver.release()
-    open_run(store, "post_train", second, lease=other)
+    open_run(store, resolve("post_train", second, store), lease=other)
     assert read_flow_and_config(first.run, "r")[1].train.lr == 1e-2
     other.release()
 
@@ -328,7 +333,7 @@ def test_a_live_run_that_has_not_finished_its_first_round_is_not_replaced(tmp_pa
 def test_of_two_concurrent_starts_with_different_options_at_most_one_continues(tmp_path: Path) -> None:
     first = config(tmp_path, "--lr", "1e-3")
     store = open_store(first.run)
-    open_run(store, "post_train", first)
+    open_run(store, resolve("post_train", first, store))
     for _ in range(8):
         barrier, won = threading.Barrier(2), []
 
@@ -336,7 +341,7 @@ def test_of_two_concurrent_starts_with_different_options_at_most_one_continues(t
             lease = Lease(store, new_driver_lease_key(KEYS))
             barrier.wait()
             try:
-                open_run(store, "post_train", config(tmp_path, "--lr", lr), lease=lease)
+                open_run(store, resolve("post_train", config(tmp_path, "--lr", lr), store), lease=lease)
                 won.append(lr)
             except RunError:
                 pass
@@ -351,7 +356,7 @@ def test_of_two_concurrent_starts_with_different_options_at_most_one_continues(t
         assert len(won) <= 1
         if won:
             assert read_flow_and_config(first.run, "r")[1].train.lr == float(won[0])
-        open_run(store, "post_train", first)
+        open_run(store, resolve("post_train", first, store))
 
 
 # ---- paths -----------------------------------------------------------------------------------------------------------
@@ -393,7 +398,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Post
 def test_resume_from_another_directory_finds_the_files(typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = typed("project")
     store = open_store(first.run)
-    open_run(store, "post_train", first)
+    open_run(store, resolve("post_train", first, store))
     commit_round(store, first)
     here = str(tmp_path / "project")
     typed("elsewhere")
@@ -403,32 +408,19 @@ def test_resume_from_another_directory_finds_the_files(typed, tmp_path: Path, mo
     assert again.rollout.custom_rm_path == f"{here}/reward.py:score"
     assert again.rollout.dynamic_sampling_filter_path == "pkg.module:name"
     assert again.eval.eval_prompt_data == [("e", f"{here}/e.jsonl")]
-    check_run_may_start(store, flow, again)
-    open_run(store, flow, again)
-    open_run(store, flow, typed("project"))
+    check_run_may_start(store, resolve(flow, again, store))
+    open_run(store, resolve(flow, again, store))
+    open_run(store, resolve(flow, typed("project"), store))
     assert store.list(f"{KEYS.prefix}/changes") == [], "nothing has changed"
     with pytest.raises(RunError, match="--custom-rm-path"):
-        check_run_may_start(store, flow, typed("project", "--custom-rm-path", "other.py:score"))
+        check_run_may_start(store, resolve(flow, typed("project", "--custom-rm-path", "other.py:score"), store))
 
 
 def test_moved_project_resumes(typed) -> None:
     first = typed("project")
     store = open_store(first.run)
-    open_run(store, "post_train", first)
+    open_run(store, resolve("post_train", first, store))
     commit_round(store, first)
     moved = typed("moved")
-    open_run(store, "post_train", moved)
+    open_run(store, resolve("post_train", moved, store))
     assert latest_schedule_options(store, KEYS)["rollout.prompt_data"][0].endswith("/moved/data/*.jsonl@[0:5]")
-
-
-def test_record_with_relative_paths_resumes_in_its_directory(typed) -> None:
-    first = typed("project")
-    store = open_store(first.run)
-    config = first.model_dump(mode="json", exclude={"run": {"store_options"}})
-    store.create(KEYS.record, run_json(config=config, directory=str(Path.cwd())))
-    commit_round(store, first)
-    assert open_run(store, "post_train", first).run == "r"
-    assert store.list(f"{KEYS.prefix}/changes") == []
-    assert read_flow_and_config(first.run, "r")[1].rollout.custom_rm_path == "reward.py:score"
-    store.delete([KEYS.record])
-    open_run(store, "post_train", first)

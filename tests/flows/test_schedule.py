@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from run_records import parent_record, run_json
 
-from penstock.flows.config import PostTrainConfig, options_by_mutability, validate_config
+from penstock.flows.config import PostTrainConfig, derive, validate_config
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_run
-from penstock.flows.runtime.schedule import with_target_rounds
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
 
@@ -25,9 +25,9 @@ def config(per_start: int | None = 3, **run: object) -> PostTrainConfig:
 
 def start(store: Store, config: PostTrainConfig) -> int:
     """What a session does first; returns the target."""
-    config = with_target_rounds(store, config)
-    open_run(store, "post_train", config)
-    return config.run.num_rollout
+    plan = resolve("post_train", config, store)
+    open_run(store, plan)
+    return plan.run.num_rollout
 
 
 def train(store: Store, rounds: range, *, export: bool = False) -> None:
@@ -66,7 +66,7 @@ def test_run_can_switch_between_fixed_length_and_rounds_per_start(store: Store) 
 
 @pytest.mark.parametrize("recorded", [6, 8])  # 8: what the fork's first start is to reach, by chance
 def test_fork_with_rounds_per_start_counts_from_its_first_round(store: Store, recorded: int) -> None:
-    values = config(3, num_rollout=recorded).model_dump(mode="json")
+    values = derive(config(3, num_rollout=recorded)).model_dump(mode="json")
     store.create(KEYS.record, run_json(config=values, parent=parent_record("p", 5)))
     train(store, range(0, 5))
     assert start(store, config()) == 8
@@ -74,11 +74,3 @@ def test_fork_with_rounds_per_start_counts_from_its_first_round(store: Store, re
     assert start(store, config()) == 8
     train(store, range(6, 8), export=True)
     assert start(store, config()) == 11
-
-
-def test_config_without_rounds_per_start_is_unchanged(store: Store) -> None:
-    fixed = config(None, num_rollout=4)
-    assert with_target_rounds(store, fixed) is fixed
-    assert options_by_mutability(with_target_rounds(store, config()), "identity") == options_by_mutability(
-        config(), "identity"
-    )

@@ -7,15 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.flows.commands.fork import forked_config
+from penstock.flows.commands.fork import plan_fork
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.flags import parse_config
-from penstock.flows.options.start_weights import (
-    check_start_weights,
-    describe_start_weights,
-    loaded_checkpoint,
-    starting_weights,
-)
+from penstock.flows.runtime.preflight import preflight
+from penstock.flows.runtime.resolve import Plan, loaded_checkpoint, resolve
 from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.storage.errors import OptionError
 from penstock.storage.refs import Commit, RunKeys
@@ -23,6 +19,15 @@ from penstock.storage.refs import Commit, RunKeys
 
 def config(*words: str) -> PostTrainConfig:
     return parse_config(["--hf-checkpoint", "hf", *words])
+
+
+def plan(*words: str, flow: str = "post_train") -> Plan:
+    given = config("--run", "new", *words) if "--save" not in words and "--run" not in words else config(*words)
+    return resolve(flow, given, open_store(given.run, probe=False))
+
+
+def starting_weights(*words: str) -> str:
+    return plan(*words).start_weights
 
 
 def hf_directory(path: Path) -> Path:
@@ -42,7 +47,7 @@ def run_with_checkpoints(path: Path, *versions: int) -> Path:
     """A run STORE/NAME with checkpoints, as `--save` names it."""
     run = config("--save", str(path)).run
     store, keys = open_store(run), RunKeys(run.run)
-    create_run_record(store, "post_train", config("--save", str(path)))
+    create_run_record(store, resolve("post_train", config("--save", str(path)), store))
     for version in versions:
         attempt = f"{keys.prefix}/files/{version}"
         commit = Commit(kind="checkpoint", run=run.run, index=version, policy_version=version, attempt=attempt)
@@ -77,42 +82,40 @@ def test_save_that_contradicts_store_or_run_is_refused(words: list[str]) -> None
 def test_start_weights_are_load_else_ref_load_else_hf_checkpoint(tmp_path: Path) -> None:
     hf, reference = hf_directory(tmp_path / "actor"), str(tmp_path / "reference")
     megatron = megatron_directory(tmp_path / "megatron")
-    assert starting_weights(config()) == "hf"
-    assert starting_weights(config("--ref-load", reference)) == reference
+    assert starting_weights() == os.path.abspath("hf")
+    assert starting_weights("--ref-load", reference) == reference
     for directory in (hf, megatron, megatron / "iter_0000005"):
-        both = config("--ref-load", reference, "--load", str(directory))
-        assert starting_weights(both) == str(directory) and both.train.ref_load == reference
+        both = plan("--ref-load", reference, "--load", str(directory))
+        assert both.start_weights == str(directory) and both.train.ref_load == reference
 
 
 def test_load_without_checkpoint_falls_back_to_ref_load_with_a_warning(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for directory in ("empty", "missing"):
-        given = config("--ref-load", "reference", "--load", str(tmp_path / directory), "--save", str(tmp_path / "r"))
-        assert starting_weights(given) == "reference"
-        assert [*describe_start_weights(given)] == [
-            f"--load {tmp_path / directory} has no checkpoint: the run starts from reference"
-        ]
+        given = plan("--ref-load", "/reference", "--load", str(tmp_path / directory), "--save", str(tmp_path / "r"))
+        assert given.start_weights == "/reference"
+        assert [*given.notes] == [f"--load {tmp_path / directory} has no checkpoint: the run starts from /reference"]
 
 
 def test_load_equal_to_save_resumes_the_run(tmp_path: Path) -> None:
     path = run_with_checkpoints(tmp_path / "r", 2)
-    same = config("--ref-load", "reference", "--load", f"{path}/", "--save", str(path))
-    assert starting_weights(same) == "reference" and not [*describe_start_weights(same)]
-    assert starting_weights(config("--load", str(path), "--store", str(tmp_path), "--run", "r")) == "hf"
+    same = plan("--ref-load", "/reference", "--load", f"{path}/", "--save", str(path))
+    assert same.start_weights == "/reference" and not same.notes
+    assert starting_weights("--load", str(path), "--store", str(tmp_path), "--run", "r") == os.path.abspath("hf")
     remote = "s3://bucket/models/r"
     assert loaded_checkpoint(config("--load", remote, "--save", remote)) is None
 
 
 def test_load_equal_to_save_starts_from_the_megatron_checkpoint_in_it(tmp_path: Path) -> None:
     directory = str(megatron_directory(tmp_path / "slime_run"))
-    assert starting_weights(config("--load", directory, "--save", directory)) == directory
+    assert starting_weights("--load", directory, "--save", directory) == directory
 
 
 def test_load_of_another_run_starts_from_its_checkpoint(tmp_path: Path) -> None:
     path = run_with_checkpoints(tmp_path / "old", 2, 4)
     files = str(tmp_path / RunKeys("old").prefix / "files")
-    assert starting_weights(config("--load", str(path), "--save", str(tmp_path / "new"))) == f"{files}/4"
-    assert starting_weights(config("--load", str(path / "2"))) == f"{files}/2"
+    assert starting_weights("--load", str(path), "--save", str(tmp_path / "new")) == f"{files}/4"
+    assert starting_weights("--load", str(path / "2")) == f"{files}/2"
     for wrong in (path / "3", run_with_checkpoints(tmp_path / "untrained")):
         with pytest.raises(OptionError, match="has no such checkpoint"):
             loaded_checkpoint(config("--load", str(wrong)))
@@ -132,20 +135,20 @@ def test_load_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_start_weights_that_the_flow_does_not_use_are_refused(tmp_path: Path) -> None:
     load = ["--load", str(hf_directory(tmp_path / "actor"))]
     with pytest.raises(OptionError, match="--load has no effect in the flow `evaluate`"):
-        check_start_weights("evaluate", config(*load))
+        plan(*load, flow="evaluate")
     for words in (load, ["--ref-load", "reference"]):
         with pytest.raises(OptionError, match=f"{words[0]} has no effect with --debug-rollout-only"):
-            check_start_weights("post_train", config(*words, "--debug-rollout-only"))
+            preflight(plan(*words, "--debug-rollout-only"))
 
 
 def test_reference_that_nothing_uses_is_told(tmp_path: Path) -> None:
     words = ["--load", str(hf_directory(tmp_path / "actor")), "--ref-load", "reference"]
-    assert ["--ref-load has no effect" in line for line in describe_start_weights(config(*words))] == [True]
-    assert not [*describe_start_weights(config(*words, "--use-kl-loss"))]
+    assert ["--ref-load has no effect" in line for line in plan(*words).notes] == [True]
+    assert not plan(*words, "--use-kl-loss").notes
 
 
 def test_fork_of_a_run_that_loads_itself_keeps_its_start_weights(tmp_path: Path) -> None:
     path = run_with_checkpoints(tmp_path / "r", 2)
-    parent = config("--load", str(path), "--save", str(path), "--num-rollout", "4")
-    fork = forked_config(parent, [], "new", 2)
-    assert fork.run.run == "new" and starting_weights(fork) == os.path.abspath("hf")
+    parent = plan("--load", str(path), "--save", str(path), "--num-rollout", "4")
+    fork = plan_fork(open_store(parent.run), "post_train", parent, [], "new", 2)
+    assert fork.run.run == "new" and fork.start_weights == os.path.abspath("hf")

@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
-from penstock.flows.config import PostTrainConfig, config_hash
+from penstock.flows.config import PostTrainConfig, config_hash, derive
 from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_run
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.resume_point import read_resume_point
@@ -33,7 +34,7 @@ def make_run(
 ) -> RunKeys:
     """Start or resume a run up to a number of rounds, with checkpoints of the versions `save` and evaluations of
     `score`."""
-    keys = open_run(store, "post_train", config)
+    keys = open_run(store, resolve("post_train", config, store))
     if not store.exists(f"{keys.prefix}/base.json"):
         commit_files(store, "models/abc", {"weights": b"base"}, kind="model", policy_version=0)
         base = CheckpointRef(key="models/abc.commit.json", uri="", format="torch_dist", policy_version=0)
@@ -61,7 +62,7 @@ def roll_one(store: Store, keys: RunKeys, config: PostTrainConfig, rollout_id: i
     prompts, after = source.take(source.restore(state), config.rollout.rollout_batch_size)
     samples = _samples(prompts, rollout_id, config.rollout.n_samples_per_prompt, reward=0.25)
     fields = {"kind": "rollout", "run": keys.run, "index": rollout_id, "policy_version": rollout_id}
-    fields |= {"config_hash": config_hash(config), "summary": {"rollout/raw_reward": 0.25}}
+    fields |= {"config_hash": config_hash(derive(config)), "summary": {"rollout/raw_reward": 0.25}}
     fields["inputs"] = {"prompt_data/0": config.rollout.prompt_data[0]}
     shown = [{"sample": samples[0].sample_id, "reward": 0.25, "prompt": "a prompt", "response": "a response"}]
     state = {"data_source": after.model_dump(mode="json"), "shown": shown}

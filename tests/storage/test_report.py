@@ -22,6 +22,7 @@ from made_run import BATCH, SAMPLES, commit_files, commit_samples, config_of, ma
 
 from penstock.flows.cli import main
 from penstock.flows.inspect.report import decode_tokens, make_report
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_run
 from penstock.storage.history.starts import Start, StartEnd, record_start
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
@@ -92,7 +93,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, RunKeys]:
     directory = tmp_path_factory.mktemp("report")
     store = Store(str(directory / "store"))
     config = config_of(store, write_data(directory / "data.jsonl"), "r", "--lr", "1e-3")
-    keys = open_run(store, "post_train", config)
+    keys = open_run(store, resolve("post_train", config, store))
     start = 1_764_000_000.0
     for r in range(ROUNDS):
         end = start + 100 * r

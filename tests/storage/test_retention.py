@@ -11,6 +11,7 @@ from made_run import BATCH, commit_files, config_of, make_run, save_one, score_o
 
 from penstock.flows.commands import gc
 from penstock.flows.commands.fork import create_fork
+from penstock.flows.runtime.resolve import resolve
 from penstock.storage.errors import StoreError
 from penstock.storage.history.run_record import ScheduleChange
 from penstock.storage.maintenance.audit import audit_run
@@ -70,9 +71,8 @@ def kept(store: Store, keys: RunKeys) -> list[int]:
 
 
 def shared(store: Store, data: Path, at: int, name: str = "f", parent: str = "r") -> RunKeys:
-    create_fork(
-        store, "post_train", config_of(store, data, parent), config_of(store, data, name), at, restart_data=False
-    )
+    plans = [resolve("post_train", config_of(store, data, run), store) for run in (parent, name)]
+    create_fork(store, *plans, at, restart_data=False)
     return RunKeys(name)
 
 

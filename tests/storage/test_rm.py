@@ -11,6 +11,7 @@ from run_records import parent_record
 from penstock.flows.cli import main
 from penstock.flows.commands import fork, gc, rm
 from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_run, read_flow_and_config
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.history.run_record import ForkRecord
@@ -88,11 +89,11 @@ def test_a_driver_starting_during_removal_is_seen_or_sees_the_removal(
     lease = Lease(store, new_driver_lease_key(KEYS))
     remover = Lease(store, f"{KEYS.prefix}/removing.lease")  # it will look for drivers next
     with pytest.raises(RunError, match="is being removed"):
-        open_run(store, "post_train", config, lease=lease)
+        open_run(store, resolve("post_train", config, store), lease=lease)
     with pytest.raises(RunError, match="is being removed"):
         command(store, "r", "--yes", "r")
     remover.release()
-    open_run(store, "post_train", config, lease=lease)
+    open_run(store, resolve("post_train", config, store), lease=lease)
     lease.release()
 
 
@@ -180,7 +181,7 @@ def test_a_killed_removal_is_finished_later(store: Store, tmp_path: Path, finish
         finishes: dict[str, Callable[[], object]] = {
             "rm": lambda: command(store, "r"),
             "gc": lambda: gc.main(["--delete", "--store", store.root]),
-            "start": lambda: open_run(store, "post_train", config),
+            "start": lambda: open_run(store, resolve("post_train", config, store)),
         }
         finishes[finish]()
         assert files(store) == others | ({KEYS.record} if finish == "start" else set()), left

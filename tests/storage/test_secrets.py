@@ -11,6 +11,7 @@ import pytest
 
 from penstock.flows.config import PostTrainConfig, check_secrets, config_hash, list_options, validate_config
 from penstock.flows.options import flags
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record, open_store, read_flow_and_config
 from penstock.storage import secret_references, secrets
 from penstock.storage.config import field_meta
@@ -73,14 +74,15 @@ def test_a_config_contains_references_that_resolve_to_the_secrets(config: PostTr
 def test_no_record_contains_a_secret_and_a_run_can_read_its_record(config: PostTrainConfig, tmp_path: Path) -> None:
     config = validate_config(config.model_dump() | {"run": config.run.model_dump() | {"store": str(tmp_path)}})
     store = open_store(config.run)
-    assert create_run_record(store, "post_train", config)
+    plan = resolve("post_train", config, store)
+    assert create_run_record(store, plan)
     uris = ["http://127.0.0.1:9"]
     RunTracking(TrackedRun("n", "1"), tmp_path / "outbox", uris, config.model_dump(mode="json")).close(timeout=0)
     for path in (tmp_path / RunKeys("n").record, tmp_path / "outbox" / "outbox.jsonl"):
         assert not [secret for secret in SECRETS if secret in path.read_text()], path
     assert stat.S_IMODE((tmp_path / "outbox" / "outbox.jsonl").stat().st_mode) == 0o600
     flow, again = read_flow_and_config(config.run, "n")
-    assert (flow, again) == ("post_train", config)
+    assert (flow, again.model_dump()) == ("post_train", plan.model_dump())
     assert json.loads((tmp_path / RunKeys("n").record).read_text())["config_hash"] == config_hash(again)
 
 

@@ -20,6 +20,7 @@ from wandb_files import read_history, wait_for_end
 from penstock.flows import trackers
 from penstock.flows.inspect.track import main
 from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record, read_existing_record
 from penstock.storage import tracking
 from penstock.storage.errors import OptionError, RunError, TrackerError
@@ -409,7 +410,9 @@ def test_a_literal_api_key_is_refused_and_not_shown(tmp_path: Path) -> None:
         parse_config(["--use-wandb", "--wandb-key", "literal-key-123"])
     assert "literal-key-123" not in str(error.value)
     store = Store(str(tmp_path))
-    create_run_record(store, "post_train", parse_config(["--run", "r", "--use-wandb", "--wandb-key", "env:SOME_KEY"]))
+    create_run_record(
+        store, resolve("post_train", parse_config(["--run", "r", "--use-wandb", "--wandb-key", "env:SOME_KEY"]), store)
+    )
     assert read_existing_record(store, RunKeys("r")).config["run"]["wandb_key"] == "env:SOME_KEY"
 
 

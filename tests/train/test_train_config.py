@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from penstock.flows.config import validate_config
+from penstock.flows.config import derive, validate_config
 from penstock.flows.options.flags import parse_config, update_config_from_argv
 from penstock.stages.plugins import load_function
 from penstock.stages.train.algorithm_config import PLUGINS
@@ -61,10 +61,11 @@ def test_wrong_options_are_refused(options: dict, named: str) -> None:
 )
 def test_schedule_follows_from_the_steps_of_the_run(flags: str, schedule: tuple[int | None, int]) -> None:
     words = ["--run", "r", "--num-rollout", "6", "--num-steps-per-rollout", "2", *flags.split()]
-    config = parse_config(words)
+    config = derive(parse_config(words))
     assert (config.train.lr_decay_iters, config.train.lr_warmup_iters) == schedule
     assert validate_config(config.model_dump()) == config
     longer = update_config_from_argv(config, ["--num-rollout", "60"])  # as `penstock resume`
+    longer = derive(longer)
     assert (longer.train.lr_decay_iters, longer.train.lr_warmup_iters) == schedule
 
 
@@ -82,7 +83,7 @@ def test_schedule_without_its_steps_is_refused(flags: str, named: str) -> None:
 
 
 def test_bf16_of_megatron_is_the_dtype() -> None:
-    assert TrainConfig(megatron={"bf16": True}).params_dtype == "bf16" and TrainConfig().params_dtype is None
+    assert derive(parse_config(["--bf16"])).train.params_dtype == "bf16" and TrainConfig().params_dtype is None
 
 
 def test_data_parallel_size_is_the_rest_of_the_ranks() -> None:

@@ -1,0 +1,297 @@
+"""Resolve a config: decide, once for each start, everything that the options leave open.
+
+`resolve` is called by every command that starts or plans a run, and by nothing below it: a `Plan` is a config in which
+each option has its value. A run keeps what its first start has decided, because run.json has the plan and the options
+as they were given. A later start takes from the plan what it leaves open in the same way, and applies the options that
+a resumed run may change.
+
+    --hf-checkpoint champion:MODEL   the champion's export, found when the run starts
+    --load                           the checkpoint that it names, None if there is none
+    --num-epoch                      the number of rounds, from the number of rows when the run starts
+    --num-rollout-per-start          the number of rounds at which this start ends
+    batch, group, schedule, ...      `derive` in flows/config.py
+    paths, user-defined functions    absolute, with the name of the function
+
+With --num-rollout-per-start, for example each night, each start has one target: the total number of trained rounds at
+which it ends. The target is recorded before training as `num_rollout` (in run.json by the first start, in `changes/` by
+later ones), so a start that resumes a killed one keeps the target of the killed one, and retries do not add rounds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from penstock.flows.config import SECTIONS, PostTrainConfig, derive, list_options
+from penstock.flows.options.paths import CHAMPION, with_absolute_paths, with_function_names
+from penstock.flows.promotion import export_of_champion
+from penstock.flows.runtime.runs import completion_of, differing_option, latest_config
+from penstock.stages.convert.targets import is_converted, is_published, megatron_directory
+from penstock.storage.config import field_meta
+from penstock.storage.errors import OptionError
+from penstock.storage.history.run_record import ParentRecord, RecordedConfig, RunRecord, read_run_record
+from penstock.storage.history.starts import read_completion
+from penstock.storage.keys import is_run_name
+from penstock.storage.maintenance.removal import is_removed
+from penstock.storage.refs import ADAPTERS, RunKeys
+from penstock.storage.store import Store
+
+
+class Plan(PostTrainConfig):
+    """A config in which nothing is left open. Its further fields are not part of a dump."""
+
+    flow: str = Field(exclude=True)
+    given: RecordedConfig = Field(exclude=True)  # the options as they were given, with absolute paths
+    parent: ParentRecord | None = Field(exclude=True)  # origin of the run, if it exists and is a fork
+    notes: tuple[str, ...] = Field(exclude=True)  # what was decided in an unusual way
+
+
+class _Existing(NamedTuple):
+    """The record of a run that a start may continue."""
+
+    record: RunRecord
+    given: PostTrainConfig  # the options as the last start that has changed the record gave them
+    config: PostTrainConfig  # what that start made of them
+    has_changes: bool  # whether a start has changed the schedule options since the record was written
+
+
+def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bool = True) -> Plan:
+    """Return the plan of a flow: the config with everything decided that the options leave open.
+
+    Args:
+        flow: post_train, sft, evaluate or convert.
+        config: the options as given, or those of a run's record with changes.
+        store: the store of the run.
+        counts_rows: whether the rows of --prompt-data are on this machine; otherwise --num-epoch stays open.
+
+    Raises:
+        InputError: what an option names does not exist or cannot be chosen, or options contradict each other.
+    """
+    config = with_absolute_paths(with_function_names(config))
+    given = config.model_dump(mode="json", exclude_unset=True, exclude={"run": {"store_options"}})
+    existing = read_existing(store, config.run.run) if flow != "convert" and config.run.run else None
+    if flow == "evaluate" and config.convert.load:
+        raise OptionError("--load has no effect in the flow `evaluate`, which scores --hf-checkpoint: omit it")
+    load, before = config.convert.load, None
+    if existing and existing.record.flow == flow and _continues(existing, config):
+        before = existing
+        config = _with_recorded_decisions(config, existing)
+    config = _with_start_weights(config, store, decided=existing.config.convert.load if existing else None)
+    notes = _notes_on_start_weights(config, load)
+    if flow in ("post_train", "sft") and config.run.num_epoch is not None:
+        config = _with_num_rollout(config, rounds_of_epochs(config, before, counts_rows=counts_rows))
+    config = derive(config)
+    if config.run.num_rollout_per_start is not None and config.run.run:
+        config = _with_num_rollout(config, target_rounds(store, existing, config))
+    sections = {name: getattr(config, name) for name in SECTIONS}
+    parent = existing.record.parent if existing else None
+    return Plan.model_construct(**sections, flow=flow, given=given, parent=parent, notes=notes)
+
+
+def read_existing(store: Store, run: str) -> _Existing | None:
+    """Return what the run's record says, or None if the run has no record or is being removed."""
+    keys = RunKeys(run)
+    record = None if is_removed(store, keys) else read_run_record(store, keys)
+    if record is None:
+        return None
+    config, given = latest_config(store, keys, record)
+    return _Existing(record, given, config, bool(store.list(f"{keys.prefix}/changes")))
+
+
+def _continues(existing: _Existing, config: PostTrainConfig) -> bool:
+    """Return whether the options that define a run are those of its record, as given or as decided."""
+    then = derive(_with_num_rollout(config, existing.config.run.num_rollout))
+    pairs = ((existing.given, config), (existing.config, then))
+    return any(differing_option(before, now, existing.record.directory) is None for before, now in pairs)
+
+
+def _with_recorded_decisions(config: PostTrainConfig, existing: _Existing) -> PostTrainConfig:
+    """Return the config with what the run has decided for options that it leaves open in the same way: those that have
+    the value that was given then, although the run uses another one."""
+    sections = {}
+    for section in SECTIONS:
+        now, given, decided = (getattr(each, section) for each in (config, existing.given, existing.config))
+        sections[section] = now.model_copy(
+            update={
+                name: getattr(decided, name)
+                for owner, name, field in list_options()
+                if owner == section
+                and name != "num_rollout"  # see `rounds_of_epochs` and `target_rounds`
+                and field_meta(field).mutability != "placement"
+                and getattr(now, name) == getattr(given, name) != getattr(decided, name)
+                and (name in now.model_fields_set) == (name in given.model_fields_set)
+            }
+        )
+    return config.model_copy(update=sections)
+
+
+# ---- start weights ---------------------------------------------------------------------------------------------------
+
+
+def _with_start_weights(config: PostTrainConfig, store: Store, decided: str | None) -> PostTrainConfig:
+    """Return the config with the champion's export in place of `--hf-checkpoint champion:MODEL`, and the checkpoint
+    that --load names in place of the run that has it, unless it is `decided`, the one that the run has recorded.
+
+    Raises:
+        RunError: there is no champion, or it has no export in a local store.
+        OptionError: --load names something that is not a checkpoint.
+    """
+    convert = config.convert
+    changes: dict[str, Any] = {}
+    if convert.load != decided:
+        changes["load"] = loaded_checkpoint(config)
+    if convert.hf_checkpoint.startswith(CHAMPION):
+        changes["hf_checkpoint"] = export_of_champion(store, convert.hf_checkpoint)
+    return config.model_copy(update={"convert": convert.model_copy(update=changes)})
+
+
+def _notes_on_start_weights(config: PostTrainConfig, load: str | None) -> tuple[str, ...]:
+    """Return warnings about --load and --ref-load that may be unintended. `load` is --load as it was given."""
+    if load and not config.convert.load and not names_own_run(config, load):
+        return (f"--load {load} has no checkpoint: the run starts from {config.start_weights}",)
+    if load and config.convert.load and config.train.ref_load and not config.train.uses_reference:
+        return ("--ref-load has no effect: the run starts from --load, and no KL to a reference is computed",)
+    return ()
+
+
+def loaded_checkpoint(config: PostTrainConfig) -> str | None:
+    """Return the directory with the weights of --load: a Hugging Face directory, a Megatron directory, or the newest or
+    the given checkpoint of a run in a local store (STORE/RUN, STORE/RUN/VERSION). Return None if --load is not given or
+    has no checkpoint, for instance because it names the run itself, which then resumes.
+
+    Raises:
+        InputError: --load names something that is not a checkpoint.
+    """
+    load = config.convert.load
+    if load is None:
+        return None
+    path = Path(load)
+    if is_converted(load) or megatron_directory(path) or (path / "config.json").is_file():
+        return load
+    if names_own_run(config, load):
+        return None
+    if "://" in load:
+        raise OptionError(f"--load {load} is not a local directory: copy the checkpoint to a disk and give its path")
+    checkpoint = _checkpoint_of_run(path) or (path.name.isdecimal() and _checkpoint_of_run(path.parent, int(path.name)))
+    if checkpoint:
+        return checkpoint
+    if (path.is_dir() and not any(path.iterdir())) or not path.exists():
+        return None
+    raise OptionError(
+        f"--load {load} is not a checkpoint: give a Hugging Face directory, a torch_dist directory of Megatron, or "
+        "STORE/RUN, STORE/RUN/VERSION of a run"
+    )
+
+
+def names_own_run(config: PostTrainConfig, load: str) -> bool:
+    """Return whether --load names the run itself: STORE/RUN, as --save does."""
+    run = config.run
+    if "://" in run.store:
+        return load.rstrip("/") == f"{run.store.rstrip('/')}/{run.run}"
+    return bool(load) and Path(load).absolute() == Path(run.store).absolute() / run.run
+
+
+def _checkpoint_of_run(path: Path, version: int | None = None) -> str | None:
+    """Return the directory of a checkpoint, by default the newest, of the run `path` = STORE/RUN. None if there is no
+    such run. Raises OptionError if the run has no such checkpoint."""
+    keys = RunKeys(path.name) if is_run_name(path.name) else None
+    if keys is None or not (path.parent / keys.record).is_file():
+        return None
+    store = Store(str(path.parent), probe=False)
+    versions = store.committed_indices(f"{keys.prefix}/checkpoints")
+    if not versions or version not in (None, *versions):
+        existing = ", ".join(map(str, versions)) or "none"
+        raise OptionError(f"--load {path}: the run has no such checkpoint (it has: {existing}); give one of these")
+    commit = store.committed(keys.checkpoint_prefix(versions[-1] if version is None else version))
+    if commit is not None and ADAPTERS in commit.state:
+        raise OptionError(
+            f"--load {path}: the checkpoint has only LoRA adapters; write the merged weights with `penstock export "
+            f"{path.name} --output DIR`, and give DIR"
+        )
+    return store.path(commit.attempt) if commit is not None and commit.attempt else None
+
+
+# ---- number of rounds ------------------------------------------------------------------------------------------------
+
+
+def _with_num_rollout(config: PostTrainConfig, num_rollout: int) -> PostTrainConfig:
+    return config.model_copy(update={"run": config.run.model_copy(update={"num_rollout": num_rollout})})
+
+
+def rounds_of_epochs(config: PostTrainConfig, existing: _Existing | None, *, counts_rows: bool = True) -> int:
+    """Return the number of rounds of --num-epoch.
+
+    Args:
+        config: a config with --num-epoch.
+        existing: the record of the run, if this start continues it. With the same --num-epoch it has the rounds.
+        counts_rows: whether to count the rows; if not, the number of rounds stays as it is.
+
+    Raises:
+        OptionError: the number of rows is unknown or too small, or another option sets another number of rounds.
+        DataError: a file of --prompt-data is missing or malformed.
+    """
+    from penstock.stages.rollout.prompts.source import PromptSource
+
+    run, rollout = config.run, config.rollout
+    assert run.num_epoch is not None, "the run has a number of epochs"
+    unfit = {
+        "--data-source-path": rollout.data_source_path,
+        "--prompt-data-weights": rollout.prompt_data_weights,
+        "--num-rollout-per-start": run.num_rollout_per_start,
+    }
+    for flag in (flag for flag, value in unfit.items() if value):
+        raise OptionError(f"--num-epoch cannot be combined with {flag}: give --num-rollout instead, or omit {flag}")
+    if existing and existing.config.run.num_epoch == run.num_epoch:
+        decided = existing.config.run.num_rollout
+        if run.num_rollout in (0, decided):
+            return decided
+    if not counts_rows:
+        return run.num_rollout
+    rows = len(PromptSource.open(rollout)) if rollout.prompt_data else 0
+    rounds = run.num_epoch * rows // rollout.rollout_batch_size
+    text = (
+        f"--num-epoch {run.num_epoch} x {rows} rows of --prompt-data // --rollout-batch-size "
+        f"{rollout.rollout_batch_size} = {rounds} rounds"
+    )
+    if rounds == 0:
+        raise OptionError(f"{text}: give more data, more epochs or a smaller batch")
+    if run.num_rollout not in (0, rounds):
+        raise OptionError(f"{text}, but --num-rollout is {run.num_rollout}: omit one of them (--num-epoch none)")
+    return rounds
+
+
+def target_rounds(store: Store, existing: _Existing | None, config: PostTrainConfig) -> int:
+    """Return the total number of trained rounds at which this start of a run with --num-rollout-per-start ends.
+
+    If the previous start did not finish, its target is returned; otherwise the number of trained rounds plus
+    --num-rollout-per-start.
+    """
+    per_start, keys = config.run.num_rollout_per_start, RunKeys(config.run.run)
+    assert per_start is not None, "only runs with --num-rollout-per-start have targets"
+    trained, before = len(store.committed_indices(f"{keys.prefix}/steps")), None
+    if existing and existing.record.parent and not existing.has_changes:
+        before = existing.record.parent.at + per_start  # of a fork that was never started: the record has the parent's
+    elif existing and existing.config.run.num_rollout_per_start:
+        before = existing.config.run.num_rollout
+    if before is not None:
+        # The export is the last stage of a start.
+        exported = before == 0 or store.committed(keys.export_prefix(before)) is not None
+        if trained < before or not exported:
+            return before
+    return trained + per_start
+
+
+def is_complete(store: Store, plan: Plan) -> bool:
+    """Return whether the run's last start has completed it with this plan, and its copies of checkpoints (--save-hf)
+    exist: nothing is left to do."""
+    keys = RunKeys(plan.run.run)
+    completed = read_completion(store, keys)
+    if completed is None:  # before `completion_of`, which creates the directory of the trackers
+        return False
+    now = completion_of(store, plan)
+    if completed.options != now.options or not now.outputs.items() <= completed.outputs.items():
+        return False
+    versions = store.committed_indices(f"{keys.prefix}/checkpoints") if plan.run.save_hf else []
+    return all(is_published(plan.run.hf_path(version), store.options) for version in versions)
