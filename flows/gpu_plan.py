@@ -83,7 +83,7 @@ def plan_gpu_memory(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_b
             critic=train.uses_critic,
             num_frozen=(train.uses_reference and not (train.lora and not train.ref_load)) + train.loads_teacher,
             lora=train.lora,
-            megatron=train.megatron,
+            megatron=train.megatron.model_dump(),
         )
         trainer = estimate_trainer_memory(shape, train.parallel_layout, train.num_ranks, trainer_options)
     if flow != "sft" and not options.external:

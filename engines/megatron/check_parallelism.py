@@ -9,7 +9,6 @@ from itertools import groupby
 from typing import Any
 
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.storage.errors import LayoutError, OptionError
 
 FIRST_STAGE_FLAG, LAST_STAGE_FLAG = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
@@ -116,15 +115,12 @@ def check_pipeline(
         shape: shape of the model.
         pipeline: number of pipeline stages.
         virtual: number of chunks per stage (interleaved schedule); None: one.
-        megatron_options: Megatron options in any spelling; only the options about the pipeline split are used.
+        megatron_options: a dump of `MegatronOptions`; only the options about the pipeline split are used.
 
     Raises:
         LayoutError: the layers cannot be split in this way; the message suggests flags with a valid split.
-        OptionError: an option is unknown to Megatron.
     """
-    options = normalize_megatron_args(megatron_options or {})
-    if options.get("pipeline_model_parallel_layout"):
-        return  # Megatron checks this option itself
+    options = megatron_options or {}
     first, last = (options.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
     extra = sum(bool(options.get(f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss"))
     ends = [(flag, size) for flag, size in ((FIRST_STAGE_FLAG, first), (LAST_STAGE_FLAG, last)) if size is not None]

@@ -48,7 +48,6 @@ from penstock.engines.megatron.model.attention_kernel import (
 from penstock.engines.megatron.model.gpt import PolicyModel, build_model
 from penstock.engines.megatron.model.router_replay import RoutingRecord, StreamRouting
 from penstock.engines.megatron.model.value_model import ValueModel
-from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.engines.megatron.packing import EnginePack, PackedStream, pack_stream
 from penstock.engines.megatron.parallel import DEFAULT_SEED, ParallelLayout, device, device_name
 from penstock.engines.megatron.patches import MEGATRON_VERSION, has_transformer_engine
@@ -110,7 +109,7 @@ class MegatronEngine:
     ) -> None:
         self.shape, self.layout, self.dtype = shape, layout or ParallelLayout(), dtype
         self.role, self.device = role, device()
-        overrides = normalize_megatron_args(overrides or {})
+        overrides = dict(overrides or {})
         self.attention_kernel = choose_attention_kernel(overrides.pop("attention_backend", None), dtype, shape)
         if self.attention_kernel == "fa4":
             prepare_fa4()

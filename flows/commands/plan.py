@@ -173,11 +173,11 @@ def trainer_rows(trainer: TrainerMemory, config: PostTrainConfig, offload_train:
         f"{train.pipeline_model_parallel_size} x context {train.context_parallel_size} x data "
         f"{train.data_parallel_size}, expert {train.expert_model_parallel_size}; stage {trainer.stage + 1} needs most"
     )
-    recompute = train.megatron.get("recompute_granularity", "none")
+    recompute = train.megatron.recompute_granularity or "none"
     models = " of policy and critic" if train.uses_critic else ""
     frozen = [name for name, used in (("reference", train.uses_reference), ("teacher", train.loads_teacher)) if used]
     on_host = [*frozen, *(["weights", "optimizer"] if offload_train else [])]
-    if train.megatron.get("optimizer_cpu_offload") and not offload_train:
+    if train.megatron.optimizer_cpu_offload and not offload_train:
         on_host.append("optimizer")
     return [
         ("trainer, weights", format_gib(trainer.weights), f"{trainer.parameters:,} parameters{models}"),

@@ -97,7 +97,7 @@ def test_update_and_host_memory_of_an_offloaded_optimizer() -> None:
     """Two chunks of state are on the device during an update; the embedding is a chunk of its own."""
     offload, size = {"optimizer_cpu_offload": True}, real_shape("qwen3-4B").num_parameters
     fp32 = plan_of("qwen3-4B", megatron=offload)
-    bf16 = plan_of("qwen3-4B", megatron={**offload, **FULL, "grad_reduce_in_bf16": True})
+    bf16 = plan_of("qwen3-4B", megatron={**offload, **FULL, "grad_reduce_in_fp32": False})
     assert fp32.update == 12 * (CHUNK_NUMEL + 151936 * 2560)
     assert bf16.update == fp32.update + 4 * size and 2 * bf16.gradients == fp32.gradients
     assert (

@@ -17,7 +17,6 @@ from penstock.engines.families.shape import ModelShape
 from penstock.engines.lora import EXPERT, LoraOptions, adapter_targets
 from penstock.engines.megatron.check_parallelism import has_grouped_experts, split_layers
 from penstock.engines.megatron.memory.activations import FP32, layer_activations
-from penstock.engines.megatron.options.args import normalize_megatron_args
 from penstock.engines.megatron.parallel_layout import ParallelLayout
 
 GIB = 1 << 30
@@ -103,7 +102,7 @@ def estimate_stage_memory(
     """Return the estimated memory of a rank of one pipeline stage. Optimizer state is sharded over data- and
     context-parallel ranks, that of experts over the ranks with the same experts; an fp32 model has no second copy of
     its weights."""
-    megatron, size = normalize_megatron_args(options.megatron), BYTES[options.dtype]
+    megatron, size = options.megatron, BYTES[options.dtype]
     layers = stage_layers(shape.num_layers, layout, megatron)[stage]
     models = [count_stage_parameters(shape, layout, layers, stage)]
     if options.critic:
@@ -238,7 +237,7 @@ def activation_bytes(
     chunks per stage it keeps p + (p - 1) / m (Korthikanti et al. 2022, section 4.2).
     """
     size, tokens, virtual = BYTES[options.dtype], options.max_tokens, layout.virtual_pipeline or 1
-    activations = layer_activations(shape, layers, layout, size, normalize_megatron_args(options.megatron))
+    activations = layer_activations(shape, layers, layout, size, options.megatron)
     later = layout.pipeline - 1 - stage
     in_flight = later + 1 if virtual == 1 else (2 * later + (virtual - 1) * layout.pipeline + 1) / virtual
     stored, temporary = tokens * activations.stored * in_flight, tokens * (activations.recomputed + activations.largest)

@@ -1,8 +1,7 @@
 """Build Megatron-core's `TransformerConfig` of a model.
 
 The configuration's fields come from the checkpoint and the parallel layout (fixed), from Penstock's defaults, and from
-user-defined `megatron` options, which may change the defaults but must not contradict the fixed values. `gpt.py` builds
-the model, `optimizer.py` the optimizer.
+`MegatronOptions`, which may change the defaults. `gpt.py` builds the model, `optimizer.py` the optimizer.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from penstock.engines.megatron.check_parallelism import (
 )
 from penstock.engines.megatron.compat import import_megatron
 from penstock.engines.megatron.model.attention_kernel import runs_hopper_kernels
-from penstock.engines.megatron.options.args import normalize_megatron_args
-from penstock.engines.megatron.options.model_options import check_model_options, model_options
+from penstock.engines.megatron.model.model_options import model_options
 from penstock.engines.megatron.parallel import ParallelLayout
 from penstock.storage.errors import OptionError
 
@@ -33,7 +31,6 @@ import_megatron()
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-UNUSED_IN_MLA = ("kv_channels", "add_qkv_bias", "rotary_interleaved")  # Megatron-LM scripts set them; ignored for MLA
 # MoE fields with which the trained model would differ from the engine's (dropped tokens, noise), and load-balancing
 # losses, which Megatron scales for means over tokens, while Penstock's losses are plain sums.
 MOE_FIXED: dict[str, Any] = dict(
@@ -76,20 +73,16 @@ def transformer_config(
         shape: shape of the model.
         layout: parallel sizes; None means that all are 1.
         dtype: "fp32" or "bf16".
-        overrides: user-defined Megatron options, in any of Megatron's spellings; those that are not fields of this
-            configuration are ignored.
+        overrides: Megatron options, which replace Penstock's defaults; those that are not fields of this configuration
+            are ignored, and the checkpoint and the layout win.
 
     Raises:
         LayoutError: the model cannot be sharded with the parallel sizes.
-        OptionError: an override contradicts the model or is not supported.
+        OptionError: grouped experts are asked for, but do not work.
     """
-    layout, overrides = layout or ParallelLayout(), normalize_megatron_args(overrides or {})
+    layout, overrides = layout or ParallelLayout(), dict(overrides or {})
     check_pipeline(shape, layout.pipeline, layout.virtual_pipeline, overrides)
     check_model_parallel(shape, layout.tensor, layout.expert, layout.expert_tensor, layout.sequence_parallel)
-    check_model_options(shape, overrides)
-    from_checkpoint = model_options(shape)
-    for name in (*from_checkpoint, *(UNUSED_IN_MLA if shape.latent else ())):
-        overrides.pop(name, None)  # checked above
     cuda = torch.cuda.is_available()
     on_gpus = ("bias_activation_fusion", "gradient_accumulation_fusion")
     defaults = dict(**DEFAULTS, **dict.fromkeys(on_gpus, cuda), use_cpu_initialization=not cuda)
@@ -97,7 +90,7 @@ def transformer_config(
         defaults["moe_grouped_gemm"] = True
     overrides.pop("moe_permute_fusion", None)  # `grouped_experts.TokenDispatcher` fuses; Megatron needs another package
     fixed = {
-        **from_checkpoint,
+        **model_options(shape),
         **dict(activation_func=F.silu, softmax_scale=None),
         **(MOE_FIXED if shape.experts else {}),
         **_layout_fields(layout, dtype),
@@ -133,16 +126,7 @@ def merge_overrides(
 
     `overrides` replace `defaults`, and `fixed` values always apply; names that are not fields of the dataclass are left
     out.
-
-    Raises:
-        OptionError: an override differs from a fixed value.
     """
-    for name, value in overrides.items():
-        if name in fixed and value != fixed[name]:
-            raise OptionError(
-                f"megatron option {name} = {value!r} contradicts {fixed[name]!r}, the value that the checkpoint or "
-                "Penstock's own options determine: drop the option"
-            )
     known = {field.name for field in dataclasses.fields(config_class)}
     return {name: value for name, value in {**defaults, **overrides, **fixed}.items() if name in known}
 

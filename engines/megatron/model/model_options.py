@@ -1,8 +1,6 @@
-"""Derive the Megatron options that a model's checkpoint determines, and check user-defined options against them.
+"""Derive the Megatron options that a model's checkpoint determines.
 
-Users need not set these options, because the model's shape is read from the checkpoint. If a flag of a
-Megatron-LM script sets them, they must agree with it.
-`transformer_config.py` builds Megatron's own configuration of the model.
+`transformer_config.py` builds Megatron's own configuration of the model. Does not import torch.
 """
 
 from __future__ import annotations
@@ -10,8 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.engines.families.shape import Llama3Scaling, ModelShape, YarnScaling
-from penstock.engines.megatron.options.args import normalize_megatron_args
-from penstock.storage.errors import OptionError
 
 CONSTANT: dict[str, Any] = dict(  # options with the same value in every supported model family
     add_bias_linear=False,
@@ -22,30 +18,6 @@ CONSTANT: dict[str, Any] = dict(  # options with the same value in every support
     no_position_embedding=True,  # no learned position embeddings
     mtp_num_layers=None,  # multi-token prediction layers are kept in checkpoints, but not trained
 )
-
-
-def check_model_options(shape: ModelShape, megatron_options: dict[str, Any]) -> None:
-    """Check that user-defined options which describe the model agree with the checkpoint.
-
-    Args:
-        shape: model shape of the checkpoint.
-        megatron_options: options from files and flags, in any of Megatron's spellings; options that do not describe the
-            model are ignored.
-
-    Raises:
-        OptionError: an option contradicts the checkpoint (the message has both values), or is unknown to Megatron.
-    """
-    expected = model_options(shape)
-    for name, value in normalize_megatron_args(megatron_options).items():
-        if name == "moe_layer_freq" and isinstance(value, int) and value:
-            # Megatron's meaning of an integer: every `value`-th layer is an MoE layer
-            value = [int(layer % value == 0) for layer in range(shape.num_layers)]
-        # 0 and None are equivalent: no experts, or no groups
-        if name in expected and value != expected[name] and (value or expected[name]):
-            raise OptionError(
-                f"megatron option {name} = {value!r}, but the {shape.architecture} of this checkpoint, as Penstock "
-                f"trains it, has {expected[name]!r}: drop the option, or use a checkpoint for which it is right"
-            )
 
 
 def model_options(shape: ModelShape) -> dict[str, Any]:

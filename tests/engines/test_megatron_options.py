@@ -1,19 +1,19 @@
-"""Every option of Megatron is effective, checked, ignored or refused, and the effective ones reach the trainer."""
+"""The section [train.megatron]: spellings, values and combinations; and every option reaches the trainer."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 
 from penstock.engines.families.shape import Experts
-from penstock.engines.megatron.options.args import ALIASES, megatron_flags
-from penstock.engines.megatron.options.model_options import model_options
-from penstock.engines.megatron.options.table import ACCEPTED_VALUES, CHECKED, EFFECTIVE, TABLE
-from penstock.engines.megatron.options.values import check_option_values, effective_options, ignored_options
+from penstock.engines.megatron.megatron_options import ALIASES, MegatronOptions
 from penstock.engines.megatron.parallel_layout import ParallelLayout
-from penstock.flows.options.flags import parse_config, penstock_flags
+from penstock.flows.config import validate_config
+from penstock.flows.options.flags import parse_config
 from penstock.storage.errors import OptionError
 from tests.engines.megatron_reference import OPTIMIZER, SHAPE, make_pack
 
@@ -22,76 +22,91 @@ MIXTURE = SHAPE.model_copy(
         "experts": Experts(num_experts=4, top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=16, num_dense_layers=1)
     }
 )
-OWN = {flag[2:].replace("-", "_") for flag in penstock_flags()}
 # Options of slime's launch scripts and model files for the families of docs/models.md, besides Penstock's own.
 SCRIPTS = """
---swiglu --num-layers 2 --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 10000
---use-rotary-position-embeddings --group-query-attention --spec slime_plugins.models.glm4 get_glm_spec
---make-vocab-size-divisible-by 64 --seq-length 4096 --train-iters 100 --no-rope-fusion --attention-softmax-in-fp32
---attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-backend flash
---use-flash-attn --moe-grouped-gemm --moe-permute-fusion --moe-token-dispatcher-type alltoall
---moe-token-dispatcher-type flex --moe-enable-deepep --moe-aux-loss-coeff 0 --moe-router-dtype fp32
---moe-router-load-balancing-type seq_aux_loss --moe-token-drop-policy probs --moe-router-load-balancing-type none
---recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --recompute-loss-function
---recompute-granularity selective --recompute-modules mlp --recompute-activations --optimizer adam
---optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
---decoder-last-pipeline-num-layers 1 --use-distributed-optimizer --bf16 --use-mcore-models --transformer-impl local
---use-checkpoint-opt-param-scheduler --no-check-for-nan-in-loss-and-grad --distributed-timeout-minutes 30
---async-save --tokenizer-type HuggingFaceTokenizer --tokenizer-model x --overlap-grad-reduce --overlap-param-gather
---grad-reduce-in-bf16 --no-gradient-accumulation-fusion --log-interval 1 --manual-gc --manual-gc-interval 5
+--spec slime_plugins.models.glm4 get_glm_spec --make-vocab-size-divisible-by 64 --seq-length 4096 --train-iters 100
+--no-rope-fusion --attention-softmax-in-fp32 --attention-dropout 0.0 --hidden-dropout 0.0
+--accumulate-allreduce-grads-in-fp32 --attention-backend flash --use-flash-attn --moe-grouped-gemm
+--moe-permute-fusion --moe-token-dispatcher-type alltoall --moe-token-dispatcher-type flex --moe-enable-deepep
+--moe-aux-loss-coeff 0 --moe-router-dtype fp32 --moe-router-load-balancing-type seq_aux_loss --moe-token-drop-policy
+probs --moe-router-load-balancing-type none --recompute-granularity full --recompute-method uniform
+--recompute-num-layers 1 --recompute-loss-function --recompute-granularity selective --recompute-modules mlp
+--recompute-activations --optimizer adam --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d
+--use-precision-aware-optimizer --decoder-last-pipeline-num-layers 1 --use-distributed-optimizer --bf16
+--use-mcore-models --transformer-impl local --use-checkpoint-opt-param-scheduler --no-check-for-nan-in-loss-and-grad
+--distributed-timeout-minutes 30 --async-save --tokenizer-type HuggingFaceTokenizer --tokenizer-model x
+--overlap-grad-reduce --overlap-param-gather --grad-reduce-in-bf16 --no-gradient-accumulation-fusion --log-interval 1
+--manual-gc --manual-gc-interval 5
 """
-
-
-def test_every_option_is_in_one_class() -> None:
-    names = {flag.name for flag in megatron_flags().values() if flag.owner != "alias"}
-    assert names - OWN == set(TABLE) - OWN and not set(TABLE) & OWN
-    assert all(field in TABLE for fields in ALIASES.values() for field in fields)
-    assert {rule.kind for rule in TABLE.values()} == {"effective", "checked", "ignored", "refused"}
-
-
-def test_checked_options_are_those_that_checkpoints_determine() -> None:
-    from penstock.engines.families.shape import LatentAttention
-
-    latent = LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
-    shapes = (SHAPE, MIXTURE, SHAPE.model_copy(update={"latent": latent}))
-    scaling = {"use_rope_scaling", "rope_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
-    determined = {name for shape in shapes for name in model_options(shape)} | scaling | {"mscale", "mscale_all_dim"}
-    assert set(CHECKED) == determined - OWN
 
 
 @pytest.mark.parametrize("flag", SCRIPTS.split("--")[1:], ids=lambda flag: flag.split()[0])
 def test_options_of_slimes_scripts_are_accepted(flag: str) -> None:
-    config = parse_config(["--run", "r", *f"--{flag}".split()])
-    options = config.train.megatron
-    if {"recompute_method", "recompute_num_layers"} & options.keys():
-        options["recompute_granularity"] = "full"
-    if "recompute_granularity" in options and options["recompute_granularity"] == "full":
-        options |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-    if "recompute_modules" in options:
-        options["recompute_granularity"] = "selective"
-    check_option_values(options)
+    parse_config(["--run", "r", *f"--{flag}".split()])
 
 
-@pytest.mark.parametrize("name", sorted(name for name, rule in TABLE.items() if rule.kind == "refused"))
-def test_refused_option_gives_its_reason_and_its_default_is_accepted(name: str) -> None:
-    with pytest.raises(OptionError, match="not supported: ") as caught:
-        check_option_values({name: 0.123})
-    assert TABLE[name].text in str(caught.value) and f"--{name.replace('_', '-')}" in str(caught.value)
-    neutral = {name: ACCEPTED_VALUES.get(name, (None,))[0]}
-    check_option_values(neutral)
-    assert effective_options(neutral) == {}
+def test_every_spelling_sets_its_field() -> None:
+    options = {
+        "--recompute-activations": True,
+        "ddp_bucket_size": 7,
+        "no_bias_gelu_fusion": False,
+        "moe-router-dtype": "fp64",
+    }
+    expected = {"recompute_granularity": "selective", "bucket_size": 7, "moe_router_dtype": "fp64"}
+    assert MegatronOptions(**options).model_dump() == expected
+    assert {field for field, _ in ALIASES.values()} <= set(MegatronOptions.model_fields)
+    assert not set(ALIASES) & set(MegatronOptions.model_fields)
+    flags = parse_config(["--recompute-activations", "--ddp-bucket-size", "7", "--moe-router-dtype", "fp64"])
+    assert flags.train.megatron.model_dump() == expected
+    assert parse_config(["--recompute-modules", "mlp"]).train.megatron.recompute_modules == ["mlp"]
+    assert MegatronOptions.model_validate(flags.train.megatron.model_dump(mode="json")) == flags.train.megatron
 
 
-def test_ignored_options_are_named_with_their_reason() -> None:
-    options = {"log_interval": 1, "attention_backend": "flash", "moe_token_dispatcher_type": "flex"}
-    named = ignored_options(options)
-    assert [text.split()[0] for text in named] == ["--log-interval", "--moe-token-dispatcher-type"]
-    assert "all-to-all" in named[1] and effective_options(options) == {"attention_backend": "flash"}
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "recompute_granularty",
+            "full",
+            r"^\[train.megatron\] recompute_granularty: no such option: did you mean recompute_granularity\?",
+        ),
+        ("num_layers", 2, "num_layers: no such option: `penstock train --help-all` lists those"),
+        ("log_interval", 1, "log_interval: no such option"),
+        ("lr", 1e-5, "lr: no such option"),
+        ("recompute_granularity", "ful", "--recompute-granularity 'ful': input should be 'full' or 'selective'"),
+        ("recompute_modules", ["mlp", "x"], "--recompute-modules 'x': input should be 'core_attn'"),
+        ("recompute_num_layers", 0, "--recompute-num-layers 0: input should be greater than or equal to 1"),
+        ("optimizer_offload_fraction", 2, "--optimizer-offload-fraction 2: input should be less than or equal to 1"),
+        ("overlap_grad_reduce", "yes", "--overlap-grad-reduce 'yes': input should be a valid boolean"),
+        ("bucket_size", True, "--bucket-size True: input should be a valid integer"),
+        ("no_bias_gelu_fusion", 3, "--no-bias-gelu-fusion is a switch and takes no value; found '3'"),
+    ],
+)
+def test_unknown_option_or_value_is_refused_in_one_sentence(name: str, value: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        validate_config({"train": {"megatron": {name: value}}})
 
 
-def test_option_of_penstock_is_refused_among_megatrons() -> None:
-    with pytest.raises(OptionError, match=r"--lr is an option of Penstock: write it in \[train\]"):
-        check_option_values({"lr": 1e-5})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bucket_size": 5}, "--ddp-bucket-size has an effect only with --overlap-grad-reduce"),
+        ({"moe_permute_fusion": True, "moe_grouped_gemm": False}, "but moe_grouped_gemm is false"),
+        ({"recompute_granularity": "full"}, "--recompute-granularity full needs --recompute-method"),
+        ({"recompute_method": "block"}, "have an effect only with --recompute-granularity full"),
+        ({"recompute_modules": ["mlp"]}, "has an effect only with --recompute-granularity selective"),
+    ],
+)
+def test_options_without_their_partner_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        MegatronOptions(**options).check()
+
+
+def test_options_are_read_without_torch_and_megatron() -> None:
+    code = (
+        "import sys, penstock.engines.megatron.megatron_options; sys.exit(bool({'torch', 'megatron'} & {*sys.modules}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # ---- effects ---------------------------------------------------------------------------------------------------------
@@ -222,9 +237,9 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         True,
     ),
     "overlap_grad_reduce": ({"overlap_grad_reduce": True}, reduces_in_backward, True),
-    "grad_reduce_in_fp32": ({"grad_reduce_in_bf16": True}, grad_dtype, torch.bfloat16),
-    "bucket_size": ({"ddp_bucket_size": 20000, "overlap_grad_reduce": True}, has_buckets, True),
-    "check_for_nan_in_grad": ({"no_check_for_nan_in_loss_and_grad": True}, fails_on_nan, False),
+    "grad_reduce_in_fp32": ({"grad_reduce_in_fp32": False}, grad_dtype, torch.bfloat16),
+    "bucket_size": ({"bucket_size": 20000, "overlap_grad_reduce": True}, has_buckets, True),
+    "check_for_nan_in_grad": ({"check_for_nan_in_grad": False}, fails_on_nan, False),
     "optimizer_cpu_offload": ({"optimizer_cpu_offload": True}, offloaded_share, 1.0),
     "optimizer_offload_fraction": (
         {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.0},
@@ -247,11 +262,11 @@ def test_effective_option_reaches_the_engine(name: str, world: None) -> None:
     from penstock.engines.megatron.engine import MegatronEngine
 
     options, observe, value = EFFECTS[name]
-    check_option_values(options)
+    MegatronOptions(**options).check()
     shape = MIXTURE if name.startswith("moe_") else SHAPE
     # main parameters of an fp32 model are views of its weights, and its gradients are fp32
     dtype = "bf16" if "offload" in name or name == "grad_reduce_in_fp32" else "fp32"
-    engine = MegatronEngine(shape, dtype=dtype, optimizer=OPTIMIZER, overrides=effective_options(options))
+    engine = MegatronEngine(shape, dtype=dtype, optimizer=OPTIMIZER, overrides=options)
     assert observe(engine) == value
     if name not in ON_GPUS:
         without = {"optimizer_cpu_offload": True} if name == "optimizer_offload_fraction" else {}
@@ -264,9 +279,9 @@ def test_effective_option_splits_the_layers(name: str) -> None:
 
     options, num_layers = SPLITS[name]
     shape = SHAPE.model_copy(update={"num_layers": num_layers})
-    config = transformer_config(shape, ParallelLayout(pipeline=2), "fp32", effective_options(options))
+    config = transformer_config(shape, ParallelLayout(pipeline=2), "fp32", options)
     assert getattr(config, name) == options[name]
 
 
-def test_every_effective_option_is_tested() -> None:
-    assert {*EFFECTS, *SPLITS, "bf16"} == set(EFFECTIVE)  # bf16: tests/train/test_train_config.py
+def test_every_option_is_tested() -> None:
+    assert {*EFFECTS, *SPLITS, "bf16"} == set(MegatronOptions.model_fields)  # bf16: tests/train/test_train_config.py
