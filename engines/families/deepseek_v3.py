@@ -10,9 +10,8 @@ from typing import Any
 
 from penstock.engines.families.entries import ConfigEntries, refuse_attention_bias, rotary_from_config
 from penstock.engines.families.family import Family
-from penstock.engines.families.ops import TensorRow
-from penstock.engines.families.rows import embedding_rows, mla_rows, mlp_rows, norm_rows
 from penstock.engines.families.shape import Experts, LatentAttention, Llama3Scaling, ModelShape
+from penstock.engines.families.tensor_rows import TensorRow, embedding_rows, mla_rows, mlp_rows, norm_rows
 
 
 def deepseek_v3_shape_fields(config: ConfigEntries) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import prod
 
 from penstock.engines.families import family_of
-from penstock.engines.families.ops import TensorRow
 from penstock.engines.families.shape import ModelShape
+from penstock.engines.families.tensor_rows import TensorRow
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 REPLICATED = re.compile(r"layernorm|router\.|_down_proj\.")  # Megatron names of weights that every tensor rank holds

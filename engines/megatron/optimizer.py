@@ -12,11 +12,20 @@ installed):
   (`numel_unpadded`).
 - A pipeline stage with only dense layers has an expert optimizer without parameters, whose step count Megatron cannot
   determine, so that saving fails. Workaround: build this optimizer's state here (`_empty_state`).
+
+`ParamGather` is the parameter all-gather after an optimizer step with Megatron's option `overlap_param_gather`: each
+data-parallel rank updates its shard of the weights, and the all-gather of the other ranks' shards overlaps with the
+next computation.
+
+Megatron itself gathers a bucket of parameters only when a forward pass of the next training step needs it. Penstock
+also reads weights between steps (forward-only passes, digests, snapshots, publishing), and would then silently read
+stale weights. So the all-gathers of all buckets are started at the end of the optimizer step; a module's forward pass
+waits for the module's bucket, and every other reader waits for all buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,10 +38,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
+from torch import nn
 
-from penstock.engines.megatron.memory.optimizer_offload import OptimizerOffload, make_zero_moments
 from penstock.engines.megatron.model.gpt import PolicyModel
 from penstock.engines.megatron.model.transformer_config import merge_overrides
+from penstock.engines.megatron.optimizer_offload import OptimizerOffload, make_zero_moments
 from penstock.storage.errors import OptionError
 
 # Names of required optimizer options; lr_decay_iters is required unless lr_decay_style is constant.
@@ -224,3 +234,40 @@ def set_scheduler_to_step(scheduler: OptimizerParamScheduler, num_steps: int) ->
     """Set the learning-rate scheduler to its state after `num_steps` optimizer steps."""
     scheduler.num_steps = 0
     scheduler.step(num_steps)
+
+
+class ParamGather:
+    """Starts the parameter all-gathers of a model and waits for them; a no-op without `overlap_param_gather`.
+
+    Args:
+        wrapped: this rank's pipeline chunks of the model, wrapped in DistributedDataParallel.
+    """
+
+    def __init__(self, wrapped: list[DistributedDataParallel]) -> None:
+        chunks = [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
+        for chunk in chunks:
+            chunk.ddp_config.align_param_gather = True  # only `start_all` starts all-gathers
+        groups = [group for chunk in chunks for group in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups)]
+        # Megatron lists the buckets of the last layers first.
+        self._buckets = [bucket for group in groups for bucket in reversed(group)]
+        self._bucket_of = {param: bucket for chunk in chunks for param, bucket in chunk.param_to_bucket_group.items()}
+
+    def start_all(self) -> None:
+        """Start the parameter all-gathers of all buckets, beginning with the first layers."""
+        for bucket in self._buckets:
+            bucket.start_param_sync()
+
+    def wait_for_all(self) -> None:
+        """Wait until the parameter all-gathers of all buckets are finished."""
+        _finish_all_gathers(self._buckets)
+
+    def wait_for_module(self, module: nn.Module) -> None:
+        """Wait until the weights of a module are gathered. Call this before reading the weights without calling the
+        module: Megatron's hooks wait only in the module's forward call."""
+        _finish_all_gathers(self._bucket_of[param] for param in module.parameters() if param in self._bucket_of)
+
+
+def _finish_all_gathers(buckets: Iterable[Any]) -> None:
+    for bucket in buckets:
+        if bucket.param_gather_handle is not None:
+            bucket.finish_param_sync(skip_next_bucket_dispatch=True)

@@ -3,7 +3,7 @@ with the recorded policy), and copies in host memory (for a reference model that
 
 "Weights" are the parameters and the MoE routers' frozen correction biases. `engines/families` maps their names and
 shapes to Hugging Face's. Of a policy with LoRA adapters, `named_weights` yields the merged weights; snapshots have the
-base weights, and hashes both apart (`lora/adapter.py`).
+base weights, and hashes both apart (`lora_layers.py`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.engines.families.peft import CONFIG, WEIGHTS
+from penstock.engines.lora import CONFIG, WEIGHTS
 from penstock.engines.weights.buckets import split_into_buckets
 from penstock.storage.errors import WeightMismatch
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from penstock.engines.families import tensor_layout
 from penstock.engines.families.entries import check_not_gguf
-from penstock.engines.families.ops import TensorLayout
 from penstock.engines.families.shape import ModelShape
+from penstock.engines.families.tensor_rows import TensorLayout
 from penstock.storage.errors import ModelError
 
 INDEX = "model.safetensors.index.json"

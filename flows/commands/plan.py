@@ -25,7 +25,7 @@ from penstock.flows.runtime.preflight import check_layout
 from penstock.storage.errors import OptionError
 
 if TYPE_CHECKING:
-    from penstock.engines.megatron.memory.plan import TrainerMemory
+    from penstock.engines.megatron.memory_plan import TrainerMemory
 
 FLAGS = {"--plan": False, "--gpu-memory-gib": True, "--num-gpus": True, "--num-gpus-per-node": True}
 DEFAULT_GPU_BYTES = 80 * GIB
@@ -165,7 +165,7 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
 
 
 def trainer_rows(trainer: TrainerMemory, config: PostTrainConfig, offload_train: bool) -> list[Row]:
-    from penstock.engines.megatron.memory.plan import RUNTIME
+    from penstock.engines.megatron.memory_plan import RUNTIME
 
     train = config.train
     sizes = (

@@ -312,7 +312,7 @@ def check_group_size(config: PostTrainConfig) -> None:
 
 def check_layout(shape: ModelShape, train: TrainConfig) -> None:
     """Check that a model can be trained with the parallel sizes and Megatron options of a config. Raises InputError."""
-    from penstock.engines.megatron.check_parallelism import (
+    from penstock.engines.megatron.parallel_layout import (
         check_grouped_experts,
         check_model_parallel,
         check_pipeline,
@@ -471,8 +471,8 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
     """Check that the reference and teacher models and --load have the policy's shape, and that user-defined functions
     load."""
     from penstock.engines.families import read_shape
+    from penstock.engines.families.shape import experts_format
     from penstock.engines.megatron.frozen_parameters import check_frozen_layers, frozen_parameters
-    from penstock.engines.megatron.model.experts import experts_format
     from penstock.engines.weights.hf_headers import check_weights
     from penstock.stages.convert.targets import config_directory
     from penstock.stages.plugins import load_checked_function
@@ -507,8 +507,7 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
 
 def check_lora(train: TrainConfig, shape: ModelShape) -> None:
     """Check that a model can have the adapters of a config, and that --lora-load has them. Raises InputError."""
-    from penstock.engines.families.peft import WEIGHTS, check_peft_directory
-    from penstock.engines.lora import check_adapters
+    from penstock.engines.lora import WEIGHTS, check_adapters, check_peft_directory
     from penstock.engines.weights.hf_headers import check_first_values, stored_tensors
 
     if train.lora is not None:

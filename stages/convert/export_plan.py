@@ -19,19 +19,21 @@ import torch
 from torch import Tensor
 
 from penstock.engines.families import read_shape, tensor_layout
-from penstock.engines.families.external import source_hash
-from penstock.engines.families.ops import TensorLayout
+from penstock.engines.families.family import source_hash
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.weights.fp8 import QUANTIZATION, quantize, scale_shape, should_quantize
+from penstock.engines.families.tensor_rows import TensorLayout
+from penstock.engines.weights.fp8_blocks import QUANTIZATION, quantize, scale_shape, should_quantize
 from penstock.engines.weights.hf_headers import SCALE
 from penstock.stages.convert.config import ExportDtype, Mtp
-from penstock.stages.convert.hf.assets import CARRIED, assets_hash, copy_assets
-from penstock.stages.convert.hf.weights import (
+from penstock.stages.convert.hf_checkpoint import (
+    CARRIED,
     HFWeights,
     NamedTensor,
     Shard,
     ShardFile,
     TensorInfo,
+    assets_hash,
+    copy_assets,
     plan_shards,
     write_index,
     write_shard,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from penstock.stages.convert.hf.assets import stat_hash
+from penstock.stages.convert.hf_checkpoint import stat_hash
 from penstock.storage import disk
 from penstock.storage.disk import read_file
 from penstock.storage.errors import ModelError, OptionError, StoreError

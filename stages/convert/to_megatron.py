@@ -19,9 +19,8 @@ from penstock.engines.megatron.checkpoints.layout import (
     checkpoint_layout,
     write_common_files,
 )
-from penstock.stages.convert.adapters import adapter_options
-from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.hf.assets import CARRIED, assets_hash, copy_assets
+from penstock.stages.convert.exported_adapters import adapter_options
+from penstock.stages.convert.hf_checkpoint import CARRIED, assets_hash, copy_assets
 from penstock.stages.convert.targets import (
     ASSETS_DIRECTORY,
     DirectoryTarget,
@@ -29,7 +28,7 @@ from penstock.stages.convert.targets import (
     check_free_space,
     megatron_directory,
 )
-from penstock.stages.convert.to_hf import checkpoint_files, checkpoint_fingerprint
+from penstock.stages.convert.to_hf import Origin, checkpoint_files, checkpoint_fingerprint
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.stages.convert.torch_dist_writer import Slice, group_units, write_metadata, write_unit
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, collect_file_records, write_files

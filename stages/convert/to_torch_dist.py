@@ -16,7 +16,7 @@ from pathlib import Path
 import xxhash
 
 from penstock.engines.families import read_shape, tensor_layout
-from penstock.engines.families.external import source_hash
+from penstock.engines.families.family import source_hash
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.layout import (
     CheckpointLayout,
@@ -26,8 +26,18 @@ from penstock.engines.megatron.checkpoints.layout import (
 )
 from penstock.engines.weights.hf_headers import check_finite
 from penstock.stages.convert.config import Mtp
-from penstock.stages.convert.hf.assets import CARRIED, copy_assets, header_hash, model_fingerprint, stat_hash
-from penstock.stages.convert.hf.weights import CODES, HFWeights, Shard, write_shard
+from penstock.stages.convert.conversion_check import check_source_tensors, verify_conversion
+from penstock.stages.convert.hf_checkpoint import (
+    CARRIED,
+    CODES,
+    HFWeights,
+    Shard,
+    copy_assets,
+    header_hash,
+    model_fingerprint,
+    stat_hash,
+    write_shard,
+)
 from penstock.stages.convert.targets import (
     ASSETS_DIRECTORY,
     DirectoryTarget,
@@ -46,7 +56,6 @@ from penstock.stages.convert.torch_dist_writer import (
     write_metadata,
     write_unit,
 )
-from penstock.stages.convert.verify import check_source_tensors, verify_conversion
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
 from penstock.storage.errors import ModelError
 from penstock.storage.failpoints import failpoint
@@ -317,7 +326,7 @@ def _verify(work: Conversion, commit: Commit, directory: Path, on_progress: OnBy
 def _compare_logits(work: Conversion, commit: Commit, directory: Path) -> Commit:
     """Compare the converted model's logits with those of transformers. Return the commit with the result added, so that
     later checks do not repeat the comparison."""
-    from penstock.stages.convert.logits import compare_logits
+    from penstock.stages.convert.conversion_check import compare_logits
 
     start, result = time.monotonic(), compare_logits(directory, work.hf_dir, family_path=work.shape.family_path)
     difference = {} if result.difference is None else {"convert/logits_difference": result.difference}

@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from penstock.engines.families.ops import TensorLayout
+from penstock.engines.families.tensor_rows import TensorLayout
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout
 from penstock.engines.megatron.checkpoints.safe_load import METADATA
 from penstock.engines.megatron.checkpoints.writer import ArchiveFile, disable_crc
-from penstock.stages.convert.hf.weights import HFWeights, TensorInfo
+from penstock.stages.convert.hf_checkpoint import HFWeights, TensorInfo
 from penstock.stages.convert.targets import Target
 from penstock.stages.convert.work import WorkRecord, write_files
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from penstock.engines.families.peft import open_peft
 from penstock.engines.families.shape import ModelShape
+from penstock.engines.lora import open_peft
 from penstock.engines.megatron.engine import MegatronEngine, use_deterministic_kernels
 from penstock.engines.megatron.frozen_parameters import frozen_parameters
 from penstock.engines.megatron.weights import Snapshot

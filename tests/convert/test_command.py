@@ -12,11 +12,10 @@ from penstock.flows.convert import describe_result, find_checkpoint, translate_f
 from penstock.flows.options import flags
 from penstock.flows.runtime.conversion import import_model, run_conversion, run_export
 from penstock.flows.runtime.runs import create_run_record, open_store
-from penstock.stages.convert.hf.weights import HFWeights
-from penstock.stages.convert.logits import TOLERANCE, LogitsComparison, compare_logits
+from penstock.stages.convert.conversion_check import TOLERANCE, LogitsComparison, compare_logits, verify_existing
+from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.targets import read_record
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
-from penstock.stages.convert.verify import verify_existing
 from penstock.storage.errors import ModelError, OptionError
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store

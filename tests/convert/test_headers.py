@@ -17,7 +17,7 @@ from families import FAMILIES, make_family
 from penstock.engines.families import read_shape
 from penstock.engines.weights.hf_headers import INDEX, check_weights, read_header, stored_tensors, weight_files
 from penstock.flows.commands.demo_model import make_tiny_model
-from penstock.stages.convert.hf.weights import HFWeights
+from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.storage.errors import ModelError
 from penstock.storage.store import Store

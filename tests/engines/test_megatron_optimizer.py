@@ -90,7 +90,7 @@ def share_of_freed_main_params(engine: Any) -> float:
 def test_offloaded_state_gives_the_same_results(
     dtype: str, fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.engines.megatron.memory import optimizer_offload as offload
+    from penstock.engines.megatron import optimizer_offload as offload
 
     monkeypatch.setattr(offload, "CHUNK_NUMEL", 3000)  # several chunks, and parameters larger than a chunk
     plain = make_engine(MIXTURE, dtype)
@@ -122,7 +122,7 @@ def test_offloaded_state_gives_the_same_results(
 
 def test_step_moves_state_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most two chunks of main parameters are on the device at a time, and every parameter is stepped once."""
-    from penstock.engines.megatron.memory import optimizer_offload as offload
+    from penstock.engines.megatron import optimizer_offload as offload
     from penstock.engines.megatron.optimizer import inner_optimizers
 
     monkeypatch.setattr(offload, "CHUNK_NUMEL", 3000)
@@ -147,7 +147,7 @@ def test_step_moves_state_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_bf16_gradient_buffers_train_and_keep_no_fp32_copies() -> None:
     """The optimizer step copies the gradients to fp32, as many bytes as the plan counts, and frees the copies."""
-    from penstock.engines.megatron.memory.plan import TrainerOptions, estimate_trainer_memory
+    from penstock.engines.megatron.memory_plan import TrainerOptions, estimate_trainer_memory
     from penstock.engines.megatron.optimizer import inner_optimizers
     from penstock.engines.megatron.parallel_layout import ParallelLayout
 

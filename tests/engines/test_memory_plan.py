@@ -13,7 +13,7 @@ from penstock.engines.backends import engine_backend
 from penstock.engines.families import shape_from_config
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.local_gpus import select_visible_gpus
-from penstock.engines.megatron.memory.plan import (
+from penstock.engines.megatron.memory_plan import (
     CHUNK_NUMEL,
     GIB,
     RUNTIME,
@@ -223,7 +223,7 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plan_is_made_without_torch() -> None:
-    modules = ["penstock.engines.megatron.memory.plan", "penstock.engines.serving.memory", "penstock.flows.gpu_plan"]
+    modules = ["penstock.engines.megatron.memory_plan", "penstock.engines.serving.memory", "penstock.flows.gpu_plan"]
     program = f"import sys, {', '.join(modules)}; print({{'torch', 'megatron.core'}} & sys.modules.keys())"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.strip() == "set()"

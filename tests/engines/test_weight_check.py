@@ -16,8 +16,8 @@ from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.sglang.weights.payload import FlatBucket
 from penstock.engines.sglang.weights.update import WeightUpdate
 from penstock.engines.weights import hf_directory
-from penstock.engines.weights.check import INITIAL, update_and_check
 from penstock.engines.weights.hf_directory import write_weights
+from penstock.engines.weights.weight_check import INITIAL, update_and_check
 from penstock.storage.errors import WeightMismatch
 from tests.rollout.scripted_engine import ScriptedClient
 

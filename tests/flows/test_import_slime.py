@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engines.families import read_shape
-from penstock.engines.megatron.model.model_options import model_options
+from penstock.engines.megatron.model.transformer_config import model_options
 from penstock.flows.cli import main
 from penstock.flows.options.flags import parse_config
 from penstock.flows.slime.flag_table import OF_MODEL, REFUSED

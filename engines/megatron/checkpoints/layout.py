@@ -26,7 +26,7 @@ import torch.distributed as dist
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.safe_load import COMMON
 from penstock.engines.megatron.compat import import_megatron
-from penstock.engines.megatron.model.model_options import training_args
+from penstock.engines.megatron.model.transformer_config import training_args
 from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
 
 MegatronNames = Literal["local", "te"]

@@ -41,17 +41,15 @@ from penstock.engines.megatron.checkpoints.layout import to_transformer_engine_k
 from penstock.engines.megatron.checkpoints.safe_load import SafeReader, read_common, read_metadata, read_object
 from penstock.engines.megatron.checkpoints.writer import ParallelWriter
 from penstock.engines.megatron.host_memory import hash_tensors
-from penstock.engines.megatron.lora.adapter import reset_adapters
-from penstock.engines.megatron.lora.state import adapter_state, load_adapter_state
-from penstock.engines.megatron.memory.optimizer_offload import main_param
-from penstock.engines.megatron.model.gpt import HEAD, PolicyModel
-from penstock.engines.megatron.model.value_model import VALUE_HEAD, ValueModel
+from penstock.engines.megatron.lora_layers import adapter_state, load_adapter_state, reset_adapters
+from penstock.engines.megatron.model.gpt import HEAD, VALUE_HEAD, PolicyModel, ValueModel
 from penstock.engines.megatron.optimizer import (
     inner_optimizers,
     load_moments_and_steps,
     set_scheduler_to_step,
     zero_adam_state,
 )
+from penstock.engines.megatron.optimizer_offload import main_param
 from penstock.engines.megatron.parallel import ParallelLayout, device
 from penstock.storage.errors import ModelError, PenstockError
 from penstock.storage.failpoints import failpoint

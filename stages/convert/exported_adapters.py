@@ -16,9 +16,18 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from penstock.engines.families import tensor_layout
-from penstock.engines.families.peft import CONFIG, WEIGHTS, peft_config, to_peft
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.lora import LoraOptions, adapter_targets, merge, part_of_row, stored_matrix
+from penstock.engines.lora import (
+    CONFIG,
+    WEIGHTS,
+    LoraOptions,
+    adapter_targets,
+    merge,
+    part_of_row,
+    peft_config,
+    stored_matrix,
+    to_peft,
+)
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, ShardSlice
 from penstock.stages.convert.targets import DirectoryTarget
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights

@@ -23,7 +23,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from penstock.engines.megatron.memory.plan import CHUNK_NUMEL
+from penstock.engines.megatron.memory_plan import CHUNK_NUMEL
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 HOST_NUMEL = 2**26  # fp32 elements of a host buffer: torch rounds pinned allocations up to a power of two

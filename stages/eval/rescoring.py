@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from penstock.stages.eval.score import compute_eval_metrics, group_by_prompt
+from penstock.stages.eval.scores import compute_eval_metrics, group_by_prompt
 from penstock.stages.rewards.grading import Grader
 from penstock.storage.errors import RewardError, RunError
 from penstock.storage.refs import Commit, RunKeys, commit_key

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from penstock.engines.families.shape import ModelShape
 
+
 BLOCK = 128
 LARGEST = 448.0  # largest finite value of float8_e4m3fn
 _SMALLEST_AMAX = 1e-12  # avoids a division by zero for blocks of zeros
