@@ -30,11 +30,6 @@ def glm_shape_fields(config: ConfigEntries) -> dict[str, Any]:
     }
 
 
-def glm4_shape_fields(config: ConfigEntries) -> dict[str, Any]:
-    """Return the `ModelShape` fields of a config.json with the architecture Glm4ForCausalLM."""
-    return glm_shape_fields(config) | {"sandwich_norms": True}
-
-
 def glm_rows(shape: ModelShape) -> list[TensorRow]:
     """Return the table of Megatron and Hugging Face tensor names of a GLM or GLM-4 model. For these models both formats
     fuse gate and up projections, in this order."""
@@ -74,7 +69,7 @@ GLM4 = Family(
     architecture="Glm4ForCausalLM",
     model_types=("glm4",),
     defaults=_DEFAULTS,
-    read=glm4_shape_fields,
+    read=lambda config: glm_shape_fields(config) | {"sandwich_norms": True},
     rows=glm_rows,
 )
 

@@ -153,17 +153,15 @@ class Adapter(nn.Module):
         second = _spread(second, self.part_mask)  # type: ignore[arg-type]
         low_rank = _multiply(x, first, ends)
         if has_ranks and not self.is_dispatched:
-            low_rank = self._communicate(low_rank)
+            if self.is_column and self.sequence_parallel:
+                low_rank = gather_from_sequence_parallel_region(low_rank, group=group)
+            elif self.is_column:
+                low_rank = copy_to_tensor_model_parallel_region(low_rank, group=group)
+            elif self.sequence_parallel:
+                low_rank = reduce_scatter_to_sequence_parallel_region(low_rank, group=group)
+            else:
+                low_rank = reduce_from_tensor_model_parallel_region(low_rank, group=group)
         return _multiply(low_rank * self.scale, second, ends)
-
-    def _communicate(self, low_rank: Tensor) -> Tensor:
-        if self.is_column and self.sequence_parallel:
-            return gather_from_sequence_parallel_region(low_rank, group=self.group)
-        if self.is_column:
-            return copy_to_tensor_model_parallel_region(low_rank, group=self.group)
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(low_rank, group=self.group)
-        return reduce_from_tensor_model_parallel_region(low_rank, group=self.group)
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:

@@ -52,7 +52,7 @@ class TrainerOptions:
     critic: bool = False  # whether every rank also trains a critic
     num_frozen: int = 0  # reference and teacher models, whose weights are in host memory
     lora: LoraOptions | None = None  # adapters; the model's own weights then have no gradients and optimizer state
-    megatron: dict[str, Any] = field(default_factory=dict)  # Megatron's options, in any spelling
+    megatron: dict[str, Any] = field(default_factory=dict)  # a dump of `MegatronOptions`
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,6 @@ class TrainerMemory:
         """Return the GPU bytes in use at the peak of a training step: in the backward pass or in the optimizer step."""
         return self.resident_bytes + max(self.activations + self.temporary, self.update) + RUNTIME
 
-    def host_bytes(self, offload_train: bool) -> int:
-        """Return the bytes in host memory; with `offload_train` also those of weights and optimizer."""
-        return self.host + (self.weights + self.optimizer if offload_train else 0)
-
 
 def estimate_trainer_memory(
     shape: ModelShape, layout: ParallelLayout, num_ranks: int, options: TrainerOptions | None = None
@@ -97,7 +93,6 @@ def estimate_trainer_memory(
 
     Raises:
         LayoutError: `num_ranks` cannot be divided into replicas of the parallel sizes.
-        OptionError: a Megatron option is unknown.
     """
     layout.data_parallel_size(num_ranks)  # raises LayoutError
     options = options or TrainerOptions()
@@ -331,24 +326,19 @@ def activation_bytes_by_module(
     parts = {"input": residual, "residual": residual, "layernorm": 2 * residual}
     if shape.sandwich_norms:
         parts["sandwich"] = 2 * residual
-    parts |= (
-        _latent_parts(shape, layout, bytes_per_element)
-        if shape.latent
-        else _attention_parts(shape, layout, bytes_per_element)
-    )
+    if shape.latent:
+        parts |= _latent_parts(shape, layout, bytes_per_element)
+    else:
+        query = shape.num_attention_heads * shape.head_dim / layout.tensor
+        key = max(1.0, shape.num_query_groups / layout.tensor) * shape.head_dim
+        stored = (query + 2 * key) + (query if shape.qk_layernorm else 0) + (query + key) + query
+        exchanged = query if layout.context > 1 else 0.0  # the output before and after the exchange of heads
+        log_sums = FP32 * shape.num_attention_heads / layout.tensor
+        parts["attention"] = bytes_per_element * stored
+        parts["core_attn"] = bytes_per_element * exchanged + log_sums
     if shape.experts is None or layer < shape.experts.num_dense_layers:
         return {**parts, "mlp": 3 * bytes_per_element * shape.ffn_hidden_size / layout.tensor}
     return {**parts, **_expert_parts(shape, layout, bytes_per_element)}
-
-
-def _attention_parts(shape: ModelShape, layout: ParallelLayout, bytes_per_element: int) -> dict[str, float]:
-    """Return the activation memory of grouped-query attention, in bytes per token, by module."""
-    query = shape.num_attention_heads * shape.head_dim / layout.tensor
-    key = max(1.0, shape.num_query_groups / layout.tensor) * shape.head_dim
-    stored = (query + 2 * key) + (query if shape.qk_layernorm else 0) + (query + key) + query
-    exchanged = query if layout.context > 1 else 0.0  # the output before and after the exchange of heads
-    log_sums = FP32 * shape.num_attention_heads / layout.tensor
-    return {"attention": bytes_per_element * stored, "core_attn": bytes_per_element * exchanged + log_sums}
 
 
 def _latent_parts(shape: ModelShape, layout: ParallelLayout, bytes_per_element: int) -> dict[str, float]:

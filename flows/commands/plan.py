@@ -196,7 +196,11 @@ def trainer_rows(trainer: TrainerMemory, config: PostTrainConfig, offload_train:
         ("trainer, update", format_gib(trainer.update), "after the activations: fp32 gradients, offloaded state"),
         ("trainer, CUDA and fragmentation", format_gib(RUNTIME), "measured"),
         ("trainer", format_gib(trainer.peak_bytes), sizes),
-        ("host memory of a trainer rank", format_gib(trainer.host_bytes(offload_train)), ", ".join(on_host)),
+        (
+            "host memory of a trainer rank",
+            format_gib(trainer.host + (trainer.weights + trainer.optimizer if offload_train else 0)),
+            ", ".join(on_host),
+        ),
     ]
 
 

@@ -75,8 +75,6 @@ def verify_existing(
     Raises:
         ModelError: names, shapes, bits or logits differ.
     """
-    from penstock.stages.convert.conversion_check import compare_logits
-
     with HFWeights(hf_dir) as weights, store.reading(commit) as directory:
         shape, summary = read_shape(hf_dir, family_path), commit.summary
         if "convert/num_tensors" in summary:
@@ -104,12 +102,11 @@ def check_source_tensors(layout: TensorLayout, checkpoint: CheckpointLayout, wei
     )
     check_tensors(weights.directory, {name: info.shape for name, info in weights.info.items()}, layout)
 
-    def meta_tensor(name: str) -> Tensor:
-        return torch.empty(weights.info[name].shape, dtype=weights.info[name].dtype, device="meta")
-
     dtypes: dict[str, torch.dtype] = {}  # by checkpoint key; one tensor stacks the parameters of all layers
     for name, pieces in checkpoint.slices.items():
-        joined = layout.to_megatron(name, meta_tensor)
+        joined = layout.to_megatron(
+            name, lambda hf: torch.empty(weights.info[hf].shape, dtype=weights.info[hf].dtype, device="meta")
+        )
         assert joined.shape == checkpoint.shape(name), f"{name}: `TensorLayout` and model have different shapes"
         expected = dtypes.setdefault(pieces[0].key, joined.dtype)
         if expected != joined.dtype:
@@ -185,6 +182,8 @@ def check_bits_equal_source(name: str, weights: HFWeights, tensor: Tensor) -> No
             )
         at += len(chunk)
 
+
+# ---- logits ----------------------------------------------------------------------------------------------------------
 
 NUM_TOKENS = 48
 # maximum difference of log-probabilities; fp32 rounding gives 1e-6 in a tiny model and 1e-4 in a large one

@@ -312,6 +312,8 @@ def write_index(directory: Path, shards: Sequence[Shard]) -> None:
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+# ---- assets and hashes -----------------------------------------------------------------------------------------------
+
 # in a converted model's assets: tensors copied unchanged, because Megatron's model lacks them (multi-token prediction)
 CARRIED = "carried.safetensors"
 ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py"}

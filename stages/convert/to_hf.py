@@ -263,6 +263,8 @@ def _open_carried_weights(origin: Origin, layout: TensorLayout) -> HFWeights | N
     return weights if weights.info else None
 
 
+# ---- export ----------------------------------------------------------------------------------------------------------
+
 FORMAT = 2  # version of unfinished exports; those of another version are not resumed
 
 

@@ -192,8 +192,9 @@ def _fraction_with_status(samples: Sequence[Sample], status: Status) -> float:
     return sum(sample.status is status for sample in samples) / len(samples)
 
 
+# ---- majority@k ------------------------------------------------------------------------------------------------------
+
 MAX_SUBSETS = 200  # maximum number of subsets of k samples that vote; if there are more, a random choice of them
-_SEED = 0
 _MAX_RESPONSE = 20_000  # characters at the end of a response that are read
 _MAX_ANSWER = 300  # characters of an answer that are compared
 _NUMBER = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?")
