@@ -76,9 +76,6 @@ def adapter_targets(shape: ModelShape, target_modules: tuple[str, ...]) -> dict[
         target_modules: "attention", "mlp" (dense MLPs and shared experts), "experts" (routed experts), "all-linear", or
             names of layers in Megatron (linear_qkv) or in the Hugging Face model (q_proj). Routers, embeddings and the
             LM head never get adapters.
-
-    Raises:
-        OptionError: a name matches no layer, or only some of the layers that Megatron joins in one are named.
     """
     layout = tensor_layout(shape)
     linears = {
@@ -171,9 +168,6 @@ def check_adapters(
         pipeline: pipeline-parallel size.
         expert_tensor: tensor-parallel size of the experts; None: `tensor`.
         grouped: whether experts are computed by grouped GEMMs.
-
-    Raises:
-        OptionError: see the messages.
     """
     targets = adapter_targets(shape, options.target_modules)
     with_experts = [name for name in targets if EXPERT in name]
@@ -284,11 +278,7 @@ def open_peft(directory: Path, shape: ModelShape) -> Iterator[Callable[[str], tu
 
 
 def check_peft_directory(directory: Path, shape: ModelShape, options: LoraOptions) -> None:
-    """Check that a PEFT directory has the adapters that `options` describe.
-
-    Raises:
-        ModelError: a file is missing, or the adapters differ.
-    """
+    """Check that a PEFT directory has the adapters that `options` describe."""
     from penstock.engines.weights.hf_headers import read_header
 
     for name in (CONFIG, WEIGHTS):

@@ -102,11 +102,7 @@ def shape_from_config(
 
 
 def family_of(shape: ModelShape) -> Family:
-    """Return the family to which a model of this shape belongs.
-
-    Raises:
-        ModelError: this version of Penstock does not have the family.
-    """
+    """Return the family to which a model of this shape belongs."""
     if shape.family_path:
         return load_family(shape.family_path)
     for family in FAMILIES.values():

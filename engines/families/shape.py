@@ -180,9 +180,6 @@ def experts_format(shape: ModelShape, option: str) -> ExpertsFormat:
     Args:
         shape: shape of the MoE model.
         option: command-line flag that needs routed experts, for the error message.
-
-    Raises:
-        OptionError: the model has no experts.
     """
     if shape.experts is None:
         raise OptionError(f"{option} needs an MoE model, but {shape.architecture} has no experts: drop the option")

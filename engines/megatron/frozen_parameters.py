@@ -33,10 +33,6 @@ def frozen_parameters(shape: ModelShape, freeze: Sequence[str] | None, only_trai
         shape: shape of the model.
         freeze: patterns of parameters to freeze; None if not given.
         only_train: patterns of parameters to train, all others are frozen; None if not given.
-
-    Raises:
-        OptionError: a pattern is not a regular expression or matches no parameter, no parameter is left to train, or
-            the experts of a layer are not frozen together.
     """
     flag, patterns = (FREEZE, freeze) if freeze else (ONLY_TRAIN, only_train)
     if not patterns:

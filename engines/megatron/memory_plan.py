@@ -90,9 +90,6 @@ def estimate_trainer_memory(
         layout: parallel sizes.
         num_ranks: number of trainer ranks.
         options: further options of the trainer.
-
-    Raises:
-        LayoutError: `num_ranks` cannot be divided into replicas of the parallel sizes.
     """
     layout.data_parallel_size(num_ranks)  # raises LayoutError
     options = options or TrainerOptions()

@@ -84,9 +84,6 @@ def build_optimizer(
         options: values of the options in `ADAM` and `SCHEDULE`.
         overrides: user-defined Megatron options. With `optimizer_cpu_offload` the moments and main parameters are
             offloaded by `memory/optimizer_offload.py`: all of them, or the fraction `optimizer_offload_fraction`.
-
-    Raises:
-        OptionError: an option is not supported or contradicts another option.
     """
     overrides, fraction = _split_offload_options(overrides)
     missing = [name for name in (*ADAM, *SCHEDULE) if name not in options]
@@ -201,11 +198,7 @@ def _param_groups(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
 
 
 def build_scheduler(optimizer: MegatronOptimizer, options: dict[str, Any]) -> OptimizerParamScheduler:
-    """Return the learning-rate scheduler: linear warm-up from 0, then a constant rate, or linear or cosine decay.
-
-    Raises:
-        OptionError: a decay style is used, but lr_decay_iters is missing or not greater than lr_warmup_iters.
-    """
+    """Return the learning-rate scheduler: linear warm-up from 0, then a constant rate, or linear or cosine decay."""
     style, warmup, decay = options["lr_decay_style"], options["lr_warmup_iters"], options.get("lr_decay_iters")
     if style == "constant":
         decay = warmup + 1  # not used

@@ -46,9 +46,6 @@ def init_parallel(
         threads: CPU threads of this process; on a CPU the results of fp32 sums depend on this number.
         backend: "nccl" or "gloo"; by default nccl on machines with CUDA, otherwise gloo.
         timeout: timeout of collectives.
-
-    Raises:
-        LayoutError: the world size or the backend does not support the parallel sizes.
     """
     import_megatron()
     from megatron.core import parallel_state, tensor_parallel

@@ -29,12 +29,7 @@ class ParallelLayout(BaseModel):
     sequence_parallel: bool = False
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the data-parallel size for a world size.
-
-        Raises:
-            LayoutError: the world size is not a multiple of tensor x pipeline x context, or of expert_tensor x expert x
-                pipeline.
-        """
+        """Return the data-parallel size for a world size."""
         ranks = self.tensor * self.pipeline * self.context
         if world_size % ranks:
             raise LayoutError(
@@ -73,9 +68,6 @@ def check_model_parallel(
         expert_tensor: tensor-parallel size of the experts; None means `tensor`.
         sequence_parallel: whether sequence parallelism is used (each tensor-parallel rank has a part of the tokens in
             norms and residuals).
-
-    Raises:
-        LayoutError: a size does not divide the model's dimensions, or sequence parallelism is needed.
     """
     experts = shape.experts
     _check_divides(tensor, TENSOR_FLAG, shape.num_attention_heads, "attention heads")
@@ -122,9 +114,6 @@ def check_grouped_experts(shape: ModelShape, expert_tensor: int, bytes_per_eleme
         shape: shape of the model.
         expert_tensor: tensor-parallel size of the experts.
         bytes_per_element: bytes of an element of weights and activations.
-
-    Raises:
-        OptionError: a row has another size.
     """
     if row := _unaligned_row(shape, expert_tensor, bytes_per_element):
         raise OptionError(
@@ -158,9 +147,6 @@ def check_pipeline(
         pipeline: number of pipeline stages.
         virtual: number of chunks per stage (interleaved schedule); None: one.
         megatron_options: a dump of `MegatronOptions`; only the options about the pipeline split are used.
-
-    Raises:
-        LayoutError: the layers cannot be split in this way; the message suggests flags with a valid split.
     """
     options = megatron_options or {}
     first, last = (options.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))

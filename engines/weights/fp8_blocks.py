@@ -74,9 +74,6 @@ def fp8_weights(directory: str) -> frozenset[str]:
     """Return the names of the weights that a Hugging Face directory stores in fp8: those with scales.
 
     The result is cached for the process, which must not see the files change.
-
-    Raises:
-        ModelError: the weight files are missing or damaged, or config.json has an unsupported quantization.
     """
     path = Path(directory)
     if block_size(path) is None:

@@ -28,9 +28,6 @@ def write_weights(
         model_path: Hugging Face directory of the same model.
         shard_bytes: maximum size of one safetensors file in bytes; a larger tensor gets a file of its own.
         verify: read every file back and compare it with the tensors bit for bit.
-
-    Raises:
-        WeightMismatch: a tensor read back differs from the one that was written.
     """
     target.mkdir(parents=True, exist_ok=True)
     for file in model_path.glob("*.json"):

@@ -55,9 +55,6 @@ def memory_routes(engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPl
     Args:
         engines: URL -> place.
         ranks: the place of each trainer rank.
-
-    Raises:
-        EngineError: no trainer rank runs on an engine's GPU or node.
     """
     rank_on = {(place.node, gpu): rank for rank, place in enumerate(ranks) for gpu in place.gpu_ids}
     routes: dict[str, EngineRoute] = {}
@@ -103,9 +100,6 @@ def add_upload(
         engines: URL -> place of the engines that get the weights.
         trainer_node: node of trainer rank 0, which writes the directory.
         upload: where to upload; without actors (external engines) the transport is returned as it is.
-
-    Raises:
-        EngineError: an engine runs on several nodes, and its actor downloads on one of them only.
     """
     on_one_machine = {place.node for place in engines.values()} == {trainer_node}
     if transport.kind != "disk" or on_one_machine or not upload.actors:

@@ -71,9 +71,6 @@ def verify_existing(
         commit: commit of the converted model.
         hf_dir: Hugging Face directory that it was converted from.
         family_path: `--model-family-path`.
-
-    Raises:
-        ModelError: names, shapes, bits or logits differ.
     """
     with HFWeights(hf_dir) as weights, store.reading(commit) as directory:
         shape, summary = read_shape(hf_dir, family_path), commit.summary
@@ -90,12 +87,7 @@ def verify_existing(
 
 def check_source_tensors(layout: TensorLayout, checkpoint: CheckpointLayout, weights: HFWeights) -> None:
     """Check that the tensors of a Hugging Face directory match config.json. Reads only file headers, except for
-    duplicates of tensors (a tied head), whose contents are compared.
-
-    Raises:
-        ModelError: naming the first tensor that is missing, unknown, has the wrong shape or dtype, or differs from the
-            tensor that it should duplicate.
-    """
+    duplicates of tensors (a tied head), whose contents are compared."""
     assert set(layout.megatron_names()) == set(checkpoint.slices), (
         "`TensorLayout` and model have different names: "
         f"{sorted(set(layout.megatron_names()) ^ set(checkpoint.slices))}"
@@ -144,9 +136,6 @@ def verify_conversion(
         layout: mapping between the model's Hugging Face and Megatron tensors.
         checkpoint: checkpoint layout of the model.
         on_bytes: called with the size in bytes of every compared tensor.
-
-    Raises:
-        ModelError: naming the first tensor that differs.
     """
     converted = TorchDistWeights(directory, checkpoint)
 
@@ -263,9 +252,6 @@ def compare_logits(
         hf_dir: Hugging Face directory that it was converted from.
         part: part of the model to compare; default: chosen by `choose_part_to_compare`.
         family_path: `--model-family-path`.
-
-    Raises:
-        ModelError: log-probabilities differ by more than TOLERANCE, or transformers cannot load the source.
     """
     shape = read_shape(hf_dir, family_path)
     part = part or choose_part_to_compare(read_config(hf_dir / "config.json"), family_path=family_path)

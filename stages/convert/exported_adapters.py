@@ -44,9 +44,6 @@ class StoredAdapters:
         directory: directory of the checkpoint.
         shape: shape of the model.
         options: options of the adapters.
-
-    Raises:
-        ModelError: the checkpoint does not have these adapters.
     """
 
     def __init__(self, directory: Path, shape: ModelShape, options: LoraOptions) -> None:
@@ -122,10 +119,6 @@ def export_peft(store: Store, checkpoint: Commit, shape: ModelShape, base_model:
         shape: shape of the model.
         base_model: Hugging Face directory or hub name of the base, which adapter_config.json names.
         save: directory or URI of the export.
-
-    Raises:
-        ModelError: the checkpoint has no adapters.
-        OptionError: `save` contains files that are not from this export.
     """
     options = adapter_options(checkpoint)
     if options is None:

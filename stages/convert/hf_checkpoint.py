@@ -72,9 +72,6 @@ class HFWeights:
     Args:
         directory: Hugging Face directory with config.json.
         files: weight files to read; default: all weight files of the directory.
-
-    Raises:
-        ModelError: there are no safetensors files, a file is damaged, or a dtype or quantization is not supported.
     """
 
     def __init__(self, directory: str | Path, files: list[Path] | None = None) -> None:

@@ -39,11 +39,7 @@ class Target(Protocol):
     records_prefix: str  # key prefix of the records of finished work items
 
     def find_published(self, identity: str) -> CheckpointRef | None:
-        """Return the published result for `identity`, a name derived from source and options; None if there is none.
-
-        Raises:
-            OptionError: the target contains files that are not this result.
-        """
+        """Return the published result for `identity`, a name derived from source and options; None if there is none."""
 
     def publish(self, identity: str, commit: Commit) -> CheckpointRef:
         """Make the result visible under its final name. `commit` lists the result's files under `attempt`."""
@@ -164,11 +160,7 @@ class DirectoryTarget:
 
 
 def open_parent_store(uri: str, options: dict[str, Any] | None = None) -> tuple[Store, str]:
-    """Return the parent of a directory or URI as a store, and the directory's name in that store.
-
-    Raises:
-        OptionError: the directory is the root of a disk or bucket.
-    """
+    """Return the parent of a directory or URI as a store, and the directory's name in that store."""
     whole = Store(uri, options, probe=False)
     parent, _, name = whole.root.rpartition("/")
     if not name or not (parent or whole.is_local):
@@ -230,11 +222,7 @@ def is_converted(directory: str) -> bool:
 
 def megatron_directory(directory: str | Path) -> Path | None:
     """Return the directory that contains the index (`.metadata`) of a torch_dist checkpoint: `directory` itself, or the
-    subdirectory that its tracker file names. None if `directory` is not a Megatron checkpoint.
-
-    Raises:
-        ModelError: the tracker file names a checkpoint that does not exist.
-    """
+    subdirectory that its tracker file names. None if `directory` is not a Megatron checkpoint."""
     path = Path(directory)
     if (path / METADATA).is_file():
         return path
@@ -267,11 +255,7 @@ def is_published(uri: str, options: dict[str, Any] | None = None) -> bool:
 
 def copy_export(store: Store, export: Commit, uri: str) -> CheckpointRef:
     """Copy a run's export, with verified hashes, to a directory or URI, which becomes visible when it is complete.
-    Return the existing copy if there is one.
-
-    Raises:
-        OptionError: `uri` has other files.
-    """
+    Return the existing copy if there is one."""
     identity = f"{export.attempt}"
     target = DirectoryTarget(uri, "hf", identity.replace("/", "-"), store.options)
     if existing := target.find_published(identity):
@@ -313,11 +297,7 @@ def is_conversion_of(store: Store, model: CheckpointRef, directory: str) -> bool
 
 def import_converted_model(store: Store, directory: str) -> CheckpointRef:
     """Copy a model written by `penstock convert --save` into a store, unless the store already has it. Verifies all
-    hashes.
-
-    Raises:
-        ModelError: the directory has no commit record.
-    """
+    hashes."""
     source, name = open_parent_store(directory)
     record = read_record(source, name)
     if record is None or "identity" not in record.state:

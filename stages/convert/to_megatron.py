@@ -97,9 +97,6 @@ def import_megatron_checkpoint(store: Store, directory: str, origin: Origin) -> 
         store: store of the copy.
         directory: Megatron directory, as `megatron_directory` accepts it.
         origin: a model of the same shape; its config.json is used if the checkpoint has none.
-
-    Raises:
-        ModelError: the checkpoint does not match config.json.
     """
     source = megatron_directory(directory)
     assert source is not None, f"{directory} is not a torch_dist checkpoint"

@@ -49,9 +49,6 @@ class TorchDistWeights:
     Args:
         directory: directory of a converted model or training checkpoint; optimizer and RNG states are ignored.
         checkpoint: checkpoint layout of the model; the checkpoint may have local or TransformerEngine names.
-
-    Raises:
-        ModelError: the directory is not a checkpoint, is damaged, or belongs to another model.
     """
 
     def __init__(self, directory: str | Path, checkpoint: CheckpointLayout) -> None:

@@ -104,9 +104,6 @@ class WorkItems(Generic[W]):
             progress: this method adds the bytes of the items that an earlier start of the conversion has finished.
             rank: rank of this process among the processes that share the conversion.
             num_ranks: number of these processes.
-
-        Raises:
-            StoreError: the disk is full.
         """
         items = self.items[rank::num_ranks]
         unfinished = {item.name for item in self.unfinished_items(items)}

@@ -113,9 +113,6 @@ def check_gate(store: Store, gate: Gate, candidate: Evaluations, champion: Evalu
         gate: the conditions.
         candidate: evaluations of the candidate.
         champion: evaluations of the champion; None if there is none.
-
-    Raises:
-        DataError: the candidate or the champion was not evaluated on a data set of the gate, or on other rows.
     """
     required = {gate.data_set: gate.margin} | {name: -tolerance for name, tolerance in gate.guards.items()}
     for title, evaluations in (("candidate", candidate), ("champion", champion)):

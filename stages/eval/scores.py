@@ -89,9 +89,6 @@ def compute_eval_metrics(
         if passing is defined, also `eval/<name>-pass@k` for k = 1, 2, 4, ... and
         `eval/<name>-majority@k` for k = 4, 8, ... up to the samples per prompt. With at least two prompts, the mean,
         pass@k and majority@k have confidence intervals.
-
-    Raises:
-        OptionError: pass@k is required, but the rewards do not define which samples pass.
     """
     groups = group_by_prompt(samples)
     lengths = [sum(sample.loss_mask) for sample in samples]

@@ -59,7 +59,7 @@ def rank_main(rank: int, world_size: int, scratch: Path, layout: ParallelLayout,
     gathered = engine.gather_weights()
     if rank == 0:
         store = Store(str(scratch / "store"), probe=False)
-        with patch("penstock.stages.convert.hf.weights.hash_file") as hash_file:
+        with patch("penstock.stages.convert.hf_checkpoint.hash_file") as hash_file:
             export_hf(store, scratch / "training", Origin(source), FROM_MEMORY, shard_bytes=20_000, weights=gathered)
         assert not hash_file.called, "a file was read to hash it, although its tensors were written in order"
     assert list(gathered.tensors) == [] or rank > 0

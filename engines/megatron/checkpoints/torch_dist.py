@@ -166,11 +166,7 @@ class RankState:
         return _save_sharded(self._model_state(), directory)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
-        """Load a checkpoint that `save` wrote and return its `step_state`.
-
-        Raises:
-            ModelError: the directory is not a checkpoint, is damaged, or has no optimizer state.
-        """
+        """Load a checkpoint that `save` wrote and return its `step_state`."""
         _check_complete(directory)
         common = read_common(directory)
         if "step_state" not in common:
@@ -198,11 +194,7 @@ class RankState:
 
     def load_weights(self, directory: str | Path) -> None:
         """Load only the model weights of a converted model or training checkpoint; reset adapters, optimizer and
-        scheduler.
-
-        Raises:
-            ModelError: the directory is not a checkpoint, is damaged, or belongs to another model.
-        """
+        scheduler."""
         _check_complete(directory)
         state, keys = self._model_state(), read_metadata(directory).state_dict_metadata
         for entry in (entry for chunk in state.values() for entry in chunk.values() if entry.key not in keys):

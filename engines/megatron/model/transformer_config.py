@@ -74,10 +74,6 @@ def transformer_config(
         dtype: "fp32" or "bf16".
         overrides: Megatron options, which replace Penstock's defaults; those that are not fields of this configuration
             are ignored, and the checkpoint and the layout win.
-
-    Raises:
-        LayoutError: the model cannot be sharded with the parallel sizes.
-        OptionError: grouped experts are asked for, but do not work.
     """
     layout, overrides = layout or ParallelLayout(), dict(overrides or {})
     check_pipeline(shape, layout.pipeline, layout.virtual_pipeline, overrides)
@@ -100,11 +96,7 @@ def transformer_config(
 
 def uses_grouped_experts(shape: ModelShape, expert_tensor: int, dtype: str, overrides: dict[str, Any]) -> bool:
     """Return whether a model's experts are computed by grouped GEMMs: if an option says so, else on GPUs with tested
-    kernels.
-
-    Raises:
-        OptionError: an option turns them on, but they do not work with this model or on this GPU.
-    """
+    kernels."""
     size, has_kernel = DTYPES[dtype].itemsize, runs_hopper_kernels(dtype)
     default = has_kernel and can_group_experts(shape, expert_tensor, size)
     is_grouped = has_grouped_experts(shape, overrides, default)
