@@ -206,18 +206,16 @@ def count_stage_parameters(
 def stage_layers(num_layers: int, layout: ParallelLayout, megatron: dict[str, Any]) -> list[list[int]]:
     """Return the indices of the layers of every pipeline stage, as Megatron splits them.
 
-    With --pipeline-model-parallel-layout, whose syntax is Megatron's own, an equal split is assumed.
-
     Args:
         num_layers: number of layers of the model.
         layout: parallel sizes.
-        megatron: Megatron options by dataclass field name.
+        megatron: a dump of `MegatronOptions`.
     """
     stages, virtual = layout.pipeline, layout.virtual_pipeline or 1
     first, last = (megatron.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
     embedding, loss = (bool(megatron.get(f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss"))
     sizes = split_layers(num_layers + embedding + loss, stages, first, last)
-    if sizes is None or megatron.get("pipeline_model_parallel_layout"):
+    if sizes is None:
         embedding = loss = False
         sizes = [num_layers // stages + (stage < num_layers % stages) for stage in range(stages)]
         virtual = 1
@@ -294,7 +292,7 @@ def layer_activations(
         layers: indices of the layers.
         layout: parallel sizes.
         bytes_per_element: bytes of an activation's element.
-        megatron: Megatron options by dataclass field name; only the recomputation options are used.
+        megatron: a dump of `MegatronOptions`; only the recomputation options are used.
     """
     parts = {layer: activation_bytes_by_module(shape, layer, layout, bytes_per_element) for layer in layers}
     full = [sum(parts[layer].values()) for layer in layers]

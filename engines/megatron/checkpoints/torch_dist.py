@@ -178,7 +178,7 @@ class RankState:
         same_layout = common["random_layout"] == self._describe_ranks_and_devices()
         if same_layout:
             state["random"] = _sharded_rng_states(None)
-        loaded = _load_sharded(state, directory)
+        loaded = dist_checkpointing.load(state, str(directory), SafeLoadStrategy(), SafeCommonStrategy())
         if self.adapter_seed is None:
             self._load_model(loaded)
         else:
@@ -205,7 +205,7 @@ class RankState:
                 if isinstance(chunk, ValueModel) and chunk.post_process:
                     heads[key] = chunk.initial_head()
                     del state[key][HEAD]
-        loaded = _load_sharded(state, directory)
+        loaded = dist_checkpointing.load(state, str(directory), SafeLoadStrategy(), SafeCommonStrategy())
         for key, head in heads.items():
             loaded[key][HEAD] = head
         self._load_model(loaded)
@@ -249,20 +249,19 @@ class RankState:
     def _training_state(self, is_loading: bool) -> dict[str, Any]:
         """Return Megatron's sharded state dict of the trained model weights and the optimizer."""
         if self.adapter_seed is not None:
-            adapters = adapter_state(self.chunks)
-            return {"adapters": adapters, "optimizer": self._optimizer_state(adapters, is_loading)}
-        state = self._model_state()
-        trained = state
-        if any(not param.requires_grad for chunk in self.chunks for param in chunk.parameters()):
+            trained = adapter_state(self.chunks)
+            state = {"adapters": trained}
+        else:
+            state = trained = self._model_state()
+        if self.adapter_seed is None and any(
+            not param.requires_grad for chunk in self.chunks for param in chunk.parameters()
+        ):
             # Keys per layer: a tensor that stacks all layers would lack the optimizer state of the frozen ones.
             metadata = {**_content_metadata(), "non_homogeneous_layers": True}
             trained = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in self._chunks_by_key().items()}
         model = trained["model"] if "model" in trained else dict(trained)
-        return {**state, "optimizer": self._optimizer_state(model, is_loading)}
-
-    def _optimizer_state(self, trained: dict[str, Any], is_loading: bool) -> Any:
-        """Return Megatron's sharded state dict of the optimizer, given that of the trained parameters."""
-        return self.optimizer.sharded_state_dict(trained, is_loading=is_loading, metadata=_content_metadata())
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_content_metadata())
+        return {**state, "optimizer": optimizer}
 
     def _load_model(self, loaded: dict[str, Any]) -> None:
         for key, chunk in self._chunks_by_key().items():
@@ -302,10 +301,6 @@ def _save_sharded(state: dict[str, Any], directory: str | Path) -> dict[str, str
     writer = PlainWriter()
     dist_checkpointing.save(state, str(directory), writer, content_metadata=_content_metadata())
     return writer.hashes
-
-
-def _load_sharded(state: dict[str, Any], directory: str | Path) -> dict[str, Any]:
-    return dist_checkpointing.load(state, str(directory), SafeLoadStrategy(), SafeCommonStrategy())
 
 
 def _content_metadata() -> dict[str, Any]:
