@@ -83,7 +83,7 @@ def build_optimizer(
         config: Megatron's configuration of the model.
         options: values of the options in `ADAM` and `SCHEDULE`.
         overrides: user-defined Megatron options. With `optimizer_cpu_offload` the moments and main parameters are
-            offloaded by `memory/optimizer_offload.py`: all of them, or the fraction `optimizer_offload_fraction`.
+            offloaded by `optimizer_offload.py`: all of them, or the fraction `optimizer_offload_fraction`.
     """
     overrides, fraction = _split_offload_options(overrides)
     missing = [name for name in (*ADAM, *SCHEDULE) if name not in options]
@@ -119,7 +119,7 @@ def _split_offload_options(overrides: dict[str, Any]) -> tuple[dict[str, Any], f
     other options.
 
     Returns:
-        the other options, and the fraction of the optimizer state to offload with `memory/optimizer_offload.py`.
+        the other options, and the fraction of the optimizer state to offload with `optimizer_offload.py`.
     """
     overrides = dict(overrides)
     offload, fraction = overrides.pop("optimizer_cpu_offload", False), overrides.pop("optimizer_offload_fraction", 1.0)
