@@ -221,13 +221,7 @@ def from_peft(layout: TensorLayout, layer: str, fetch: Callable[[str], Tensor]) 
 
 
 def peft_config(options: LoraOptions, shape: ModelShape, base_model: str) -> dict[str, Any]:
-    """Return the content of adapter_config.json.
-
-    Args:
-        options: options of the adapters.
-        shape: shape of the model.
-        base_model: the model that PEFT loads the adapters on.
-    """
+    """Return the content of adapter_config.json."""
     modules = [module for target in _targets(shape, options) for module in target.hf_modules]
     names = sorted({module.rpartition(".")[2] for module in modules})
     linears = [name for target in _targets(shape) for name in target.hf_modules]

@@ -175,12 +175,7 @@ class ModelShape(BaseModel):
 
 
 def experts_format(shape: ModelShape, option: str) -> ExpertsFormat:
-    """Return the format in which the routed expert ids of a model's tokens are stored.
-
-    Args:
-        shape: shape of the MoE model.
-        option: command-line flag that needs routed experts, for the error message.
-    """
+    """Return the format in which the routed expert ids of a model's tokens are stored."""
     if shape.experts is None:
         raise OptionError(f"{option} needs an MoE model, but {shape.architecture} has no experts: drop the option")
     return ExpertsFormat(

@@ -139,10 +139,6 @@ class TensorLayout:
     """The tensor names of one model in Megatron and Hugging Face format, and the conversion of tensors between the two.
 
     Tensors are converted as a whole (unsharded); callers gather them from ranks or read them from files.
-
-    Args:
-        shape: shape of the model.
-        rows: tensor table of the model's family for this shape.
     """
 
     def __init__(self, shape: ModelShape, rows: Sequence[TensorRow]) -> None:

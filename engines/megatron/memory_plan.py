@@ -83,14 +83,7 @@ class TrainerMemory:
 def estimate_trainer_memory(
     shape: ModelShape, layout: ParallelLayout, num_ranks: int, options: TrainerOptions | None = None
 ) -> TrainerMemory:
-    """Return the estimated memory of the trainer rank that needs most.
-
-    Args:
-        shape: shape of the model.
-        layout: parallel sizes.
-        num_ranks: number of trainer ranks.
-        options: further options of the trainer.
-    """
+    """Return the estimated memory of the trainer rank that needs most."""
     layout.data_parallel_size(num_ranks)  # raises LayoutError
     options = options or TrainerOptions()
     stages = range(layout.pipeline)
@@ -149,14 +142,7 @@ def estimate_stage_memory(
 def count_adapter_parameters(
     shape: ModelShape, layers: Sequence[int], options: LoraOptions, expert: int
 ) -> RankParameters:
-    """Return the number of parameters of the adapters of a rank, as if none were sharded over tensor-parallel ranks.
-
-    Args:
-        shape: shape of the model.
-        layers: indices of the rank's layers.
-        options: the adapters.
-        expert: expert-parallel size.
-    """
+    """Return the number of parameters of the adapters of a rank, as if none were sharded over tensor-parallel ranks."""
     counts, hf_shapes = {True: 0, False: 0}, tensor_layout(shape).hf_shapes
     for name, target in adapter_targets(shape, options.target_modules).items():
         if int(name.split(".")[2]) in layers:
@@ -204,13 +190,7 @@ def count_stage_parameters(
 
 
 def stage_layers(num_layers: int, layout: ParallelLayout, megatron: dict[str, Any]) -> list[list[int]]:
-    """Return the indices of the layers of every pipeline stage, as Megatron splits them.
-
-    Args:
-        num_layers: number of layers of the model.
-        layout: parallel sizes.
-        megatron: a dump of `MegatronOptions`.
-    """
+    """Return the indices of the layers of every pipeline stage, as Megatron splits them."""
     stages, virtual = layout.pipeline, layout.virtual_pipeline or 1
     first, last = (megatron.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
     embedding, loss = (bool(megatron.get(f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss"))

@@ -230,11 +230,7 @@ def set_scheduler_to_step(scheduler: OptimizerParamScheduler, num_steps: int) ->
 
 
 class ParamGather:
-    """Starts the parameter all-gathers of a model and waits for them; a no-op without `overlap_param_gather`.
-
-    Args:
-        wrapped: this rank's pipeline chunks of the model, wrapped in DistributedDataParallel.
-    """
+    """Starts the parameter all-gathers of a model and waits for them; a no-op without `overlap_param_gather`."""
 
     def __init__(self, wrapped: list[DistributedDataParallel]) -> None:
         chunks = [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]

@@ -108,13 +108,7 @@ def has_grouped_experts(shape: ModelShape, megatron_options: dict[str, Any], def
 
 
 def check_grouped_experts(shape: ModelShape, expert_tensor: int, bytes_per_element: int) -> None:
-    """Check that torch's grouped GEMM can multiply the experts of a model: its rows are multiples of 16 bytes.
-
-    Args:
-        shape: shape of the model.
-        expert_tensor: tensor-parallel size of the experts.
-        bytes_per_element: bytes of an element of weights and activations.
-    """
+    """Check that torch's grouped GEMM can multiply the experts of a model: its rows are multiples of 16 bytes."""
     if row := _unaligned_row(shape, expert_tensor, bytes_per_element):
         raise OptionError(
             f"--moe-grouped-gemm and --moe-permute-fusion need rows of multiples of 16 bytes; found {row} with "
@@ -223,12 +217,7 @@ USER_VARIABLES = (
 
 def rank_environment(layout: ParallelLayout, threads: int) -> dict[str, str]:
     """Return the environment variables with which a rank must be started. Those of USER_VARIABLES that are set in this
-    process, the driver, are passed on unchanged.
-
-    Args:
-        layout: parallel sizes of the model.
-        threads: CPU threads of the rank.
-    """
+    process, the driver, are passed on unchanged."""
     defaults = {
         # SGLang turns NCCL's cuMem allocations off, and both ends of a connection must agree
         "NCCL_CUMEM_ENABLE": "0",

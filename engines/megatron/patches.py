@@ -26,12 +26,7 @@ def has_transformer_engine() -> bool:
 
 
 def _replace_kernels(module: str, names: dict[str, Any]) -> None:
-    """Replace functions by faster ones.
-
-    Args:
-        module: name of the module.
-        names: its attributes.
-    """
+    """Replace functions by faster ones."""
     if module == "megatron.core.fusions.fused_bias_swiglu":
         from penstock.engines.megatron import triton_kernels
 

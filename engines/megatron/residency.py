@@ -28,13 +28,7 @@ BUFFER_BYTES = 2**28  # of a host buffer: torch rounds pinned allocations up to 
 
 class DeviceMemory:
     """Offloads and reloads the state of one model. Call the methods while no operation on the state is pending on
-    another stream, for instance a parameter all-gather.
-
-    Args:
-        name: name of the model in `MemorySwitch.name`.
-        wrapped: wrapped pipeline chunks of the model.
-        optimizer: the optimizer of the model.
-    """
+    another stream, for instance a parameter all-gather."""
 
     def __init__(self, name: str, wrapped: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
         self._name, self._optimizer = name, optimizer

@@ -45,13 +45,7 @@ def write_weights(
 
 
 def write_adapter(target: Path, named: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]) -> None:
-    """Write LoRA adapters as a PEFT directory.
-
-    Args:
-        target: directory to write to; created if it does not exist.
-        named: pairs of PEFT name and matrix.
-        config: content of adapter_config.json.
-    """
+    """Write LoRA adapters as a PEFT directory."""
     target.mkdir(parents=True, exist_ok=True)
     matrices = {name: matrix.detach().cpu().contiguous() for name, matrix in named}
     save_file(matrices, target / WEIGHTS, metadata={"format": "pt"})

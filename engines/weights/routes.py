@@ -51,10 +51,6 @@ def memory_routes(engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPl
     An engine's process sees only its own GPUs, so it can open a CUDA IPC handle only if the handle was created on one
     of them: each tensor-parallel rank of an engine reads from the trainer rank on the same GPU. On CPU any rank on the
     same node can send, so the engines of a node are distributed over its ranks.
-
-    Args:
-        engines: URL -> place.
-        ranks: the place of each trainer rank.
     """
     rank_on = {(place.node, gpu): rank for rank, place in enumerate(ranks) for gpu in place.gpu_ids}
     routes: dict[str, EngineRoute] = {}

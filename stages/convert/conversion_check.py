@@ -64,14 +64,7 @@ def verify_existing(
     store: Store, commit: Commit, hf_dir: str | Path, family_path: str | None = None
 ) -> ConversionReport:
     """Compare names, shapes, bits and logits of a converted model with its Hugging Face source. Checks that the commit
-    records as done during the conversion are not repeated.
-
-    Args:
-        store: store of the model's files.
-        commit: commit of the converted model.
-        hf_dir: Hugging Face directory that it was converted from.
-        family_path: `--model-family-path`.
-    """
+    records as done during the conversion are not repeated."""
     with HFWeights(hf_dir) as weights, store.reading(commit) as directory:
         shape, summary = read_shape(hf_dir, family_path), commit.summary
         if "convert/num_tensors" in summary:

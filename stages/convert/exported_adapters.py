@@ -38,13 +38,7 @@ from penstock.storage.store import Store
 
 
 class StoredAdapters:
-    """The adapters of a checkpoint that has only these.
-
-    Args:
-        directory: directory of the checkpoint.
-        shape: shape of the model.
-        options: options of the adapters.
-    """
+    """The adapters of a checkpoint that has only these."""
 
     def __init__(self, directory: Path, shape: ModelShape, options: LoraOptions) -> None:
         self.options, self.layout = options, tensor_layout(shape)

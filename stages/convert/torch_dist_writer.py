@@ -203,12 +203,6 @@ def write_unit(
 ) -> WorkRecord:
     """Write one file of a checkpoint into a target.
 
-    Args:
-        target: target of the conversion.
-        unit: work unit to write.
-        content: returns the bytes of a slice, in chunks.
-        on_bytes: called with the size in bytes of every chunk.
-
     Returns:
         the work record: the file, and the (first byte, length) in the file of each slice.
     """

@@ -62,11 +62,7 @@ class Progress:
 
 
 class ProgressFile:
-    """Reports the progress of a process to another process on the same machine through a small file.
-
-    Args:
-        path: path of the file, which the first report creates.
-    """
+    """Reports the progress of a process to another process on the same machine through a small file."""
 
     def __init__(self, path: str | Path) -> None:
         self.path, self._written_at = Path(path), 0.0

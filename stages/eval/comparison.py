@@ -106,14 +106,7 @@ class Gate:
 
 
 def check_gate(store: Store, gate: Gate, candidate: Evaluations, champion: Evaluations | None) -> list[Condition]:
-    """Return every condition of a promotion with its numbers.
-
-    Args:
-        store: of the evaluations.
-        gate: the conditions.
-        candidate: evaluations of the candidate.
-        champion: evaluations of the champion; None if there is none.
-    """
+    """Return every condition of a promotion with its numbers."""
     required = {gate.data_set: gate.margin} | {name: -tolerance for name, tolerance in gate.guards.items()}
     for title, evaluations in (("candidate", candidate), ("champion", champion)):
         if evaluations is not None and (missing := [name for name in required if name not in evaluations]):

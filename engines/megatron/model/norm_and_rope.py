@@ -48,13 +48,8 @@ def rope_cos_sin(positions: Tensor, dim: int, rotary: Rotary) -> tuple[Tensor, T
 
 
 def rope_frequencies(rotary: Rotary, dim: int, device: torch.device | None = None) -> Tensor:
-    """Return the RoPE inverse frequencies (radians per position, one per pair of dimensions), after scaling. [dim / 2]
-
-    Args:
-        rotary: RoPE settings of the model.
-        dim: number of dimensions to which RoPE is applied.
-        device: device of the result.
-    """
+    """Return the RoPE inverse frequencies (radians per position, one per pair of dimensions), after scaling. [dim
+    / 2]"""
     plain = 1.0 / (rotary.base ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim))
     scaling = rotary.scaling
     if isinstance(scaling, Llama3Scaling):
