@@ -62,7 +62,7 @@ def wrap_chunks_in_ddp(
         check_for_nan_in_grad=True,  # a NaN gradient raises an error before any weight is updated
         overlap_grad_reduce=False,
     )
-    # `param_gather.py`, not Megatron's optimizer step, starts the parameter all-gathers
+    # `ParamGather`, not Megatron's optimizer step, starts the parameter all-gathers
     fixed = dict(use_distributed_optimizer=True, overlap_param_gather_with_optimizer_step=False)
     ddp = DistributedDataParallelConfig(**merge_overrides(DistributedDataParallelConfig, defaults, overrides, fixed))
     return [

@@ -88,7 +88,23 @@ def transformer_config(
         **model_options(shape),
         **dict(activation_func=F.silu, softmax_scale=None),
         **(MOE_FIXED if shape.experts else {}),
-        **_layout_fields(layout, dtype),
+        **dict(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+            context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
+            sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
+            params_dtype=DTYPES[dtype],
+            pipeline_dtype=DTYPES[dtype],
+            bf16=dtype == "bf16",
+            variable_seq_lengths=layout.pipeline > 1,  # micro-batches differ in length
+            # With gloo every other combination of these two computes wrong results without an error.
+            overlap_p2p_comm=layout.virtual_pipeline is not None,
+            batch_p2p_comm=layout.virtual_pipeline is None,
+            calculate_per_token_loss=True,  # Megatron sums gradients without scaling; the loss function normalizes
+        ),
     }
     config_class = MLATransformerConfig if shape.latent else TransformerConfig
     return config_class(**merge_overrides(config_class, defaults, overrides, fixed))
@@ -120,27 +136,6 @@ def merge_overrides(
     """
     known = {field.name for field in dataclasses.fields(config_class)}
     return {name: value for name, value in {**defaults, **overrides, **fixed}.items() if name in known}
-
-
-def _layout_fields(layout: ParallelLayout, dtype: str) -> dict[str, Any]:
-    """Return the fields of `TransformerConfig` that the parallel sizes and the dtype determine."""
-    return dict(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-        sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
-        params_dtype=DTYPES[dtype],
-        pipeline_dtype=DTYPES[dtype],
-        bf16=dtype == "bf16",
-        variable_seq_lengths=layout.pipeline > 1,  # micro-batches differ in length
-        # With gloo every other combination of these two computes wrong results without an error.
-        overlap_p2p_comm=layout.virtual_pipeline is not None,
-        batch_p2p_comm=layout.virtual_pipeline is None,
-        calculate_per_token_loss=True,  # Megatron sums gradients without scaling; the loss function normalizes
-    )
 
 
 CONSTANT: dict[str, Any] = dict(  # options with the same value in every supported model family
