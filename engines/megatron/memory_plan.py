@@ -24,8 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from penstock.engines.families import tensor_layout
-from penstock.engines.families.parameters import EMBEDDING, HEAD, RankParameters, count_rank_parameters
+from penstock.engines.families import EMBEDDING, HEAD, RankParameters, count_rank_parameters, tensor_layout
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.lora import EXPERT, LoraOptions, adapter_targets
 from penstock.engines.megatron.parallel_layout import ParallelLayout, has_grouped_experts, split_layers
