@@ -1,7 +1,7 @@
 """Model families: reading a `config.json`, and the mapping between Hugging Face and Megatron tensors.
 
-A new family is one file that defines a `Family` and is listed in FAMILIES, or an external file (`--model-family-path`). Does
-not import torch.
+A new family is one file that defines a `Family` and is listed in FAMILIES, or an external file (`--model-family-path`).
+Does not import torch.
 """
 
 from __future__ import annotations
