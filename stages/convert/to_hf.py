@@ -35,19 +35,23 @@ from penstock.engines.weights.hf_headers import SCALE
 from penstock.stages.convert.config import ExportDtype, Mtp
 from penstock.stages.convert.exported_adapters import MergedWeights, StoredAdapters, adapter_options, base_commit
 from penstock.stages.convert.hf_checkpoint import (
-    CARRIED,
     HFWeights,
     NamedTensor,
     Shard,
     ShardFile,
     TensorInfo,
-    assets_hash,
-    copy_assets,
     plan_shards,
     write_index,
     write_shard,
 )
-from penstock.stages.convert.targets import DirectoryTarget, check_free_space, full_disk_as_store_error
+from penstock.stages.convert.targets import (
+    CARRIED,
+    DirectoryTarget,
+    assets_hash,
+    check_free_space,
+    copy_assets,
+    full_disk_as_store_error,
+)
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
 from penstock.storage import disk

@@ -20,12 +20,14 @@ from penstock.engines.megatron.checkpoints.layout import (
     write_common_files,
 )
 from penstock.stages.convert.exported_adapters import adapter_options
-from penstock.stages.convert.hf_checkpoint import CARRIED, assets_hash, copy_assets
 from penstock.stages.convert.targets import (
     ASSETS_DIRECTORY,
+    CARRIED,
     DirectoryTarget,
     StoreTarget,
+    assets_hash,
     check_free_space,
+    copy_assets,
     megatron_directory,
 )
 from penstock.stages.convert.to_hf import Origin, checkpoint_files, checkpoint_fingerprint

@@ -27,26 +27,21 @@ from penstock.engines.megatron.checkpoints.layout import (
 from penstock.engines.weights.hf_headers import check_finite
 from penstock.stages.convert.config import Mtp
 from penstock.stages.convert.conversion_check import check_source_tensors, compare_logits, verify_conversion
-from penstock.stages.convert.hf_checkpoint import (
-    CARRIED,
-    CODES,
-    HFWeights,
-    Shard,
-    copy_assets,
-    header_hash,
-    model_fingerprint,
-    stat_hash,
-    write_shard,
-)
+from penstock.stages.convert.hf_checkpoint import CODES, HFWeights, Shard, write_shard
 from penstock.stages.convert.targets import (
     ASSETS_DIRECTORY,
+    CARRIED,
     DirectoryTarget,
     FingerprintMemo,
     StoreTarget,
     check_free_space,
+    copy_assets,
     fingerprint_key,
+    header_hash,
+    model_fingerprint,
     origin_of_copy,
     record_fingerprint,
+    stat_hash,
 )
 from penstock.stages.convert.torch_dist_writer import (
     UNIT_BYTES,

@@ -8,7 +8,8 @@ import pytest
 import torch
 from families import FAMILIES, make_family
 
-from penstock.stages.convert.hf_checkpoint import CARRIED, HFWeights
+from penstock.stages.convert.hf_checkpoint import HFWeights
+from penstock.stages.convert.targets import CARRIED
 from penstock.stages.convert.to_hf import Origin, export_hf, export_to
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.storage.store import Store
