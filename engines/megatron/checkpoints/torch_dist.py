@@ -178,7 +178,7 @@ class RankState:
         same_layout = common["random_layout"] == self._describe_ranks_and_devices()
         if same_layout:
             state["random"] = _sharded_rng_states(None)
-        loaded = dist_checkpointing.load(state, str(directory), SafeLoadStrategy(), SafeCommonStrategy())
+        loaded = _load_sharded(state, directory)
         if self.adapter_seed is None:
             self._load_model(loaded)
         else:
@@ -205,7 +205,7 @@ class RankState:
                 if isinstance(chunk, ValueModel) and chunk.post_process:
                     heads[key] = chunk.initial_head()
                     del state[key][HEAD]
-        loaded = dist_checkpointing.load(state, str(directory), SafeLoadStrategy(), SafeCommonStrategy())
+        loaded = _load_sharded(state, directory)
         for key, head in heads.items():
             loaded[key][HEAD] = head
         self._load_model(loaded)
@@ -301,6 +301,10 @@ def _save_sharded(state: dict[str, Any], directory: str | Path) -> dict[str, str
     writer = PlainWriter()
     dist_checkpointing.save(state, str(directory), writer, content_metadata=_content_metadata())
     return writer.hashes
+
+
+def _load_sharded(state: dict[str, Any], directory: str | Path) -> dict[str, Any]:
+    return dist_checkpointing.load(state, str(directory), SafeLoadStrategy(), SafeCommonStrategy())
 
 
 def _content_metadata() -> dict[str, Any]:
