@@ -19,14 +19,20 @@ from typing import Any
 import annotated_types
 from pydantic.fields import FieldInfo
 
+from penstock.engines.megatron.megatron_options import MegatronOptions
 from penstock.flows import cli
 from penstock.flows.config import SECTIONS, flag_of_field, list_options
-from penstock.flows.options.flags import megatron_flag_names
 from penstock.storage.config import field_meta
 
 DOCS = Path(__file__).resolve().parents[1]
 # The names of slime, and of the descriptions of it that Penstock follows.
 SLIME = set((DOCS.parent / "tests" / "flows" / "slime_names.txt").read_text(encoding="utf-8").split())
+MEGATRON = {  # options of Penstock that Megatron-core has, too
+    *("--calculate-per-token-loss", "--lr", "--min-lr", "--weight-decay", "--adam-beta1", "--adam-beta2", "--adam-eps"),
+    *("--clip-grad", "--params-dtype", "--deterministic-mode", "--tensor-model-parallel-size", "--sequence-parallel"),
+    *("--pipeline-model-parallel-size", "--context-parallel-size", "--expert-model-parallel-size"),
+    *("--expert-tensor-parallel-size", "--virtual-pipeline-model-parallel-size", "--mtp-num-layers"),
+}
 SECTION_TITLES = {
     "run": "The run",
     "convert": "Model, conversion and export",
@@ -97,7 +103,7 @@ def option_entry(name: str, field: FieldInfo) -> Iterator[str]:
 
 def origin(flag: str) -> str:
     """Return which program has an option of this name."""
-    return "Megatron" if flag in megatron_flag_names() else "slime" if flag in SLIME else "Penstock"
+    return "Megatron" if flag in MEGATRON else "slime" if flag in SLIME else "Penstock"
 
 
 def plain_text(text: str) -> str:
@@ -129,7 +135,7 @@ def annotation_text(annotation: Any) -> str:
         return f"list ({annotation_text(args[0])})"
     if origin_type is tuple:
         return "pair" if len(args) == 2 else "tuple"
-    if origin_type is dict:
+    if origin_type is dict or annotation is MegatronOptions:
         return "table"
     return TYPE_NAMES.get(annotation, "file")
 
@@ -137,7 +143,7 @@ def annotation_text(annotation: Any) -> str:
 def default_text(field: FieldInfo) -> str:
     """Return the default of an option."""
     value = field.get_default(call_default_factory=True)
-    if value is None or value == "" or value == [] or value == {}:
+    if value in (None, "", [], {}, MegatronOptions()):
         return "none"
     if isinstance(value, bool):
         return "on" if value else "off"

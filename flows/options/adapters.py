@@ -32,7 +32,7 @@ def with_adapters(options: EngineOptions, config: PostTrainConfig, parent: Paren
         OptionError: --lora-publish adapter is given, but the engines cannot get adapters.
     """
     from penstock.engines.families import read_shape
-    from penstock.engines.families.peft import served_modules
+    from penstock.engines.lora import served_modules
     from penstock.engines.options import ServedAdapters
 
     train, run = config.train, config.run
@@ -123,8 +123,8 @@ def adapter_of_version(
         model_path: Hugging Face directory of the model.
         compare: whether the engines compare checksums of the matrices.
     """
-    from penstock.engines.families.peft import served_config, served_tensors
     from penstock.engines.generation import PublishedAdapter
+    from penstock.engines.lora import served_config, served_tensors
 
     assert train.lora is not None, "the run trains all weights"
     num_tensors = len(served_tensors(train.lora, shape))

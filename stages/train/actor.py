@@ -366,7 +366,7 @@ class TrainActor:
 
     def memory_use(self) -> tuple[int, int]:
         """Return the bytes used on this rank's device, by all processes, and by this process in host memory."""
-        from penstock.engines.megatron.memory.residency import device_and_host_bytes_used
+        from penstock.engines.megatron.residency import device_and_host_bytes_used
 
         return device_and_host_bytes_used()
 
@@ -385,7 +385,7 @@ class TrainActor:
 
     def _peft_matrices(self) -> Iterator[tuple[str, Tensor]]:
         from penstock.engines.families import tensor_layout
-        from penstock.engines.families.peft import to_peft
+        from penstock.engines.lora import to_peft
 
         layout = tensor_layout(self.spec.shape)
         for layer, first, second in self.models.policy.named_adapters():

@@ -23,7 +23,7 @@ import xxhash
 
 from penstock.engines.cluster import Cluster, ClusterLost, cpu_threads_per_process
 from penstock.engines.generation import OVER_MEMORY, WeightTransport
-from penstock.engines.megatron.rank_environment import rank_environment
+from penstock.engines.megatron.parallel_layout import rank_environment
 from penstock.engines.memory import MemorySwitch, StateKind
 from penstock.engines.network import socket_environment
 from penstock.engines.serving.keys import known_api_keys

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.stages.eval.score import compute_eval_metrics
+from penstock.stages.eval.scores import compute_eval_metrics
 from penstock.stages.rollout.plugins.check import check_rollout_functions
 from penstock.stages.rollout.plugins.eval_function import find_evaluation_function
 from penstock.stages.rollout.prompts.data_source import RolloutRound
