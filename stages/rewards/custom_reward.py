@@ -14,8 +14,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.stages.plugins import (
     DEFAULT_NAMES,
@@ -25,9 +26,10 @@ from penstock.stages.plugins import (
     load_function,
     with_function_name,
 )
+from penstock.stages.worker_process import WorkerLost, WorkerProcess
 from penstock.storage.errors import PluginError
 
-if TYPE_CHECKING:  # check_custom_reward.py imports this module in a new process: keep imports few
+if TYPE_CHECKING:  # the process that checks a reward imports this module: keep imports few
     from penstock.stages.rewards.settings import RewardSettings
     from penstock.storage.samples.sample import Sample
 
@@ -128,3 +130,55 @@ async def await_all(value: Any) -> Any:
 async def await_rewards_in_turn(function: Callable[..., Any], args: Any, samples: list[Sample]) -> list[Any]:
     """Await an async reward for each sample in turn, and return the rewards."""
     return [await await_all(function(args, sample)) for sample in samples]
+
+
+# ---- check in a subprocess, because importing the reward's module may hang, crash or exit ----------------------------
+
+
+class CheckedReward(NamedTuple):
+    """What a check of a user-defined reward returns."""
+
+    path: str  # with the name of the function or class
+    is_class: bool
+
+
+@lru_cache
+def check_custom_reward(
+    path: str,
+    *,
+    group_rm: bool = False,
+    rm_model_path: str | None = None,
+    required_package: str | None = None,
+    timeout: float = 300.0,
+) -> CheckedReward:
+    """Import a user-defined reward in a subprocess, and check its signature. Results are cached.
+    See `load_custom_reward` for the arguments.
+
+    Raises:
+        PluginError: the reward does not load, exits at import, takes more than `timeout` seconds to import, or has the
+            wrong signature.
+    """
+    options = {"path": path, "group_rm": group_rm, "rm_model_path": rm_model_path, "required_package": required_package}
+    worker = WorkerProcess(prepare_check, None)
+    try:
+        result: CheckedReward = worker.submit(options, timeout).result()
+        return result
+    except WorkerLost as lost:
+        raise PluginError(
+            f"importing {path} terminated Python with exit code {lost.exit_code}: remove calls of os._exit, or fix the "
+            "crash"
+            if lost.limit is None
+            else f"{path} takes more than {timeout:g} s to import: speed up the import, or raise --reward-start-timeout"
+        ) from None
+    finally:
+        worker.close()
+
+
+def prepare_check(settings: None) -> Callable[[dict[str, Any]], CheckedReward]:
+    """Return the function that checks a reward in the subprocess."""
+
+    def check(options: dict[str, Any]) -> CheckedReward:
+        path = with_function_name(options.pop("path"), DEFAULT_NAMES["custom_rm_path"])
+        return CheckedReward(path, load_custom_reward(path, **options).is_class)
+
+    return check

@@ -12,10 +12,10 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from penstock.stages.rewards.check_custom_reward import check_custom_reward
+from penstock.stages.rewards.custom_reward import check_custom_reward
+from penstock.stages.rewards.grading_process import GradingProcess
 from penstock.stages.rewards.hub import get_builtin_reward, get_checked_builtin_reward
 from penstock.stages.rewards.outcome import Outcome, grade_builtin
-from penstock.stages.rewards.process import GradingProcess
 from penstock.stages.rewards.settings import RewardOptions, RewardSettings, builtin_reward_name, custom_reward_path
 from penstock.storage.errors import InputError, PluginError
 from penstock.storage.samples.sample import Sample
@@ -79,7 +79,7 @@ class Grader:
         """Stop the grading processes."""
         for pool in self._pools.values():
             for process in pool:
-                process.close()
+                process.worker.close()
         self._pools = {}
 
     def _submit(self, samples: list[Sample]) -> list[Future[Outcome]]:
@@ -90,9 +90,9 @@ class Grader:
         if settings is None:
             return [_completed_future(grade_builtin(sample, self.settings)) for sample in samples]
         pool = self._pools.setdefault((settings.custom_rm_path, settings.rm_type, settings.group_rm), [])
-        if len(pool) < self.num_workers and all(process.num_pending for process in pool):
+        if len(pool) < self.num_workers and all(process.worker.num_pending for process in pool):
             pool.append(GradingProcess(settings))
-        return min(pool, key=lambda process: process.num_pending).submit(samples)
+        return min(pool, key=lambda process: process.worker.num_pending).submit(samples)
 
     def _settings_of_grading_process(self, sample: Sample) -> RewardSettings | None:
         """Return the settings of the grading processes for this sample, or None to grade it in the current process.
