@@ -51,7 +51,8 @@ DEFAULT_NAMES = {
 
 # Modules that let functions written for another trainer run, and refuse those that cannot: each has `provide_modules`,
 # `check_imports` and `check_parameters`.
-ADAPTERS = [importlib.import_module(name) for name in ("penstock.stages.slime.adapter",)]
+ADAPTERS = [importlib.import_module(name) for name in ("penstock.stages.slime.slime_modules",)]
+BUILT_IN_EVALUATION = "built-in"  # --eval-function-path of the built-in evaluation
 METHOD = "compute_reward"  # of a class that is a reward
 
 

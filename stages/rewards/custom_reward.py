@@ -30,7 +30,7 @@ from penstock.stages.worker_process import WorkerLost, WorkerProcess
 from penstock.storage.errors import PluginError
 
 if TYPE_CHECKING:  # the process that checks a reward imports this module: keep imports few
-    from penstock.stages.rewards.settings import RewardSettings
+    from penstock.stages.rewards.hub import RewardSettings
     from penstock.storage.samples.sample import Sample
 
 RewardCall = Callable[["list[Sample]"], Any]  # takes samples; returns a list of rewards, or an awaitable of such a list

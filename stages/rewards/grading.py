@@ -14,9 +14,15 @@ from typing import Any
 
 from penstock.stages.rewards.custom_reward import check_custom_reward
 from penstock.stages.rewards.grading_process import GradingProcess
-from penstock.stages.rewards.hub import get_builtin_reward, get_checked_builtin_reward
+from penstock.stages.rewards.hub import (
+    RewardOptions,
+    RewardSettings,
+    builtin_reward_name,
+    custom_reward_path,
+    get_builtin_reward,
+    get_checked_builtin_reward,
+)
 from penstock.stages.rewards.outcome import Outcome, grade_builtin
-from penstock.stages.rewards.settings import RewardOptions, RewardSettings, builtin_reward_name, custom_reward_path
 from penstock.storage.errors import InputError, PluginError
 from penstock.storage.samples.sample import Sample
 

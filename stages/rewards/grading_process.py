@@ -16,9 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock.stages.rewards.custom_reward import RewardCall, await_all, await_rewards_in_turn, load_custom_reward
-from penstock.stages.rewards.hub import get_builtin_reward
+from penstock.stages.rewards.hub import RewardSettings, get_builtin_reward
 from penstock.stages.rewards.outcome import Outcome, failed_outcome, grade_builtin, outcome_of_exception, parse_rewards
-from penstock.stages.rewards.settings import RewardSettings
 from penstock.stages.rollout.plugins.user_sample import UserSample
 from penstock.stages.worker_process import WorkerLost, WorkerProcess
 from penstock.storage.errors import PluginError

@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock.stages import worker_process
 from penstock.stages.plugins import load_function
-from penstock.stages.rewards import process
 from penstock.storage.errors import PluginError, RewardError
 from penstock.storage.samples.sample import Sample, Status
 from tests.rewards.make_grader import make_grader
@@ -147,7 +147,7 @@ def test_rm_type_of_a_row_selects_its_reward() -> None:
 def test_hanging_process_dies_with_its_parent(file: Path) -> None:
     program = f"""
 from penstock.stages.rewards.grading import Grader
-from penstock.stages.rewards.settings import RewardSettings
+from penstock.stages.rewards.hub import RewardSettings
 from penstock.storage.samples.sample import Sample
 grader = Grader(RewardSettings(custom_rm_path="{file}:misbehave", timeout=3600), num_workers=1)
 grader.grade([Sample("0", "g", "0", 0, response="ok")])
@@ -181,6 +181,6 @@ def test_process_that_cannot_start_fails_the_pending_jobs(file: Path, monkeypatc
         raise OSError("cannot allocate memory")
 
     with make_grader(custom_rm_path=f"{file}:misbehave") as grader:
-        monkeypatch.setattr(process.subprocess, "Popen", refuse)
+        monkeypatch.setattr(worker_process.subprocess, "Popen", refuse)
         with pytest.raises(OSError, match="cannot allocate memory"):
             grader.grade(samples("ok"))

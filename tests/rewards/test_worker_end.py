@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.stages.rewards.settings import RewardSettings
+from penstock.stages.rewards.hub import RewardSettings
 from penstock.stages.rollout.text.templates import RenderLimits
 from penstock.storage.samples.sample import Sample
 

@@ -136,3 +136,17 @@ def test_preflight_renders_template(tmp_path: Any) -> None:
     assert check_tokenizer(tmp_path, apply_chat_template=True).render(["a"]) == [
         "<｜begin▁of▁sentence｜><｜User｜>a<｜Assistant｜>"
     ]
+
+
+@pytest.mark.full
+def test_gguf_module_of_transformers_imports_torch_when_it_uses_it(tiny_tokenizer: Any, tmp_path: Any) -> None:
+    tiny_tokenizer.inner.save_pretrained(tmp_path)
+    code = (
+        "import sys\n"
+        "from penstock.stages.rollout.text.tokenizer import PromptTokenizer\n"
+        f"PromptTokenizer({str(tmp_path)!r}, apply_chat_template=False)\n"
+        "assert 'torch' not in sys.modules\n"
+        "from transformers import modeling_gguf_pytorch_utils as gguf\n"
+        "assert gguf.torch.zeros(2).shape == (2,)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

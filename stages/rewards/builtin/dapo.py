@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal, InvalidOperation
 
-from penstock.stages.rewards.builtin.answer_text import strip_end_tokens
+from penstock.stages.rewards.builtin.math_answer import strip_end_tokens
 from penstock.storage.errors import RewardError
 from penstock.storage.samples.sample import Sample
 

@@ -11,8 +11,14 @@ import unicodedata
 from calendar import monthrange
 from itertools import pairwise
 
-from penstock.stages.rewards.instructions.registry import register_check
-from penstock.stages.rewards.instructions.text import EDGES, is_increasing, sentences, words, words_without_punctuation
+from penstock.stages.rewards.instructions.text import (
+    EDGES,
+    is_increasing,
+    register_check,
+    sentences,
+    words,
+    words_without_punctuation,
+)
 
 _EMOJI = re.compile(
     r"[\u2190-\u21ff\u2300-\u27bf\u2b00-\u2bff\u3030\u303d\u3297\u3299\u00a9\u00ae\U0001f000-\U0001faff]"

@@ -9,13 +9,13 @@ import itertools
 import re
 from collections import Counter
 
-from penstock.stages.rewards.instructions.registry import register_check
 from penstock.stages.rewards.instructions.text import (
     EDGES,
     count_occurrences,
     count_syllables,
     count_words,
     is_increasing,
+    register_check,
     sentences,
     words,
     words_stripped_at_edges,

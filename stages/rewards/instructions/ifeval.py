@@ -9,9 +9,16 @@ import json
 import re
 from collections.abc import Sequence
 
-from penstock.stages.rewards.instructions.language import LANGUAGES, is_latin, language_of
-from penstock.stages.rewards.instructions.registry import register_check
-from penstock.stages.rewards.instructions.text import count_occurrences, count_words, sentences, words
+from penstock.stages.rewards.instructions.text import (
+    LANGUAGES,
+    count_occurrences,
+    count_words,
+    is_latin,
+    language_of,
+    register_check,
+    sentences,
+    words,
+)
 from penstock.storage.errors import RewardError
 
 _ALLOWED_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")

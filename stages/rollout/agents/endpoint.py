@@ -1,5 +1,5 @@
 """Serve the engines to agents through an OpenAI-compatible HTTP API: chat completions with tools, whole or streamed,
-and the list of models. An agent needs no code for training: session.py turns its requests
+and the list of models. An agent needs no code for training: conversation.py turns its requests
 into samples.
 
 The server listens on 127.0.0.1 in its own thread and event loop, so an agent that blocks its event loop does not block
@@ -21,7 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
-from penstock.stages.rollout.agents.session import AgentSession, Answer, ContextLengthError, SessionClosed
+from penstock.stages.rollout.agents.conversation import AgentSession, Answer, ContextLengthError, SessionClosed
 from penstock.stages.rollout.plugins.engine_calls import EngineCalls
 from penstock.stages.rollout.plugins.user_sample import UserSample
 from penstock.stages.rollout.text.messages import normalize_messages

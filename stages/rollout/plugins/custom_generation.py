@@ -7,12 +7,20 @@
 `async` is optional. In every form, a parameter named `engine` gets the `EngineHandle`, which is also `args.engine`.
 Return values are checked (user_sample.py). If the function raises, exceeds its timeout or returns an invalid value,
 only the samples of that call fail, with the reason in `metadata["error"]`. If an engine fails, the round fails.
+
+    async def generate(args, sample, sampling_params, engine):
+        for _ in range(args.max_turns):
+            text = await engine.generate(sample, stop=["</call>"])     # tokens of the model: trained, with log-probs
+            if "</call>" not in text or not engine.append(sample, answer(text)):    # tokens of the tool: not trained
+                break
+        return sample
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,9 +30,11 @@ from typing import Any
 from penstock.engines.generation import EngineClient, TokenCounts
 from penstock.stages.plugins import DEFAULT_NAMES, check_signature, describe_path, load_function, with_function_name
 from penstock.stages.rewards.outcome import failed_outcome, parse_reward
+from penstock.stages.rollout.agents.conversation import AgentSession, Conversation
+from penstock.stages.rollout.agents.endpoint import OpenAIEndpoint
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import sampling_params_for
-from penstock.stages.rollout.plugins.engine_handle import EngineHandle
+from penstock.stages.rollout.plugins.engine_calls import EngineCalls
 from penstock.stages.rollout.plugins.plugin_runner import Cancelled, PluginRunner
 from penstock.stages.rollout.plugins.user_sample import ANSWERS, EngineAnswer, UserSample, checked_sample
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample
@@ -292,3 +302,35 @@ def _failed_copy(sample: Sample, reason: str) -> Sample:
     sample = copy_sample(sample)
     failed_outcome(reason).apply(sample)
     return sample
+
+
+# ---- the `engine` argument -------------------------------------------------------------------------------------------
+
+
+class EngineHandle(EngineCalls):
+    """Gives user-defined generate functions access to the engines of one round."""
+
+    _endpoint: OpenAIEndpoint | None = None
+    _lock = threading.Lock()
+
+    def conversation(self, sample: UserSample, **options: Any) -> Conversation:
+        """Return a chat that takes and returns messages, and records their tokens in `sample`."""
+        return Conversation(self, sample, **options)
+
+    def openai(self, sample: UserSample) -> AgentSession:
+        """Return a session (URL and API key) for one execution of an agent that uses an OpenAI client. The session
+        records the agent's requests as samples (agents/conversation.py)."""
+        with self._lock:
+            if self._endpoint is None:
+                self._endpoint = OpenAIEndpoint(self, self.config.agent_endpoint_port)
+        return self._endpoint.session(sample)
+
+    def end(self, trajectory_id: str) -> None:
+        """Close the agent sessions of this trajectory; further requests are refused."""
+        if self._endpoint is not None:
+            self._endpoint.end(trajectory_id)
+
+    def close(self) -> None:
+        """Stop the OpenAI-compatible endpoint, if it is running."""
+        if self._endpoint is not None:
+            self._endpoint.close()

@@ -62,7 +62,7 @@ class PluginRunner:
             loop = _PluginLoop.current()
             call = _Call(function, loop)
             self._calls.add(call)
-            waiting = asyncio.wrap_future(call.result)
+            waiting = _wait_for(call.result)
             call.start(in_thread=not self.is_async)
             try:
                 await asyncio.wait({waiting}, timeout=limit_seconds)
@@ -97,9 +97,17 @@ class PluginRunner:
         """Start no further calls, and cancel the calls that have not returned after `GRACE` seconds."""
         self._stopping = True
         if self._calls:
-            await asyncio.wait({asyncio.wrap_future(call.result) for call in self._calls}, timeout=GRACE)
+            await asyncio.wait({_wait_for(call.result) for call in self._calls}, timeout=GRACE)
         for call in self._calls:
             call.set_result_once(error=Cancelled())
+
+
+def _wait_for(result: Future[Any]) -> asyncio.Future[Any]:
+    """Return a future of this event loop that is done when `result` is. The caller reads the error of `result`; asyncio
+    would log that of the returned future, which nobody reads."""
+    waiting = asyncio.wrap_future(result)
+    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return waiting
 
 
 class _Call:

@@ -24,14 +24,14 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from penstock.stages.rollout.prompts.rows import FIRST_ROW_KEYS, Columns, Rows, fill_first_row_numbers
+from penstock.stages.rollout.prompts.prompt_rows import FIRST_ROW_KEYS, Columns, Rows, fill_first_row_numbers
 from penstock.storage.errors import DataError
 
 FORMAT = 3  # version of the cached files; must also be incremented when the rows change
 STRIDE = 16  # the index stores the byte offset of every STRIDE-th row
 _CHUNK = 1 << 20  # bytes of one read or write
 
-Spooled = tuple["SpooledRows", dict[str, int | None]]  # rows, and FIRST_ROW_KEYS -> row number (see rows.py)
+Spooled = tuple["SpooledRows", dict[str, int | None]]  # rows, and FIRST_ROW_KEYS -> row number (see prompt_rows.py)
 
 
 class SpooledRows(Sequence[bytes]):

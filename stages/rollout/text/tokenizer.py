@@ -6,13 +6,15 @@ All prompts are tokenized here. Responses are never tokenized: the engine return
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import logging
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from penstock.stages.rollout.text.messages import CALL_FORMS, CallForm, convert_tool_calls, normalize_messages
@@ -231,7 +233,7 @@ def _find_call_form(template: str, variables: str) -> CallForm:
 def _tokenizer_class(directory: Path) -> Any:
     """Return the class that loads the tokenizer: PreTrainedTokenizerFast if tokenizer_config.json names this class,
     else AutoTokenizer, whose import loads the code of every model (2 s and 290 MB of memory)."""
-    _import_without_torch()
+    _import_gguf_module()
     config = directory / "tokenizer_config.json"
     named = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else None
     if named in GENERIC_CLASSES:
@@ -243,19 +245,29 @@ def _tokenizer_class(directory: Path) -> Any:
     return AutoTokenizer
 
 
-def _import_without_torch() -> None:
-    """Import the only module below transformers' tokenizers that imports torch, with torch hidden from it: it reads
-    GGUF files, and the import of torch takes seconds."""
+class _TorchOnUse(ModuleType):
+    """Stands for torch in a module that rarely needs it: imports torch when one of its attributes is read."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("torch"), name)
+
+
+def _import_gguf_module() -> None:
+    """Import the only module below transformers' tokenizers that imports torch, so that it does so when it reads a GGUF
+    file: the import of torch takes seconds."""
     import transformers.tokenization_utils_base  # the modules that it imports must see torch
     from transformers import utils
 
+    if "transformers.modeling_gguf_pytorch_utils" in sys.modules:
+        return
     transformers_utils: Any = utils
     is_available = transformers_utils.is_torch_available
     transformers_utils.is_torch_available = lambda: False
     try:
-        import transformers.modeling_gguf_pytorch_utils  # noqa: F401
+        module: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
     finally:
         transformers_utils.is_torch_available = is_available
+    module.torch = _TorchOnUse("torch")
 
 
 def check_tokenizer(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.plugins.custom_generation import load_generate_function
-from penstock.stages.rollout.plugins.custom_source import load_buffer_filter, load_data_source
-from penstock.stages.rollout.plugins.eval_function import find_evaluation_function
 from penstock.stages.rollout.plugins.filters import load_group_filter
-from penstock.stages.rollout.plugins.hooks import Hooks, load_log_function
-from penstock.stages.rollout.plugins.rollout_function import load_rollout_function
-from penstock.stages.rollout.plugins.train_data import load_train_data_function
+from penstock.stages.rollout.plugins.hooks import Hooks, load_log_function, load_train_data_function
+from penstock.stages.rollout.plugins.rollout_function import find_evaluation_function, load_rollout_function
+from penstock.stages.rollout.prompts.data_source import load_buffer_filter, load_data_source
 
 
 def check_rollout_functions(config: RolloutConfig, *, evaluation: bool = False) -> None:

@@ -37,8 +37,11 @@ _FILTERS = {
     name: f"{_PLUGINS}.filters:{name}"
     for name in ("check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback")
 }
-_SOURCES = {name: f"{_PLUGINS}.custom_source:{name}" for name in ("RolloutDataSource", "RolloutDataSourceWithBuffer")}
-_BOXED = "penstock.stages.rewards.builtin.boxed:last_boxed"
+_SOURCES = {
+    name: f"penstock.stages.rollout.prompts.data_source:{name}"
+    for name in ("RolloutDataSource", "RolloutDataSourceWithBuffer")
+}
+_BOXED = "penstock.stages.rewards.builtin.math_answer:last_boxed"
 _LOG = {"log": f"{_API}:log"}
 
 

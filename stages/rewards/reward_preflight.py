@@ -1,5 +1,6 @@
 """Check the reward before a run starts: validate the rows of the prompt data, and call user-defined rewards on
-test responses."""
+test responses.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +12,19 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from penstock.stages.rewards.builtin.dapo import to_minerva_number
-from penstock.stages.rewards.builtin.exact_number import to_integer
 from penstock.stages.rewards.builtin.gpqa import check_correct_option, specifies_correct_option
 from penstock.stages.rewards.builtin.ifbench import read_instructions
+from penstock.stages.rewards.builtin.simple import to_integer
 from penstock.stages.rewards.grading import Grader
-from penstock.stages.rewards.hub import BOXED_PREFIX, get_builtin_reward, get_checked_builtin_reward
+from penstock.stages.rewards.hub import (
+    BOXED_PREFIX,
+    RewardOptions,
+    builtin_reward_name,
+    get_builtin_reward,
+    get_checked_builtin_reward,
+    row_reward_path,
+)
 from penstock.stages.rewards.outcome import Outcome
-from penstock.stages.rewards.settings import RewardOptions, builtin_reward_name, row_reward_path
 from penstock.storage.errors import InputError, RewardError
 from penstock.storage.samples.sample import Sample, Status
 
