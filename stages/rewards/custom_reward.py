@@ -54,10 +54,7 @@ class CustomReward:
 
     def build_reward_call(self, settings: RewardSettings) -> RewardCall:
         """Return a function that takes samples and returns their rewards. Instantiates the reward if it is a class.
-
-        Raises:
-            PluginError: the constructor raises or exits.
-        """
+        Raises PluginError."""
         if self.is_class:
             path = settings.rm_model_path
             try:
@@ -77,7 +74,7 @@ class CustomReward:
 def load_custom_reward(
     path: str, *, group_rm: bool = False, rm_model_path: str | None = None, required_package: str | None = None
 ) -> CustomReward:
-    """Load the user-defined reward at `path` and check its signature.
+    """Load the user-defined reward at `path` and check its signature. Raises PluginError.
 
     Args:
         path: file.py, file.py:name, pkg.module:name or pkg.module.name.
@@ -85,9 +82,6 @@ def load_custom_reward(
         rm_model_path: model path for the constructor of a reward class, if the constructor takes an argument.
         required_package: package that must define the reward (a package that only imports the reward is refused);
             None: any package.
-
-    Raises:
-        PluginError: the reward does not load, or has the wrong signature.
     """
     path = with_function_name(path, DEFAULT_NAMES["custom_rm_path"])
     target, name = load_function(path), describe_path(path)
@@ -151,13 +145,8 @@ def check_custom_reward(
     required_package: str | None = None,
     timeout: float = 300.0,
 ) -> CheckedReward:
-    """Import a user-defined reward in a subprocess, and check its signature. Results are cached.
-    See `load_custom_reward` for the arguments.
-
-    Raises:
-        PluginError: the reward does not load, exits at import, takes more than `timeout` seconds to import, or has the
-            wrong signature.
-    """
+    """Import a user-defined reward in a subprocess, and check its signature. Results are cached. See
+    `load_custom_reward` for the arguments. Raises PluginError."""
     options = {"path": path, "group_rm": group_rm, "rm_model_path": rm_model_path, "required_package": required_package}
     worker = WorkerProcess(prepare_check, None)
     try:

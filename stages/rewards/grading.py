@@ -29,13 +29,11 @@ from penstock.storage.samples.sample import Sample
 
 class Grader:
     """Grades samples. Grading processes start when first needed and run until `close`. A Grader is a context manager.
+    Raises RewardError.
 
     Args:
         settings: settings of grading.
         num_workers: maximum number of grading processes per reward; rows may name additional rewards.
-
-    Raises:
-        RewardError: the built-in reward is unknown, or a flag that it needs is missing (--rm-url, --reward-key).
     """
 
     def __init__(self, settings: RewardSettings, num_workers: int = 2) -> None:
@@ -102,10 +100,7 @@ class Grader:
 
     def _settings_of_grading_process(self, sample: Sample) -> RewardSettings | None:
         """Return the settings of the grading processes for this sample, or None to grade it in the current process.
-
-        Raises:
-            InputError: the sample's reward is unknown, needs a flag that is missing, or is not allowed.
-        """
+        Raises InputError."""
         path = custom_reward_path(sample, self.settings)
         if path is not None:
             return replace(
@@ -150,12 +145,7 @@ class Grader:
 
 def check_reward_options(options: RewardOptions) -> str | None:
     """Check that the built-in reward exists, or that the user-defined reward loads and has the right signature. Return
-    the path of the user-defined reward, with the name of its function.
-
-    Raises:
-        RewardError: the built-in reward is unknown, or needs a flag that is missing.
-        PluginError: the user-defined reward does not load, or has the wrong signature.
-    """
+    the path of the user-defined reward, with the name of its function. Raises RewardError or PluginError."""
     if options.rm_type is not None:
         get_checked_builtin_reward(options.rm_type, options.rm_url, options.reward_key)
     if options.custom_rm_path is None:

@@ -79,11 +79,8 @@ class GradingProcess:
 
 
 def prepare_grading(settings: RewardSettings) -> Callable[[list[Sample]], Any]:
-    """Load the reward, in a grading process, and return the function that grades the samples of a job.
-
-    Raises:
-        InputError: the reward does not load.
-    """
+    """Load the reward, in a grading process, and return the function that grades the samples of a job. Raises
+    InputError."""
     call: RewardCall
     if settings.custom_rm_path:
         reward = load_custom_reward(

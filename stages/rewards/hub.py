@@ -152,11 +152,7 @@ REWARDS: dict[str, BuiltinReward] = {
 
 def get_builtin_reward(name: str) -> BuiltinReward:
     """Return the built-in reward named `name` (--rm-type). The prefix `boxed_` selects a variant that grades only the
-    content of the last \\boxed{} in the response.
-
-    Raises:
-        RewardError: there is no built-in reward of this name.
-    """
+    content of the last \\boxed{} in the response. Raises RewardError."""
     base_name = name.removeprefix(BOXED_PREFIX)
     if base_name not in REWARDS:
         near = nearest_name(base_name, REWARDS)

@@ -2,6 +2,8 @@
 in one sentence."""
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +15,7 @@ from sft_templates import FAMILIES
 
 from penstock.stages.rollout.text.chat_format import ChatFormat
 from penstock.stages.rollout.text.templates import RenderLimitError, RenderLimits, TemplateRenderer
-from penstock.stages.rollout.text.tokenizer import check_tokenizer
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokenizer
 from penstock.storage.errors import TemplateError
 
 CHAT: list[dict[str, Any]] = [{"role": "user", "content": "1+1?"}]
@@ -139,8 +141,8 @@ def test_preflight_renders_template(tmp_path: Any) -> None:
 
 
 @pytest.mark.full
-def test_gguf_module_of_transformers_imports_torch_when_it_uses_it(tiny_tokenizer: Any, tmp_path: Any) -> None:
-    tiny_tokenizer.inner.save_pretrained(tmp_path)
+def test_gguf_module_of_transformers_imports_torch_when_it_uses_it(tokenizer: PromptTokenizer, tmp_path: Any) -> None:
+    tokenizer.inner.save_pretrained(tmp_path)
     code = (
         "import sys\n"
         "from penstock.stages.rollout.text.tokenizer import PromptTokenizer\n"

@@ -43,11 +43,8 @@ _REPLACEMENTS = [
 
 
 def dapo(sample: Sample) -> dict[str, float]:
-    """Return {"score": 1 or -1, "acc": 1 or 0}; `--reward-key` selects one of the two as the reward.
-
-    Raises:
-        RewardError: the label is not a number.
-    """
+    """Return {"score": 1 or -1, "acc": 1 or 0}; `--reward-key` selects one of the two as the reward. Raises
+    RewardError."""
     correct = last_answer(sample.response) == to_minerva_number(sample.label)
     return {"score": 1.0 if correct else -1.0, "acc": float(correct)}
 

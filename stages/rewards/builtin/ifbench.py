@@ -20,11 +20,7 @@ _NEEDS_MODEL = {"words:start_verb": "a part-of-speech tagger"}
 
 
 def ifbench(sample: Sample) -> float:
-    """Return 1 if the answer (the text after </think>) follows all instructions, else 0.
-
-    Raises:
-        RewardError: the row has no instruction, an unknown instruction, or an instruction without a required argument.
-    """
+    """Return 1 if the answer (the text after </think>) follows all instructions, else 0. Raises RewardError."""
     text = answer_text(sample.response)
     instructions = read_instructions(sample.metadata)
     return float(bool(text.strip()) and all([CHECKS[name](text, **arguments) for name, arguments in instructions]))

@@ -69,11 +69,7 @@ class GenerateFunction:
 
 
 def load_generate_function(path: str) -> GenerateFunction:
-    """Load the user-defined generate function that `path` names.
-
-    Raises:
-        PluginError: the function cannot be loaded, or its signature is not supported (docs/generation.md, Forms).
-    """
+    """Load the user-defined generate function that `path` names. Raises PluginError."""
     path = with_function_name(path, DEFAULT_NAMES["custom_generate_function_path"])
     function, name = load_function(path), describe_path(path)
     if inspect.isclass(function):
@@ -106,16 +102,13 @@ def load_generate_function(path: str) -> GenerateFunction:
 
 class CustomGeneration:
     """Generates the samples of a group with a user-defined generate function. Use it as an async context manager, in
-    the event loop of `client`.
+    the event loop of `client`. Raises PluginError.
 
     Args:
         config: names the function; all options are passed to the function as attributes of `args`.
         client: client of the engines.
         tokenizer: tokenizer of the policy.
         round: the round for which samples are generated.
-
-    Raises:
-        PluginError: the function does not load, or its signature is not supported (docs/generation.md, Forms).
     """
 
     def __init__(

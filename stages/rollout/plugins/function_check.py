@@ -13,11 +13,7 @@ from penstock.stages.rollout.prompts.data_source import load_buffer_filter, load
 def check_rollout_functions(config: RolloutConfig, *, evaluation: bool = False) -> None:
     """Check that all user-defined functions of a rollout load and have the right signature. For an evaluation, check
     only the generate function, the function of --eval-function-path and its log function, because an evaluation ignores
-    the other functions.
-
-    Raises:
-        PluginError: a function does not load or has the wrong signature; the message names the first such function.
-    """
+    the other functions. Raises PluginError."""
     if config.custom_generate_function_path:
         load_generate_function(config.custom_generate_function_path)
     if config.custom_eval_rollout_log_function_path:

@@ -50,10 +50,7 @@ _CHANGEABLE = [field.name for field in fields(Sample) if field.name not in _FIXE
 
 class Hooks:
     """Calls the user-defined hooks that `config` names. The method for a hook that `config` does not name does nothing.
-
-    Raises:
-        PluginError: a hook does not load or has the wrong signature.
-    """
+    Raises PluginError."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self._args = SimpleNamespace(**config.plugin_arguments())
@@ -79,11 +76,7 @@ class Hooks:
             sample.status, sample.metadata["error"] = Status.FAILED, str(error)
 
     def run_sample_filter(self, groups: list[Group]) -> None:
-        """Call the sample filter with the kept groups of a round.
-
-        Raises:
-            PluginError: the filter raises, exceeds the timeout, or makes a sample invalid.
-        """
+        """Call the sample filter with the kept groups of a round. Raises PluginError."""
         if self._sample_filter is None:
             return
         views = _copy_groups(groups)
@@ -98,11 +91,7 @@ class Hooks:
         _apply_changes(pairs, self._sample_filter)
 
     def run_round_hook(self, groups: list[Group], source: Any) -> None:
-        """Call the hook `process_all` with all groups at the end of a round.
-
-        Raises:
-            PluginError: the hook raises or exceeds the timeout.
-        """
+        """Call the hook `process_all` with all groups at the end of a round. Raises PluginError."""
         if self._all_samples is not None:
             self._all_samples(self._args, _copy_groups(groups), source)
 
@@ -111,7 +100,7 @@ def run_log_function(
     config: RolloutConfig, rollout_id: int, samples: Sequence[Sample], seconds: float, data_set: str | None = None
 ) -> dict[str, float]:
     """Call the log function of rollouts or, for a `data_set`, of evaluations, and return the metrics that it adds; {}
-    if `config` names none.
+    if `config` names none. Raises PluginError.
 
     Args:
         config: names the functions.
@@ -119,9 +108,6 @@ def run_log_function(
         samples: samples of the commit.
         seconds: of the rollout.
         data_set: name of the evaluation's data set; None: a rollout.
-
-    Raises:
-        PluginError: the function raises, exceeds the timeout, or adds a metric that is not a finite number.
     """
     path = config.custom_rollout_log_function_path if data_set is None else config.custom_eval_rollout_log_function_path
     if path is None:
@@ -208,16 +194,14 @@ def load_train_data_function(config: RolloutConfig) -> Plugin | None:
 
 
 def make_train_data(samples: list[Sample], config: RolloutConfig, tokenizer: PromptTokenizer) -> list[Sample]:
-    """Return the samples to train on, as changed by the function that `config` names; without one, `samples`.
+    """Return the samples to train on, as changed by the function that `config` names; without one, `samples`. Raises
+    PluginError.
 
     Args:
         samples: samples of the round. The function gets those that have a reward; the others are not trained on, and
             follow the changed ones.
         config: names the function; its options are attributes of `args`.
         tokenizer: decodes tokens that the function has changed.
-
-    Raises:
-        PluginError: the function raises, exceeds --reward-timeout, or returns something that cannot be recorded.
     """
     plugin = load_train_data_function(config)
     if plugin is None:

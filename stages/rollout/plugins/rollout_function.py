@@ -133,11 +133,8 @@ class RolloutTools:
     async def generate_group(
         self, group: list[UserSample], sampling: dict[str, Any], *, grade: bool
     ) -> list[UserSample]:
-        """Return a group, or a single sample in a list, with responses and, if `grade`, with rewards.
-
-        Raises:
-            PluginError: the sampling parameters differ from those of the run.
-        """
+        """Return a group, or a single sample in a list, with responses and, if `grade`, with rewards. Raises
+        PluginError."""
         own = self.config.sampling_params()
         if changed := [name for name, value in own.items() if sampling.get(name, value) != value]:
             raise PluginError(
@@ -196,11 +193,7 @@ class RolloutFunctionCall:
 
     async def run(self, num_groups: int) -> tuple[list[Group], list[Group], list[tuple[Group, str]]]:
         """Call the function; return the groups to train on, the groups for later rounds, and the dropped groups with
-        the reasons.
-
-        Raises:
-            PluginError: the function raises, or returns something else than `num_groups` groups of this round.
-        """
+        the reasons. Raises PluginError."""
         args = SimpleNamespace(**self.config.plugin_arguments(), engine=self.handle, rollout=self.tools)
         args.sglang_router_ip, args.sglang_router_port = self.handle.address
         if self.data_set is not None:
@@ -341,11 +334,8 @@ def _flatten(value: Any) -> list[Any]:
 
 def find_evaluation_function(config: RolloutConfig) -> str | None:
     """Return the path of the function that generates evaluations: --eval-function-path, by default
-    --rollout-function-path if the function has the parameter `evaluation`; None: the built-in evaluation.
-
-    Raises:
-        PluginError: the function does not load, or has another signature.
-    """
+    --rollout-function-path if the function has the parameter `evaluation`; None: the built-in evaluation. Raises
+    PluginError."""
     path = config.eval_function_path or config.rollout_function_path
     if path in (None, BUILT_IN_EVALUATION):
         return None
@@ -355,7 +345,8 @@ def find_evaluation_function(config: RolloutConfig) -> str | None:
 
 
 def samples_of_evaluation(returned: Any, data_set: str, name: str) -> tuple[Any, dict[int, float]]:
-    """Return the samples in what a function returned from an evaluation, and the rewards given beside them.
+    """Return the samples in what a function returned from an evaluation, and the rewards given beside them. Raises
+    PluginError.
 
     Args:
         returned: a RolloutFnEvalOutput, a dictionary {data set: {"samples": ..., "rewards": ...}}, or groups.
@@ -364,9 +355,6 @@ def samples_of_evaluation(returned: Any, data_set: str, name: str) -> tuple[Any,
 
     Returns:
         The samples, perhaps in nested lists; and id() of a sample -> its reward.
-
-    Raises:
-        PluginError: the results are of another data set, or have no samples, or not one finite reward per sample.
     """
     data = getattr(returned, "data", returned)
     if not isinstance(data, Mapping):

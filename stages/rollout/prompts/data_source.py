@@ -298,11 +298,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
 def take_checked_groups(source: RolloutDataSource, num_groups: int) -> list[Group]:
     """Return `num_groups` groups from `source.get_samples`, after checking that every group has all its samples and was
-    created by `source.dataset`.
-
-    Raises:
-        PluginError: `get_samples` raises or returns an invalid value; the message names the class of the data source.
-    """
+    created by `source.dataset`. Raises PluginError."""
     name = f"{type(source).__qualname__}.get_samples"
     try:
         samples = source.get_samples(num_groups)
@@ -451,11 +447,7 @@ __all__ = [  # user-defined data sources import the first two classes from here
 
 def load_data_source(path: str) -> type[RolloutDataSource]:
     """Load the class that --data-source-path names. If the class does not derive from RolloutDataSource, return a
-    subclass that inherits missing methods from RolloutDataSource.
-
-    Raises:
-        PluginError: the class does not load, or has no `get_samples(num_samples)`.
-    """
+    subclass that inherits missing methods from RolloutDataSource. Raises PluginError."""
     cls = load_function(path, DEFAULT_NAMES["data_source_path"])
     if not isinstance(cls, type):
         raise PluginError(f"--data-source-path {path} is not a class: name a class with get_samples(num_samples)")
@@ -479,11 +471,7 @@ def load_data_source(path: str) -> type[RolloutDataSource]:
 
 
 def load_buffer_filter(path: str) -> BufferFilter:
-    """Load the function that --buffer-filter-path names.
-
-    Raises:
-        PluginError: the function does not load or has the wrong signature.
-    """
+    """Load the function that --buffer-filter-path names. Raises PluginError."""
     function = load_function(path, DEFAULT_NAMES["buffer_filter_path"])
     if not (accepts_arguments(function, None, 0, [], 0) or accepts_arguments(function, None, [], 0)):
         raise PluginError(
@@ -497,16 +485,13 @@ def open_data_source(
     config: RolloutConfig, dataset: Dataset, buffer_filter: BufferFilter | None = None
 ) -> RolloutDataSource:
     """Create the data source of a round: an instance of the user-defined class (--data-source-path), or of
-    RolloutDataSourceWithBuffer.
+    RolloutDataSourceWithBuffer. Raises PluginError.
 
     Args:
         config: names the class; its options are passed to the class's `__init__` as attributes of `args` if `__init__`
             takes an argument.
         dataset: the prompts of --prompt-data and the current data position.
         buffer_filter: function to use instead of the data source's method `buffer_filter`.
-
-    Raises:
-        PluginError: the class does not load (see `load_data_source`), or its `__init__` raises an exception.
     """
     cls = load_data_source(config.data_source_path) if config.data_source_path else RolloutDataSourceWithBuffer
     source, args = cls.__new__(cls), SimpleNamespace(**config.plugin_arguments())

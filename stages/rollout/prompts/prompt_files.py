@@ -69,12 +69,7 @@ class PromptEntry:
 
 
 def read_prompt_files(config: PromptConfig) -> Iterator[PromptEntry]:
-    """Read and yield every entry of --prompt-data.
-
-    Raises:
-        OptionError: --prompt-data is missing.
-        DataError: see `read_entry`.
-    """
+    """Read and yield every entry of --prompt-data. Raises OptionError or DataError."""
     if not config.prompt_data:
         raise OptionError("--prompt-data is missing: give files with prompts")
     for entry in config.prompt_data:
@@ -82,11 +77,8 @@ def read_prompt_files(config: PromptConfig) -> Iterator[PromptEntry]:
 
 
 def read_entry(entry: str, config: PromptConfig) -> PromptEntry:
-    """Read all rows of an entry of --prompt-data; with `config.streaming_data`, they are kept on disk.
-
-    Raises:
-        DataError: missing or empty file, unknown format, malformed line, missing column, or invalid prompt.
-    """
+    """Read all rows of an entry of --prompt-data; with `config.streaming_data`, they are kept on disk. Raises
+    DataError."""
     path, start, stop = parse_slice(entry)
     files, columns = _Files.find(path), Columns.from_config(config)
     if (start or 0) < 0 or (stop or 0) < 0:  # negative indices count from the end, which needs the total number of rows
@@ -190,10 +182,7 @@ def _suffix(file: str) -> str:
 
 def _files_of_data_set(fs: Any, path: str) -> list[str]:
     """Return the files of a directory that `save_to_disk` of Hugging Face's datasets wrote; for a file, the file.
-
-    Raises:
-        DataError: the format is unknown, or a directory is not a data set.
-    """
+    Raises DataError."""
     if _suffix(path) in (*JSON, *CSV, *COLUMNAR):
         return [path]
     splits = []
@@ -420,10 +409,7 @@ FREE_BYTES = 256 << 20  # decompressed bytes from which on the ratio is checked
 @contextmanager
 def open_data_file(fs: Any, path: str, name: str) -> Iterator[BinaryIO]:
     """Open the file `path` of an fsspec file system, decompressed according to its suffix. `name` is for messages.
-
-    Raises:
-        DataError: it is not a file; or, while it is read, it is damaged or a decompression bomb.
-    """
+    Raises DataError."""
     info, compression = fs.info(path), infer_compression(path)
     if info["type"] == "other":
         raise DataError(f"{name} is a pipe or a device instead of a file: copy its content into a file")

@@ -137,11 +137,7 @@ def fill_first_row_numbers(first_row_numbers: dict[str, int | None], part: Rows,
 
 
 def to_canonical_rows(block: Block, columns: Columns) -> Rows:
-    """Parse and validate a block of rows; return the rows in canonical JSON.
-
-    Raises:
-        DataError: a line is malformed, a column is missing, or a prompt, metadata or tools have the wrong type.
-    """
+    """Parse and validate a block of rows; return the rows in canonical JSON. Raises DataError."""
     result = Rows()
     for number, (where, record) in enumerate(block.records()):
         prompt = _read_prompt(record, where, columns)
@@ -306,16 +302,13 @@ Convert = Callable[[Any], Any]
 
 
 def read_values(column: pa.Array, path: str, first: int, name: str) -> list[Any]:
-    """Return the values of a column.
+    """Return the values of a column. Raises DataError.
 
     Args:
         column: the array.
         path: name of the file, for error messages.
         first: number of the array's first row in the file.
         name: name of the column.
-
-    Raises:
-        DataError: a value cannot be converted; the message names its row.
     """
     convert = _converter(column.type)
     try:
@@ -380,11 +373,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 def parse_blocks(blocks: Iterable[Block], columns: Columns, num_workers: int) -> Iterator[Rows]:
     """Parse blocks of rows, and yield the canonical rows of every block in order. With one worker or one block, parse
-    in this process.
-
-    Raises:
-        DataError: a row is invalid; the message names the first such row.
-    """
+    in this process. Raises DataError."""
     rest = iter(blocks)
     first = list(islice(rest, 2 if num_workers > 1 else 0))
     blocks = chain(first, rest)

@@ -31,11 +31,7 @@ def chat_format(tokenizer: PromptTokenizer) -> ChatFormat:
 
 
 class ChatFormat:
-    """Renders conversations turn by turn with the chat template of a tokenizer.
-
-    Raises:
-        TemplateError: the tokenizer has no chat template.
-    """
+    """Renders conversations turn by turn with the chat template of a tokenizer. Raises TemplateError."""
 
     def __init__(self, tokenizer: PromptTokenizer) -> None:
         self._prompts, self._tokenizer = tokenizer, tokenizer.inner
@@ -52,15 +48,12 @@ class ChatFormat:
     def render_opening(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, options: dict[str, Any] | None = None
     ) -> str:
-        """Render the messages before the model's first reply, including the generation prompt.
+        """Render the messages before the model's first reply, including the generation prompt. Raises TemplateError.
 
         Args:
             messages: messages in OpenAI's format.
             tools: tool definitions for the template.
             options: additional variables of the template, e.g. enable_thinking.
-
-        Raises:
-            TemplateError: the template rejects the messages.
         """
         return self._render(messages, tools, options or {}, open_reply=True)
 

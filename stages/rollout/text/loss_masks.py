@@ -71,16 +71,13 @@ def split_trained_text(messages: Messages, tokenizer: PromptTokenizer, tools: To
 def join_pieces(
     pieces: Sequence[Piece], encoded: Sequence[list[int]], max_seq_len: int | None
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids and the loss mask (0 or 1 per token) of a conversation.
+    """Return the token ids and the loss mask (0 or 1 per token) of a conversation. Raises DataError.
 
     Args:
         pieces: the conversation, from `split_trained_text`.
         encoded: the token ids of each piece. Pieces are tokenized separately, so that a prompt has the same ids as in
             generation.
         max_seq_len: maximum sequence length of the model in tokens; None: not checked.
-
-    Raises:
-        DataError: the conversation is longer than `max_seq_len`, or none of its tokens is trained.
     """
     token_ids = [token for ids in encoded for token in ids]
     loss_mask = [int(is_trained) for (_, is_trained), ids in zip(pieces, encoded, strict=True) for _ in ids]

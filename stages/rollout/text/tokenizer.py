@@ -32,16 +32,12 @@ GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class,
 
 
 class PromptTokenizer:
-    """The tokenizer and chat template of a checkpoint.
+    """The tokenizer and chat template of a checkpoint. Raises ModelError or TemplateError.
 
     Args:
         directory: Hugging Face model directory.
         apply_chat_template: render prompts with the chat template.
         template_options: additional variables of the template (`--apply-chat-template-kwargs`).
-
-    Raises:
-        ModelError: the tokenizer is missing or does not load.
-        TemplateError: `apply_chat_template` is set, but the tokenizer has no chat template.
     """
 
     template_options: Mapping[str, Any] = MappingProxyType({})
@@ -83,14 +79,11 @@ class PromptTokenizer:
 
     def render(self, prompts: Sequence[str | Messages], tools: Sequence[Tools] | None = None) -> list[str]:
         """Return prompts as text for the model. With the chat template, a plain-text prompt is rendered as one user
-        message; without the template, prompts are unchanged.
+        message; without the template, prompts are unchanged. Raises TemplateError.
 
         Args:
             prompts: plain texts, or lists of messages (these need the chat template).
             tools: tool definitions of every prompt; None: no prompt has tools.
-
-        Raises:
-            TemplateError: the template rejects a conversation, or rendering it exceeds RenderLimits.
         """
         if not self.apply_chat_template:
             assert all(isinstance(prompt, str) for prompt in prompts), (
@@ -110,16 +103,13 @@ class PromptTokenizer:
         tools: Sequence[Tools] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Render conversations as text with the chat template.
+        """Render conversations as text with the chat template. Raises TemplateError.
 
         Args:
             chats: the messages of every conversation.
             add_generation_prompt: append the start of the assistant's turn.
             tools: tool definitions of every conversation; None: no conversation has tools.
             options: variables of the template that override `template_options`.
-
-        Raises:
-            TemplateError: the template rejects a conversation, or rendering it exceeds RenderLimits.
         """
         texts = []
         all_tools = tools or [None] * len(chats)
@@ -142,15 +132,12 @@ class PromptTokenizer:
         self, chats: Sequence[Chat], options: Mapping[str, Any] | None = None, mark: str = ""
     ) -> list[str | TemplateError]:
         """Render conversations as text with the chat template; return the text of every conversation, or the error that
-        rendering it raised.
+        rendering it raised. Raises DataError.
 
         Args:
             chats: (messages, tools, whether to add a generation prompt) of every conversation.
             options: variables of the template that override `template_options`.
             mark: text that is written before and after every `{% generation %}` block.
-
-        Raises:
-            DataError: a message is malformed, or its content is not text.
         """
         results: list[str | TemplateError] = [""] * len(chats)
         for with_tools in (False, True):
@@ -168,11 +155,7 @@ class PromptTokenizer:
 
     def prepare(self, messages: Messages, *, tools: bool = False, options: Mapping[str, Any] | None = None) -> Messages:
         """Return messages as the chat template gets them: normalized, tool calls in the form that the template expects,
-        and without `step_loss_mask`, which is not for the template.
-
-        Raises:
-            DataError: a message is malformed, or its content is not text.
-        """
+        and without `step_loss_mask`, which is not for the template. Raises DataError."""
         messages = [
             {key: value for key, value in message.items() if key != STEP_LOSS_MASK}
             for message in normalize_messages(messages)
@@ -187,11 +170,7 @@ class PromptTokenizer:
 
     def chat_template_source(self, *, tools: bool = False) -> str:
         """Return the Jinja source of the chat template. If the checkpoint has several templates, `tools` selects the
-        template for tool use.
-
-        Raises:
-            TemplateError: the tokenizer has no chat template.
-        """
+        template for tool use. Raises TemplateError."""
         templates = self.inner.chat_template
         if isinstance(templates, dict):
             templates = (templates.get("tool_use") if tools else None) or templates.get("default")
@@ -255,12 +234,10 @@ class _TorchOnUse(ModuleType):
 def _import_gguf_module() -> None:
     """Import the only module below transformers' tokenizers that imports torch, so that it does so when it reads a GGUF
     file: the import of torch takes seconds."""
-    import transformers.tokenization_utils_base  # the modules that it imports must see torch
-    from transformers import utils
-
     if "transformers.modeling_gguf_pytorch_utils" in sys.modules:
         return
-    transformers_utils: Any = utils
+    importlib.import_module("transformers.tokenization_utils_base")  # the modules that it imports must see torch
+    transformers_utils: Any = importlib.import_module("transformers.utils")
     is_available = transformers_utils.is_torch_available
     transformers_utils.is_torch_available = lambda: False
     try:
@@ -306,15 +283,13 @@ def check_tokenizer(
 
 
 def check_same_tokens(policy: PromptTokenizer, teacher: PromptTokenizer, directory: str | Path) -> None:
-    """Check that a teacher knows every token of the policy under the same id; it may have further tokens.
+    """Check that a teacher knows every token of the policy under the same id; it may have further tokens. Raises
+    ModelError.
 
     Args:
         policy: tokenizer of the policy.
         teacher: tokenizer of the teacher.
         directory: model directory of the teacher, for the error message.
-
-    Raises:
-        ModelError: a token of the policy is missing or has another id.
     """
     ids = teacher.inner.get_vocab()
     for token, id in policy.inner.get_vocab().items():
@@ -327,11 +302,7 @@ def check_same_tokens(policy: PromptTokenizer, teacher: PromptTokenizer, directo
 
 def read_token_ids(path: Path, name: str) -> list[int]:
     """Return the token ids of an entry of config.json or generation_config.json: a number, a list of numbers, or null.
-    The file may be missing.
-
-    Raises:
-        ModelError: the file is not a JSON object, or the entry is not a token id.
-    """
+    The file may be missing. Raises ModelError."""
     if not path.exists():
         return []
     try:
@@ -348,15 +319,12 @@ def read_token_ids(path: Path, name: str) -> list[int]:
 def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str | Path) -> None:
     """Check that the model has an embedding for every token of the tokenizer, and for the tokens that the model's
     configuration names, and that tokenizer.json has the ids that the tokenizer uses. Warn if the tokenizer's end token
-    does not end a generation.
+    does not end a generation. Raises ModelError.
 
     Args:
         tokenizer: tokenizer of the model.
         vocab_size: number of rows of the embedding (`vocab_size` in config.json).
         directory: model directory, for the error message.
-
-    Raises:
-        ModelError: a token id is `vocab_size` or more, or is not the one in tokenizer.json.
     """
     used: dict[str, int] = tokenizer.inner.get_vocab()
     token, largest = max(used.items(), key=lambda entry: entry[1], default=("", -1))
