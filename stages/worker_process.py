@@ -134,8 +134,11 @@ class WorkerProcess:
                 connection.close()
                 if lost.is_loading:
                     self._fail_all(lost)
-                elif self._fatal_error is None:
-                    self._fail_oldest(lost)
+                    return
+                with self._lock:  # the process ran the oldest pending job when it hung or died
+                    oldest = self._pending.pop(next(iter(self._pending), -1), None)
+                if oldest is not None:
+                    oldest[2].set_exception(lost)
         except Exception as error:  # for example, the process cannot be started; callers must not wait forever
             self._fail_all(error)
 
@@ -196,14 +199,6 @@ class WorkerProcess:
             future.set_result(value)
         else:
             future.set_exception(value)
-
-    def _fail_oldest(self, error: WorkerLost) -> None:
-        """Fail the oldest pending job, which the process ran when it hung or died."""
-        with self._lock:
-            number = next(iter(self._pending), None)
-            job = None if number is None else self._pending.pop(number)
-        if job is not None:
-            job[2].set_exception(error)
 
     def _fail_all(self, error: Exception) -> None:
         """Fail all pending and all future jobs."""

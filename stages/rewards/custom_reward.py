@@ -148,10 +148,10 @@ def check_custom_reward(
     """Import a user-defined reward in a subprocess, and check its signature. Results are cached. See
     `load_custom_reward` for the arguments. Raises PluginError."""
     options = {"path": path, "group_rm": group_rm, "rm_model_path": rm_model_path, "required_package": required_package}
-    worker = WorkerProcess(prepare_check, None)
+    worker = WorkerProcess(prepare_check, options, start_seconds=timeout)
     try:
-        result: CheckedReward = worker.submit(options, timeout).result()
-        return result
+        checked: CheckedReward = worker.submit(None, timeout).result()
+        return checked
     except WorkerLost as lost:
         raise PluginError(
             f"importing {path} terminated Python with exit code {lost.exit_code}: remove calls of os._exit, or fix the "
@@ -163,11 +163,8 @@ def check_custom_reward(
         worker.close()
 
 
-def prepare_check(settings: None) -> Callable[[dict[str, Any]], CheckedReward]:
-    """Return the function that checks a reward in the subprocess."""
-
-    def check(options: dict[str, Any]) -> CheckedReward:
-        path = with_function_name(options.pop("path"), DEFAULT_NAMES["custom_rm_path"])
-        return CheckedReward(path, load_custom_reward(path, **options).is_class)
-
-    return check
+def prepare_check(options: dict[str, Any]) -> Callable[[None], CheckedReward]:
+    """Check a reward in the subprocess, and return a function that returns the result. Raises PluginError."""
+    path = with_function_name(options.pop("path"), DEFAULT_NAMES["custom_rm_path"])
+    checked = CheckedReward(path, load_custom_reward(path, **options).is_class)
+    return lambda _: checked

@@ -176,7 +176,11 @@ class CustomGeneration:
 
         def call() -> Any:
             ANSWERS.set(answers)
-            views[:] = [self._sample_for_function(sample) for sample in origins]
+            views[:] = [UserSample.of(sample, sample.metadata.get("num_prompt_tokens")) for sample in origins]
+            for view in views:
+                view.metadata.pop("num_prompt_tokens", None)
+                if any(view.loss_mask) and not self.function.continues_partial:  # it cannot continue the response
+                    view.restart(view.prompt, view.token_ids[: view.prompt_length])
             return self.function.function(self._args, list(views) if self.function.takes_list else views[0], **options)
 
         try:
@@ -197,15 +201,6 @@ class CustomGeneration:
             [_failed_copy(sample, part)] if isinstance(part, str) else self._checked_trajectory(sample, part, answers)
             for sample, part in zip(origins, parts)
         ]
-
-    def _sample_for_function(self, sample: Sample) -> UserSample:
-        """Return a copy of `sample` for the user-defined function. The tokens of an aborted response are removed if the
-        function cannot continue it (`continues_partial`)."""
-        view = UserSample.of(sample, sample.metadata.get("num_prompt_tokens"))
-        view.metadata.pop("num_prompt_tokens", None)
-        if any(view.loss_mask) and not self.function.continues_partial:
-            view.restart(view.prompt, view.token_ids[: view.prompt_length])
-        return view
 
     def _split_by_origin(self, origins: Group, returned: Any) -> list[Group | str]:
         """Return, for every sample of `origins`, the samples that the function returned for it, or an error text."""

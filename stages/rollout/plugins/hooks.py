@@ -215,19 +215,15 @@ def make_train_data(samples: list[Sample], config: RolloutConfig, tokenizer: Pro
         view.index = index  # `sample_indices` refer to it
     returned = plugin(SimpleNamespace(**config.plugin_arguments()), views)
     if config.custom_reward_post_process_path:
-        _set_rewards(graded, returned, plugin.name)
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            kind = type(returned).__name__
+            raise PluginError(f"{plugin.name} returned {kind}: return the two lists (raw_rewards, rewards)")
+        raw, rewards = (_numbers(values, len(graded), plugin.name) for values in returned)
+        for sample, raw_reward, reward in zip(graded, raw, rewards):
+            sample.reward, sample.rewards = raw_reward, {**sample.rewards, TRAIN_REWARD: reward}
         return samples
     rows = _Rows(returned, graded, plugin.name, tokenizer)
     return rows.samples({sample.sample_id for sample in others}) + others
-
-
-def _set_rewards(samples: Sequence[Sample], returned: Any, name: str) -> None:
-    """Set the rewards and train rewards of samples from (raw_rewards, rewards)."""
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise PluginError(f"{name} returned {type(returned).__name__}: return the two lists (raw_rewards, rewards)")
-    raw, rewards = (_numbers(values, len(samples), name) for values in returned)
-    for sample, raw_reward, reward in zip(samples, raw, rewards):
-        sample.reward, sample.rewards = raw_reward, {**sample.rewards, TRAIN_REWARD: reward}
 
 
 class _Rows:
@@ -248,7 +244,13 @@ class _Rows:
         self.rewards = _numbers(self.columns["rewards"], self.num_rows, name)
         own = [origins[index].reward for index in self.index]
         self.raw_rewards = _numbers(self.columns.get("raw_reward", own), self.num_rows, name)
-        self._check_rollout_ids()
+        ids = list(map(str, self.columns.get("rollout_ids", ())))
+        trajectories = [origins[index].trajectory_id for index in self.index]
+        if ids and not len(set(ids)) == len(set(trajectories)) == len(set(zip(ids, trajectories))):
+            raise PluginError(
+                f"{name} returned rollout_ids that are not one per sample of the generation: give rows of one sample "
+                "the same id, or omit rollout_ids"
+            )
 
     def samples(self, taken: set[str]) -> list[Sample]:
         """Return one sample per row, with ids that are not among `taken`."""
@@ -288,6 +290,7 @@ class _Rows:
             texts = self.tokenizer.decode([tokens[:-length], tokens[-length:]], skip_special_tokens=False)
             view.prompt, view.response = texts
         checked = checked_sample(view)
+        truncated = self._entry("truncated", row)
         metadata = dict(origin.metadata)
         if checked.loss_mask != origin.loss_mask:
             metadata.pop("policy_spans", None)  # numbers of trained tokens that are not those of this row
@@ -298,7 +301,7 @@ class _Rows:
             teacher_logprobs=self._teacher_logprobs(row, origin, len(tokens), is_same),
             reward=self.raw_rewards[row],
             rewards={**origin.rewards, TRAIN_REWARD: self.rewards[row]},
-            status=self._status(row, origin),
+            status=(origin.status if truncated is None else Status.TRUNCATED if truncated else Status.COMPLETED),
             metadata=metadata,
         )
 
@@ -309,12 +312,6 @@ class _Rows:
         if origin.teacher_logprobs is not None and not is_same:
             raise PluginError("its tokens differ from the sample's: return the teacher_log_probs of its response")
         return origin.teacher_logprobs
-
-    def _status(self, row: int, origin: Sample) -> Status:
-        truncated = self._entry("truncated", row)
-        if truncated is None:
-            return origin.status
-        return Status.TRUNCATED if truncated else Status.COMPLETED
 
     def _entry(self, name: str, row: int) -> Any:
         return self.columns[name][row] if name in self.columns else None
@@ -352,15 +349,6 @@ class _Rows:
                 "to 0 to exclude it"
             )
         return indices
-
-    def _check_rollout_ids(self) -> None:
-        ids = list(map(str, self.columns.get("rollout_ids", ())))
-        trajectories = [self.origins[index].trajectory_id for index in self.index]
-        if ids and not len(set(ids)) == len(set(trajectories)) == len(set(zip(ids, trajectories))):
-            raise PluginError(
-                f"{self.name} returned rollout_ids that are not one per sample of the generation: give rows of one "
-                "sample the same id, or omit rollout_ids"
-            )
 
 
 def _to_list(values: Any) -> list[Any]:

@@ -128,7 +128,13 @@ class RolloutTools:
 
     def generate_rollout(self, source: FunctionSource) -> list[list[UserSample]]:
         """Return the groups that the built-in rollout keeps."""
-        return asyncio.run(self._await_in_loop(self._generate_rollout(source)))
+
+        async def collect() -> Collected:
+            return await self._collect(source.take)
+
+        collected = asyncio.run(self._await_in_loop(collect()))
+        self.collected.append(collected)
+        return [[UserSample.of(sample) for sample in group] for group in collected.kept]
 
     async def generate_group(
         self, group: list[UserSample], sampling: dict[str, Any], *, grade: bool
@@ -146,11 +152,6 @@ class RolloutTools:
             sample.status = Status(view.status)
         done = await self._await_in_loop(self._runner.run_samples(samples, grade=grade))
         return [UserSample.of(sample) for sample in done]
-
-    async def _generate_rollout(self, source: FunctionSource) -> list[list[UserSample]]:
-        collected = await self._collect(source.take)
-        self.collected.append(collected)
-        return [[UserSample.of(sample) for sample in group] for group in collected.kept]
 
     async def _await_in_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if asyncio.get_running_loop() is self._loop:

@@ -344,7 +344,11 @@ def _arrow_blocks(file: BinaryIO, path: str, columns: Columns) -> Iterator[Arrow
         keys = [key for key in (columns.prompt, columns.label, columns.metadata, columns.tools) if key]
         found = {key: column for key in keys if (column := find_column(names, key))}
         for batch in read_batches(list({column[0]: None for column in found.values()})):
-            selected = select_fields(batch, found)
+            arrays = [  # a field of a struct is null where the struct is null
+                pc.struct_field(batch.column(first), inner) if inner else batch.column(first)
+                for first, *inner in found.values()
+            ]
+            selected = pa.RecordBatch.from_arrays(arrays, names=list(found))
             for start in range(0, len(selected), _BLOCK_ROWS):
                 yield ArrowRows(path, number + start, selected.slice(start, _BLOCK_ROWS))
             number += len(selected)
@@ -388,15 +392,6 @@ def open_batches(file: BinaryIO, suffix: str, num_rows: int) -> tuple[pa.Schema,
 def field_names(fields: Iterable[pa.Field]) -> dict[str, Any]:
     """Return the names of columns or of fields of a struct, each with the names inside it, or True if not a struct."""
     return {field.name: field_names(field.type) if types.is_struct(field.type) else True for field in fields}
-
-
-def select_fields(batch: pa.RecordBatch, fields: dict[str, list[str]]) -> pa.RecordBatch:
-    """Return the columns of a batch, or fields of its structs (null where the struct is null), under new names."""
-    arrays = [
-        pc.struct_field(batch.column(first), inner) if inner else batch.column(first)
-        for first, *inner in fields.values()
-    ]
-    return pa.RecordBatch.from_arrays(arrays, names=list(fields))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

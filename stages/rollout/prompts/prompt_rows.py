@@ -198,7 +198,8 @@ def _value(record: Mapping[str, Any], key: str) -> Any:
 def _read_prompt(record: dict[str, Any], where: str, columns: Columns) -> str | list[dict[str, Any]]:
     check_columns(record, where, columns)
     prompt = _value(record, columns.prompt)
-    if isinstance(prompt, str) and _is_messages_text(prompt):
+    # Messages may be JSON text: CSV cannot hold them otherwise.
+    if isinstance(prompt, str) and prompt.strip()[:1] == "[" and prompt.strip()[-1:] == "]" and _ROLE.search(prompt):
         prompt = _parse_json_text(prompt, where, columns.prompt, "--input-key")
     if isinstance(prompt, str) and prompt:
         _check_length(len(prompt), where, columns)
@@ -222,12 +223,6 @@ def _check_length(num_characters: int, where: str, columns: Columns) -> None:
             f"{where}: column {columns.prompt!r} holds {num_characters} characters, but a prompt has at most "
             f"{MAX_PROMPT}: remove the row"
         )
-
-
-def _is_messages_text(prompt: str) -> bool:
-    """Return whether a prompt is messages as JSON text; CSV cannot hold messages otherwise."""
-    text = prompt.strip()
-    return text[:1] == "[" and text[-1:] == "]" and _ROLE.search(text) is not None
 
 
 def _read_label(record: dict[str, Any], where: str, columns: Columns) -> str:
@@ -329,7 +324,10 @@ def _converter(kind: pa.DataType) -> Convert | None:
     if isinstance(kind, pa.BaseExtensionType):
         return _converter(kind.storage_type)
     if types.is_struct(kind):
-        return _struct_converter({field.name: _converter(field.type) for field in kind})
+        inner_of = {field.name: _converter(field.type) for field in kind}
+        return lambda struct: {
+            name: _apply(inner_of[name], value) for name, value in struct.items() if value is not None
+        }
     if types.is_map(kind):
         inner = _converter(kind.item_type)
         return lambda entries: {str(key): _apply(inner, value) for key, value in entries}
@@ -344,28 +342,13 @@ def _converter(kind: pa.DataType) -> Convert | None:
     return None
 
 
-def _struct_converter(converters: dict[str, Convert | None]) -> Convert:
-    def convert(struct: dict[str, Any]) -> dict[str, Any]:
-        return {name: _apply(converters[name], value) for name, value in struct.items() if value is not None}
-
-    return convert
-
-
 def _apply(convert: Convert | None, value: Any) -> Any:
     return value if convert is None or value is None else convert(value)
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    return any(
-        is_kind(kind)
-        for is_kind in (
-            types.is_list,
-            types.is_large_list,
-            types.is_fixed_size_list,
-            types.is_list_view,
-            types.is_large_list_view,
-        )
-    )
+    is_view = types.is_list_view(kind) or types.is_large_list_view(kind)
+    return is_view or types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
 # ---- worker processes ------------------------------------------------------------------------------------------------

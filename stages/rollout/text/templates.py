@@ -89,7 +89,13 @@ class TemplateRenderer:
                 try:
                     answer = job.result()
                 except WorkerLost as lost:
-                    results.append(RenderLimitError(self._describe(lost)))
+                    if lost.limit is not None:
+                        problem = f"rendering takes more than {lost.limit:g} s"
+                    elif lost.exit_code == -signal.SIGPROF:
+                        problem = f"rendering takes more than {self.limits.cpu_seconds:g} s of CPU time"
+                    else:
+                        problem = f"the rendering process died with exit code {lost.exit_code}"
+                    results.append(RenderLimitError(problem))
                     if lost.is_loading:
                         self.close()
                 else:
@@ -103,13 +109,6 @@ class TemplateRenderer:
             started, self._worker = self._worker, None
         if started is not None and started[0] == os.getpid():
             started[1].close()
-
-    def _describe(self, lost: WorkerLost) -> str:
-        if lost.limit is not None:
-            return f"rendering takes more than {lost.limit:g} s"
-        if lost.exit_code == -signal.SIGPROF:
-            return f"rendering takes more than {self.limits.cpu_seconds:g} s of CPU time"
-        return f"the rendering process died with exit code {lost.exit_code}"
 
 
 RENDERER = TemplateRenderer()
