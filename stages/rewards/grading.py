@@ -15,7 +15,6 @@ from typing import Any
 from penstock.stages.rewards.custom_reward import check_custom_reward
 from penstock.stages.rewards.grading_process import GradingProcess
 from penstock.stages.rewards.hub import (
-    RewardOptions,
     RewardSettings,
     builtin_reward_name,
     custom_reward_path,
@@ -23,6 +22,7 @@ from penstock.stages.rewards.hub import (
     get_checked_builtin_reward,
 )
 from penstock.stages.rewards.outcome import Outcome, grade_builtin
+from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import InputError, PluginError
 from penstock.storage.samples.sample import Sample
 
@@ -45,7 +45,7 @@ class Grader:
         self._pools: dict[tuple[str | None, str | None, bool], list[GradingProcess]] = {}
 
     @classmethod
-    def from_options(cls, options: RewardOptions, num_workers: int, arguments: dict[str, Any] | None = None) -> Grader:
+    def from_options(cls, options: RolloutConfig, num_workers: int, arguments: dict[str, Any] | None = None) -> Grader:
         """Return a grader for the rollout configuration `options`. `arguments`: attributes of the `args` that
         user-defined rewards get. Raises RewardError like the constructor."""
         return cls(RewardSettings.from_options(options, arguments), num_workers)
@@ -143,7 +143,7 @@ class Grader:
         return reward.is_class or self._is_group_function(sample)
 
 
-def check_reward_options(options: RewardOptions) -> str | None:
+def check_reward_options(options: RolloutConfig) -> str | None:
     """Check that the built-in reward exists, or that the user-defined reward loads and has the right signature. Return
     the path of the user-defined reward, with the name of its function. Raises RewardError or PluginError."""
     if options.rm_type is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.stages.rewards.builtin.dapo import dapo
 from penstock.stages.rewards.builtin.gpqa import gpqa
@@ -23,26 +23,12 @@ from penstock.stages.rewards.builtin.ifbench import ifbench
 from penstock.stages.rewards.builtin.math_answer import deepscaler, last_boxed, math_answer
 from penstock.stages.rewards.builtin.remote import remote_rm
 from penstock.stages.rewards.builtin.simple import exact_number, random_reward, token_f1, zero_reward
+from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import PluginError, RewardError
 from penstock.storage.near_names import nearest_name
 from penstock.storage.samples.sample import Sample
 
 _DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?::[A-Za-z_]\w*)?")
-
-
-class RewardOptions(Protocol):
-    """Configuration fields that determine how samples are graded."""
-
-    rm_type: str | None
-    custom_rm_path: str | None
-    reward_key: str | None
-    reward_timeout: float
-    reward_start_timeout: float
-    group_rm: bool
-    rm_url: str | None
-    rm_model_path: str | None
-    allow_row_code: str | None
-    rm_evaluated_integers: bool
 
 
 @dataclass(frozen=True)
@@ -63,7 +49,7 @@ class RewardSettings:
     required_package: str | None = None  # package that must define the function at custom_rm_path
 
     @classmethod
-    def from_options(cls, options: RewardOptions, arguments: dict[str, Any] | None = None) -> RewardSettings:
+    def from_options(cls, options: RolloutConfig, arguments: dict[str, Any] | None = None) -> RewardSettings:
         """Return the settings that `options` (a rollout's configuration) define. `arguments`: attributes of the `args`
         of user-defined functions."""
         return cls(

@@ -8,7 +8,7 @@ import json
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.stages.rewards.builtin.dapo import to_minerva_number
@@ -18,13 +18,13 @@ from penstock.stages.rewards.builtin.simple import to_integer
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.hub import (
     BOXED_PREFIX,
-    RewardOptions,
     builtin_reward_name,
     get_builtin_reward,
     get_checked_builtin_reward,
     row_reward_path,
 )
 from penstock.stages.rewards.outcome import Outcome
+from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import InputError, RewardError
 from penstock.storage.samples.sample import Sample, Status
 
@@ -55,13 +55,7 @@ _CHECK_LABEL: dict[str, Callable[[RewardRow], object]] = {
 }
 
 
-class RowOptions(RewardOptions, Protocol):
-    """RewardOptions plus the name of the column with the labels (`--label-key`)."""
-
-    label_key: str | None
-
-
-def check_reward_rows(options: RowOptions, rows: Iterable[RewardRow]) -> None:
+def check_reward_rows(options: RolloutConfig, rows: Iterable[RewardRow]) -> None:
     """Check that every row has a reward that exists and is allowed, and a label if the reward needs a label.
 
     Raises:
@@ -75,7 +69,7 @@ def check_reward_rows(options: RowOptions, rows: Iterable[RewardRow]) -> None:
             raise type(error)(f"{row.where}: {error}") from None
 
 
-def _check_reward_of_row(options: RowOptions, row: RewardRow) -> None:
+def _check_reward_of_row(options: RolloutConfig, row: RewardRow) -> None:
     if row_reward_path(row.metadata, options.allow_row_code) or options.custom_rm_path:
         return
     name = builtin_reward_name(row.metadata, options.rm_type)
@@ -113,7 +107,7 @@ def _is_json_of_texts(label: str) -> bool:
     return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(part, str | dict) for part in value))
 
 
-def unrequested_format_warning(options: RewardOptions, rows: Sequence[RewardRow], template: str = "") -> str | None:
+def unrequested_format_warning(options: RolloutConfig, rows: Sequence[RewardRow], template: str = "") -> str | None:
     r"""Return a warning if a built-in reward grades only the answer in \boxed{} (`dapo`: after "Answer:"), but neither
     the prompts nor the chat template ask for it. Otherwise return None.
 
@@ -136,7 +130,7 @@ def unrequested_format_warning(options: RewardOptions, rows: Sequence[RewardRow]
     return None
 
 
-def unrewarded_labels_warning(options: RewardOptions, rows: Sequence[RewardRow]) -> str | None:
+def unrewarded_labels_warning(options: RolloutConfig, rows: Sequence[RewardRow]) -> str | None:
     """Return a warning if a built-in reward gives none of the rows more than the lowest reward, not even to a response
     that consists of the label. Otherwise return None."""
     graded = [
@@ -169,7 +163,7 @@ def _is_rewarded(name: str, row: RewardRow) -> bool:
 
 
 def try_reward_on_test_samples(
-    options: RewardOptions, rows: Sequence[RewardRow], arguments: dict[str, Any] | None = None
+    options: RolloutConfig, rows: Sequence[RewardRow], arguments: dict[str, Any] | None = None
 ) -> list[tuple[str, Outcome]]:
     """Check the reward: call it on test samples made from the first row, or connect to the server at --rm-url.
 

@@ -80,11 +80,16 @@ class Conversation:
         num_tokens, response = len(sample.token_ids), sample.response
         opening = list(messages) or [{"role": "user", "content": sample.prompt}]
         try:
-            if not self.turns:
-                if messages:
-                    self._set_prompt(opening)
-            elif not self.handle.append(sample, self._encode_new_messages(messages)):
-                return {"role": "assistant", "content": ""}
+            if self.turns:
+                between = self._format.render_between_replies(
+                    self.messages[: self._num_opening], self.messages[-1], messages, self.tools, self.template_options
+                )
+                last = sample.token_ids[-1] if self.turns[-1].status is Status.COMPLETED else None
+                if not self.handle.append(sample, self._format.encode_between_replies(*between, last)):
+                    return {"role": "assistant", "content": ""}
+            elif messages:
+                text = self._format.render_opening(messages, self.tools, self.template_options)
+                sample.restart(text, self.handle.tokenizer.encode([text])[0])
             start = len(sample.token_ids)
             await self.handle.generate(sample, **sampling)
         except BaseException:
@@ -122,19 +127,6 @@ class Conversation:
     @property
     def _format(self) -> ChatFormat:
         return chat_format(self.handle.tokenizer)
-
-    def _set_prompt(self, messages: Sequence[Message]) -> None:
-        """Replace the sample's prompt by the rendered `messages`."""
-        text = self._format.render_opening(messages, self.tools, self.template_options)
-        self.sample.restart(text, self.handle.tokenizer.encode([text])[0])
-
-    def _encode_new_messages(self, messages: Sequence[Message]) -> list[int]:
-        opening = self.messages[: self._num_opening]
-        between = self._format.render_between_replies(
-            opening, self.messages[-1], messages, self.tools, self.template_options
-        )
-        last = self.sample.token_ids[-1] if self.turns[-1].status is Status.COMPLETED else None
-        return self._format.encode_between_replies(*between, last)
 
     def _parse_reply(self, start: int, stops: str | Sequence[str]) -> Message:
         """Parse the reply whose first token is token `start` of the sample."""

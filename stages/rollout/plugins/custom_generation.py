@@ -102,14 +102,7 @@ def load_generate_function(path: str) -> GenerateFunction:
 
 class CustomGeneration:
     """Generates the samples of a group with a user-defined generate function. Use it as an async context manager, in
-    the event loop of `client`. Raises PluginError.
-
-    Args:
-        config: names the function; all options are passed to the function as attributes of `args`.
-        client: client of the engines.
-        tokenizer: tokenizer of the policy.
-        round: the round for which samples are generated.
-    """
+    the event loop of `client`. Raises PluginError."""
 
     def __init__(
         self, config: RolloutConfig, client: EngineClient, tokenizer: PromptTokenizer, round: RolloutRound

@@ -227,14 +227,7 @@ def make_train_data(samples: list[Sample], config: RolloutConfig, tokenizer: Pro
 
 
 class _Rows:
-    """The dictionary that a conversion returned: lists with one entry per row to train on.
-
-    Args:
-        returned: the dictionary.
-        origins: the samples that the function got, to which `sample_indices` refer.
-        name: of the function, for messages.
-        tokenizer: decodes the tokens of rows that differ from their samples.
-    """
+    """The dictionary that a conversion returned: lists with one entry per row to train on."""
 
     def __init__(self, returned: Any, origins: Sequence[Sample], name: str, tokenizer: PromptTokenizer) -> None:
         self.name, self.origins, self.tokenizer = name, origins, tokenizer

@@ -37,12 +37,7 @@ class _LoopReplaced(Exception):
 
 
 class PluginRunner:
-    """Runs the calls of one user-defined function.
-
-    Args:
-        name: name of the function, for messages.
-        is_async: run the calls in the shared event loop instead of a new thread each.
-    """
+    """Runs the calls of one user-defined function."""
 
     def __init__(self, name: str, *, is_async: bool) -> None:
         self.name = name

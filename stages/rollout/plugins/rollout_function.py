@@ -349,11 +349,6 @@ def samples_of_evaluation(returned: Any, data_set: str, name: str) -> tuple[Any,
     """Return the samples in what a function returned from an evaluation, and the rewards given beside them. Raises
     PluginError.
 
-    Args:
-        returned: a RolloutFnEvalOutput, a dictionary {data set: {"samples": ..., "rewards": ...}}, or groups.
-        data_set: name of the data set.
-        name: of the function, for messages.
-
     Returns:
         The samples, perhaps in nested lists; and id() of a sample -> its reward.
     """

@@ -157,15 +157,7 @@ def group_by_group_id(samples: Iterable[Any]) -> list[Group]:
 
 
 class Dataset:
-    """The prompts of --prompt-data, and the current data position. Data sources get a Dataset as `self.dataset`.
-
-    Args:
-        config: `n_samples_per_prompt` is the number of samples per group.
-        prompts: the rows of --prompt-data and their order.
-        tokenizer: renders and tokenizes the prompts.
-        round: the round for which samples are created.
-        prompt_filter: decides which prompts are used, and which are skipped; None: all are used.
-    """
+    """The prompts of --prompt-data, and the current data position. Data sources get a Dataset as `self.dataset`."""
 
     def __init__(
         self,

@@ -369,11 +369,6 @@ Batches = Callable[[list[str]], Iterable[pa.RecordBatch]]  # column names -> rec
 def open_batches(file: BinaryIO, suffix: str, num_rows: int) -> tuple[pa.Schema, Batches]:
     """Return the schema of a columnar file, and a function that reads its record batches.
 
-    Args:
-        file: the file, decompressed.
-        suffix: its format, one of COLUMNAR.
-        num_rows: rows of a batch of a Parquet file; Arrow files consist of batches.
-
     Raises:
         ValueError, OSError, pa.ArrowException: the file is damaged.
     """

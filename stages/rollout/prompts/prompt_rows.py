@@ -297,14 +297,7 @@ Convert = Callable[[Any], Any]
 
 
 def read_values(column: pa.Array, path: str, first: int, name: str) -> list[Any]:
-    """Return the values of a column. Raises DataError.
-
-    Args:
-        column: the array.
-        path: name of the file, for error messages.
-        first: number of the array's first row in the file.
-        name: name of the column.
-    """
+    """Return the values of a column. Raises DataError."""
     convert = _converter(column.type)
     try:
         values = column.to_pylist()

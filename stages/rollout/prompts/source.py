@@ -403,12 +403,7 @@ def max_prompt_tokens(config: PromptConfig) -> int | None:
 
 class LengthFilter:
     """Prompt filter for `PromptSource.take` that rejects prompts above the length limit. Only the first rejected prompt
-    is logged; PromptSource counts all of them.
-
-    Args:
-        config: the length limits.
-        tokenizer: renders the prompts and counts their tokens.
-    """
+    is logged; PromptSource counts all of them."""
 
     def __init__(self, config: PromptConfig, tokenizer: PromptTokenizer) -> None:
         self.config = config

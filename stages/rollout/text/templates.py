@@ -49,11 +49,7 @@ class RenderLimits:
 
 
 class TemplateRenderer:
-    """Renders chat templates in a child process. Thread-safe.
-
-    Args:
-        limits: limits for rendering one conversation.
-    """
+    """Renders chat templates in a child process. Thread-safe."""
 
     def __init__(self, limits: RenderLimits | None = None) -> None:
         self.limits = limits or RenderLimits()

@@ -191,12 +191,7 @@ class PromptTokenizer:
 @functools.lru_cache(maxsize=64)
 def _find_call_form(template: str, variables: str) -> CallForm:
     """Return the first of CALL_FORMS in which a template writes the arguments of a tool call; if it writes none, the
-    first that it accepts.
-
-    Args:
-        template: Jinja source of the chat template.
-        variables: additional variables of the template, as JSON.
-    """
+    first that it accepts."""
     word = f"argument-{secrets.token_hex(8)}"
     call = {"id": "call00000", "type": "function", "function": {"name": "function", "arguments": {word: word}}}
     probe: Messages = [
@@ -284,13 +279,7 @@ def check_tokenizer(
 
 def check_same_tokens(policy: PromptTokenizer, teacher: PromptTokenizer, directory: str | Path) -> None:
     """Check that a teacher knows every token of the policy under the same id; it may have further tokens. Raises
-    ModelError.
-
-    Args:
-        policy: tokenizer of the policy.
-        teacher: tokenizer of the teacher.
-        directory: model directory of the teacher, for the error message.
-    """
+    ModelError."""
     ids = teacher.inner.get_vocab()
     for token, id in policy.inner.get_vocab().items():
         if ids.get(token) != id:
@@ -319,13 +308,7 @@ def read_token_ids(path: Path, name: str) -> list[int]:
 def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str | Path) -> None:
     """Check that the model has an embedding for every token of the tokenizer, and for the tokens that the model's
     configuration names, and that tokenizer.json has the ids that the tokenizer uses. Warn if the tokenizer's end token
-    does not end a generation. Raises ModelError.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        vocab_size: number of rows of the embedding (`vocab_size` in config.json).
-        directory: model directory, for the error message.
-    """
+    does not end a generation. Raises ModelError."""
     used: dict[str, int] = tokenizer.inner.get_vocab()
     token, largest = max(used.items(), key=lambda entry: entry[1], default=("", -1))
     if largest >= vocab_size:
@@ -333,7 +316,9 @@ def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str
             f"the tokenizer in {directory} has token id {largest} ({token[:40]!r}), but vocab_size in config.json is "
             f"{vocab_size}: use the tokenizer files and config.json of the same model"
         )
-    for token, written in _ids_in_file(Path(directory) / "tokenizer.json").items():
+    file = Path(directory) / "tokenizer.json"
+    added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") if file.is_file() else None
+    for token, written in ((entry["content"], entry["id"]) for entry in added or ()):
         if used.get(token, written) != written:
             raise ModelError(
                 f"{directory}/tokenizer.json gives the token {token[:40]!r} the id {written}, but it is loaded with "
@@ -358,11 +343,3 @@ def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str
             tokenizer.end_token_id,
             ", ".join(f"{tokenizer.inner.convert_ids_to_tokens(number)!r} (id {number})" for number in end_ids),
         )
-
-
-def _ids_in_file(path: Path) -> dict[str, int]:
-    """Return the ids of the added tokens in tokenizer.json: token -> id. {} without such a file."""
-    if not path.is_file():
-        return {}
-    added = json.loads(path.read_text(encoding="utf-8")).get("added_tokens") or []
-    return {token["content"]: token["id"] for token in added}
