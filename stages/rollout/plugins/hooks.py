@@ -227,7 +227,8 @@ def make_train_data(samples: list[Sample], config: RolloutConfig, tokenizer: Pro
 
 
 class _Rows:
-    """The dictionary that a conversion returned: lists with one entry per row to train on."""
+    """The dictionary that a conversion returned: lists with one entry per row to train on. `sample_indices` refer to
+    `origins`, the samples that the function got."""
 
     def __init__(self, returned: Any, origins: Sequence[Sample], name: str, tokenizer: PromptTokenizer) -> None:
         self.name, self.origins, self.tokenizer = name, origins, tokenizer

@@ -37,7 +37,7 @@ class _LoopReplaced(Exception):
 
 
 class PluginRunner:
-    """Runs the calls of one user-defined function."""
+    """Runs the calls of one user-defined function, each in a new thread or, if `is_async`, in the shared event loop."""
 
     def __init__(self, name: str, *, is_async: bool) -> None:
         self.name = name

@@ -90,7 +90,8 @@ class ChatFormat:
         return closing, _text_after_placeholder(render([*opening, plain, *messages], open_reply=True))
 
     def encode_between_replies(self, closing_text: str, between_text: str, last_reply_token: int | None) -> list[int]:
-        """Return the token ids of `between_text`, without its leading end-of-turn token if the reply ends with one."""
+        """Return the token ids of `between_text`, without its leading end-of-turn token if the reply ends with one
+        (`last_reply_token`; None if the reply was truncated)."""
         ids, ends = (
             self._tokenizer(part, add_special_tokens=False)["input_ids"] for part in (between_text, closing_text)
         )
