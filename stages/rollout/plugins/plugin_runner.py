@@ -134,7 +134,7 @@ class _Call:
         """Cancel the call; its result is no longer needed."""
         self._abandoned = True
         self.plugin_loop.calls.discard(self)
-        self.plugin_loop.loop.call_soon_threadsafe(self._cancel_task)
+        self.plugin_loop.loop.call_soon_threadsafe(lambda: self.task is not None and self.task.cancel())
 
     def _run_in_thread(self) -> None:
         try:
@@ -159,10 +159,6 @@ class _Call:
             self.set_result_once(
                 error=RuntimeError("the call was cancelled") if isinstance(error, asyncio.CancelledError) else error
             )
-
-    def _cancel_task(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
 
 
 class _PluginLoop:

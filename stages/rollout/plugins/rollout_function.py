@@ -374,14 +374,12 @@ def samples_of_evaluation(returned: Any, data_set: str, name: str) -> tuple[Any,
             f'{name} returned {len(rewards)} "rewards" beside {len(samples)} "samples": return one reward for each '
             "sample of a flat list, or no rewards"
         )
-    return samples, {id(sample): _number(reward, name) for sample, reward in zip(samples, rewards)}
-
-
-def _number(reward: Any, name: str) -> float:
-    try:
-        number = float(reward)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise PluginError(f'{name} returned {reward!r:.80} in "rewards": return finite numbers')
-    return number
+    numbers = {}
+    for sample, reward in zip(samples, rewards):
+        try:
+            numbers[id(sample)] = float(reward)
+        except (TypeError, ValueError):
+            numbers[id(sample)] = math.nan
+        if not math.isfinite(numbers[id(sample)]):
+            raise PluginError(f'{name} returned {reward!r:.80} in "rewards": return finite numbers')
+    return samples, numbers

@@ -157,9 +157,14 @@ class _Files:
 
     @contextmanager
     def open(self, name: str, file: str) -> Iterator[BinaryIO]:
-        """Open one of the files, decompressed. Raises DataError if it cannot be opened."""
-        with _translate_file_errors(name), open_data_file(self.fs, file, name) as opened:
-            yield opened
+        """Open one of the files, decompressed according to its suffix. Raises DataError if it cannot be opened, and
+        while it is read if it is damaged or a decompression bomb."""
+        with _translate_file_errors(name):
+            info, compression = self.fs.info(file), infer_compression(file)
+            if info["type"] == "other":
+                raise DataError(f"{name} is a pipe or a device instead of a file: copy its content into a file")
+            with self.fs.open(file, "rb", compression=compression) as opened:
+                yield cast(BinaryIO, _Decompressed(opened, name, info["size"])) if compression else opened
 
     def fingerprints(self) -> list[str]:
         """Return one string per file, which changes when the file changes; computed without reading the content."""
@@ -389,22 +394,11 @@ def field_names(fields: Iterable[pa.Field]) -> dict[str, Any]:
     return {field.name: field_names(field.type) if types.is_struct(field.type) else True for field in fields}
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
+# ---- compression -----------------------------------------------------------------------------------------------------
 
 
 MAX_RATIO = 200  # decompressed bytes per byte of the file; text has up to 20, a bomb 1,000 and more
 FREE_BYTES = 256 << 20  # decompressed bytes from which on the ratio is checked
-
-
-@contextmanager
-def open_data_file(fs: Any, path: str, name: str) -> Iterator[BinaryIO]:
-    """Open the file `path` of an fsspec file system, decompressed according to its suffix. `name` is for messages.
-    Raises DataError."""
-    info, compression = fs.info(path), infer_compression(path)
-    if info["type"] == "other":
-        raise DataError(f"{name} is a pipe or a device instead of a file: copy its content into a file")
-    with fs.open(path, "rb", compression=compression) as opened:
-        yield cast(BinaryIO, _Decompressed(opened, name, info["size"])) if compression else opened
 
 
 class _Decompressed(io.RawIOBase):
