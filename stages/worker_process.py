@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -227,7 +228,8 @@ class _ParentConnection(Connection):
     sends_json = False
 
     def answer(self, number: int | None, is_result: bool, value: Any) -> None:
-        sys.stdout.flush()  # this process is killed in the end, which would lose what the function has printed
+        with suppress(OSError, ValueError):  # stdout may be closed
+            sys.stdout.flush()  # this process is killed in the end, which would lose what the function has printed
         try:
             if self.sends_json:
                 self.send_bytes(json.dumps((number, is_result, value)).encode())
