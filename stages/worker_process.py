@@ -7,9 +7,10 @@ One thread starts the process, receives results and enforces the time limits. A 
 sending may block: a reward that hangs in C code (for example, a regular expression) holds the child's GIL, so the child
 does not read and the pipe fills up.
 
-Protocol on the pipe, `python -m penstock.stages.worker_process FD MODULE:FUNCTION pickle|json`: the child receives the
-settings, calls FUNCTION(settings), which returns the function that runs jobs, and sends (None, True, None). Then it
-receives (job number, job) and sends (job number, True, result), or (job number, False, error) of an InputError.
+Protocol on the pipe, `python -m penstock.stages.worker_process FD MODULE:FUNCTION pickle|json PARENT_PID`: the child
+receives the settings, calls FUNCTION(settings), which returns the function that runs jobs, and sends
+(None, True, None). Then it receives (job number, job) and sends (job number, True, result), or (job number, False,
+error) of an InputError.
 """
 
 from __future__ import annotations
@@ -147,9 +148,9 @@ class WorkerProcess:
         connection, child = Pipe()
         names = _SANDBOX_ENVIRONMENT if self._is_sandboxed else tuple(os.environ)
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        codec = "json" if self._is_sandboxed else "pickle"
+        arguments = (child.fileno(), self._target, "json" if self._is_sandboxed else "pickle", os.getpid())
         process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.stages.worker_process", str(child.fileno()), self._target, codec],
+            [sys.executable, "-m", "penstock.stages.worker_process", *map(str, arguments)],
             pass_fds=[child.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if self._is_sandboxed else None,
@@ -249,6 +250,8 @@ def main() -> None:
     """Run the jobs that the parent process sends, until the parent exits."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[4]):  # the parent ended before
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     connection = _ParentConnection(int(sys.argv[1]))
     connection.sends_json = sys.argv[3] == "json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from penstock.stages.rollout.text.templates import RenderLimits
 from penstock.storage.samples.sample import Sample
 
 ROOT = Path(__file__).parents[2]
+COMMAND = (sys.executable, "-m", "penstock.stages.worker_process")
 GRADING = "penstock.stages.rewards.grading_process:prepare_grading"
 RENDERING = "penstock.stages.rollout.text.templates:prepare_rendering"
 READY = (None, True, None)
@@ -35,7 +37,15 @@ BAD = "import time\ntime.sleep(1)\nraise ValueError('bad')\n"
 def worker() -> Iterator[Worker]:
     connection, child = Pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.stages.worker_process", str(child.fileno()), GRADING, "pickle"],
+        [
+            sys.executable,
+            "-m",
+            "penstock.stages.worker_process",
+            str(child.fileno()),
+            GRADING,
+            "pickle",
+            str(os.getpid()),
+        ],
         pass_fds=[child.fileno()],
         cwd=ROOT,
         stderr=subprocess.PIPE,
@@ -102,7 +112,15 @@ def test_ctrl_c_is_left_to_the_parent(worker: Worker, tmp_path: Path) -> None:
 def test_rendering_process_whose_parent_has_ended_prints_no_traceback() -> None:
     connection, child = Pipe()
     with subprocess.Popen(
-        [sys.executable, "-m", "penstock.stages.worker_process", str(child.fileno()), RENDERING, "json"],
+        [
+            sys.executable,
+            "-m",
+            "penstock.stages.worker_process",
+            str(child.fileno()),
+            RENDERING,
+            "json",
+            str(os.getpid()),
+        ],
         pass_fds=[child.fileno()],
         cwd=ROOT,
         stderr=subprocess.PIPE,
