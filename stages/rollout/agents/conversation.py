@@ -191,7 +191,7 @@ class AgentSession:
     """
 
     def __init__(
-        self, handle: EngineCalls, sample: UserSample, base_url: str, api_key: str, on_close: Callable[[], None]
+        self, handle: EngineCalls, sample: UserSample, base_url: str, api_key: str, on_close: Callable[[], object]
     ) -> None:
         self.base_url, self.api_key, self.trajectory_id = base_url, api_key, sample.trajectory_id
         self._handle, self._sample, self._on_close = handle, sample, on_close
