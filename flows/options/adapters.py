@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.engines.backends import engine_backend
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.start_weights import starting_weights
-from penstock.stages.rollout.plugins.eval_function import BUILT_IN
+from penstock.stages.plugins import BUILT_IN_EVALUATION
 from penstock.storage.errors import OptionError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def calls_engines_itself(config: PostTrainConfig) -> bool:
     """Return whether user-defined functions generate, which may send requests to the engines without an adapter."""
     rollout = config.rollout
     paths = (rollout.custom_generate_function_path, rollout.rollout_function_path, rollout.eval_function_path)
-    return any(path not in (None, BUILT_IN) for path in paths)
+    return any(path not in (None, BUILT_IN_EVALUATION) for path in paths)
 
 
 def reason_against_adapters(config: PostTrainConfig, options: EngineOptions, parent: ParentRecord | None) -> str | None:

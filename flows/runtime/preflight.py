@@ -399,8 +399,8 @@ def check_data(
     """Check tokenizer, prompts and rewards of training and evaluations. Return the tokenizer, and the test responses of
     the first rewards with their outcomes. Raises InputError."""
     from penstock.stages.rewards.grading import check_reward_options
-    from penstock.stages.rollout.plugins.check import check_rollout_functions
-    from penstock.stages.rollout.prompts.check import check_prompt_data
+    from penstock.stages.rollout.plugins.function_check import check_rollout_functions
+    from penstock.stages.rollout.prompts.prompt_check import check_prompt_data
     from penstock.stages.rollout.text.tokenizer import check_tokenizer, check_vocabulary
 
     demonstrations = flow == "sft"
@@ -444,12 +444,12 @@ def _may_grade_itself(rollout: RolloutConfig) -> bool:
 def try_reward(rollout: RolloutConfig, template: str) -> list[tuple[str, Outcome]]:
     """Call the reward on test samples made of the first rows, and warn if it rewards none of these rows. `template` is
     the source of the chat template, or "" without one. Return the test responses and their outcomes."""
-    from penstock.stages.rewards.preflight import (
+    from penstock.stages.rewards.reward_preflight import (
         try_reward_on_test_samples,
         unrequested_format_warning,
         unrewarded_labels_warning,
     )
-    from penstock.stages.rollout.prompts.check import read_first_rows
+    from penstock.stages.rollout.prompts.prompt_check import read_first_rows
 
     if _may_grade_itself(rollout):
         return []

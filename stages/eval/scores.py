@@ -35,9 +35,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.stages.rewards.builtin.answer_text import answer_text
-from penstock.stages.rewards.builtin.boxed import last_boxed
-from penstock.stages.rewards.builtin.math_answer import normalize_answer
+from penstock.stages.rewards.builtin.math_answer import answer_text, last_boxed, normalize_answer
 from penstock.storage.errors import OptionError
 from penstock.storage.samples.sample import Sample, Status
 

@@ -177,8 +177,8 @@ def test_missing_custom_config_is_refused() -> None:
 
 def test_functions_of_users_get_plugin_args_as_attributes(tmp_path: Path) -> None:
     from penstock.stages.rollout.group import make_grader
-    from penstock.stages.rollout.plugins.custom_source import open_data_source
     from penstock.stages.rollout.plugins.hooks import Hooks
+    from penstock.stages.rollout.prompts.data_source import open_data_source
     from penstock.storage.samples.sample import Sample, Status
 
     file = tmp_path / "functions.py"

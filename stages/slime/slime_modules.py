@@ -37,8 +37,11 @@ _FILTERS = {
     name: f"{_PLUGINS}.filters:{name}"
     for name in ("check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback")
 }
-_SOURCES = {name: f"{_PLUGINS}.custom_source:{name}" for name in ("RolloutDataSource", "RolloutDataSourceWithBuffer")}
-_BOXED = "penstock.stages.rewards.builtin.boxed:last_boxed"
+_SOURCES = {
+    name: f"penstock.stages.rollout.prompts.data_source:{name}"
+    for name in ("RolloutDataSource", "RolloutDataSourceWithBuffer")
+}
+_BOXED = "penstock.stages.rewards.builtin.math_answer:last_boxed"
 _LOG = {"log": f"{_API}:log"}
 
 
@@ -112,11 +115,7 @@ class _Finder(MetaPathFinder, Loader):
 @cache
 def check_imports(file: str, function: str) -> None:
     """Check that the table has what a Python file imports from slime, also inside functions, which would fail only when
-    they are called. Imports in `try`, which may fail, do not count.
-
-    Raises:
-        PluginError: the table lacks a name; the message begins with `function`.
-    """
+    they are called. Imports in `try`, which may fail, do not count. Raises PluginError."""
     if not file.endswith(".py"):
         return
     tree = parse_source(Path(file).read_bytes(), file)
@@ -142,11 +141,8 @@ def check_imports(file: str, function: str) -> None:
 
 
 def check_parameters(found: Iterable[str], expected: Sequence[str], function: str) -> None:
-    """Check that a function does not have a parameter with which only slime's trainer calls functions.
-
-    Raises:
-        PluginError: it has one; the message begins with `function`.
-    """
+    """Check that a function does not have a parameter with which only slime's trainer calls functions. Raises
+    PluginError."""
     if foreign := sorted(TRAINER_PARAMETERS.intersection(found).difference(expected)):
         raise PluginError(
             f"{function} has the parameter {foreign[0]!r}, with which slime calls functions of its trainer: write a "

@@ -7,11 +7,11 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from penstock.stages.rewards.preflight import RewardRow, RowOptions, check_reward_rows
-from penstock.stages.rollout.config import GenerationConfig, PromptConfig
-from penstock.stages.rollout.prompts.files import PromptEntry, parse_slice, read_entry, read_prompt_files
-from penstock.stages.rollout.prompts.lengths import max_prompt_tokens
-from penstock.stages.rollout.prompts.rows import FIRST_ROW_KEYS
+from penstock.stages.rewards.reward_preflight import RewardRow, check_reward_rows
+from penstock.stages.rollout.config import GenerationConfig, PromptConfig, RolloutConfig
+from penstock.stages.rollout.prompts.prompt_files import PromptEntry, parse_slice, read_entry, read_prompt_files
+from penstock.stages.rollout.prompts.prompt_rows import FIRST_ROW_KEYS
+from penstock.stages.rollout.prompts.source import max_prompt_tokens
 from penstock.stages.rollout.text.loss_masks import (
     Piece,
     check_messages_are_written,
@@ -28,7 +28,7 @@ def check_prompt_data(
     config: GenerationConfig,
     *,
     is_sft: bool = False,
-    grading: RowOptions | None = None,
+    grading: RolloutConfig | None = None,
     tokenizer: PromptTokenizer | None = None,
     max_seq_len: int | None = None,
 ) -> int:

@@ -2,9 +2,11 @@
 
 A row becomes one line of canonical JSON, `[prompt, label, metadata]`, or `[prompt, label, metadata, tools]` if the row
 has tools; other columns are ignored. PromptSource hashes these lines to check that a resumed run reads the same data.
-files.py opens the files; the functions here are pure, so worker processes can call them.
+The same rows give the same lines in every format.
 
-The same rows give the same lines in every format; arrow.py says how values of Arrow are converted.
+With `--num-data-workers`, worker processes convert the blocks. The rows and their order do not depend on the number of
+processes: blocks are distributed round robin, and results are returned in order. A worker has one block at a time, so
+that the memory is bounded.
 """
 
 from __future__ import annotations
@@ -12,16 +14,24 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import lru_cache, partial
+from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.ipc
+from pyarrow import types
 
 from penstock.stages.rollout.config import PromptConfig
-from penstock.stages.rollout.prompts.arrow import read_values
 from penstock.stages.rollout.text.messages import normalize_messages, preview
+from penstock.stages.worker_process import WorkerLost, WorkerProcess
 from penstock.storage.errors import DataError
 
 _ROLE = re.compile(r"""["']role["']\s*:""")
@@ -127,11 +137,7 @@ def fill_first_row_numbers(first_row_numbers: dict[str, int | None], part: Rows,
 
 
 def to_canonical_rows(block: Block, columns: Columns) -> Rows:
-    """Parse and validate a block of rows; return the rows in canonical JSON.
-
-    Raises:
-        DataError: a line is malformed, a column is missing, or a prompt, metadata or tools have the wrong type.
-    """
+    """Parse and validate a block of rows; return the rows in canonical JSON. Raises DataError."""
     result = Rows()
     for number, (where, record) in enumerate(block.records()):
         prompt = _read_prompt(record, where, columns)
@@ -192,7 +198,8 @@ def _value(record: Mapping[str, Any], key: str) -> Any:
 def _read_prompt(record: dict[str, Any], where: str, columns: Columns) -> str | list[dict[str, Any]]:
     check_columns(record, where, columns)
     prompt = _value(record, columns.prompt)
-    if isinstance(prompt, str) and _is_messages_text(prompt):
+    # Messages may be JSON text: CSV cannot hold them otherwise.
+    if isinstance(prompt, str) and prompt.strip()[:1] == "[" and prompt.strip()[-1:] == "]" and _ROLE.search(prompt):
         prompt = _parse_json_text(prompt, where, columns.prompt, "--input-key")
     if isinstance(prompt, str) and prompt:
         _check_length(len(prompt), where, columns)
@@ -216,12 +223,6 @@ def _check_length(num_characters: int, where: str, columns: Columns) -> None:
             f"{where}: column {columns.prompt!r} holds {num_characters} characters, but a prompt has at most "
             f"{MAX_PROMPT}: remove the row"
         )
-
-
-def _is_messages_text(prompt: str) -> bool:
-    """Return whether a prompt is messages as JSON text; CSV cannot hold messages otherwise."""
-    text = prompt.strip()
-    return text[:1] == "[" and text[-1:] == "]" and _ROLE.search(text) is not None
 
 
 def _read_label(record: dict[str, Any], where: str, columns: Columns) -> str:
@@ -287,3 +288,97 @@ def _decimal_to_number(value: Any) -> int | float:
         raise TypeError(f"a {type(value).__name__}")
     number: int | float = json.loads(format(value, "f"))  # as if the row were JSON
     return number
+
+
+# ---- values of Arrow -------------------------------------------------------------------------------------------------
+
+
+Convert = Callable[[Any], Any]
+
+
+def read_values(column: pa.Array, path: str, first: int, name: str) -> list[Any]:
+    """Return the values of a column. Raises DataError."""
+    convert = _converter(column.type)
+    try:
+        values = column.to_pylist()
+        return values if convert is None else [None if value is None else convert(value) for value in values]
+    except (ValueError, TypeError) as error:  # text that is not UTF-8, a struct with two fields of one name
+        if len(column) > 1:
+            rows = (read_values(column.slice(row, 1), path, first + row, name) for row in range(len(column)))
+            return [value for values in rows for value in values]
+        raise DataError(
+            f"{path} row {first}: column {name!r} of type {column.type} cannot be read ({error}): convert the column"
+        ) from None
+
+
+@lru_cache(maxsize=256)
+def _converter(kind: pa.DataType) -> Convert | None:
+    """Return the function that converts values, except None, of an Arrow type; None: values stay as they are."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _converter(kind.storage_type)
+    if types.is_struct(kind):
+        inner_of = {field.name: _converter(field.type) for field in kind}
+        return lambda struct: {
+            name: _apply(inner_of[name], value) for name, value in struct.items() if value is not None
+        }
+    if types.is_map(kind):
+        inner = _converter(kind.item_type)
+        return lambda entries: {str(key): _apply(inner, value) for key, value in entries}
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind) or _is_list(kind):
+        inner = _converter(kind.value_type)
+        return inner if inner is None or not _is_list(kind) else lambda values: [_apply(inner, v) for v in values]
+    if types.is_float32(kind) or types.is_float16(kind):
+        scalar = np.float32 if types.is_float32(kind) else np.float16
+        return lambda value: float(str(scalar(value)))
+    if types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind):
+        return lambda value: value.isoformat()
+    return None
+
+
+def _apply(convert: Convert | None, value: Any) -> Any:
+    return value if convert is None or value is None else convert(value)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    is_view = types.is_list_view(kind) or types.is_large_list_view(kind)
+    return is_view or types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
+# ---- worker processes ------------------------------------------------------------------------------------------------
+
+
+def parse_blocks(blocks: Iterable[Block], columns: Columns, num_workers: int) -> Iterator[Rows]:
+    """Parse blocks of rows, and yield the canonical rows of every block in order. With one worker or one block, parse
+    in this process. Raises DataError."""
+    rest = iter(blocks)
+    first = list(islice(rest, 2 if num_workers > 1 else 0))
+    blocks = chain(first, rest)
+    if len(first) < 2:
+        yield from (to_canonical_rows(block, columns) for block in blocks)
+        return
+    with ExitStack() as stack:
+        workers: list[WorkerProcess] = []
+        running: deque[Future[Rows]] = deque()
+        for number, block in enumerate(blocks):
+            if len(workers) < num_workers:
+                workers.append(WorkerProcess(prepare_parsing, columns))
+                stack.callback(workers[-1].close)
+            else:
+                yield _rows_of(running.popleft())
+            running.append(workers[number % num_workers].submit(block, math.inf))
+        while running:
+            yield _rows_of(running.popleft())
+
+
+def prepare_parsing(columns: Columns) -> Callable[[Block], Rows]:
+    """Return the function that parses a block in a worker process."""
+    return partial(to_canonical_rows, columns=columns)
+
+
+def _rows_of(job: Future[Rows]) -> Rows:
+    try:
+        return job.result()
+    except WorkerLost:
+        raise RuntimeError(
+            "a parsing process (--num-data-workers) died: resume the run, with fewer workers if memory is short"
+        ) from None

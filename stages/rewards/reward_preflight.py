@@ -1,5 +1,6 @@
 """Check the reward before a run starts: validate the rows of the prompt data, and call user-defined rewards on
-test responses."""
+test responses.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +8,23 @@ import json
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.stages.rewards.builtin.dapo import to_minerva_number
-from penstock.stages.rewards.builtin.exact_number import to_integer
 from penstock.stages.rewards.builtin.gpqa import check_correct_option, specifies_correct_option
 from penstock.stages.rewards.builtin.ifbench import read_instructions
+from penstock.stages.rewards.builtin.simple import to_integer
 from penstock.stages.rewards.grading import Grader
-from penstock.stages.rewards.hub import BOXED_PREFIX, get_builtin_reward, get_checked_builtin_reward
+from penstock.stages.rewards.hub import (
+    BOXED_PREFIX,
+    builtin_reward_name,
+    get_builtin_reward,
+    get_checked_builtin_reward,
+    row_reward_path,
+)
 from penstock.stages.rewards.outcome import Outcome
-from penstock.stages.rewards.settings import RewardOptions, builtin_reward_name, row_reward_path
+from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import InputError, RewardError
 from penstock.storage.samples.sample import Sample, Status
 
@@ -48,13 +55,7 @@ _CHECK_LABEL: dict[str, Callable[[RewardRow], object]] = {
 }
 
 
-class RowOptions(RewardOptions, Protocol):
-    """RewardOptions plus the name of the column with the labels (`--label-key`)."""
-
-    label_key: str | None
-
-
-def check_reward_rows(options: RowOptions, rows: Iterable[RewardRow]) -> None:
+def check_reward_rows(options: RolloutConfig, rows: Iterable[RewardRow]) -> None:
     """Check that every row has a reward that exists and is allowed, and a label if the reward needs a label.
 
     Raises:
@@ -68,7 +69,7 @@ def check_reward_rows(options: RowOptions, rows: Iterable[RewardRow]) -> None:
             raise type(error)(f"{row.where}: {error}") from None
 
 
-def _check_reward_of_row(options: RowOptions, row: RewardRow) -> None:
+def _check_reward_of_row(options: RolloutConfig, row: RewardRow) -> None:
     if row_reward_path(row.metadata, options.allow_row_code) or options.custom_rm_path:
         return
     name = builtin_reward_name(row.metadata, options.rm_type)
@@ -106,7 +107,7 @@ def _is_json_of_texts(label: str) -> bool:
     return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(part, str | dict) for part in value))
 
 
-def unrequested_format_warning(options: RewardOptions, rows: Sequence[RewardRow], template: str = "") -> str | None:
+def unrequested_format_warning(options: RolloutConfig, rows: Sequence[RewardRow], template: str = "") -> str | None:
     r"""Return a warning if a built-in reward grades only the answer in \boxed{} (`dapo`: after "Answer:"), but neither
     the prompts nor the chat template ask for it. Otherwise return None.
 
@@ -129,7 +130,7 @@ def unrequested_format_warning(options: RewardOptions, rows: Sequence[RewardRow]
     return None
 
 
-def unrewarded_labels_warning(options: RewardOptions, rows: Sequence[RewardRow]) -> str | None:
+def unrewarded_labels_warning(options: RolloutConfig, rows: Sequence[RewardRow]) -> str | None:
     """Return a warning if a built-in reward gives none of the rows more than the lowest reward, not even to a response
     that consists of the label. Otherwise return None."""
     graded = [
@@ -162,7 +163,7 @@ def _is_rewarded(name: str, row: RewardRow) -> bool:
 
 
 def try_reward_on_test_samples(
-    options: RewardOptions, rows: Sequence[RewardRow], arguments: dict[str, Any] | None = None
+    options: RolloutConfig, rows: Sequence[RewardRow], arguments: dict[str, Any] | None = None
 ) -> list[tuple[str, Outcome]]:
     """Check the reward: call it on test samples made from the first row, or connect to the server at --rm-url.
 

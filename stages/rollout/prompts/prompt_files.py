@@ -1,10 +1,12 @@
 """Read prompt files from local paths or fsspec URIs, with glob patterns and slices. Errors name the file and line.
 
 An entry of --prompt-data is a sequence of rows: those of a file, or of all files that match a glob pattern, one after
-another. The suffix `@[a:b]` selects rows a to b - 1 of the sequence. rows.py validates the rows; source.py orders them.
+another. The suffix `@[a:b]` selects rows a to b - 1 of the sequence. prompt_rows.py validates the rows; source.py
+orders them.
 
 There are two kinds of blocks: JSON text, also for CSV, whose values are text, and record batches for all formats that
-pyarrow reads (arrow.py).
+pyarrow reads. Reading ends: pipes and devices are refused, and so are decompression bombs.
+docs/design/0026-our-own-reading-of-prompts.md says why the files are not read by pyarrow.dataset.
 """
 
 from __future__ import annotations
@@ -14,20 +16,23 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import fsspec
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.ipc
+import pyarrow.parquet as pq
+from fsspec.utils import infer_compression
+from pyarrow import types
 
 from penstock.stages.rollout.config import PromptConfig
-from penstock.stages.rollout.prompts.arrow import COLUMNAR, field_names, open_batches, select_fields
-from penstock.stages.rollout.prompts.bounded import open_data_file
-from penstock.stages.rollout.prompts.rows import (
+from penstock.stages.rollout.prompts.prompt_rows import (
     FIRST_ROW_KEYS,
     ArrowRows,
     Block,
@@ -37,9 +42,9 @@ from penstock.stages.rollout.prompts.rows import (
     check_columns,
     fill_first_row_numbers,
     find_column,
+    parse_blocks,
 )
 from penstock.stages.rollout.prompts.spool import open_spooled_rows
-from penstock.stages.rollout.prompts.workers import parse_blocks
 from penstock.storage.errors import DataError, OptionError
 
 JSON = (".jsonl", ".json", ".ndjson")
@@ -64,12 +69,7 @@ class PromptEntry:
 
 
 def read_prompt_files(config: PromptConfig) -> Iterator[PromptEntry]:
-    """Read and yield every entry of --prompt-data.
-
-    Raises:
-        OptionError: --prompt-data is missing.
-        DataError: see `read_entry`.
-    """
+    """Read and yield every entry of --prompt-data. Raises OptionError or DataError."""
     if not config.prompt_data:
         raise OptionError("--prompt-data is missing: give files with prompts")
     for entry in config.prompt_data:
@@ -77,11 +77,8 @@ def read_prompt_files(config: PromptConfig) -> Iterator[PromptEntry]:
 
 
 def read_entry(entry: str, config: PromptConfig) -> PromptEntry:
-    """Read all rows of an entry of --prompt-data; with `config.streaming_data`, they are kept on disk.
-
-    Raises:
-        DataError: missing or empty file, unknown format, malformed line, missing column, or invalid prompt.
-    """
+    """Read all rows of an entry of --prompt-data; with `config.streaming_data`, they are kept on disk. Raises
+    DataError."""
     path, start, stop = parse_slice(entry)
     files, columns = _Files.find(path), Columns.from_config(config)
     if (start or 0) < 0 or (stop or 0) < 0:  # negative indices count from the end, which needs the total number of rows
@@ -160,9 +157,14 @@ class _Files:
 
     @contextmanager
     def open(self, name: str, file: str) -> Iterator[BinaryIO]:
-        """Open one of the files, decompressed. Raises DataError if it cannot be opened."""
-        with _translate_file_errors(name), open_data_file(self.fs, file, name) as opened:
-            yield opened
+        """Open one of the files, decompressed according to its suffix. Raises DataError if it cannot be opened, and
+        while it is read if it is damaged or a decompression bomb."""
+        with _translate_file_errors(name):
+            info, compression = self.fs.info(file), infer_compression(file)
+            if info["type"] == "other":
+                raise DataError(f"{name} is a pipe or a device instead of a file: copy its content into a file")
+            with self.fs.open(file, "rb", compression=compression) as opened:
+                yield cast(BinaryIO, _Decompressed(opened, name, info["size"])) if compression else opened
 
     def fingerprints(self) -> list[str]:
         """Return one string per file, which changes when the file changes; computed without reading the content."""
@@ -185,10 +187,7 @@ def _suffix(file: str) -> str:
 
 def _files_of_data_set(fs: Any, path: str) -> list[str]:
     """Return the files of a directory that `save_to_disk` of Hugging Face's datasets wrote; for a file, the file.
-
-    Raises:
-        DataError: the format is unknown, or a directory is not a data set.
-    """
+    Raises DataError."""
     if _suffix(path) in (*JSON, *CSV, *COLUMNAR):
         return [path]
     splits = []
@@ -350,7 +349,11 @@ def _arrow_blocks(file: BinaryIO, path: str, columns: Columns) -> Iterator[Arrow
         keys = [key for key in (columns.prompt, columns.label, columns.metadata, columns.tools) if key]
         found = {key: column for key in keys if (column := find_column(names, key))}
         for batch in read_batches(list({column[0]: None for column in found.values()})):
-            selected = select_fields(batch, found)
+            arrays = [  # a field of a struct is null where the struct is null
+                pc.struct_field(batch.column(first), inner) if inner else batch.column(first)
+                for first, *inner in found.values()
+            ]
+            selected = pa.RecordBatch.from_arrays(arrays, names=list(found))
             for start in range(0, len(selected), _BLOCK_ROWS):
                 yield ArrowRows(path, number + start, selected.slice(start, _BLOCK_ROWS))
             number += len(selected)
@@ -359,3 +362,73 @@ def _arrow_blocks(file: BinaryIO, path: str, columns: Columns) -> Iterator[Arrow
     except (pa.ArrowException, OSError, EOFError, ValueError) as error:
         problem = f"cannot be read beyond row {number}" if number else f"is not a {_suffix(path)[1:].capitalize()} file"
         raise DataError(f"{path} {problem} ({error!s:.200}): restore the file") from None
+
+
+# ---- Arrow and Parquet -----------------------------------------------------------------------------------------------
+
+
+COLUMNAR = (".parquet", ".arrow", ".feather")
+Batches = Callable[[list[str]], Iterable[pa.RecordBatch]]  # column names -> record batches with these columns
+
+
+def open_batches(file: BinaryIO, suffix: str, num_rows: int) -> tuple[pa.Schema, Batches]:
+    """Return the schema of a columnar file, and a function that reads its record batches.
+
+    Raises:
+        ValueError, OSError, pa.ArrowException: the file is damaged.
+    """
+    if suffix == ".parquet":
+        # Without both arguments, pyarrow keeps a whole column of a row group in memory, and many writers make groups of
+        # a million rows (pyarrow 25, row group of 201 MB: 207 MB without, 19 MB with both).
+        parquet = pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
+        return parquet.schema_arrow, lambda names: parquet.iter_batches(num_rows, columns=names)
+    is_stream = file.read(6) != b"ARROW1"
+    file.seek(0)
+    reader = pa.ipc.open_stream(file) if is_stream else pa.ipc.open_file(file)
+    batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+    return reader.schema, lambda names: (batch.select(names) for batch in batches)
+
+
+def field_names(fields: Iterable[pa.Field]) -> dict[str, Any]:
+    """Return the names of columns or of fields of a struct, each with the names inside it, or True if not a struct."""
+    return {field.name: field_names(field.type) if types.is_struct(field.type) else True for field in fields}
+
+
+# ---- compression -----------------------------------------------------------------------------------------------------
+
+
+MAX_RATIO = 200  # decompressed bytes per byte of the file; text has up to 20, a bomb 1,000 and more
+FREE_BYTES = 256 << 20  # decompressed bytes from which on the ratio is checked
+
+
+class _Decompressed(io.RawIOBase):
+    """A decompressed file. Reading it raises DataError where the compressed file is damaged, and in a bomb."""
+
+    def __init__(self, file: Any, name: str, compressed_bytes: int) -> None:
+        self._file, self._name, self._num_bytes = file, name, 0
+        self._limit = max(FREE_BYTES, MAX_RATIO * compressed_bytes)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._file.read(len(buffer))
+        except Exception as error:  # decompressors have their own error types
+            raise DataError(
+                f"{self._name} is damaged after {self._num_bytes} decompressed bytes ({error}): restore the file"
+            ) from None
+        self._num_bytes += len(data)
+        if self._num_bytes > self._limit:
+            raise DataError(
+                f"{self._name} has more than {self._limit} bytes when decompressed, {MAX_RATIO} times its size: "
+                "decompress it yourself if that is right"
+            )
+        buffer[: len(data)] = data
+        return len(data)

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.plugins.custom_generation import load_generate_function
-from penstock.stages.rollout.plugins.custom_source import load_buffer_filter, load_data_source
-from penstock.stages.rollout.plugins.eval_function import find_evaluation_function
 from penstock.stages.rollout.plugins.filters import load_group_filter
-from penstock.stages.rollout.plugins.hooks import Hooks, load_log_function
-from penstock.stages.rollout.plugins.rollout_function import load_rollout_function
-from penstock.stages.rollout.plugins.train_data import load_train_data_function
+from penstock.stages.rollout.plugins.hooks import Hooks, load_log_function, load_train_data_function
+from penstock.stages.rollout.plugins.rollout_function import find_evaluation_function, load_rollout_function
+from penstock.stages.rollout.prompts.data_source import load_buffer_filter, load_data_source
 
 
 def check_rollout_functions(config: RolloutConfig, *, evaluation: bool = False) -> None:
     """Check that all user-defined functions of a rollout load and have the right signature. For an evaluation, check
     only the generate function, the function of --eval-function-path and its log function, because an evaluation ignores
-    the other functions.
-
-    Raises:
-        PluginError: a function does not load or has the wrong signature; the message names the first such function.
-    """
+    the other functions. Raises PluginError."""
     if config.custom_generate_function_path:
         load_generate_function(config.custom_generate_function_path)
     if config.custom_eval_rollout_log_function_path:
