@@ -1,5 +1,5 @@
-"""Write the page docs/options.md: every name that a command line may have besides the options of Penstock, with its
-class. It is made from the tables that the commands use: `python -m penstock.flows.options.reference > docs/options.md`.
+"""Make the page options.md of the documentation site: every name that a command line may have besides the options of
+Penstock, with its class, from the tables that the commands use.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from penstock.flows.options.flags import penstock_flags
 HEAD = f"""# Names of {", ".join([*refused.TRAINERS, "Megatron"])} and SGLang
 
 Every name that `penstock train` and the other flows accept besides the options of Penstock, which
-[Configuration](reference/configuration.md) lists with their spellings. The page is made from the code, and a test
-compares both.
+[Configuration](reference/configuration.md) lists with their spellings.
 
 | class | meaning |
 |---|---|
@@ -34,7 +33,7 @@ Any other name is an error that suggests the nearest one, if one is near.
 
 
 def options_page() -> str:
-    """Return the page docs/options.md."""
+    """Return the page."""
     lines = [HEAD, "## Synonyms", "", *table(("name", "means"), sorted(synonym_rows()))]
     lines += [
         "",
@@ -130,7 +129,3 @@ def table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Iterator[st
 def cell(text: str) -> str:
     """Return a text for a cell of a table."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-
-
-if __name__ == "__main__":
-    print(options_page(), end="")
