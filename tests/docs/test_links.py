@@ -58,3 +58,10 @@ def test_pages_of_the_navigation_exist() -> None:
     listed = set(re.findall(r"([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     pages = {ROOT / "docs" / name for name in listed - {"contributing.md", "changelog.md", "design/index.md"}}
     assert {page for page in pages - GENERATED.keys() if not page.exists()} == set()
+
+
+def test_pages_that_code_and_recipes_name_are_in_a_clone() -> None:
+    folders = ("flows", "stages", "engines", "storage", "configs", "benchmarks", "examples")
+    files = [path for name in folders for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".toml", ".yaml")]
+    named = {(path, name) for path in files for name in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text("utf-8"))}
+    assert named and [f"{path}: {name}" for path, name in named if not (ROOT / name).exists()] == []
