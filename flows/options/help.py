@@ -160,7 +160,8 @@ def _other_families() -> Iterator[str]:
     )
     yield from ("", *_wrap(about, "  "), "")
     yield from _wrap(
-        "docs/options.md has every name, also those that are accepted without effect, and those that are refused."
+        "The page options.html of the site that `make docs` builds has every name, also those that are accepted "
+        "without effect, and those that are refused."
     )
 
 

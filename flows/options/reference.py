@@ -1,5 +1,5 @@
-"""Write the page docs/options.md: every name that a command line may have besides the options of Penstock, with its
-class. It is made from the tables that the commands use: `python -m penstock.flows.options.reference > docs/options.md`.
+"""Make the page options.md of the documentation site: every name that a command line may have besides the options of
+Penstock, with its class, from the tables that the commands use.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from penstock.storage.config import field_meta
 HEAD = f"""# Names of {", ".join([*refused.TRAINERS, "Megatron"])} and SGLang
 
 Every name that `penstock train` and the other flows accept besides the options of Penstock, which
-[Configuration](reference/configuration.md) lists with their spellings. The page is made from the code, and a test
-compares both.
+[Configuration](reference/configuration.md) lists with their spellings.
 
 | class | meaning |
 |---|---|
@@ -33,7 +32,7 @@ Any other name is an error that suggests the nearest one, if one is near.
 
 
 def options_page() -> str:
-    """Return the page docs/options.md."""
+    """Return the page."""
     lines = [HEAD, "## Synonyms", "", *table(("name", "means"), sorted(synonym_rows()))]
     lines += [
         "",
@@ -107,7 +106,3 @@ def table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Iterator[st
 def cell(text: str) -> str:
     """Return a text for a cell of a table."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-
-
-if __name__ == "__main__":
-    print(options_page(), end="")

@@ -115,5 +115,5 @@ def fp8_warning(config: PostTrainConfig) -> Iterator[str]:
     ):
         yield (
             f"--hf-checkpoint {config.convert.hf_checkpoint} is not quantized, so the engines do not generate in fp8: "
-            "`penstock convert --load CHECKPOINT --export-dtype fp8 --save DIR` writes fp8 weights (docs/howto/fp8.md)"
+            "`penstock convert --load CHECKPOINT --export-dtype fp8 --save DIR` writes fp8 weights (docs/engines.md)"
         )

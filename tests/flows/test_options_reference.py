@@ -16,18 +16,12 @@ from penstock.engines.sglang.args import check_router_args, check_sglang_args, s
 from penstock.engines.sglang.server_options import reason_for_refusal
 from penstock.flows.config import list_options
 from penstock.flows.options.flags import megatron_flag_names, penstock_flags
-from penstock.flows.options.reference import options_page
 from penstock.flows.options.refused import is_listed
 from penstock.stages.train.config import OPTIMIZER_FIELDS
 from penstock.storage.errors import EngineError
 
 ROOT = Path(__file__).parents[2]
 NAMES = (Path(__file__).parent / "slime_names.txt").read_text(encoding="utf-8").split()
-
-
-def test_page_of_all_options_is_current() -> None:
-    page = (ROOT / "docs/options.md").read_text(encoding="utf-8")
-    assert page == options_page(), "run: python -m penstock.flows.options.reference > docs/options.md"
 
 
 def test_every_name_of_slime_and_the_seeds_is_in_a_class() -> None:
