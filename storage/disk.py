@@ -20,8 +20,8 @@ from typing import BinaryIO, TypeVar
 
 import xxhash
 
+from penstock.storage.commit import FileRecord
 from penstock.storage.errors import StoreError, StoreFull
-from penstock.storage.refs import FileRecord
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.registry import known_implementations
 
+from penstock.storage.commit import FileRecord
 from penstock.storage.disk import (
     CHUNK,
     hash_file,
@@ -33,7 +34,6 @@ from penstock.storage.disk import (
     translate_disk_full,
 )
 from penstock.storage.errors import StoreError, StoreFull
-from penstock.storage.refs import FileRecord
 
 T = TypeVar("T")
 

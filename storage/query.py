@@ -19,16 +19,14 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs as pafs
 
-from penstock.storage.commits import committed_prefixes
+from penstock.storage.commit import BUFFER, TRAINED, Commit, RunKeys, commit_key
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import OptionError, PenstockError, RunError
 from penstock.storage.history.run_record import RunRecord, read_run_record
-from penstock.storage.maintenance.removal import is_removed
-from penstock.storage.maintenance.retention import expired_versions, read_tombstone
-from penstock.storage.refs import BUFFER, TRAINED, Commit, RunKeys, commit_key
+from penstock.storage.maintenance.deletion import expired_versions, is_removed, read_tombstone
 from penstock.storage.samples.sample import SCHEMA
 from penstock.storage.samples.trained_tokens import TOKENS_SCHEMA
-from penstock.storage.store import Store
+from penstock.storage.store import Store, committed_prefixes
 
 if TYPE_CHECKING:
     import duckdb

@@ -15,8 +15,8 @@ from typing import Any
 
 from penstock.engines.generation import EngineGone, WeightTransport, WeightUpload
 from penstock.engines.weights.routes import ProcessPlace
+from penstock.storage.commit import Commit
 from penstock.storage.errors import EngineError
-from penstock.storage.refs import Commit
 from penstock.storage.store import Store
 
 TIMEOUT = 3600.0  # seconds for the download of a model

@@ -18,9 +18,9 @@ from typing import Any, Literal, Protocol
 
 from penstock.stages.convert.hf.assets import stat_hash
 from penstock.storage import disk
+from penstock.storage.commit import CheckpointRef, Commit, Frozen, attempt_in_path, commit_key
 from penstock.storage.disk import read_file
 from penstock.storage.errors import ModelError, OptionError, StoreError
-from penstock.storage.refs import CheckpointRef, Commit, Frozen, attempt_in_path, commit_key
 from penstock.storage.store import Store
 
 RECORD = ".penstock.json"  # the commit record in a directory written by `penstock convert --save`

@@ -48,9 +48,9 @@ from penstock.stages.convert.torch_dist_writer import (
 )
 from penstock.stages.convert.verify import check_source_tensors, verify_conversion
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
+from penstock.storage.commit import CheckpointRef, Commit
 from penstock.storage.errors import ModelError
 from penstock.storage.failpoints import failpoint
-from penstock.storage.refs import CheckpointRef, Commit
 from penstock.storage.store import Store
 
 FORMAT = 2  # version of unfinished conversions; those of another version are not resumed

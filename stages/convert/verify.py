@@ -17,9 +17,9 @@ from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, check
 from penstock.engines.weights.hf_headers import check_tensors
 from penstock.stages.convert.hf.weights import HFWeights
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
+from penstock.storage.commit import Commit
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import ModelError
-from penstock.storage.refs import Commit
 from penstock.storage.store import Store
 
 NUM_THREADS = 2  # each thread holds up to three copies of a parameter

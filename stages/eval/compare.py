@@ -14,8 +14,8 @@ import numpy as np
 
 from penstock.stages.eval.intervals import bootstrap_intervals
 from penstock.stages.eval.score import group_by_prompt, reward_or_zero
+from penstock.storage.commit import Commit
 from penstock.storage.errors import DataError
-from penstock.storage.refs import Commit
 from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import read_table
 from penstock.storage.store import Store

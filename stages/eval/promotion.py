@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.stages.eval.compare import check_same_data, compare_rewards, rewards_by_prompt
+from penstock.storage.champions import Condition
+from penstock.storage.commit import Commit
 from penstock.storage.errors import DataError
-from penstock.storage.refs import Commit
-from penstock.storage.registry import Condition
 from penstock.storage.store import Store
 
 Evaluations = Mapping[str, Commit]  # name of a data set -> commit of a policy's evaluation on it

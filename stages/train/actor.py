@@ -35,7 +35,7 @@ from penstock.stages.train.spec import (
     SaveResult,
     TrainResult,
 )
-from penstock.storage.refs import Commit, FileRecord
+from penstock.storage.commit import Commit, FileRecord
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:

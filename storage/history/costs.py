@@ -15,11 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.storage.commits import read_commits
-from penstock.storage.history.run_record import read_run_record
-from penstock.storage.history.starts import Start, StartEnd, read_starts
-from penstock.storage.refs import Commit, RunKeys
-from penstock.storage.store import Store
+from penstock.storage.commit import Commit, RunKeys
+from penstock.storage.history.run_record import Start, StartEnd, read_run_record, read_starts
+from penstock.storage.store import Store, read_commits
 
 IDLE = "idle"
 STAGES = {

@@ -24,13 +24,12 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.storage.commits import committed_prefixes
+from penstock.storage.commit import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.history.run_record import read_run_record
-from penstock.storage.refs import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.samples.shards import is_shard
-from penstock.storage.store import Store
+from penstock.storage.store import Store, committed_prefixes
 
 _NUM_THREADS = 16  # commit records read at the same time
 _DIRECTORY = {"rollout": "rollouts", "step": "steps", "checkpoint": "checkpoints", "eval": "evals", "export": "exports"}

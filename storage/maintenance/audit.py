@@ -11,15 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.storage.commits import committed_prefixes
-from penstock.storage.disk import map_in_threads
-from penstock.storage.errors import RunError, StoreError
-from penstock.storage.history.run_record import RunRecord, read_run_record, read_schedule_changes
-from penstock.storage.history.starts import read_starts
-from penstock.storage.maintenance.orphans import NUM_READS, find_orphans
-from penstock.storage.maintenance.prompt_audit import PromptAudit, max_staleness, read_round
-from penstock.storage.maintenance.retention import Tombstone, expired_versions, read_tombstone, tombstone_key
-from penstock.storage.refs import (
+from penstock.storage.commit import (
     ORIGINS,
     CheckpointRef,
     Commit,
@@ -29,7 +21,13 @@ from penstock.storage.refs import (
     decode_record,
     has_matching_digest,
 )
-from penstock.storage.store import Store
+from penstock.storage.disk import map_in_threads
+from penstock.storage.errors import RunError, StoreError
+from penstock.storage.history.run_record import RunRecord, read_run_record, read_schedule_changes, read_starts
+from penstock.storage.maintenance.deletion import Tombstone, expired_versions, read_tombstone, tombstone_key
+from penstock.storage.maintenance.orphans import NUM_READS, find_orphans
+from penstock.storage.maintenance.prompt_audit import PromptAudit, max_staleness, read_round
+from penstock.storage.store import Store, committed_prefixes
 
 NUM_FILES = 8  # read concurrently
 _KINDS = {"rollouts": "rollout", "steps": "step", "checkpoints": "checkpoint", "evals": "eval", "exports": "export"}

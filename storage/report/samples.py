@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 from penstock.storage.report.data import to_json_number
 from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_table

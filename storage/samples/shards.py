@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.storage.refs import TRAINED, Commit
+from penstock.storage.commit import TRAINED, Commit
 from penstock.storage.samples.sample import Sample, check_schema, from_table, to_table
 from penstock.storage.store import Store
 
@@ -39,7 +39,7 @@ def read_table(store: Store, commit: Commit, name: str = "part") -> pa.Table:
     Args:
         store: of the commit.
         commit: of a rollout or an evaluation.
-        name: of the shards, TRAINED or BUFFER (refs.py).
+        name: of the shards, TRAINED or BUFFER (commit.py).
 
     Raises:
         StoreError: a shard is missing, or its size or hash differs from the commit.
@@ -61,5 +61,5 @@ def read_samples(store: Store, commit: Commit, name: str = "part") -> list[Sampl
 
 
 def is_shard(path: str, name: str = TRAINED) -> bool:
-    """Return whether a committed file is a shard with the given name, TRAINED or BUFFER (refs.py)."""
+    """Return whether a committed file is a shard with the given name, TRAINED or BUFFER (commit.py)."""
     return re.fullmatch(rf"{re.escape(name)}-\d+\.parquet", path.rpartition("/")[2]) is not None

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 from penstock.storage.store import Store
 
 FILE = "trained-tokens.parquet"

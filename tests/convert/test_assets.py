@@ -14,7 +14,7 @@ from penstock.stages.convert.hf.assets import assets_hash, copy_assets, header_h
 from penstock.stages.convert.to_hf import export_to
 from penstock.stages.convert.to_megatron import export_megatron
 from penstock.stages.convert.to_torch_dist import convert_hf
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 from penstock.storage.store import Store
 
 TRAVEL = {

@@ -17,8 +17,8 @@ from penstock.stages.convert.logits import TOLERANCE, LogitsComparison, compare_
 from penstock.stages.convert.targets import read_record
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.stages.convert.verify import verify_existing
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import ModelError, OptionError
-from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
 
 

@@ -15,7 +15,7 @@ from penstock.stages.convert.export_plan import Origin
 from penstock.stages.convert.hf.weights import HFWeights
 from penstock.stages.convert.to_hf import export_hf
 from penstock.stages.convert.to_megatron import import_megatron_checkpoint
-from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
 from tests.engines.test_megatron_optimizer import OPTIMIZER
 

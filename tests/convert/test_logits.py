@@ -13,8 +13,8 @@ from penstock.stages.convert import logits
 from penstock.stages.convert.logits import MAX_WHOLE_PARAMETERS, TOLERANCE, choose_part_to_compare, compare_logits
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.stages.convert.verify import verify_existing
+from penstock.storage.commit import CheckpointRef, Commit
 from penstock.storage.errors import ModelError
-from penstock.storage.refs import CheckpointRef, Commit
 from penstock.storage.store import Store
 from tests.engines.real_models import REAL_MODELS
 

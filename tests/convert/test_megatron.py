@@ -15,7 +15,7 @@ from penstock.stages.convert.export_plan import Origin
 from penstock.stages.convert.hf.weights import HFWeights
 from penstock.stages.convert.to_hf import export_hf
 from penstock.stages.convert.to_torch_dist import convert_hf
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 from penstock.storage.store import Store
 
 OPTIMIZER: dict[str, Any] = dict(

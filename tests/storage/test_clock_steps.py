@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.storage.maintenance import leases
-from penstock.storage.maintenance.leases import TTL, Lease, describe_lease_holder, describe_live_drivers
+from penstock.storage import leases
+from penstock.storage.commit import RunKeys
+from penstock.storage.leases import TTL, Lease, describe_lease_holder, describe_live_drivers
 from penstock.storage.maintenance.orphans import find_orphans, remove_orphan
-from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
@@ -64,7 +64,7 @@ def test_dead_holder_in_another_container_of_this_machine_loses_its_lease(store:
 
 @pytest.mark.parametrize("step", [*STEPS, 0.0])
 def test_dead_holder_on_this_machine_loses_its_lease_at_once(store: Store, step: float) -> None:
-    program = "import sys; from penstock.storage.store import Store; from penstock.storage.maintenance.leases import *"
+    program = "import sys; from penstock.storage.store import Store; from penstock.storage.leases import *"
     program += "; import os; Lease(Store(sys.argv[1]), sys.argv[2]); os._exit(0)"
     subprocess.run([sys.executable, "-c", program, store.root, KEY], check=True, cwd=Path(__file__).parents[2])
     step_clock(store, step)

@@ -13,9 +13,9 @@ from run_records import parent_record, run_json
 
 from penstock.flows.cli import main
 from penstock.flows.inspect.query import USAGE
-from penstock.storage.maintenance.retention import Tombstone, tombstone_key
+from penstock.storage.commit import Commit, RunKeys, commit_key
+from penstock.storage.maintenance.deletion import Tombstone, tombstone_key
 from penstock.storage.query import VIEWS, execute, list_columns, open_connection
-from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import SCHEMA, Sample, Status, to_table
 from penstock.storage.samples.shards import write_shards
 from penstock.storage.store import Store

@@ -13,15 +13,15 @@ from penstock.flows.config import PostTrainConfig, check_secrets, config_hash, l
 from penstock.flows.options import flags
 from penstock.flows.runtime.runs import create_run_record, open_store, read_flow_and_config
 from penstock.storage import secret_references, secrets
+from penstock.storage.commit import RunKeys
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError, PenstockError, StoreError
-from penstock.storage.refs import RunKeys
 from penstock.storage.secret_references import hide_literal_secrets, resolve_secrets
 from penstock.storage.secrets import has_credentials, is_secret_name, mask_secrets, redact, write_private
 from penstock.storage.store import Store
-from penstock.storage.tracking import tracking_uri
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow.values import flatten_params
+from penstock.storage.tracking.mlflow.mlflow_runs import flatten_params
+from penstock.storage.tracking.mlflow.mlflow_tracker import tracking_uri
 from penstock.storage.tracking.tracker import TrackedRun
 
 SECRETS = ("AKIA-literal", "s3cr3t/with+slash", "engine-key-1", "router-key-1", "rm-passw0rd", "db-passw0rd")

@@ -13,8 +13,8 @@ import fsspec
 import pytest
 import xxhash
 
+from penstock.storage.commit import Commit, FileRecord, RunKeys, commit_key
 from penstock.storage.errors import StoreError
-from penstock.storage.refs import Commit, FileRecord, RunKeys, commit_key
 from penstock.storage.store import Store, hash_file
 
 KEYS = RunKeys("r")

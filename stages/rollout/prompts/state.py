@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from penstock.storage.refs import Frozen
+from penstock.storage.commit import Frozen
 
 
 class Segment(Frozen):

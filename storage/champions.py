@@ -13,9 +13,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from penstock.storage.commit import Frozen, is_run_name
 from penstock.storage.errors import RunError
-from penstock.storage.keys import is_run_name
-from penstock.storage.refs import Frozen
 from penstock.storage.store import Store
 
 Action = Literal["promoted", "refused", "rolled back"]
@@ -72,6 +71,15 @@ class Decision(Frozen):
     conditions: tuple[Condition, ...] = ()
     forced: bool = False  # promoted although a condition does not hold
     at: float = Field(default_factory=time.time)
+
+    def __str__(self) -> str:
+        conditions = "; ".join(map(str, self.conditions))
+        return f"{self.action}{' (forced)' if self.forced else ''}: {conditions}"
+
+
+def policies_of(decisions: list[Decision]) -> list[Policy]:
+    """Return the policies of decisions, in order, each once."""
+    return list(dict.fromkeys(policy for d in decisions for policy in (d.candidate, d.champion) if policy))
 
 
 def list_models(store: Store) -> list[str]:
