@@ -80,7 +80,7 @@ class FileStore:
             raise StoreError(f"the key {key[:100]!r} {problem}: keys are relative paths inside the store {self.uri}")
         return f"{self.root}/{key}" if key else self.root
 
-    def create(self, key: str, data: bytes, *, num_tries: int = objects.NUM_TRIES) -> bool:
+    def create(self, key: str, data: bytes, *, num_tries: int | None = None) -> bool:
         """Write `data` at `key` unless the key exists, atomically and durably. Return whether this call wrote it.
 
         On an object store, several writers of equal bytes may all get True (see objects.create).

@@ -52,10 +52,7 @@ _MAX_PARTS = 10_000  # S3's limit of parts per upload
 _PERMANENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _PERMANENT += (NotImplementedError, ValueError, TypeError, LookupError, AttributeError, AssertionError)  # type: ignore[assignment]
 _CREDENTIAL_ERRORS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}  # of botocore
-_PERMANENT_NAMES = _CREDENTIAL_ERRORS | {
-    "ParamValidationError",
-    "UnknownRegionError",
-}
+_PERMANENT_NAMES = _CREDENTIAL_ERRORS | {"ParamValidationError", "UnknownRegionError"}
 _TRANSIENT_STATUS = (408, 409, 425, 429)
 _TRANSIENT_CODES = {
     "RequestTimeout",
@@ -233,9 +230,7 @@ def upload(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[Path, str, int]]
         except FileExistsError:  # adlfs does not overwrite; an earlier try has left a file, perhaps incomplete
             fs.rm_file(path)
             raise OSError(errno.EAGAIN, "a file of an earlier upload existed and was deleted") from None
-        except (
-            FileNotFoundError
-        ) as error:  # NoSuchUpload: the response to the completion of a multipart upload was lost
+        except FileNotFoundError as error:  # NoSuchUpload: the response to the completion of an upload was lost
             if not source.exists():
                 raise
             raise OSError(errno.EAGAIN, f"the multipart upload does not exist or has ended: {error}") from error

@@ -122,7 +122,8 @@ def read_lineage(store: Store) -> LineageGraph:
     commits = map_in_threads(store.committed, prefixes, _NUM_THREADS)
     by_key = {commit_key(prefix): commit for prefix, commit in zip(prefixes, commits, strict=True) if commit}
     for run in runs:
-        graph.models[run] = read_models(store, RunKeys(run))
+        models = {role: store.read_record(CheckpointRef, RunKeys(run).origin_key(role)) for role in ORIGINS}
+        graph.models[run] = {role: model.key for role, model in models.items() if model}
         graph.originals |= find_originals(store, RunKeys(run), by_key)
     own = {key: commit for key, commit in by_key.items() if key not in graph.originals}
     graph.nodes = {key: Node(key, commit) for key, commit in own.items()}
@@ -130,12 +131,6 @@ def read_lineage(store: Store) -> LineageGraph:
     for key, commit in own.items():
         graph.add(Node(key, commit, tuple(inputs_of(graph, key, commit, attempts))))
     return graph
-
-
-def read_models(store: Store, keys: RunKeys) -> dict[str, str]:
-    """Return the models that a run started with: role -> key of the model's commit."""
-    models = {role: store.read_record(CheckpointRef, keys.origin_key(role)) for role in ORIGINS}
-    return {role: model.key for role, model in models.items() if model}
 
 
 def find_originals(store: Store, keys: RunKeys, commits: dict[str, Commit]) -> dict[str, str]:

@@ -97,7 +97,9 @@ def expire_checkpoints(
     if not candidates:
         return []
     kept = set(versions[-num_to_keep:]) | fork_point_versions(store, keys, versions)
-    kept |= adapter_base_versions(store, keys, versions)
+    commits = (store.committed(keys.checkpoint_prefix(version)) for version in versions)
+    bases = {commit.inputs.get("base") for commit in commits if commit}  # with the base weights of later adapters
+    kept |= {version for version in versions if commit_key(keys.checkpoint_prefix(version)) in bases}
     if best_metric is not None and (winner := best_version(store, keys, best_metric, versions)) is not None:
         kept.add(winner)
     expiring = [version for version in candidates if version not in kept]
@@ -137,13 +139,6 @@ def best_version(store: Store, keys: RunKeys, metric: str, versions: Collection[
             if not math.isnan(value):
                 scores[version] = value
     return max(scores, key=lambda version: (scores[version], version)) if scores else None
-
-
-def adapter_base_versions(store: Store, keys: RunKeys, versions: Collection[int]) -> set[int]:
-    """Return those of `versions`, the run's checkpoints, that have the base weights of adapters in later ones."""
-    commits = (store.committed(keys.checkpoint_prefix(version)) for version in versions)
-    bases = {commit.inputs.get("base") for commit in commits if commit is not None}
-    return {version for version in versions if commit_key(keys.checkpoint_prefix(version)) in bases}
 
 
 def fork_point_versions(store: Store, keys: RunKeys, versions: Collection[int]) -> set[int]:
@@ -246,7 +241,8 @@ def remove_run(
         if not is_removed(store, keys):
             if drivers := describe_live_drivers(store, keys, own_lease=own_lease):
                 raise RunError(f"run {keys.run!r} has a running driver, {drivers[0]}: stop it first")
-            if forks := dependent_runs(store, keys):
+            others = (run for run in store.list("runs") if run != keys.run)
+            if forks := [run for run in others if _run_uses_files_of(store, RunKeys(run), keys)]:
                 raise RunError(f"run {keys.run!r} has files that its fork {forks[0]!r} needs: remove the fork first")
             if only_remains and store.exists(keys.record):  # after the check for drivers, which create it
                 raise RunError(f"run {keys.run!r} exists: remove it with `penstock rm {keys.run}`")
@@ -277,12 +273,8 @@ def translate_write_errors(store: Store) -> Iterator[None]:
         ) from error
 
 
-def dependent_runs(store: Store, keys: RunKeys) -> list[str]:
-    """Return the names of runs whose commits list files of this run, including unfinished forks."""
-    return [run for run in store.list("runs") if run != keys.run and _run_uses_files_of(store, RunKeys(run), keys)]
-
-
 def _run_uses_files_of(store: Store, user: RunKeys, owner: RunKeys) -> bool:
+    """Return whether a run, or an unfinished fork, lists files of the run `owner` in its commits."""
     try:
         fork = store.read_record(ForkRecord, unfinished_fork_key(user))
         if fork and fork.parent.run == owner.run:
