@@ -308,17 +308,6 @@ def test_a_locked_database_is_logged_in_one_line_and_loses_nothing(
         assert expected <= {name for (name,) in connection.execute("select name from runs")}
 
 
-def test_a_line_that_mlflow_refuses_does_not_block_the_others(database: Path, tmp_path: Path) -> None:
-    tracker = RunTracking(TrackedRun("demo", "1", "/store"), tmp_path / "out", [f"sqlite:///{database}"])
-    tracker.enqueue_metrics("good", {"perf/overhead": 0.1}, step=0)
-    tracker.enqueue_metrics("bad", {"n" * 400: 0.1}, step=1)
-    tracker.enqueue_metrics("also good", {"perf/overhead": 0.2}, step=2)
-    assert tracker.close(timeout=60) == 0
-    assert counts(database)["metrics"] == 2
-    refused = [json.loads(line) for line in (tmp_path / "out" / "refused.jsonl").read_text().splitlines()]
-    assert [entry["line"]["key"] for entry in refused] == ["bad"]
-
-
 def test_catch_up_records_the_missing_commits(database: Path, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"))
     for key, commit in commits():
