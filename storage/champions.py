@@ -88,11 +88,7 @@ def list_models(store: Store) -> list[str]:
 
 
 def read_decisions(store: Store, model: str) -> list[Decision]:
-    """Return all decisions about a model, oldest first.
-
-    Raises:
-        StoreError: a record is damaged.
-    """
+    """Return all decisions about a model, oldest first."""
     directory = model_prefix(model)
     keys = [f"{directory}/{name}" for name in store.list(directory) if _NAME.fullmatch(name)]
     return [decision for key in keys if (decision := store.read_record(Decision, key))]
@@ -116,11 +112,7 @@ def record_decision(store: Store, model: str, after: int, decision: Decision) ->
 
 
 def model_prefix(model: str) -> str:
-    """Return the store prefix of a model's decisions.
-
-    Raises:
-        RunError: the name is not valid.
-    """
+    """Return the store prefix of a model's decisions."""
     if not is_run_name(model):
         raise RunError(
             f"{model[:80]!r} is not a valid model name: use letters, digits, dot, dash and underscore, and begin with "

@@ -45,11 +45,7 @@ def describe_key_problem(key: str) -> str | None:
 
 
 def validate_key(key: str) -> str:
-    """Return a store key unchanged if it is valid (a validator for pydantic fields).
-
-    Raises:
-        ValueError: `key` is invalid.
-    """
+    """Return a store key unchanged if it is valid (a validator for pydantic fields)."""
     if problem := describe_key_problem(key):
         raise ValueError(f"the key {key[:100]!r} {problem}: keys are relative paths inside the store")
     return key
@@ -73,11 +69,7 @@ _ATTEMPT = re.compile(r"(?:runs/[^/]+/(?:checkpoints|exports)/\d+|models)/attemp
 
 
 def decode_record(model: type[Record], key: str, data: bytes) -> Record:
-    """Decode the JSON record `data` that was read from the store at `key`.
-
-    Raises:
-        StoreError: the record is malformed, or names a file outside the store.
-    """
+    """Decode the JSON record `data` that was read from the store at `key`."""
     try:
         return model.model_validate_json(data)
     except ValidationError as error:

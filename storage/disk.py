@@ -142,11 +142,7 @@ def fsync_files(files: Sequence[Path], top: Path) -> None:
 
 
 def delete(paths: Iterable[Path], root: Path) -> None:
-    """Delete files durably, and the directories below `root` that become empty. Missing files are skipped.
-
-    Raises:
-        StoreError: a path leads out of `root` by a symbolic link, or the user is not permitted to delete a file.
-    """
+    """Delete files durably, and the directories below `root` that become empty. Missing files are skipped."""
     top, parents = Path(os.path.realpath(root)), set[Path]()
     for path in paths:
         if path.parent not in parents and not Path(os.path.realpath(path.parent)).is_relative_to(top):
@@ -254,11 +250,7 @@ def file_records(files: Sequence[Path], top: Path, attempt: str, hashes: Mapping
 
 
 def verify_files(files: Sequence[tuple[Path, FileRecord]]) -> None:
-    """Check in parallel that files have the committed sizes and hashes.
-
-    Raises:
-        StoreError: a file is missing, or its size or hash differs from its FileRecord.
-    """
+    """Check in parallel that files have the committed sizes and hashes."""
 
     def verify(job: tuple[Path, FileRecord]) -> None:
         path, record = job

@@ -71,11 +71,7 @@ class FileStore:
         return f"Store({self.uri!r})"
 
     def path(self, key: str) -> str:
-        """Return the full path of a key in the file system.
-
-        Raises:
-            StoreError: the key is invalid, for instance absolute or with a part "..".
-        """
+        """Return the full path of a key in the file system."""
         if problem := describe_key_problem(key):
             raise StoreError(f"the key {key[:100]!r} {problem}: keys are relative paths inside the store {self.uri}")
         return f"{self.root}/{key}" if key else self.root
@@ -106,11 +102,7 @@ class FileStore:
             return None
 
     def read_record(self, model: type[Record], key: str) -> Record | None:
-        """Return the record in a JSON file, or None if the file does not exist.
-
-        Raises:
-            StoreError: the content is not a valid `model`.
-        """
+        """Return the record in a JSON file, or None if the file does not exist."""
         data = self.read(key)
         return None if data is None else decode_record(model, key, data)
 
@@ -130,20 +122,15 @@ class FileStore:
     def modified(self, key: str) -> float | None:
         """Return the modification time of a file by the store's clock, in seconds since the epoch, or None if the file
         does not exist."""
-        if self.is_local:
+
+        def request() -> float | None:
+            self.fs.invalidate_cache()
             try:
-                return os.stat(self.path(key)).st_mtime
+                return objects.modification_time(self.fs.info(self.path(key)))
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
-        def request() -> float:
-            self.fs.invalidate_cache()
-            return objects.modification_time(self.fs.info(self.path(key)))
-
-        try:
-            return self._access_with_retries(request, key)
-        except FileNotFoundError:
-            return None
+        return self._access_with_retries(request, key)
 
     def replace(self, key: str, data: bytes) -> None:
         """Write `data` at `key`, replacing an existing file, atomically but without fsync. Used for leases and
@@ -187,12 +174,7 @@ class FileStore:
             yield StoredFile(name.removeprefix(f"{self.root}/"), info["size"], objects.modification_time(info))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete files durably, and on a local store the directories that become empty. Missing files are skipped.
-
-        Raises:
-            StoreError: a key leads out of the store, directly or by a symbolic link, or the user is not permitted to
-                delete a file.
-        """
+        """Delete files durably, and on a local store the directories that become empty. Missing files are skipped."""
         if self.is_local:
             disk.delete([Path(self.path(key)) for key in keys], Path(self.root))
             return

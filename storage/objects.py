@@ -71,11 +71,7 @@ _jitter = random.Random()  # separate, so that the run's seeded generators are n
 
 
 def open_file_system(uri: str, options: dict[str, Any]) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Return the fsspec file system of a URI, and the URI's path in that file system.
-
-    Raises:
-        StoreError: the scheme is unknown, or its driver is not installed.
-    """
+    """Return the fsspec file system of a URI, and the URI's path in that file system."""
     protocol = uri.split("://", 1)[0] if "://" in uri else "file"
     try:
         if protocol in ("s3", "s3a"):
@@ -247,9 +243,6 @@ def download(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[str, FileRecor
 
     Args:
         files: path in the store, committed record, local target.
-
-    Raises:
-        StoreError: a file is missing, has a wrong size, or has a wrong hash after _NUM_DOWNLOADS downloads.
     """
 
     def fetch(path: str, target: Path, start: int, num_bytes: int) -> None:
@@ -325,11 +318,7 @@ def modification_time(info: dict[str, Any]) -> float:
 
 
 def temporary_directory(num_bytes: int = 0) -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary local directory for files to upload, or for `num_bytes` of downloads.
-
-    Raises:
-        StoreFull: the disk has less than `num_bytes` free.
-    """
+    """Return a temporary local directory for files to upload, or for `num_bytes` of downloads."""
     place = tempfile.gettempdir()
     free = shutil.disk_usage(place).free
     if num_bytes > free:

@@ -156,9 +156,6 @@ def open_connection(store: Store, runs: Sequence[str]) -> tuple[duckdb.DuckDBPyC
     """Return a DuckDB connection with the views of VIEWS, and the damaged runs, which the views lack: run -> problem.
 
     SQL statements cannot access files or change this restriction. Removed runs are left out.
-
-    Raises:
-        OptionError: DuckDB is not installed.
     """
     try:
         import duckdb
@@ -185,11 +182,7 @@ def open_connection(store: Store, runs: Sequence[str]) -> tuple[duckdb.DuckDBPyC
 
 
 def execute(connection: duckdb.DuckDBPyConnection, sql: str) -> tuple[list[str], duckdb.DuckDBPyConnection]:
-    """Execute SQL statements. Return the column names of the last one's result, and the cursor to fetch its rows from.
-
-    Raises:
-        OptionError: the SQL is invalid, or a shard cannot be read.
-    """
+    """Execute SQL statements. Return the column names of the last one's result, and the cursor to fetch its rows."""
     import duckdb
 
     try:
@@ -216,12 +209,7 @@ def list_columns(connection: duckdb.DuckDBPyConnection) -> dict[str, list[tuple[
 
 
 def read_run(store: Store, keys: RunKeys) -> _Contents:
-    """Return the contents of one run. They are empty if it was removed, or has neither a record nor commits.
-
-    Raises:
-        RunError: run.json is missing or damaged.
-        StoreError: a commit record is damaged.
-    """
+    """Return the contents of one run. They are empty if it was removed, or has neither a record nor commits."""
     contents = _Contents()
     if is_removed(store, keys):
         return contents

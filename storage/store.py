@@ -118,9 +118,6 @@ class Store(FileStore):
         Args:
             commit: the commit whose files are read.
             only: names of the files to read, relative to the attempt; all files if not given.
-
-        Raises:
-            StoreError: a file is missing, or its size or hash differs from the commit.
         """
         assert commit.attempt is not None, "the commit has no files"
         names = None if only is None else set(only)

@@ -103,21 +103,13 @@ class RunCosts:
 
 
 def compute_costs(store: Store, keys: RunKeys) -> RunCosts:
-    """Return what a run used. Commits that a fork shares with its parent do not count.
-
-    Raises:
-        StoreError: a record is damaged.
-    """
+    """Return what a run used. Commits that a fork shares with its parent do not count."""
     return sum_costs(read_own_commits(store, keys), read_starts(store, keys))
 
 
 def costs_at_end(store: Store, keys: RunKeys, number: int | None = None) -> Iterator[tuple[int, StartEnd, RunCosts]]:
     """Yield (number of a start, its end, what the run had used until then) for each start that was not killed, or only
-    for start `number`.
-
-    Raises:
-        StoreError: a record is damaged.
-    """
+    for start `number`."""
     commits, starts = read_own_commits(store, keys), read_starts(store, keys)
     for n, (_, end) in enumerate(starts):
         if end is not None and number in (None, n):

@@ -109,11 +109,7 @@ class LineageGraph:
 
 
 def read_lineage(store: Store) -> LineageGraph:
-    """Read the commits of all runs and models of a store, and return their lineage.
-
-    Raises:
-        StoreError: a record is damaged.
-    """
+    """Read the commits of all runs and models of a store, and return their lineage."""
     graph = LineageGraph()
     runs = [run for run in store.list("runs") if store.read(RunKeys(run).record)]
     prefixes = [prefix for run in runs for prefix in committed_prefixes(store, RunKeys(run))]
@@ -175,11 +171,7 @@ REFERENCES = (
 
 
 def find_node(graph: LineageGraph, store: Store, reference: str) -> Node:
-    """Return the artifact that a reference names (see REFERENCES); for samples and prompts, their rollout.
-
-    Raises:
-        RunError: there is no such artifact.
-    """
+    """Return the artifact that a reference names (see REFERENCES); for samples and prompts, their rollout."""
     if reference in graph.nodes:
         return graph.nodes[reference]
     run, _, rest = reference.partition("/")

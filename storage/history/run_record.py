@@ -154,11 +154,7 @@ def read_completion(store: Store, keys: RunKeys) -> Completion | None:
 
 
 def read_starts(store: Store, keys: RunKeys) -> list[tuple[Start, StartEnd | None]]:
-    """Return all starts of a run, in order, each with its end, or None if it has not ended or was killed.
-
-    Raises:
-        StoreError: a record is damaged.
-    """
+    """Return all starts of a run, in order, each with its end, or None if it has not ended or was killed."""
     starts = []
     for number, key in list_starts(store, keys):
         if start := store.read_record(Start, key):

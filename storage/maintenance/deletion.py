@@ -259,11 +259,7 @@ def remove_run(
 
 @contextmanager
 def translate_write_errors(store: Store) -> Iterator[None]:
-    """Turn an OSError inside the block into a StoreError.
-
-    Raises:
-        StoreError: the store is read-only or full, or the user is not permitted to write to it.
-    """
+    """Turn an OSError inside the block into a StoreError."""
     try:
         yield
     except OSError as error:

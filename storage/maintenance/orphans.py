@@ -104,9 +104,6 @@ def remove_orphan(store: Store, orphan: Orphan, now: float | None = None) -> boo
         store: the store that contains the orphan.
         orphan: from `find_orphans`.
         now: the current time by the store's clock (`leases.store_time`, which is called if not given).
-
-    Raises:
-        StoreError: the store is not writable.
     """
     now = store_time(store) if now is None else now
     if orphan.kind == "unfinished attempt":

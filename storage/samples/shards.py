@@ -40,10 +40,6 @@ def read_table(store: Store, commit: Commit, name: str = "part") -> pa.Table:
         store: of the commit.
         commit: of a rollout or an evaluation.
         name: of the shards, TRAINED or BUFFER (commit.py).
-
-    Raises:
-        StoreError: a shard is missing, or its size or hash differs from the commit.
-        RunError: another release of Penstock wrote the shards.
     """
     files = sorted(record.path for record in commit.files if is_shard(record.path, name))
     shards = [Path(file).relative_to(commit.attempt or "") for file in files]

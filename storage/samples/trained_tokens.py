@@ -43,11 +43,7 @@ def write_trained_tokens(
 
 
 def read_trained_tokens(store: Store, step: Commit) -> pa.Table | None:
-    """Return the table (TOKENS_SCHEMA) of a committed round of training, or None if the round has no such file.
-
-    Raises:
-        StoreError: the file is missing, or its size or hash differs from the commit.
-    """
+    """Return the table (TOKENS_SCHEMA) of a committed round of training, or None if the round has no such file."""
     if not any(file.path == f"{step.attempt}/{FILE}" for file in step.files):
         return None
     with store.reading(step, only=[FILE]) as directory:
