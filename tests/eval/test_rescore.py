@@ -17,10 +17,10 @@ from penstock.flows.terminal.lines import seconds_by_stage, summary_rows
 from penstock.stages.eval.rescore import Scoring
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.query import execute, open_connection
 from penstock.storage.report.data import ReportInput, collect_overview
 from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_samples
+from penstock.storage.sql_views import execute, open_connection
 from penstock.storage.store import Store, read_commits
 from penstock.storage.tracking.run_commits import RunCommits
 

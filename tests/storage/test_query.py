@@ -14,9 +14,9 @@ from penstock.flows.cli import main
 from penstock.flows.inspect.query import USAGE
 from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.maintenance.deletion import Tombstone, tombstone_key
-from penstock.storage.query import VIEWS, execute, list_columns, open_connection
 from penstock.storage.samples.sample import SCHEMA, Sample, Status
 from penstock.storage.samples.shards import write_shards
+from penstock.storage.sql_views import VIEWS, execute, list_columns, open_connection
 from penstock.storage.store import Store
 
 DOC = (Path(__file__).parents[2] / "docs" / "queries.md").read_text()
