@@ -25,7 +25,7 @@ from penstock.storage.errors import OptionError, PenstockError, RunError
 from penstock.storage.history.run_record import RunRecord, read_run_record
 from penstock.storage.maintenance.deletion import expired_versions, is_removed, read_tombstone
 from penstock.storage.samples.sample import SCHEMA
-from penstock.storage.samples.trained_tokens import TOKENS_SCHEMA
+from penstock.storage.samples.shards import TOKENS_SCHEMA
 from penstock.storage.store import Store, committed_prefixes
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from penstock.storage.report.data import find_gaps
 from penstock.storage.report.page import GENERATOR, embed
 from penstock.storage.report.samples import SAMPLES_PER_PAGE, collect_samples
 from penstock.storage.samples.sample import Sample, Status
-from penstock.storage.samples.trained_tokens import write_trained_tokens
+from penstock.storage.samples.shards import write_trained_tokens
 from penstock.storage.store import Store
 
 HOSTILE = "</script><img src=x onerror='window.attacked=1'><script>window.attacked=1</script><!-- \u2028 & \" '"
