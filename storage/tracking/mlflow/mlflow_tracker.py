@@ -82,7 +82,7 @@ class MlflowTracker:
         self.wants_all = self.runs.find_main_run(run) is None
         models = MlflowModels(self.runs)
         self.run_page = RunPage(self.runs, models)
-        self.logger = MlflowCommits(self.runs, models, self.run_page)
+        self.mlflow_commits = MlflowCommits(self.runs, models, self.run_page)
 
     @property
     def page(self) -> str | None:
@@ -103,7 +103,7 @@ class MlflowTracker:
                 case RunStarted():
                     self._log_start(main_run, record)
                 case Committed():
-                    inputs += self.logger.log(main_run, record.key, record.commit, commits)
+                    inputs += self.mlflow_commits.log(main_run, record.key, record.commit, commits)
                 case ReportWritten() if self.run.store and (content := self.run.store.read(record.store_key)):
                     self.client.log_text(main_run, content.decode(), "report.html")
             points += to_mlflow(metric_points(record))
@@ -118,7 +118,7 @@ class MlflowTracker:
         if ends:
             self.run_page.log_origins(main_run, commits)
             self.run_page.update(main_run)
-            self.logger.registry.update_models_of_run()
+            self.mlflow_commits.registry.update_models_of_run()
             if records[-1] is ends[-1]:  # otherwise a start follows the end: the run was resumed
                 self.client.set_terminated(main_run, ends[-1].status, int(ends[-1].at * 1000))
 
@@ -193,7 +193,7 @@ def update_mlflow_registry(store: Store, model: str, policy_run: str) -> str | N
     try:
         tracker = MlflowTracker(uri, TrackedRun(policy_run, record.id, store.uri, store=store))
         if tracker.runs.find_main_run(tracker.run):
-            tracker.logger.registry.update_model(model)
+            tracker.mlflow_commits.registry.update_model(model)
     except Exception as error:  # clients have their own error types
         return redact(f"{type(error).__name__}: {' '.join(str(error).split())}")[:200]
     return None
