@@ -107,13 +107,8 @@ def describe_live_drivers(store: FileStore, keys: RunKeys, *, own_lease: str | N
 
 
 def describe_lease_holder(store: FileStore, key: str, now: float) -> str | None:
-    """Return a description of a lease's holder (process id, host, last renewal), or None if the lease has ended.
-
-    Args:
-        store: the store that contains the lease.
-        key: key of the lease file.
-        now: the current time by the store's clock (`store_time`).
-    """
+    """Return a description of a lease's holder (process id, host, last renewal), or None if the lease has ended
+    at `now` by the store's clock (`store_time`)."""
     modified, data = store.modified(key), store.read(key)
     if modified is None or data is None:
         return None
@@ -267,11 +262,6 @@ def try_claim_for_deletion(store: FileStore, attempt: str, now: float) -> bool:
 
     The attempt may have been committed before the claim. So the caller must then look for the commit and, if it exists,
     call `withdraw_deletion_claim` instead of deleting.
-
-    Args:
-        store: the store that contains the attempt.
-        attempt: key of the attempt.
-        now: the current time by the store's clock.
     """
     if describe_lease_holder(store, lease_key(attempt), now):
         return False

@@ -300,11 +300,7 @@ def size(fs: fsspec.AbstractFileSystem, path: str) -> int | None:
 
 
 def modification_time(info: dict[str, Any]) -> float:
-    """Return the modification time of a file, in seconds since the epoch, or 0 if the driver does not report it.
-
-    Args:
-        info: from fsspec's `info` or `find`.
-    """
+    """Return the modification time of a file, in seconds since the epoch, or 0 if the driver does not report it."""
     for name in ("LastModified", "last_modified", "mtime", "updated", "created"):  # s3fs, adlfs, gcsfs, gcsfs, memory
         value = info.get(name)
         if isinstance(value, datetime):

@@ -98,13 +98,7 @@ def find_orphans(store: Store, run: str | None = None, *, older_than: float, now
 
 def remove_orphan(store: Store, orphan: Orphan, now: float | None = None) -> bool:
     """Delete an orphan (files that no record needs), unless a process has begun to use it since `find_orphans`. Return
-    whether it was deleted.
-
-    Args:
-        store: the store that contains the orphan.
-        orphan: from `find_orphans`.
-        now: the current time by the store's clock (`leases.store_time`, which is called if not given).
-    """
+    whether it was deleted."""
     now = store_time(store) if now is None else now
     if orphan.kind == "unfinished attempt":
         return _remove_unfinished_attempt(store, orphan, now)

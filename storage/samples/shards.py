@@ -37,11 +37,6 @@ def read_table(store: Store, commit: Commit, name: str = "part") -> pa.Table:
 
     Only shards that the commit lists are read, after verifying their sizes and hashes. (In a local store the directory
     may contain other files.)
-
-    Args:
-        store: of the commit.
-        commit: of a rollout or an evaluation.
-        name: of the shards, TRAINED or BUFFER (commit.py).
     """
     files = sorted(record.path for record in commit.files if is_shard(record.path, name))
     shards = [Path(file).relative_to(commit.attempt or "") for file in files]

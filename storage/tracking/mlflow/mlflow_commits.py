@@ -47,12 +47,7 @@ _SOURCES = ("hf_checkpoint", "checkpoint", "export")  # inputs of conversions: a
 
 
 class RunPage:
-    """Logs what the main run of a Penstock run shows besides its commits.
-
-    Args:
-        runs: the MLflow runs of the Penstock run.
-        models: its logged models.
-    """
+    """Logs what the main run of a Penstock run shows besides its commits."""
 
     def __init__(self, runs: MlflowRuns, models: MlflowModels) -> None:
         self.client = runs.client
@@ -167,13 +162,7 @@ _MAX_SHARD_LINKS = 20  # previews of shards that a train run links to, the newes
 
 
 class MlflowCommits:
-    """Logs commits as MLflow objects.
-
-    Args:
-        runs: the MLflow runs of the Penstock run.
-        models: its logged models.
-        run_page: what the main run shows besides commits.
-    """
+    """Logs commits as MLflow objects."""
 
     def __init__(self, runs: MlflowRuns, models: MlflowModels, run_page: RunPage) -> None:
         self.client = runs.client

@@ -45,24 +45,14 @@ class _NewModel:
 
 
 class MlflowModels:
-    """Finds and creates logged models.
-
-    Args:
-        runs: the MLflow runs of the Penstock run.
-    """
+    """Finds and creates logged models."""
 
     def __init__(self, runs: MlflowRuns) -> None:
         self.runs = runs
         self._models: dict[tuple[str, str], LoggedModel] = {}  # tag by which it is found -> model
 
     def of_commit(self, key: str, commit: Commit, source_run: str | None = None) -> LoggedModel:
-        """Return the logged model of a converted model, checkpoint or export. It is created if missing.
-
-        Args:
-            key: of the commit record.
-            commit: of the model's files.
-            source_run: the MLflow run whose output the model is.
-        """
+        """Return the logged model of a converted model, checkpoint or export. It is created if missing."""
         return self._find_or_create(self._describe_commit(key, commit), source_run)
 
     def of_source(self, path: str) -> LoggedModel:
@@ -172,12 +162,7 @@ _POLICY = "penstock.policy"  # tag of a version: RUN/VERSION
 
 
 class MlflowRegistry:
-    """Derives MLflow's registered models from commits and decisions.
-
-    Args:
-        runs: the MLflow runs of the Penstock run.
-        models: its logged models.
-    """
+    """Derives MLflow's registered models from commits and decisions."""
 
     def __init__(self, runs: MlflowRuns, models: MlflowModels) -> None:
         self.client = runs.client

@@ -167,13 +167,7 @@ VIEW = "workflowType=machine_learning"  # MLflow's view "Model training"; its de
 
 
 class MlflowRuns:
-    """Finds and creates the experiment and the MLflow runs of one Penstock run.
-
-    Args:
-        client: of the MLflow server or database.
-        uri: of the MLflow server or database.
-        run: the Penstock run.
-    """
+    """Finds and creates the experiment and the MLflow runs of one Penstock run."""
 
     def __init__(self, client: MlflowClient, uri: str, run: TrackedRun) -> None:
         self.client = client

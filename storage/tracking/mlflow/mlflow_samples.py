@@ -56,13 +56,7 @@ _COLUMN_TYPES = {"int64": "long", "double": "double", "string": "string"}  # Arr
 
 
 def shards_dataset(key: str, commit: Commit, store_uri: str) -> Dataset:
-    """Return the samples of a rollout or an evaluation as an MLflow data set, e.g. `my-run/rollout/000012`.
-
-    Args:
-        key: of the commit record.
-        commit: of the shards.
-        store_uri: URI of the store.
-    """
+    """Return the samples of a rollout or an evaluation as an MLflow data set, e.g. `my-run/rollout/000012`."""
     directory = commit.attempt.rpartition("/")[0] if commit.attempt else key.removesuffix(commit_key(""))
     run, kind, *rest = directory.removeprefix("runs/").split("/")
     profile = {
@@ -161,11 +155,7 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class MlflowTraces:
-    """Logs a sample of each round as traces.
-
-    Args:
-        runs: the MLflow runs of the Penstock run.
-    """
+    """Logs a sample of each round as traces."""
 
     def __init__(self, runs: MlflowRuns) -> None:
         self.client = TracingClient(runs.uri)
@@ -260,13 +250,7 @@ class SamplePart:
 
 
 def split_sample(row: Row, commit: Commit, decode: Callable[[Sequence[int]], str | None]) -> list[SamplePart]:
-    """Return the parts of a sample: the sample itself, then its turns, tool results and reward.
-
-    Args:
-        row: the sample, as in its shard.
-        commit: of the rollout.
-        decode: tokens -> text, or None without a tokenizer.
-    """
+    """Return the parts of a sample: the sample itself, then its turns, tool results and reward."""
     end = commit.created_at - commit.seconds.get("write", 0.0)
     generated = end - commit.seconds.get("reward", 0.0)
     start = generated - commit.seconds.get("generate", 0.0)

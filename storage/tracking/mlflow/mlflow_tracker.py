@@ -174,11 +174,6 @@ def tracking_uri(store: Store, configured: str | None = None) -> str:
 def update_mlflow_registry(store: Store, model: str, policy_run: str) -> str | None:
     """Show the decisions about a model in MLflow: its registered versions and aliases.
 
-    Args:
-        store: with the decisions.
-        model: about which a decision was made.
-        policy_run: run of the policy of the decision; its MLflow is updated if it knows the run.
-
     Returns:
         why MLflow was not updated, or None if it was.
     """
