@@ -175,7 +175,7 @@ def test_records_since_a_start_without_an_end_are_sent_again(
             kind = name if name in ("start", "end") else "metrics"
             line = {"type": kind, "at": 1.0, "config": {}, "status": "FINISHED", "step": number, "metrics": {}}
             outbox.append(f"{name}-{len(keys)}-{number}", line)
-        delivery = Delivery(f"jsonl://{tmp_path}", RUN, tmp_path)
+        delivery = Delivery(uri, RUN, tmp_path)
         delivery.closing.set()  # as if it were killed after the delivery
         delivery.wake.set()
         delivery.thread.join()

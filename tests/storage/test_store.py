@@ -88,8 +88,10 @@ def test_reading_a_damaged_file_raises_an_error_that_names_it(
     store: Store, content: bytes | None, message: str
 ) -> None:
     commit = write(store, KEYS.rollout_prefix(0), b"data")
-    path = store.path(commit.files[0].path)
-    store.fs.rm_file(path) if content is None else store.fs.pipe_file(path, content)
+    key = commit.files[0].path
+    store.delete([key])
+    while content is not None and store.size(key) != len(content):  # the faulty store truncates some uploads
+        store.replace(key, content)
     with pytest.raises(StoreError, match=message.format(xxh3=commit.files[0].xxh3)), store.reading(commit):
         pass
 
