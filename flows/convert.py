@@ -22,9 +22,8 @@ from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.flows.terminal.console import TerminalConsole
 from penstock.stages.convert.config import ConvertConfig
 from penstock.stages.convert.targets import ASSETS_DIRECTORY, megatron_directory, open_parent_store, read_record
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key, is_run_name
 from penstock.storage.errors import OptionError
-from penstock.storage.keys import is_run_name
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 
 USAGE = """penstock convert --hf-checkpoint A [--save B] [--verify] [--mtp keep] [--convert-ranks N]
 penstock convert --load CHECKPOINT --save B [--origin-hf-dir A] [--export-dtype fp8] [--vocab-size N]

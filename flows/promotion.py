@@ -9,10 +9,10 @@ from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.runs import keys_of_run, open_store
 from penstock.stages.eval.comparison import Gate, check_gate
 from penstock.stages.eval.config import EvalConfig
+from penstock.storage.champions import Decision, Policy, champion, read_decisions, record_decision
+from penstock.storage.commit import RunKeys, commit_key
 from penstock.storage.errors import RunError
 from penstock.storage.history.run_record import read_run_record
-from penstock.storage.refs import RunKeys, commit_key
-from penstock.storage.registry import Decision, Policy, champion, read_decisions, record_decision
 from penstock.storage.store import Store
 
 CHAMPION = "champion:"  # `--hf-checkpoint champion:MODEL`

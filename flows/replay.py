@@ -27,10 +27,10 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.engine_options import run_placement
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
+from penstock.storage.commit import CheckpointRef, RunKeys, commit_key
 from penstock.storage.config import field_meta
 from penstock.storage.errors import InputError, OptionError, RunError
 from penstock.storage.history.run_record import read_run_record
-from penstock.storage.refs import CheckpointRef, RunKeys, commit_key
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:

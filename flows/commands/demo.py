@@ -18,9 +18,9 @@ from typing import NoReturn
 import penstock
 from penstock.flows.config import PostTrainConfig, read_toml, validate_config
 from penstock.flows.options.argv import activate_command, penstock_command
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError
-from penstock.storage.maintenance.leases import describe_live_drivers
-from penstock.storage.refs import RunKeys
+from penstock.storage.leases import describe_live_drivers
 from penstock.storage.store import Store
 
 DIRECTORY = "penstock-demo"

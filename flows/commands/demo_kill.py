@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.flows.terminal.console import TerminalConsole
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, PenstockError
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
 POLL_SECONDS = 0.2

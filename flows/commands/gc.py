@@ -13,12 +13,11 @@ from penstock.flows.options.argv import format_bytes, parse_number, short_repr, 
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError
-from penstock.storage.maintenance.leases import store_time
+from penstock.storage.leases import store_time
+from penstock.storage.maintenance.deletion import finish_interrupted_expiries, translate_write_errors
 from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
-from penstock.storage.maintenance.removal import translate_write_errors
-from penstock.storage.maintenance.retention import finish_interrupted_expiries
-from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
 DEFAULT_HOURS = 24.0

@@ -9,11 +9,11 @@ from penstock.flows.options.flags import parse_store_options
 from penstock.flows.promotion import promote_policy, roll_back
 from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import open_store
-from penstock.flows.trackers import update_mlflow_registry
 from penstock.stages.eval.comparison import Gate
+from penstock.storage.champions import Decision, read_decisions
 from penstock.storage.errors import OptionError
-from penstock.storage.registry import Decision, read_decisions
 from penstock.storage.store import Store
+from penstock.storage.tracking.mlflow.mlflow_tracker import update_mlflow_registry
 
 USAGE = """penstock promote RUN/VERSION --to MODEL --data-set NAME [--margin X] [--guard NAME=X,...] [--store URI ...]
 penstock promote --to MODEL [--rollback]

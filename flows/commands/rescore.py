@@ -15,10 +15,9 @@ from penstock.flows.options.paths import with_function_names
 from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import code_version, open_store, read_flow_and_config
 from penstock.flows.terminal.lines import format_with_interval
+from penstock.storage.commit import Commit, RunKeys, commit_key, eval_rewards
 from penstock.storage.errors import OptionError, RunError
-from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.store import Store
-from penstock.storage.tracking.lineage import eval_rewards
 
 if TYPE_CHECKING:
     from penstock.stages.eval.rescoring import Scoring

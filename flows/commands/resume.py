@@ -10,8 +10,8 @@ from penstock.flows.options.flags import parse_values, store_options_from_values
 from penstock.flows.runtime.preflight import TRAINING
 from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError
-from penstock.storage.refs import RunKeys
 
 USAGE = """penstock resume RUN [--store URI ...] [--dry-run]
 

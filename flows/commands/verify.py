@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from penstock.flows.options.argv import format_bytes, parse_run_argument, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import open_store
+from penstock.storage.commit import RunKeys
 from penstock.storage.maintenance.audit import Audit, audit_run
-from penstock.storage.refs import RunKeys
 
 USAGE = """penstock verify RUN [--no-hashes] [--store URI ...]
 

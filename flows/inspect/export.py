@@ -6,8 +6,8 @@ from penstock.flows import convert
 from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, format_bytes, split_args
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
+from penstock.storage.commit import Commit
 from penstock.storage.errors import OptionError
-from penstock.storage.refs import Commit
 
 USAGE = """penstock export RUN[/VERSION] --output DIR [--format hf|megatron|peft] [--store URI ...]
 

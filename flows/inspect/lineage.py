@@ -15,12 +15,12 @@ from penstock.flows.options.argv import format_bytes, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import open_store
 from penstock.flows.terminal.console import TerminalConsole
+from penstock.storage.commit import eval_rewards
 from penstock.storage.errors import OptionError
 from penstock.storage.history.lineage_graph import REFERENCES, LineageGraph, Node, find_node, read_lineage
 from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store
-from penstock.storage.tracking.lineage import eval_rewards
 
 USAGE = f"""penstock lineage REF [--json | --dot] [--store URI ...]
 

@@ -1,6 +1,6 @@
 """`penstock query`: SQL over the commits and samples of the runs in a store. Never writes to the store.
 
-storage/query.py defines the views; this file parses the request and prints the result.
+storage/sql_views.py defines the views; this file parses the request and prints the result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.flows.runtime.runs import keys_of_existing_run, open_store
 from penstock.flows.terminal.escape import escape_controls, unescaped
 from penstock.storage.disk import read_file
 from penstock.storage.errors import OptionError
-from penstock.storage.query import VIEWS, execute, list_columns, open_connection, sql_error
+from penstock.storage.sql_views import VIEWS, execute, list_columns, open_connection, sql_error
 
 if TYPE_CHECKING:
     import duckdb

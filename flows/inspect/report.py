@@ -21,9 +21,9 @@ from penstock.flows.config import list_options, validate_config
 from penstock.flows.options.argv import format_bytes, parse_integer, parse_run_argument, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import latest_schedule_options, open_store, unknown_run_error
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import DataError, InputError, OptionError, StoreError
 from penstock.storage.history.run_record import RunRecord, read_run_record, read_schedule_changes
-from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.report.data import OptionRow, ReportInput, collect_overview
 from penstock.storage.report.page import GENERATOR, build_page
 from penstock.storage.report.samples import DEFAULT_MAX_SAMPLES, collect_samples

@@ -17,9 +17,9 @@ from penstock.flows.options.argv import parse_integer, parse_run_argument, short
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store
 from penstock.flows.terminal.console import TerminalConsole
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.preemption import time_limit
-from penstock.storage.refs import RunKeys
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store

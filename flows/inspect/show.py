@@ -17,13 +17,11 @@ from penstock.flows.terminal.console import TerminalConsole
 from penstock.flows.terminal.lines import COLUMNS, format_with_interval, short_exponent
 from penstock.flows.terminal.panel import format_duration
 from penstock.flows.terminal.sparkline import sparkline
-from penstock.storage.commits import read_commits
+from penstock.storage.commit import Commit, RunKeys, eval_rewards
 from penstock.storage.errors import OptionError
-from penstock.storage.history.starts import Start, read_starts
-from penstock.storage.maintenance.leases import describe_live_drivers
-from penstock.storage.refs import Commit, RunKeys
-from penstock.storage.store import Store
-from penstock.storage.tracking.lineage import eval_rewards
+from penstock.storage.history.run_record import Start, read_starts
+from penstock.storage.leases import describe_live_drivers
+from penstock.storage.store import Store, read_commits
 
 USAGE = """penstock show RUN [--store URI ...]
 

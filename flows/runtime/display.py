@@ -34,9 +34,8 @@ from penstock.flows.terminal.lines import (
 from penstock.flows.terminal.panel import STAGES, Panel
 from penstock.flows.terminal.region import LiveRegion, can_redraw
 from penstock.flows.terminal.startup import end_wait
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit, eval_rewards
 from penstock.storage.secrets import redact
-from penstock.storage.tracking.lineage import eval_rewards
 
 ProgressCallback = Callable[[int, int], None]  # done, total
 

@@ -18,9 +18,9 @@ from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.runs import logs_of_run, open_store
 from penstock.flows.runtime.signals import stop_signals
 from penstock.flows.terminal.startup import end_wait, show_wait
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import InputError, PenstockError
 from penstock.storage.preemption import Preempted
-from penstock.storage.refs import RunKeys
 from penstock.storage.secrets import redact
 
 FLOWS = ("post_train", "sft", "convert", "evaluate")  # flows/<name>.py defines the flow <name>

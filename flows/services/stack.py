@@ -30,8 +30,8 @@ from penstock.flows.services.child_process import Service, choose_port
 from penstock.flows.services.work_pool import POOL, ensure_zombie_automation
 from penstock.storage.errors import StoreError
 from penstock.storage.store import Store
-from penstock.storage.tracking import tracking_uri
-from penstock.storage.tracking.mlflow.artifact_paths import ARTIFACTS, update_artifact_paths
+from penstock.storage.tracking.mlflow.mlflow_runs import ARTIFACTS, update_artifact_paths
+from penstock.storage.tracking.mlflow.mlflow_tracker import tracking_uri
 from penstock.storage.tracking.tracker import TrackedRun
 from penstock.storage.web.login import HOST, create_login, login_path, page_link, service_directory, with_login
 
@@ -124,7 +124,7 @@ def mlflow_server(port: int, database: str, logs: Path) -> Service:
     """Return the service of the MLflow UI for an SQLite database, with a new login."""
     create_login(port)
     artifacts = Path(database.removeprefix("sqlite:///")).absolute().parent / ARTIFACTS
-    command = [sys.executable, "-P", "-m", "penstock.storage.tracking.mlflow.server"]
+    command = [sys.executable, "-P", "-m", "penstock.storage.tracking.mlflow.mlflow_server"]
     command += ["--port", str(port), "--database", database, "--artifacts", str(artifacts)]
     environment = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     return Service("MLflow", command, logs / "mlflow.log", environment, ready=f"http://{HOST}:{port}/health")

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from penstock.storage.refs import Commit
-from penstock.storage.tracking.lineage import eval_rewards
+from penstock.storage.commit import Commit, eval_rewards
 
 MAX_COLUMNS = 100  # of the line of a round
 

@@ -41,7 +41,7 @@ from penstock.stages.train.spec import (
     TrainerSpec,
     TrainResult,
 )
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 from penstock.storage.store import Store
 
 QUERY_TIMEOUT = 60.0  # timeout in seconds of a query that does not touch the weights

@@ -13,13 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from penstock.storage.commits import read_commits
+from penstock.storage.commit import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.history.costs import RunCosts, close_starts, compute_costs
-from penstock.storage.history.run_record import ParentRecord, RunRecord, ScheduleChange
-from penstock.storage.history.starts import read_starts
-from penstock.storage.refs import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
+from penstock.storage.history.run_record import ParentRecord, RunRecord, ScheduleChange, read_starts
 from penstock.storage.secrets import mask_secrets
-from penstock.storage.store import Store
+from penstock.storage.store import Store, read_commits
 
 STAGE_KINDS = ("rollout", "step", "checkpoint", "eval", "export")  # stages of a run, as shown in the time line
 _EXPIRED = re.compile(r"(\d{6})\.expired\.json")

@@ -12,11 +12,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 from penstock.storage.report.data import to_json_number
 from penstock.storage.samples.sample import Status
-from penstock.storage.samples.shards import read_table
-from penstock.storage.samples.trained_tokens import read_trained_tokens
+from penstock.storage.samples.shards import read_table, read_trained_tokens
 from penstock.storage.store import Store
 
 SEED = 0

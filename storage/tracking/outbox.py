@@ -104,10 +104,6 @@ class Outbox:
         with open(os.open(self._refused, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as file:
             file.write(json.dumps({"reason": reason, "line": line}, ensure_ascii=False) + "\n")
 
-    def num_waiting(self) -> int:
-        """Return the number of lines that are not marked as delivered."""
-        return sum(1 for _ in self.lines_from(self.delivered_offset))
-
     def try_lock(self) -> bool:
         """Acquire the delivery lock, which is released when the process ends. Return False if another process holds
         it."""

@@ -18,8 +18,8 @@ from penstock.stages.convert.targets import copy_export, is_published, megatron_
 from penstock.stages.convert.to_hf import Origin, export_hf, export_to
 from penstock.stages.convert.to_megatron import export_megatron, import_megatron_checkpoint
 from penstock.stages.convert.to_torch_dist import convert_hf
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import OptionError, RunError
-from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
 
 

@@ -15,15 +15,14 @@ from penstock.flows.reporting.progress import describe_progress, evaluation_rewa
 from penstock.flows.runtime.runs import read_existing_record
 from penstock.flows.terminal.lines import seconds_by_stage, summary_rows
 from penstock.stages.eval.rescoring import Scoring
-from penstock.storage.commits import read_commits
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.query import execute, open_connection
-from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.report.data import ReportInput, collect_overview
 from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_samples
-from penstock.storage.store import Store
-from penstock.storage.tracking.lineage import Lineage
+from penstock.storage.sql_views import execute, open_connection
+from penstock.storage.store import Store, read_commits
+from penstock.storage.tracking.run_commits import RunCommits
 
 RESPONSES = [["0", "no 0"], ["2, or 3", "?..."], ["\\boxed{4}", "4..."], ["", "?"]]
 
@@ -78,7 +77,7 @@ def rescored_run(store: Store) -> list[Commit]:
 
 
 def curves_of_trackers(commits: list[Commit]) -> Collection[str]:
-    lineage = Lineage()
+    lineage = RunCommits()
     for number, commit in enumerate(commits):
         lineage.add(f"runs/r/evals/{number}", commit)
     return lineage.eval_curves()

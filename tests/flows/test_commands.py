@@ -9,7 +9,7 @@ import penstock_command
 import pytest
 
 from penstock.flows.commands.demo_model import make_tiny_data
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
 pytestmark = pytest.mark.integration

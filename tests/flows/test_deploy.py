@@ -31,8 +31,8 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from penstock.flows.runtime import prefect_api
 from penstock.flows.runtime.prefect_api import LAUNCHER
 from penstock.flows.services import deploy, work_pool
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError
-from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
 ROOT = Path(__file__).parents[2]

@@ -31,7 +31,7 @@ sys.stdin.read()"""
             {"PENSTOCK_SERVER_KEY": "x"},
             "API key; none on ports between its processes",
         ),
-        ("python -P -m penstock.storage.tracking.mlflow.server --port 1", {}, "login; checks Host and Origin"),
+        ("python -P -m penstock.storage.tracking.mlflow.mlflow_server --port 1", {}, "login; checks Host and Origin"),
         ("/x/ray/core/src/ray/gcs/gcs_server --a", {"RAY_AUTH_TOKEN": "x"}, "Ray token"),
         ("/x/ray/core/src/ray/gcs/gcs_server --a", {}, ""),
         ("/x/bin/python /x/bin/penstock train", {}, "Ray token, session keys; none on --prometheus-port"),

@@ -141,7 +141,7 @@ def test_ray_worker_of_a_script_beside_folders_of_our_names_imports_penstock(ins
         tmp_path,
         f"from {PACKAGES[-1]} import OWNER\n"
         "from penstock.engines.cluster import Cluster\n"
-        "from penstock.storage.keys import is_run_name\n"
+        "from penstock.storage.commit import is_run_name\n"
         "cluster = Cluster.start(None)\n"
         "try:\n"
         "    print(OWNER, cluster.run(is_run_name, 'a-run'))\n"

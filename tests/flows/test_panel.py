@@ -16,7 +16,7 @@ from penstock.flows.terminal.panel import Panel, describe_machine, format_durati
 from penstock.flows.terminal.region import LiveRegion, can_redraw
 from penstock.flows.terminal.sparkline import sparkline
 from penstock.flows.terminal.startup import end_wait, show_wait
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 
 CODES = re.compile(r"\x1b\[(\d*)([A-Za-z])|\x1b\]8;[^\x1b]*\x1b\\|(\r)|(\n)|([^\x1b\r\n]+)")
 

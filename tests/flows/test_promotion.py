@@ -16,9 +16,9 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.promotion import promote_policy, with_champion
 from penstock.flows.runtime.preflight import check_promotion_options
 from penstock.stages.eval.comparison import Gate
+from penstock.storage.champions import Decision, champion, read_decisions, record_decision
+from penstock.storage.commit import RunKeys, commit_key
 from penstock.storage.errors import DataError, OptionError, PromotionRefused, RunError
-from penstock.storage.refs import RunKeys, commit_key
-from penstock.storage.registry import Decision, champion, read_decisions, record_decision
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.store import Store
 from tests.storage.made_run import commit_files, commit_samples

@@ -23,8 +23,8 @@ from penstock.flows.terminal.console import TerminalConsole
 from penstock.flows.terminal.escape import escape_controls, escaped_output
 from penstock.flows.terminal.panel import Panel
 from penstock.flows.terminal.region import LiveRegion
+from penstock.storage.commit import Commit
 from penstock.storage.errors import OptionError
-from penstock.storage.refs import Commit
 from penstock.storage.store import Store
 from tests.storage import made_run
 

@@ -21,7 +21,7 @@ from penstock.engines.sglang.args import add_return_experts_flag
 from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.sglang.server import SGLangServer
 from penstock.stages.train.routing import EngineChoices
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_table, write_shards
 from penstock.storage.store import Store

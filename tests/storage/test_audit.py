@@ -11,10 +11,10 @@ from made_run import BATCH, ROWS, SAMPLES, commit_files, commit_samples, config_
 
 from penstock.flows.commands import fork, verify
 from penstock.flows.config import PostTrainConfig
+from penstock.storage.commit import Commit, RunKeys, commit_key, has_matching_digest, record_digest
 from penstock.storage.errors import StoreError
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.maintenance.retention import expire_checkpoints
-from penstock.storage.refs import Commit, RunKeys, commit_key, has_matching_digest, record_digest
+from penstock.storage.maintenance.deletion import expire_checkpoints
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store
 

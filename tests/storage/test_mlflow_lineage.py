@@ -14,14 +14,12 @@ from penstock.flows.commands import fork, promote
 from penstock.flows.inspect.track import main as track
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import read_flow_and_config
-from penstock.storage.commits import committed_prefixes
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key, encode_commit
 from penstock.storage.history.lineage_graph import read_lineage
-from penstock.storage.history.run_record import read_run_record
-from penstock.storage.history.starts import Start, record_start
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key, encode_commit
+from penstock.storage.history.run_record import Start, read_run_record, record_start
 from penstock.storage.samples.shards import read_samples
-from penstock.storage.store import Store
-from penstock.storage.tracking import retell
+from penstock.storage.store import Store, committed_prefixes
+from penstock.storage.tracking import tracker
 
 pytestmark = pytest.mark.integration
 
@@ -123,7 +121,7 @@ def test_links_lead_back(store: Store, database: Path) -> None:
 def test_evaluation_that_is_delivered_before_its_checkpoint_is_linked(
     store: Store, database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retell, "_BATCH", 1)
+    monkeypatch.setattr(tracker, "_BATCH", 1)
     client = send(store, database, "n")
     prefixes = [prefix for prefix in committed_prefixes(store, RunKeys("n")) if "/checkpoints/" in prefix]
     for prefix in prefixes:

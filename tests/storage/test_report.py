@@ -23,13 +23,13 @@ from made_run import BATCH, SAMPLES, commit_files, commit_samples, config_of, ma
 from penstock.flows.cli import main
 from penstock.flows.inspect.report import decode_tokens, make_report
 from penstock.flows.runtime.runs import open_run
-from penstock.storage.history.starts import Start, StartEnd, record_start
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
+from penstock.storage.history.run_record import Start, StartEnd, record_start
 from penstock.storage.report.data import find_gaps
 from penstock.storage.report.page import GENERATOR, embed
 from penstock.storage.report.samples import SAMPLES_PER_PAGE, collect_samples
 from penstock.storage.samples.sample import Sample, Status
-from penstock.storage.samples.trained_tokens import write_trained_tokens
+from penstock.storage.samples.shards import write_trained_tokens
 from penstock.storage.store import Store
 
 HOSTILE = "</script><img src=x onerror='window.attacked=1'><script>window.attacked=1</script><!-- \u2028 & \" '"

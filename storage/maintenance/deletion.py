@@ -1,4 +1,4 @@
-"""Checkpoint retention: select the checkpoints that a run keeps, and delete the others safely.
+"""Deletion of checkpoints and runs, safe beside drivers and forks, and repeatable after a kill.
 
 A checkpoint expires in this order: create a tombstone (`checkpoints/000020.expired.json`, which contains the commit),
 delete the commit record, delete the files, unless another run's commit lists them (forks share files). After a kill,
@@ -8,6 +8,11 @@ by orphans.py.
 The creation of a fork may race with an expiry. The fork writes its record, then looks for the checkpoint's record; the
 expiry deletes the checkpoint's record, then looks for the fork's record. So at least one of them sees the other: either
 the files are kept, or the fork starts without this checkpoint.
+
+The removal of a run creates the lease `removing.lease` and then looks for drivers and forks; a driver or a fork
+registers itself and then looks for `removing.lease`. So at least one of them sees the other. The run counts as removed
+once `removed.json` exists. If the removal is killed, the next `penstock rm`, `penstock gc --delete` or start of a run
+with the same name deletes the remaining files, `removed.json` last.
 """
 
 from __future__ import annotations
@@ -15,15 +20,16 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 
 from pydantic import model_validator
 
-from penstock.storage.errors import StoreError
+from penstock.storage.commit import Commit, Frozen, RunKeys, commit_key
+from penstock.storage.errors import RunError, StoreError
 from penstock.storage.history.run_record import ForkRecord, read_run_record
-from penstock.storage.refs import Commit, Frozen, RunKeys, commit_key
-from penstock.storage.store import Store
+from penstock.storage.leases import Lease, describe_lease_holder, describe_live_drivers, store_time
+from penstock.storage.store import Store, StoredFile, committed_prefixes
 
 _TOMBSTONE = re.compile(r"(\d+)\.expired\.json")
 _ATTEMPT = re.compile(r"runs/[^/]+/checkpoints/\d+/attempt-[^/]+")
@@ -91,7 +97,9 @@ def expire_checkpoints(
     if not candidates:
         return []
     kept = set(versions[-num_to_keep:]) | fork_point_versions(store, keys, versions)
-    kept |= adapter_base_versions(store, keys, versions)
+    commits = (store.committed(keys.checkpoint_prefix(version)) for version in versions)
+    bases = {commit.inputs.get("base") for commit in commits if commit}  # with the base weights of later adapters
+    kept |= {version for version in versions if commit_key(keys.checkpoint_prefix(version)) in bases}
     if best_metric is not None and (winner := best_version(store, keys, best_metric, versions)) is not None:
         kept.add(winner)
     expiring = [version for version in candidates if version not in kept]
@@ -131,13 +139,6 @@ def best_version(store: Store, keys: RunKeys, metric: str, versions: Collection[
             if not math.isnan(value):
                 scores[version] = value
     return max(scores, key=lambda version: (scores[version], version)) if scores else None
-
-
-def adapter_base_versions(store: Store, keys: RunKeys, versions: Collection[int]) -> set[int]:
-    """Return those of `versions`, the run's checkpoints, that have the base weights of adapters in later ones."""
-    commits = (store.committed(keys.checkpoint_prefix(version)) for version in versions)
-    bases = {commit.inputs.get("base") for commit in commits if commit is not None}
-    return {version for version in versions if commit_key(keys.checkpoint_prefix(version)) in bases}
 
 
 def fork_point_versions(store: Store, keys: RunKeys, versions: Collection[int]) -> set[int]:
@@ -196,3 +197,95 @@ def _delete_expired_checkpoint(store: Store, keys: RunKeys, version: int, tombst
         store.delete([commit_key(prefix)])
     if not is_checkpoint_used(store, keys, version, attempt):
         store.delete([record.path for record in tombstone.commit.files])
+
+
+# ---- removal of a run ------------------------------------------------------------------------------------------------
+
+
+def removal_marker_key(keys: RunKeys) -> str:
+    """Return the key of the file whose existence marks a run as removed."""
+    return f"{keys.prefix}/removed.json"
+
+
+def is_removed(store: Store, keys: RunKeys) -> bool:
+    """Return whether a run was removed. Some of its files may remain."""
+    return store.exists(removal_marker_key(keys))
+
+
+def describe_removing_process(store: Store, keys: RunKeys) -> str | None:
+    """Return a description of the process that is removing a run, or None."""
+    key = _removal_lease_key(keys)
+    return describe_lease_holder(store, key, store_time(store)) if store.exists(key) else None
+
+
+def remove_run(
+    store: Store, keys: RunKeys, *, own_lease: str | None = None, only_remains: bool = False
+) -> list[StoredFile]:
+    """Delete all files of a run and return them. Can be repeated after a kill.
+
+    Args:
+        store: the run's store.
+        keys: of the run.
+        own_lease: key of the caller's lease, if the caller is a driver that restarts the run from scratch.
+        only_remains: remove only what an earlier removal or an unfinished fork has left.
+
+    Raises:
+        RunError: a driver is running, another process is removing the run, a fork needs its files, or with
+            `only_remains` the run exists.
+        StoreError: the store is not writable.
+    """
+    if other := describe_removing_process(store, keys):
+        raise RunError(f"run {keys.run!r} is being removed by {other}: wait until that process ends")
+    lease = Lease(store, _removal_lease_key(keys))
+    try:
+        if not is_removed(store, keys):
+            if drivers := describe_live_drivers(store, keys, own_lease=own_lease):
+                raise RunError(f"run {keys.run!r} has a running driver, {drivers[0]}: stop it first")
+            others = (run for run in store.list("runs") if run != keys.run)
+            if forks := [run for run in others if _run_uses_files_of(store, RunKeys(run), keys)]:
+                raise RunError(f"run {keys.run!r} has files that its fork {forks[0]!r} needs: remove the fork first")
+            if only_remains and store.exists(keys.record):  # after the check for drivers, which create it
+                raise RunError(f"run {keys.run!r} exists: remove it with `penstock rm {keys.run}`")
+            store.create(removal_marker_key(keys), b"")  # empty, so that it can be created on a full disk
+        kept = {removal_marker_key(keys), lease.key, own_lease}
+        files = [file for file in store.walk(keys.prefix) if file.key not in kept]
+        store.delete([file.key for file in files])
+        store.remove_empty_directories(keys.prefix)
+        store.delete([removal_marker_key(keys)])
+    finally:
+        lease.release()
+    return files
+
+
+@contextmanager
+def translate_write_errors(store: Store) -> Iterator[None]:
+    """Turn an OSError inside the block into a StoreError."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StoreError(
+            f"store {store.uri} cannot be written ({reason}): mount it writable, free disk space, or run as its owner"
+        ) from error
+
+
+def _run_uses_files_of(store: Store, user: RunKeys, owner: RunKeys) -> bool:
+    """Return whether a run, or an unfinished fork, lists files of the run `owner` in its commits."""
+    try:
+        fork = store.read_record(ForkRecord, unfinished_fork_key(user))
+        if fork and fork.parent.run == owner.run:
+            return True
+        record = read_run_record(store, user)
+        parent = record.parent if record else None
+        while parent and parent.run != owner.run:
+            parent = parent.parent
+        if record and parent is None:
+            return False
+    except StoreError:  # a damaged record: decide by the commits
+        pass
+    commits = (store.committed(prefix) for prefix in committed_prefixes(store, user))
+    return any(commit is not None and (commit.attempt or "").startswith(f"{owner.prefix}/") for commit in commits)
+
+
+def _removal_lease_key(keys: RunKeys) -> str:
+    return f"{keys.prefix}/removing.lease"

@@ -19,16 +19,14 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs as pafs
 
-from penstock.storage.commits import committed_prefixes
+from penstock.storage.commit import BUFFER, TRAINED, Commit, RunKeys, commit_key
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import OptionError, PenstockError, RunError
 from penstock.storage.history.run_record import RunRecord, read_run_record
-from penstock.storage.maintenance.removal import is_removed
-from penstock.storage.maintenance.retention import expired_versions, read_tombstone
-from penstock.storage.refs import BUFFER, TRAINED, Commit, RunKeys, commit_key
+from penstock.storage.maintenance.deletion import expired_versions, is_removed, read_tombstone
 from penstock.storage.samples.sample import SCHEMA
-from penstock.storage.samples.trained_tokens import TOKENS_SCHEMA
-from penstock.storage.store import Store
+from penstock.storage.samples.shards import TOKENS_SCHEMA
+from penstock.storage.store import Store, committed_prefixes
 
 if TYPE_CHECKING:
     import duckdb
@@ -158,9 +156,6 @@ def open_connection(store: Store, runs: Sequence[str]) -> tuple[duckdb.DuckDBPyC
     """Return a DuckDB connection with the views of VIEWS, and the damaged runs, which the views lack: run -> problem.
 
     SQL statements cannot access files or change this restriction. Removed runs are left out.
-
-    Raises:
-        OptionError: DuckDB is not installed.
     """
     try:
         import duckdb
@@ -187,11 +182,7 @@ def open_connection(store: Store, runs: Sequence[str]) -> tuple[duckdb.DuckDBPyC
 
 
 def execute(connection: duckdb.DuckDBPyConnection, sql: str) -> tuple[list[str], duckdb.DuckDBPyConnection]:
-    """Execute SQL statements. Return the column names of the last one's result, and the cursor to fetch its rows from.
-
-    Raises:
-        OptionError: the SQL is invalid, or a shard cannot be read.
-    """
+    """Execute SQL statements. Return the column names of the last one's result, and the cursor to fetch its rows."""
     import duckdb
 
     try:
@@ -218,12 +209,7 @@ def list_columns(connection: duckdb.DuckDBPyConnection) -> dict[str, list[tuple[
 
 
 def read_run(store: Store, keys: RunKeys) -> _Contents:
-    """Return the contents of one run. They are empty if it was removed, or has neither a record nor commits.
-
-    Raises:
-        RunError: run.json is missing or damaged.
-        StoreError: a commit record is damaged.
-    """
+    """Return the contents of one run. They are empty if it was removed, or has neither a record nor commits."""
     contents = _Contents()
     if is_removed(store, keys):
         return contents

@@ -13,9 +13,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from penstock.storage.commit import Frozen, is_run_name
 from penstock.storage.errors import RunError
-from penstock.storage.keys import is_run_name
-from penstock.storage.refs import Frozen
 from penstock.storage.store import Store
 
 Action = Literal["promoted", "refused", "rolled back"]
@@ -73,6 +72,15 @@ class Decision(Frozen):
     forced: bool = False  # promoted although a condition does not hold
     at: float = Field(default_factory=time.time)
 
+    def __str__(self) -> str:
+        conditions = "; ".join(map(str, self.conditions))
+        return f"{self.action}{' (forced)' if self.forced else ''}: {conditions}"
+
+
+def policies_of(decisions: list[Decision]) -> list[Policy]:
+    """Return the policies of decisions, in order, each once."""
+    return list(dict.fromkeys(policy for d in decisions for policy in (d.candidate, d.champion) if policy))
+
 
 def list_models(store: Store) -> list[str]:
     """Return the names of the models about which the store has decisions."""
@@ -80,11 +88,7 @@ def list_models(store: Store) -> list[str]:
 
 
 def read_decisions(store: Store, model: str) -> list[Decision]:
-    """Return all decisions about a model, oldest first.
-
-    Raises:
-        StoreError: a record is damaged.
-    """
+    """Return all decisions about a model, oldest first."""
     directory = model_prefix(model)
     keys = [f"{directory}/{name}" for name in store.list(directory) if _NAME.fullmatch(name)]
     return [decision for key in keys if (decision := store.read_record(Decision, key))]
@@ -108,11 +112,7 @@ def record_decision(store: Store, model: str, after: int, decision: Decision) ->
 
 
 def model_prefix(model: str) -> str:
-    """Return the store prefix of a model's decisions.
-
-    Raises:
-        RunError: the name is not valid.
-    """
+    """Return the store prefix of a model's decisions."""
     if not is_run_name(model):
         raise RunError(
             f"{model[:80]!r} is not a valid model name: use letters, digits, dot, dash and underscore, and begin with "

@@ -14,7 +14,6 @@ if it is SEALED, `gc` keeps the attempt.
 
 from __future__ import annotations
 
-import builtins
 import errno
 import json
 import logging
@@ -23,43 +22,25 @@ import platform
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.storage import disk
+from penstock.storage.commit import JOURNAL, Commit, RunKeys, split_stage_key
 from penstock.storage.errors import StoreError
-from penstock.storage.refs import JOURNAL, Commit, RunKeys, split_stage_key
+from penstock.storage.file_store import NUM_REQUESTS, FileStore
 
 TTL = 600.0  # seconds after the last renewal at which a lease expires
 RENEW = 60.0  # seconds between renewals
 SEAL_LIMIT = 3600.0  # seconds after which the writer of a sealed attempt without a commit is considered dead
 _LAST_RENEWAL = 5.0  # seconds for which `Lease.stop_renewing` waits for a renewal in progress
 SEALED, CONDEMNED = b"sealed", b""  # CONDEMNED is empty, so that `gc` can create it on a full disk
-_NUM_SIZES = 16  # concurrent requests for file sizes
-_CLOCK = getattr(
-    time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC
-)  # also counts the time for which the machine was suspended
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # also counts the time in which the machine is suspended
 
 logger = logging.getLogger(__name__)
-
-
-class LeaseStore(Protocol):
-    """The store operations that leases need. `Store` implements them; it is not imported here, since store.py imports
-    this module."""
-
-    is_local: bool
-    root: str
-
-    def create(self, key: str, data: bytes) -> bool: ...
-    def replace(self, key: str, data: bytes) -> None: ...
-    def read(self, key: str) -> bytes | None: ...
-    def size(self, key: str) -> int | None: ...
-    def modified(self, key: str) -> float | None: ...
-    def list(self, prefix: str) -> builtins.list[str]: ...
-    def delete(self, keys: Iterable[str]) -> None: ...
 
 
 # ---- leases ----------------------------------------------------------------------------------------------------------
@@ -73,7 +54,7 @@ class Lease:
         StoreError, OSError: the lease cannot be written.
     """
 
-    def __init__(self, store: LeaseStore, key: str) -> None:
+    def __init__(self, store: FileStore, key: str) -> None:
         self.store, self.key = store, key
         self._ended = threading.Event()
         self._write()
@@ -113,7 +94,7 @@ def new_driver_lease_key(keys: RunKeys) -> str:
     return f"{keys.prefix}/drivers/{uuid.uuid4().hex[:12]}.lease"
 
 
-def describe_live_drivers(store: LeaseStore, keys: RunKeys, *, own_lease: str | None = None) -> list[str]:
+def describe_live_drivers(store: FileStore, keys: RunKeys, *, own_lease: str | None = None) -> list[str]:
     """Return a description (`describe_lease_holder`) of every running driver of a run, except the holder of
     `own_lease`."""
     directory = f"{keys.prefix}/drivers"
@@ -125,14 +106,9 @@ def describe_live_drivers(store: LeaseStore, keys: RunKeys, *, own_lease: str | 
     return [driver for lease in others if (driver := describe_lease_holder(store, lease, now))]
 
 
-def describe_lease_holder(store: LeaseStore, key: str, now: float) -> str | None:
-    """Return a description of a lease's holder (process id, host, last renewal), or None if the lease has ended.
-
-    Args:
-        store: the store that contains the lease.
-        key: key of the lease file.
-        now: the current time by the store's clock (`store_time`).
-    """
+def describe_lease_holder(store: FileStore, key: str, now: float) -> str | None:
+    """Return a description of a lease's holder (process id, host, last renewal), or None if the lease has ended
+    at `now` by the store's clock (`store_time`)."""
     modified, data = store.modified(key), store.read(key)
     if modified is None or data is None:
         return None
@@ -154,7 +130,7 @@ def describe_lease_holder(store: LeaseStore, key: str, now: float) -> str | None
     return f"process {process.get('pid', '?')} on {process.get('host', '?')} ({renewed})"
 
 
-def store_time(store: LeaseStore) -> float:
+def store_time(store: FileStore) -> float:
     """Return the current time by the clock that sets the modification times of files in the store, in seconds since the
     epoch. Falls back to the local clock if the store is not writable."""
     try:
@@ -211,7 +187,7 @@ def needs_lease(attempt: str) -> bool:
 
 
 @contextmanager
-def writer_lease(store: LeaseStore, attempt: str) -> Iterator[None]:
+def writer_lease(store: FileStore, attempt: str) -> Iterator[None]:
     """Hold the lease of an attempt during the block, so that `penstock gc` keeps its files. After the block the lease
     is not renewed, but protects the files for TTL seconds more, until the commit. An exception deletes the lease."""
     if not needs_lease(attempt):
@@ -231,7 +207,7 @@ class Seal:
     """The claim file (`claim_key`) with the content SEALED, created by a writer right before it commits its attempt;
     `penstock gc` keeps a sealed attempt."""
 
-    store: LeaseStore
+    store: FileStore
     attempt: str
     at: float  # creation time by _CLOCK
 
@@ -248,7 +224,7 @@ class Seal:
         _delete_keys_or_warn(self.store, [lease_key(self.attempt), claim_key(self.attempt)])
 
 
-def seal_attempt_against_deletion(store: LeaseStore, commit: Commit) -> Seal:
+def seal_attempt_against_deletion(store: FileStore, commit: Commit) -> Seal:
     """Claim the commit's attempt (claim file with the content SEALED), so that `penstock gc` cannot delete it, and
     check that the files of the commit still exist.
 
@@ -268,7 +244,7 @@ def seal_attempt_against_deletion(store: LeaseStore, commit: Commit) -> Seal:
                 "that gc was killed, `penstock gc --delete --older-than 0` deletes the remaining files)"
             )
     sizes = disk.map_in_threads(
-        lambda record: store.size(record.path), commit.files, 1 if store.is_local else _NUM_SIZES
+        lambda record: store.size(record.path), commit.files, 1 if store.is_local else NUM_REQUESTS
     )
     for record, size in zip(commit.files, sizes, strict=True):
         if size != record.bytes:
@@ -280,17 +256,12 @@ def seal_attempt_against_deletion(store: LeaseStore, commit: Commit) -> Seal:
     return Seal(store, attempt, at)
 
 
-def try_claim_for_deletion(store: LeaseStore, attempt: str, now: float) -> bool:
+def try_claim_for_deletion(store: FileStore, attempt: str, now: float) -> bool:
     """Claim an attempt for deletion by `penstock gc`. Return False if its writer holds a lease, or sealed it
     (`seal_attempt_against_deletion`) less than SEAL_LIMIT seconds ago.
 
     The attempt may have been committed before the claim. So the caller must then look for the commit and, if it exists,
     call `withdraw_deletion_claim` instead of deleting.
-
-    Args:
-        store: the store that contains the attempt.
-        attempt: key of the attempt.
-        now: the current time by the store's clock.
     """
     if describe_lease_holder(store, lease_key(attempt), now):
         return False
@@ -301,12 +272,12 @@ def try_claim_for_deletion(store: LeaseStore, attempt: str, now: float) -> bool:
     return sealed_at is not None and now - sealed_at > SEAL_LIMIT
 
 
-def withdraw_deletion_claim(store: LeaseStore, attempt: str) -> None:
+def withdraw_deletion_claim(store: FileStore, attempt: str) -> None:
     """Delete the claim that `try_claim_for_deletion` created."""
     _delete_keys_or_warn(store, [claim_key(attempt)])
 
 
-def _delete_keys_or_warn(store: LeaseStore, keys: list[str]) -> None:
+def _delete_keys_or_warn(store: FileStore, keys: list[str]) -> None:
     """Delete lease and claim files. A failure is only logged, since `penstock gc` deletes the files later."""
     try:
         store.delete(keys)

@@ -102,13 +102,7 @@ def confine_artifacts(root: Path) -> None:
 
 
 def serve(port: int, database: str, artifacts: Path) -> None:
-    """Run the server on loopback until SIGTERM.
-
-    Args:
-        port: of the server; its login exists already.
-        database: SQLAlchemy URI.
-        artifacts: directory of all artifacts.
-    """
+    """Run the server on loopback until SIGTERM."""
     artifacts.mkdir(parents=True, exist_ok=True)
     os.environ[BACKEND_STORE_URI_ENV_VAR] = database
     os.environ[ARTIFACT_ROOT_ENV_VAR] = artifacts.as_uri()  # also of use to runs that write to the database itself

@@ -1,7 +1,11 @@
-"""Samples of a round as traces: turns of the model, results of tools, and the parts of the reward.
+"""What MLflow shows of samples and prompts: data sets with previews, and the samples of a round as traces.
 
-A trace has an id that is derived from the sample, so a trace that is logged again replaces itself. Samples have no
-times of their own: the turns divide the time in which the round was generated in proportion to their tokens.
+A data set (a prompt file, the shards of a rollout, the samples of an evaluation) has a content digest, its number of
+rows, its schema and the policy version; a preview is a table among the artifacts of the MLflow run that uses it.
+
+A trace shows turns of the model, results of tools, and the parts of the reward. Its id is derived from the sample, so a
+trace that is logged again replaces itself. Samples have no times of their own: the turns divide the time in which the
+round was generated in proportion to their tokens.
 """
 
 from __future__ import annotations
@@ -15,21 +19,131 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from mlflow.entities import (
+    Dataset,
+    DatasetInput,
+    InputTag,
+    Span,
+    TraceInfo,
+    TraceLocation,
+    TraceState,
+)
+from mlflow.tracing.client import TracingClient
 
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import SCHEMA, Status
 from penstock.storage.samples.shards import is_shard
 from penstock.storage.store import Store
-from penstock.storage.tracking.mlflow.runs import MlflowRuns
+from penstock.storage.tracking.mlflow.mlflow_runs import MlflowRuns, replace_forbidden_characters
 
 if TYPE_CHECKING:
-    from mlflow.entities import LoggedModel, Span
+    from mlflow.entities import LoggedModel
     from tokenizers import Tokenizer
+
+Row = dict[str, Any]
+Rows = list[Row]
+logger = logging.getLogger(__name__)
+
+PREVIEW_ROWS, _PREVIEW_TEXT = 20, 2000  # rows of a preview, and characters of a cell
+_ROLE = "prompt_data/"  # inputs of rollouts and evaluations that are prompt files
+_COLUMN_TYPES = {"int64": "long", "double": "double", "string": "string"}  # Arrow -> MLflow
+
+
+def shards_dataset(key: str, commit: Commit, store_uri: str) -> Dataset:
+    """Return the samples of a rollout or an evaluation as an MLflow data set, e.g. `my-run/rollout/000012`."""
+    directory = commit.attempt.rpartition("/")[0] if commit.attempt else key.removesuffix(commit_key(""))
+    run, kind, *rest = directory.removeprefix("runs/").split("/")
+    profile = {
+        "num_rows": commit.num_samples(),
+        "num_files": len(commit.files),
+        "num_bytes": sum(file.bytes for file in commit.files),
+        "policy_version": commit.policy_version,
+    }
+    columns = [(column.name, _COLUMN_TYPES.get(str(column.type), "string")) for column in SCHEMA]
+    digest = _hash("".join(file.xxh3 for file in commit.files))
+    name = "/".join([run, kind.removesuffix("s"), *rest])
+    return make_dataset(name, digest, f"{store_uri.rstrip('/')}/{commit.attempt}", columns, profile)
+
+
+def prompt_files(commit: Commit) -> list[str]:
+    """Return the paths of the prompt files of a rollout or an evaluation."""
+    return [path for role, path in sorted(commit.inputs.items()) if role.startswith(_ROLE)]
+
+
+def prompt_dataset(commit: Commit, index: int, path: str, preview: Rows) -> Dataset:
+    """Return a prompt file as an MLflow data set. It is the same for all rounds and policy versions.
+
+    Args:
+        commit: of a rollout or an evaluation that used the file.
+        index: of the file among the prompt files of `commit`.
+        path: of the file.
+        preview: its first rows, from which the schema is taken.
+    """
+    segments = (commit.state.get("data_source") or {}).get("segments") or []
+    segments = [segment for segment in segments if segment["file"] == index]
+    profile = {"num_rows": sum(segment["rows"] for segment in segments)} if segments else {}
+    digest = _hash(" ".join(segment["digest"] for segment in segments) or path)  # the same in a moved store
+    columns = [(name, "string") for name in dict.fromkeys(name for row in preview for name in row)]
+    return make_dataset(path.rpartition("/")[2], digest, path, columns, profile)
+
+
+def read_preview(path: str) -> Rows:
+    """Return the first rows of a prompt file, with shortened texts; [] if the file cannot be read here."""
+    file = Path(path.partition("@[")[0])  # a path may end with a range of rows
+    try:
+        if file.suffix == ".parquet":
+            batch = next(pq.ParquetFile(file).iter_batches(batch_size=PREVIEW_ROWS), None)
+            rows = batch.to_pylist() if batch else []
+        else:
+            with file.open(encoding="utf-8") as lines:
+                rows = [json.loads(line) for line in islice(lines, PREVIEW_ROWS) if line.strip()]
+    except (OSError, ValueError, pa.ArrowException):
+        return []
+    return [{name: _preview(value) for name, value in row.items()} for row in rows if isinstance(row, dict)]
+
+
+def preview_table(rows: Rows) -> str:
+    """Return rows as the JSON of a table that MLflow shows."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    data = [[row.get(name, "") for name in columns] for row in rows]
+    return json.dumps({"columns": columns, "data": data}, ensure_ascii=False)
+
+
+def dataset_input(dataset: Dataset, context: str, commit: Commit | None = None) -> DatasetInput:
+    """Return a data set as input of an MLflow run. `context` is what it was used for, e.g. "training"."""
+    tags = [InputTag("mlflow.data.context", context)]
+    if commit is not None:
+        tags.append(InputTag("penstock.policy_version", str(commit.policy_version)))
+    return DatasetInput(dataset, tags)
+
+
+def make_dataset(name: str, digest: str, uri: str, columns: list[tuple[str, str]], profile: dict[str, Any]) -> Dataset:
+    """Return an MLflow data set. Its source has one of MLflow's types (`local`, `s3`, ...), so that the UI can open
+    it. `columns` are names and MLflow types."""
+    source_type = uri.split("://")[0] if "://" in uri else "local"
+    specs = [{"type": type, "name": column, "required": False} for column, type in columns]
+    schema = json.dumps({"mlflow_colspec": specs}) if specs else None
+    return Dataset(
+        replace_forbidden_characters(name), digest, source_type, json.dumps({"uri": uri}), schema, json.dumps(profile)
+    )
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _preview(value: Any) -> Any:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _PREVIEW_TEXT else f"{text[:_PREVIEW_TEXT]} ..."
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
 
 _UNUSED = ("rollout_logprobs", "routed_experts", "teacher_logprobs")
 _COLUMNS = [column for column in SCHEMA.names if column not in _UNUSED]
@@ -38,20 +152,12 @@ _BATCH, _MAX_ROWS = 32, 1024  # rows that are read at once, and at most, to find
 _MAX_TEXT, _MAX_PREVIEW = 20_000, 500  # characters of a text in a trace, and in the list of traces
 _THOUGHT = re.compile(r"\A.*</think>|<think>.*", re.DOTALL)  # it may begin in the prompt, or have no end
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-Row = dict[str, Any]
-logger = logging.getLogger(__name__)
 
 
 class MlflowTraces:
-    """Logs a sample of each round as traces.
-
-    Args:
-        runs: the MLflow runs of the Penstock run.
-    """
+    """Logs a sample of each round as traces."""
 
     def __init__(self, runs: MlflowRuns) -> None:
-        from mlflow.tracing.client import TracingClient
-
         self.client = TracingClient(runs.uri)
         self.runs = runs
 
@@ -67,8 +173,6 @@ class MlflowTraces:
         run = self.runs.run
         if run.store is None or not run.num_traces or commit.policy_version < 0:  # -1: demonstrations
             return
-        from mlflow.entities import TraceInfo, TraceLocation, TraceState
-
         links = {"mlflow.sourceRun": main_run} | ({"mlflow.modelId": model.model_id} if model else {})
         tags = {"penstock.round": str(commit.index), "penstock.shards": shards}
         spans: list[Span] = []
@@ -146,13 +250,7 @@ class SamplePart:
 
 
 def split_sample(row: Row, commit: Commit, decode: Callable[[Sequence[int]], str | None]) -> list[SamplePart]:
-    """Return the parts of a sample: the sample itself, then its turns, tool results and reward.
-
-    Args:
-        row: the sample, as in its shard.
-        commit: of the rollout.
-        decode: tokens -> text, or None without a tokenizer.
-    """
+    """Return the parts of a sample: the sample itself, then its turns, tool results and reward."""
     end = commit.created_at - commit.seconds.get("write", 0.0)
     generated = end - commit.seconds.get("reward", 0.0)
     start = generated - commit.seconds.get("generate", 0.0)
@@ -202,8 +300,6 @@ def split_by_mask(mask: Sequence[int]) -> Iterator[tuple[bool, int, int]]:
 
 def to_span(trace: bytes, number: int, part: SamplePart, failed: bool) -> Span:
     """Return part `number` of a sample as a span of the trace with the id `trace` (16 bytes); number 0 is its root."""
-    from mlflow.entities import Span
-
     attributes = {
         "mlflow.traceRequestId": f"tr-{trace.hex()}",
         "mlflow.spanType": part.type,

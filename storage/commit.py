@@ -15,13 +15,49 @@ import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.storage.errors import StoreError
-from penstock.storage.keys import validate_key
 from penstock.storage.samples.unicode_text import escape_invalid_text
 
-TRAINED, BUFFER = (
-    "part",
-    "buffer",
-)  # names of a rollout's shards: samples to train on, and groups buffered for a later round
+MAX_PART_BYTES, MAX_KEY_BYTES = 255, 1024  # limit of a file name on common file systems; limit of a key on S3
+
+RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+MAX_RUN_NAME = 200  # characters; leaves room for suffixes within the 255 bytes of a file name
+
+
+def describe_key_problem(key: str) -> str | None:
+    """Return why a store key is invalid, e.g. "is absolute", or None if it is valid. "", the root, is valid."""
+    if not key:
+        return None
+    parts = key.split("/")
+    if "\0" in key:
+        return "has a NUL character"
+    if key.startswith("/"):
+        return "is absolute"
+    if "" in parts:
+        return "has an empty part"
+    if "." in parts or ".." in parts:
+        return "has the part '.' or '..'"
+    sizes = [len(part.encode(errors="surrogatepass")) for part in parts]
+    if max(sizes) > MAX_PART_BYTES:
+        return f"has a part of {max(sizes)} bytes; {MAX_PART_BYTES} are allowed"
+    if (size := sum(sizes) + len(parts) - 1) > MAX_KEY_BYTES:
+        return f"has {size} bytes; {MAX_KEY_BYTES} are allowed"
+    return None
+
+
+def validate_key(key: str) -> str:
+    """Return a store key unchanged if it is valid (a validator for pydantic fields)."""
+    if problem := describe_key_problem(key):
+        raise ValueError(f"the key {key[:100]!r} {problem}: keys are relative paths inside the store")
+    return key
+
+
+def is_run_name(name: str) -> bool:
+    """Return whether `name` is a valid run name: at most 200 letters, digits, dots, dashes and underscores, beginning
+    with a letter or digit."""
+    return re.fullmatch(RUN_NAME, name) is not None and len(name) <= MAX_RUN_NAME
+
+
+TRAINED, BUFFER = "part", "buffer"  # names of a rollout's shards: samples to train on, and groups for a later round
 DEBUG_DATA = "debug_rollout_data"  # role of the file from which --load-debug-rollout-data has committed a rollout
 Kind = Literal["model", "rollout", "step", "checkpoint", "eval", "export"]
 
@@ -33,11 +69,7 @@ _ATTEMPT = re.compile(r"(?:runs/[^/]+/(?:checkpoints|exports)/\d+|models)/attemp
 
 
 def decode_record(model: type[Record], key: str, data: bytes) -> Record:
-    """Decode the JSON record `data` that was read from the store at `key`.
-
-    Raises:
-        StoreError: the record is malformed, or names a file outside the store.
-    """
+    """Decode the JSON record `data` that was read from the store at `key`."""
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
@@ -143,9 +175,24 @@ class Commit(BaseModel):
         evaluation's samples again, which is not an evaluation of the run and took none of its time; else `kind`."""
         return "rescore" if self.kind == "eval" and "samples" in self.inputs else self.kind
 
+    @property
+    def writer(self) -> str:
+        """The run that wrote the files; "" for models, which belong to no run, and for commits without files. In a fork
+        it is another run for the commits that are copies of its parent's."""
+        parts = (self.attempt or "").split("/")
+        return parts[1] if parts[0] == "runs" else ""
+
     def num_samples(self, name: str = TRAINED) -> int:
         """Return the number of rows in the committed shards `<name>-*.parquet` (TRAINED or BUFFER)."""
         return sum(file.rows or 0 for file in self.files if file.path.rpartition("/")[2].startswith(f"{name}-"))
+
+
+def eval_rewards(commit: Commit) -> dict[str, float]:
+    """Return the mean reward of each data set that `commit` evaluated: its metrics `eval/<task>`, but not
+    `eval/<task>-pass@4` and similar."""
+    names = [name for name in commit.summary if name.startswith("eval/") and name.count("/") == 1]
+    tasks = [name for name in names if not any(name.startswith(f"{other}-") for other in names)]
+    return {name.removeprefix("eval/"): commit.summary[name] for name in tasks}
 
 
 def encode_commit(commit: Commit) -> bytes:
