@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from penstock.flows.options.argv import check_run_name, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
-from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import open_store
+from penstock.flows.terminal.console import print_table
 from penstock.storage.errors import DataError, OptionError, RunError
 from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.store import Store

@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
 def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> int:
     """Create the model and the data, run the SFT flow and then the GRPO flow. Return the exit code."""
     from penstock.flows.runtime.runner import run_flow
-    from penstock.flows.terminal.startup import end_wait, show_wait
+    from penstock.flows.terminal.panel import end_wait, show_wait
 
     start_time = time.monotonic()
     create_marked_demo_directory(directory)

@@ -20,8 +20,7 @@ import psutil
 from penstock.flows.commands import plan
 from penstock.flows.install.uses import Targets, Use, planned_uses
 from penstock.flows.options.argv import penstock_command, short_repr, split_args
-from penstock.flows.runtime.display import print_table
-from penstock.flows.terminal.console import TerminalConsole
+from penstock.flows.terminal.console import TerminalConsole, print_table
 from penstock.storage.errors import OptionError
 
 USAGE = """penstock doctor [--store URI ...] [--ray-address HOST:PORT] [--mlflow-tracking-uri URL]

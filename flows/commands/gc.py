@@ -11,8 +11,8 @@ import time
 from penstock.flows.commands import residue
 from penstock.flows.options.argv import format_bytes, parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
-from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store
+from penstock.flows.terminal.console import print_table
 from penstock.storage.errors import OptionError
 from penstock.storage.maintenance.leases import store_time
 from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan

@@ -7,8 +7,8 @@ import time
 from penstock.flows.options.argv import parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.promotion import promote_policy, roll_back
-from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import open_store
+from penstock.flows.terminal.console import print_table
 from penstock.flows.trackers import update_mlflow_registry
 from penstock.stages.eval.promotion import Gate
 from penstock.storage.errors import OptionError

@@ -12,8 +12,8 @@ from penstock.flows.config import PostTrainConfig, flag_of_field, validate_confi
 from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, parse_integer, short_repr, split_args
 from penstock.flows.options.paths import with_function_names
-from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import code_version, open_store, read_flow_and_config
+from penstock.flows.terminal.console import print_table
 from penstock.flows.terminal.lines import format_with_interval
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.refs import Commit, RunKeys, commit_key

@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 from penstock.flows.options.argv import parse_number, parse_run_argument, split_args
 from penstock.flows.options.flags import parse_store_options
-from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store
+from penstock.flows.terminal.console import print_table
 from penstock.storage.history.costs import IDLE, RunCosts, compute_costs
 
 USAGE = """penstock cost RUN [--rounds] [--price NUMBER] [--json] [--store URI ...]

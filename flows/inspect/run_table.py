@@ -7,8 +7,8 @@ import time
 from penstock.flows.config import RunConfig
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store
-from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import latest_schedule_options, open_store
+from penstock.flows.terminal.console import print_table
 from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import PenstockError, RunError
 from penstock.storage.history.run_record import read_run_record

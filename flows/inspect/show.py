@@ -14,9 +14,7 @@ from penstock.flows.options.nearby_stores import names_no_store, stores_with_run
 from penstock.flows.runtime.runs import latest_schedule_options, open_store, read_existing_record
 from penstock.flows.services.live_links import live_link
 from penstock.flows.terminal.console import TerminalConsole
-from penstock.flows.terminal.lines import COLUMNS, format_with_interval, short_exponent
-from penstock.flows.terminal.panel import format_duration
-from penstock.flows.terminal.sparkline import sparkline
+from penstock.flows.terminal.lines import COLUMNS, format_duration, format_with_interval, short_exponent, sparkline
 from penstock.storage.commits import read_commits
 from penstock.storage.errors import OptionError
 from penstock.storage.history.starts import Start, read_starts

@@ -17,7 +17,7 @@ from penstock.flows.options.argv import to_one_line
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.runs import logs_of_run, open_store
 from penstock.flows.runtime.signals import stop_signals
-from penstock.flows.terminal.startup import end_wait, show_wait
+from penstock.flows.terminal.panel import end_wait, show_wait
 from penstock.storage.errors import InputError, PenstockError
 from penstock.storage.preemption import Preempted
 from penstock.storage.refs import RunKeys

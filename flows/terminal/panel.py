@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ from statistics import median
 from rich.style import Style
 from rich.text import Text
 
-from penstock.flows.terminal.sparkline import sparkline
+from penstock.flows.reporting.log_format import json_line
+from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_redraw
+from penstock.flows.terminal.lines import format_duration, sparkline
 
 MAX_WIDTH = 100  # columns
 ETA_ROUNDS = 10  # rounds whose median duration gives the remaining time
@@ -222,13 +225,6 @@ def bar(done: int, total: int, width: int) -> list[tuple[str, str]]:
     return [("━" * filled, "green"), ("─" * (width - filled), "dim")]
 
 
-def format_duration(seconds: float) -> str:
-    """Format a duration: `0:05`, `12:34`, `1:02:03`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 def describe_machine(metrics: Mapping[str, float]) -> list[str]:
     """Return the use of CPU, memory and GPUs in words, from the metrics of system_metrics.py; of several GPUs the
     lowest and the highest value."""
@@ -249,3 +245,40 @@ def describe_machine(metrics: Mapping[str, float]) -> list[str]:
             low, high = f"{min(values):.0f}", f"{max(values):.0f}"
             words.append(f"{what}{low if low == high else f'{low}-{high}'}{unit}")
     return words
+
+
+# ---- before a run has a display ------------------------------------------------------------------------------------
+
+_shown: list[tuple[Panel, LiveRegion]] = []  # at most one, on a terminal
+
+
+def show_wait(text: str, *, run: str = "", as_json: bool = False, only_on_terminal: bool = False) -> None:
+    """Show what the command waits for now: on a terminal in one line that `end_wait` erases, otherwise as a line.
+
+    Args:
+        text: what it waits for.
+        run: name of the run, for JSON lines.
+        as_json: print a JSON line (--log-format json).
+        only_on_terminal: print nothing otherwise. A refused command prints nothing but its error.
+    """
+    console = TerminalConsole(file=sys.stdout, highlight=False)
+    if only_on_terminal and (as_json or not can_redraw(console)):
+        return
+    if as_json:
+        print(json_line("info", run, text), flush=True)
+    elif _shown:
+        _shown[0][0].phase = text
+    elif not can_redraw(console):
+        console.print(Text(f"· {text}", style="dim"), soft_wrap=True)
+    else:
+        panel = Panel(run, "", 0)
+        panel.phase = text
+        region = LiveRegion(console, panel.render_phase)
+        _shown.append((panel, region))
+        region.start()
+
+
+def end_wait() -> None:
+    """Erase what the command waited for. Safe to call twice."""
+    while _shown:
+        _shown.pop()[1].stop()
