@@ -1,21 +1,40 @@
 """`penstock setup`: install in the active environment what the wheel of Penstock cannot install by itself.
 
 A wheel cannot declare an order of installation or packages without their dependencies, which a machine without CUDA
-needs. Each step looks first at what is installed, so the command continues where an interrupted one has stopped.
+needs: torch comes first and alone (its CPU wheel), then everything with ordinary dependencies, then the packages whose
+pins would pull CUDA builds, without dependencies. torchvision must not be in site-packages (the registry's wheel is a
+CUDA build whose operators break every model import of transformers): it gets a folder of its own that only SGLang's
+server has on its path. Each step looks first at what is installed, so the command continues where an interrupted one
+has stopped; downloads and their repetition are pip's.
 """
 
 from __future__ import annotations
 
+import importlib
+import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
-from importlib.metadata import PackageNotFoundError
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from penstock.flows.install.requirements import checkout, declared
-from penstock.flows.install.steps import Step, installation_steps, run_step
+from penstock.flows.install.requirements import (
+    PROJECT,
+    checkout,
+    declared,
+    find_distribution,
+    installation_problem,
+    is_partly_installed,
+    lock_file,
+    missing_requirements,
+    read_lock,
+)
 from penstock.flows.options.argv import penstock_command, short_repr, split_args
 from penstock.storage.errors import InstallError, OptionError
 
@@ -23,7 +42,7 @@ USAGE = """penstock setup [--cpu | --cuda] [--with EXTRAS] [--torch-index URL] [
 
   Installs everything a run needs in the active Python environment, in the order that a machine with CUDA or without
   needs. Run it after `pip install --no-deps penstock-rl`; in a checkout it installs the checkout in editable mode.
-  It continues after an interruption and repeats a step that the network has failed; finished steps are skipped.
+  It continues after an interruption; finished steps are skipped, and pip repeats broken downloads.
 
   --cpu, --cuda   which engines to install; default: CUDA if nvidia-smi lists a GPU
   --with EXTRAS   optional parts, separated by commas; default s3,query. There are s3, gs, az (stores), query
@@ -34,6 +53,24 @@ USAGE = """penstock setup [--cpu | --cuda] [--with EXTRAS] [--torch-index URL] [
 FLAGS = {"--cpu": False, "--cuda": False, "--with": True, "--torch-index": True, "--check": False}
 DEFAULT_EXTRAS = "s3,query"
 LOG = "setup.log"  # in sys.prefix
+TORCH, TORCHVISION = "2.13.0", "0.28.0"
+SGLANG = {  # installed without dependencies where there is no CUDA
+    "sglang": "0.5.21",
+    "xgrammar": "0.2.7",
+    "apache-tvm-ffi": "0.1.11",
+    "compressed-tensors": "0.18.0",
+    "soundfile": "0.13.1",
+}
+PIP = "25.1"  # the first version that resumes an interrupted download
+REPORT_INTERVAL = 30.0  # seconds between reports of a slow step
+PIP_SETTINGS = {  # used unless the user has set them
+    "PIP_RETRIES": "10",
+    "PIP_RESUME_RETRIES": "50",
+    "PIP_DEFAULT_TIMEOUT": "60",
+    "PIP_PROGRESS_BAR": "off",
+    "PIP_NO_INPUT": "1",
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+}
 
 
 def main(argv: list[str]) -> int:
@@ -133,7 +170,150 @@ def has_cuda() -> bool:
     return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0
 
 
-if __name__ == "__main__":
-    from penstock.flows.cli import main as penstock
+# ---- the steps -------------------------------------------------------------------------------------------------------
 
-    sys.exit(penstock(["setup", *sys.argv[1:]]))
+
+@dataclass(frozen=True)
+class Step:
+    """One call of pip."""
+
+    name: str
+    find_missing: Callable[[], list[str]]  # lines about the packages that the step has to install; [] if it is done
+    arguments: tuple[str, ...]  # of `pip install`
+
+    def missing(self) -> list[str]:
+        """Return `find_missing()` for what is installed now, also by pip since the last call."""
+        importlib.invalidate_caches()
+        return self.find_missing()
+
+
+def installation_steps(kind: str, extras: Sequence[str], source: Path | None, torch_index: str | None) -> list[Step]:
+    """Return the steps of an installation.
+
+    Args:
+        kind: "cpu" or "cuda".
+        extras: extras of penstock-rl besides cpu or gpu.
+        source: a checkout to install in editable mode; None keeps the installed wheel.
+        torch_index: URL of the package index for torch and torchvision; None: pip's.
+
+    Raises:
+        InstallError: Penstock has no lock file for this Python version.
+    """
+    lock = lock_file(kind)
+    if not lock.exists():
+        found = ".".join(map(str, sys.version_info[:3]))
+        raise InstallError(
+            f"Python {found} found, Penstock needs 3.11 or 3.12: create the environment with one of them"
+        )
+    names = ("cpu" if kind == "cpu" else "gpu", *extras)
+    target = [f"{PROJECT}[{','.join(names)}]=={version(PROJECT)}"] if source is None else []
+    if source is not None:
+        target = ["--editable", f"{source}[{','.join(names)}]"]
+    index = ("--index-url", torch_index) if torch_index else ()
+    pins = read_lock(lock)
+
+    def missing_project() -> list[str]:
+        # Not on the whole import path: a checkout may have metadata of an earlier build.
+        installed = source is None or find_distribution(PROJECT, Path(sysconfig.get_path("purelib"))) is not None
+        return ([] if installed else [f"{PROJECT}: not installed"]) + missing_requirements(names, source, pins)
+
+    def missing_torchvision() -> list[str]:
+        installed = find_distribution("torchvision", sglang_site())
+        if installed is None or is_partly_installed(installed) or installed.version.partition("+")[0] != TORCHVISION:
+            return [f"torchvision {TORCHVISION}: not in {sglang_site()}"]
+        return []
+
+    steps = [
+        Step("pip", lambda: _problems({"pip": f">={PIP}"}), ("--upgrade", f"pip>={PIP}")),
+        Step(f"torch {TORCH}", lambda: missing_torch(kind), (f"torch=={TORCH}", *index)),
+        Step(
+            f"penstock, ray, prefect, mlflow, megatron-core ({', '.join(names)})",
+            missing_project,
+            ("--constraint", str(lock), *target),
+        ),
+    ]
+    if kind == "cpu":
+        exact = {name: f"=={pin}" for name, pin in SGLANG.items()}
+        steps += [
+            Step(
+                f"sglang {SGLANG['sglang']}",
+                lambda: _problems(exact),
+                ("--no-deps", *(name + pin for name, pin in exact.items())),
+            ),
+            Step(
+                "torchvision, in a folder for SGLang",
+                missing_torchvision,
+                ("--no-deps", "--upgrade", "--target", str(sglang_site()), f"torchvision=={TORCHVISION}", *index),
+            ),
+        ]
+    return steps
+
+
+def sglang_site() -> Path:
+    """Return the folder that only SGLang's server has on its import path (engines/sglang/launch.py)."""
+    return Path(sys.prefix) / "sglang-site"
+
+
+def missing_torch(kind: str) -> list[str]:
+    """Return what is wrong with the installed torch: missing, another version, or a build for the other kind."""
+    if problems := _problems({"torch": f"=={TORCH}"}):
+        return problems
+    found = version("torch")
+    if kind == "cuda" and found.endswith("+cpu"):
+        return [f"torch: {found} is a build without CUDA (use a new environment)"]
+    if kind == "cpu" and re.search(r"\+cu\d", found):
+        return [f"torch: {found} is a build for CUDA (use a new environment)"]
+    return []
+
+
+def _problems(specifiers: dict[str, str]) -> list[str]:
+    found = [installation_problem(name, specifier) for name, specifier in specifiers.items()]
+    return [problem for problem in found if problem]
+
+
+def run_step(step: Step, log: Path) -> None:
+    """Run a step with pip, and check that it has installed everything. Packages that an interrupted installation left
+    in part are installed again.
+
+    Raises:
+        InstallError: pip failed, or packages are still missing.
+    """
+    partly = [line.partition(":")[0] for line in step.missing() if "installed in part" in line]
+    if partly and "--target" not in step.arguments:
+        pinned = [f"{name}=={version(name)}" for name in partly]
+        run_pip(("--no-deps", "--ignore-installed", *pinned), log)
+    run_pip(step.arguments, log)
+    if missing := step.missing():
+        raise InstallError(f"pip has finished, but this is still missing: {'; '.join(missing[:5])}; its log is {log}")
+
+
+def run_pip(arguments: Sequence[str], log: Path) -> None:
+    """Run `pip install` with `arguments`. Append its output to `log`, and print the log's last line now and then.
+
+    Raises:
+        InstallError: pip failed.
+    """
+    command = [sys.executable, "-m", "pip", "install", *arguments]
+    with log.open("ab") as out:
+        start = out.tell()
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**PIP_SETTINGS, **os.environ})
+    try:
+        while process.poll() is None:
+            try:
+                process.wait(REPORT_INTERVAL)
+            except subprocess.TimeoutExpired:
+                print(f"\n    {_printed_lines(log, start)[-1][:100]} ...", end="", flush=True)
+    except BaseException:  # Ctrl-C: pip does not continue alone
+        process.terminate()
+        process.wait()
+        raise
+    if process.returncode:
+        lines = _printed_lines(log, start)
+        reason = ([line for line in lines if line.lower().startswith("error")] or lines)[-1][:160]
+        raise InstallError(f"pip failed: {reason}; its log is {log}. Finished downloads are kept: repeat the command")
+
+
+def _printed_lines(log: Path, start: int) -> list[str]:
+    """Return the lines of a log from a position on that are not empty, at least one."""
+    lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
+    return [line.strip() for line in lines if line.strip()] or ["no output"]

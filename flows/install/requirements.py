@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import re
 import sys
-import sysconfig
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -84,13 +83,9 @@ def missing_requirements(extras: Sequence[str], source: Path | None, pins: Mappi
         for extra in {"", *requirement.extras}:
             if (name, extra) not in visited:
                 visited.add((name, extra))
-                pending += _dependencies(name, extra)
+                needed = [_requirement(text) for text in distribution(name).requires or []]
+                pending += [each for each in needed if each.marker is None or each.marker.evaluate({"extra": extra})]
     return sorted(lines.values())
-
-
-def site_packages() -> Path:
-    """Return the folder into which pip installs packages."""
-    return Path(sysconfig.get_path("purelib"))
 
 
 def installation_problem(name: str, specifier: str, pin: str | None = None) -> str:
@@ -131,13 +126,6 @@ def is_partly_installed(installed: Distribution) -> bool:
 def normalize(name: str) -> str:
     """Return a package name as package indexes spell it: `PyYAML` -> `pyyaml`, `ruamel.yaml` -> `ruamel-yaml`."""
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _dependencies(name: str, extra: str) -> Iterator[Any]:
-    for text in distribution(name).requires or []:
-        requirement = _requirement(text)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-            yield requirement
 
 
 @functools.cache

@@ -17,9 +17,8 @@ from urllib.parse import urlsplit
 import psutil
 
 from penstock.flows.config import RunConfig
-from penstock.flows.install.command import has_cuda
+from penstock.flows.install.command import has_cuda, installation_steps
 from penstock.flows.install.requirements import checkout, lock_file, missing_requirements, read_lock
-from penstock.flows.install.steps import installation_steps
 from penstock.flows.options.argv import penstock_command
 from penstock.storage.errors import PenstockError
 from penstock.storage.secret_references import resolve_secrets
