@@ -43,6 +43,11 @@ def service_directory(port: int) -> Path:
     return state / "penstock" / "services" / str(port)
 
 
+def ports_with_login() -> list[int]:
+    """Return the ports of the web servers that this user has started, also of those that have ended."""
+    return sorted(int(path.parent.name) for path in service_directory(0).parent.glob("[0-9]*/login"))
+
+
 def create_login(port: int) -> str:
     """Return a new login (`penstock:SECRET`) for a start of the server at `port`, and write it to a private file. Links
     of earlier starts expire."""

@@ -141,6 +141,16 @@ def test_show_links_only_to_a_server_that_has_the_flow_run(origin: str, flow_run
     assert link_of_start(Start(host="h", flow_run=url)) == (url if is_shown else "")
 
 
+@pytest.mark.parametrize("recorded", ["{dead}/runs/flow-run/mine", "mine"])
+def test_show_links_to_a_present_server_that_shows_the_flow_run_of_an_earlier_one(origin: str, recorded: str) -> None:
+    port = int(origin.rpartition(":")[2])
+    create_login(port)
+    create_login(int(dead_origin().rpartition(":")[2]))
+    start = Start(host="h", flow_run=recorded.format(dead=dead_origin()))
+    assert link_of_start(start) == f"{origin}/open#/runs/flow-run/mine"
+    assert link_of_start(Start(host="h", flow_run="another")) == ""
+
+
 def test_show_links_to_the_page_of_a_start(stores: list[str], origin: str, capsys: pytest.CaptureFixture[str]) -> None:
     store = Store(stores[0])
     record_start(store, RunKeys("r"), Start(host="third", flow_run=f"{origin}/runs/flow-run/mine"))
