@@ -64,11 +64,7 @@ SPELLINGS |= {"--output-dir": "--convert-save", "--input-dir": "--convert-load"}
 
 
 def main(argv: list[str]) -> int:
-    """Run the command: a conversion as a flow, an export in this process. Return the exit code.
-
-    Raises:
-        InputError: an argument is invalid.
-    """
+    """Run the command: a conversion as a flow, an export in this process. Return the exit code."""
     from penstock.flows.options import flags
     from penstock.flows.runtime.runner import run_flow
 
@@ -107,11 +103,7 @@ def translate_flags(argv: Sequence[str]) -> list[str]:
 
 def with_hf_checkpoint(config: PostTrainConfig) -> PostTrainConfig:
     """Return the config with `hf_checkpoint` set. For an export it is `origin_hf_dir`, else `hf_checkpoint`, else
-    the Hugging Face directory that the checkpoint `convert_load` has recorded.
-
-    Raises:
-        OptionError: the checkpoint does not exist or records no directory, or options contradict each other.
-    """
+    the Hugging Face directory that the checkpoint `convert_load` has recorded."""
     options = config.convert
     if options.convert_save and "://" not in options.convert_save:
         options.convert_save = str(Path(options.convert_save).resolve())  # workers have other working directories
@@ -278,11 +270,7 @@ def progress_bar() -> Iterator[ProgressCallback | None]:
 
 
 def find_checkpoint(config: PostTrainConfig) -> Commit | str:
-    """Return the checkpoint `convert_load`: the path of a directory, or the commit of RUN or RUN/VERSION.
-
-    Raises:
-        OptionError: there is neither such a directory nor such a commit.
-    """
+    """Return the checkpoint `convert_load`: the path of a directory, or the commit of RUN or RUN/VERSION."""
     name = config.convert.convert_load or ""
     path = Path(name)
     if path.is_dir():

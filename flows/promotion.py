@@ -22,10 +22,6 @@ def promote_policy(store: Store, model: str, reference: str, gate: Gate, *, forc
     """Decide whether the policy `RUN/VERSION` becomes the champion of `model`, and record the decision.
 
     Promoting the champion again changes nothing and returns the decision that promoted it.
-
-    Raises:
-        RunError: the policy has no checkpoint or no evaluation, or another process has promoted meanwhile.
-        DataError: candidate and champion were not evaluated on the same rows of the same data sets.
     """
     decisions = read_decisions(store, model)
     title, evaluations = find_evaluations_of_version(store, reference)
@@ -54,11 +50,7 @@ def gate_of(config: EvalConfig) -> Gate:
 
 
 def roll_back(store: Store, model: str) -> Decision:
-    """Make the policy champion again that was champion before the current one, and record the decision.
-
-    Raises:
-        RunError: there was no champion before.
-    """
+    """Make the policy champion again that was champion before the current one, and record the decision."""
     decisions = read_decisions(store, model)
     stack: list[Policy] = []  # champions, as if rollbacks had removed those that they replaced
     for decision in decisions:
@@ -74,11 +66,7 @@ def roll_back(store: Store, model: str) -> Decision:
 
 
 def find_policy(store: Store, reference: str) -> Policy:
-    """Return the policy `RUN/VERSION`, which must have a checkpoint.
-
-    Raises:
-        RunError: it has none.
-    """
+    """Return the policy `RUN/VERSION`, which must have a checkpoint."""
     run, _, version = reference.rpartition("/")
     keys, number = RunKeys(run), int(version)
     if number == 0 or store.committed(keys.checkpoint_prefix(number)) is None:
@@ -95,11 +83,7 @@ def find_policy(store: Store, reference: str) -> Policy:
 
 def with_champion(config: PostTrainConfig) -> PostTrainConfig:
     """Return the config with the champion's export in place of `--hf-checkpoint champion:MODEL`. A run that has started
-    keeps the model that it started with.
-
-    Raises:
-        RunError: there is no champion, or it has no export in a local store.
-    """
+    keeps the model that it started with."""
     checkpoint = config.convert.hf_checkpoint
     if not checkpoint.startswith(CHAMPION):
         return config

@@ -23,12 +23,7 @@ USAGE = """penstock eval --compare A B [--store URI ...]
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        InputError: a run or version does not exist, or the two policies were not evaluated on the same rows of a data
-            set.
-    """
+    """Run the command. Return 0."""
     positional, _, rest = split_args(argv, {"--compare": False})
     if len(positional) != 2:
         hint = f"; found {short_repr(' '.join(positional))}" if positional else ""
@@ -54,11 +49,7 @@ def main(argv: list[str]) -> int:
 
 def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str, dict[str, Commit]]:
     """Return (`RUN/VERSION`, data set name -> commit of its evaluation) for `RUN/VERSION`, or for `RUN`, which means
-    its newest evaluated version.
-
-    Raises:
-        RunError: the run or the version has no finished evaluation.
-    """
+    its newest evaluated version."""
     run, slash, version = run_and_version.partition("/")
     keys = RunKeys(check_run_name(run, "--compare"))
     if store.read(keys.record) is None:

@@ -46,11 +46,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str]) -> int:
-    """Parse the demo's options and run it. Return the exit code.
-
-    Raises:
-        OptionError: an option is invalid.
-    """
+    """Parse the demo's options and run it. Return the exit code."""
     parser = _Parser(prog="penstock demo", description="Make a tiny model and watch it learn.", allow_abbrev=False)
     parser.add_argument("--seed", type=int, default=0, help="seed of model, data order and prompt sampling (default 0)")
     parser.add_argument("--directory", type=Path, help=f"output directory (default {DIRECTORY}; with --kill its own)")
@@ -113,13 +109,7 @@ def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) 
 
 
 def remove_demo(directory: Path) -> None:
-    """Remove the files of an earlier demo from its directory; other files are kept. Links are removed, not followed.
-
-    Raises:
-        OptionError: the directory has no marker file of the demo, is a link, or contains the home or the current
-        directory.
-        RunError: a run in the directory has a live driver.
-    """
+    """Remove the files of an earlier demo from its directory; other files are kept. Links are removed, not followed."""
     if not directory.exists() and not directory.is_symlink():
         return
     check_removable_demo(directory)
@@ -159,11 +149,7 @@ def check_removable_demo(directory: Path) -> None:
 
 
 def create_marked_demo_directory(directory: Path) -> None:
-    """Create the demo's directory and, if it is empty, the marker file that allows --fresh to remove it.
-
-    Raises:
-        OptionError: the directory cannot be written.
-    """
+    """Create the demo's directory and, if it is empty, the marker file that allows --fresh to remove it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not any(directory.iterdir()):

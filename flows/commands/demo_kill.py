@@ -98,9 +98,6 @@ def run_demo_with_kills(directory: Path, run: str, *, seed: int, num_rollout: in
         run: name of the run in which processes are killed.
         seed: of the demo.
         num_rollout: rounds of the run, at least 4.
-
-    Raises:
-        OptionError: the demo in the directory has already trained too many rounds to kill processes in them.
     """
     console = TerminalConsole(highlight=False, soft_wrap=True)
     store, keys = str(directory / "store"), RunKeys(run)

@@ -60,11 +60,7 @@ class Finding:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0 if all checks passed or the planned run fits, 1 if not.
-
-    Raises:
-        InputError: an option is invalid, or is given without --plan.
-    """
+    """Run the command. Return 0 if all checks passed or the planned run fits, 1 if not."""
     _, own, _ = split_args(argv, plan.FLAGS)
     if "--plan" in own:
         return plan.main(argv)
@@ -91,11 +87,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse_targets(argv: list[str]) -> Targets:
-    """Return the services that the options name.
-
-    Raises:
-        InputError: an option is invalid, or is for --plan.
-    """
+    """Return the services that the options name."""
     from penstock.flows.options.flags import STORE_FLAGS, parse_store_options, split_flags
 
     positional, own, rest = split_args(argv, TARGETS)

@@ -35,13 +35,7 @@ USAGE = """penstock gc [RUN] [--delete] [--older-than HOURS] [--store URI ...]
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        RunError: the run does not exist.
-        OptionError: an argument is invalid.
-        StoreError: a record is damaged, or the store cannot be written.
-    """
+    """Run the command. Return 0."""
     positional, own, rest = split_args(argv, {"--delete": False, "--older-than": True})
     if len(positional) > 1:
         raise OptionError(f"penstock gc takes one run or none; found {short_repr(' '.join(positional))}")

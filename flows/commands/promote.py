@@ -35,11 +35,7 @@ _OWN = {
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0, or 1 if the promotion was refused.
-
-    Raises:
-        InputError: an option is invalid, or the policy cannot be compared.
-    """
+    """Run the command. Return 0, or 1 if the promotion was refused."""
     positional, own, rest = split_args(argv, _OWN)
     if len(positional) > 1 or "--to" not in own or (positional and "--rollback" in own):
         found = short_repr(" ".join(argv))
@@ -60,11 +56,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse_gate(own: dict[str, str]) -> Gate:
-    """Return the conditions that the command line gives.
-
-    Raises:
-        OptionError: an option is missing or malformed.
-    """
+    """Return the conditions that the command line gives."""
     if "--data-set" not in own:
         raise OptionError("penstock promote needs --data-set NAME, the evaluation that decides")
     guards = {}

@@ -49,12 +49,7 @@ _SCORING = {  # section -> options that are accepted
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        InputError: the run, version or data set does not exist, an option does not affect scoring, or the reward is
-        invalid.
-    """
+    """Run the command. Return 0."""
     positional, own, rest = split_args(argv, {"--rescore": True, "--version": True, "--dataset": True})
     if positional:
         raise OptionError(
@@ -104,9 +99,6 @@ def select_evaluations(store: Store, keys: RunKeys, version: str | None, data_se
         keys: the run's keys.
         version: only this policy version; None for all.
         data_set: only this data set; None for all.
-
-    Raises:
-        RunError: no evaluation matches.
     """
     if version is not None:
         version = str(parse_integer("--version", version))

@@ -22,11 +22,7 @@ USAGE = """penstock resume RUN [--store URI ...] [--dry-run]
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return the flow's exit code.
-
-    Raises:
-        InputError: the run does not exist, or an option is given that a resumed run cannot change.
-    """
+    """Run the command. Return the flow's exit code."""
     positional, own, rest = split_args(argv, {"--dry-run": False})
     flow, config = read_flow_and_resumed_config(parse_run_argument("resume", positional), rest)
     if "--dry-run" not in own:
@@ -45,12 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_flow_and_resumed_config(run: str, argv: Sequence[str]) -> tuple[str, PostTrainConfig]:
-    """Return the flow name and the config of a run, updated by the options of `penstock resume`.
-
-    Raises:
-        OptionError: an option is invalid.
-        RunError: the run does not exist, or its record is missing or damaged.
-    """
+    """Return the flow name and the config of a run, updated by the options of `penstock resume`."""
     given = parse_values(argv)
     if "run" in given.get("run", {}):
         raise OptionError("penstock resume takes the run's name as its first argument: leave out --run")

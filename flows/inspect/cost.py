@@ -24,12 +24,7 @@ USAGE = """penstock cost RUN [--rounds] [--price NUMBER] [--json] [--store URI .
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        RunError: the run does not exist.
-        OptionError: an argument is invalid.
-    """
+    """Run the command. Return 0."""
     positional, own, rest = split_args(argv, {"--rounds": False, "--json": False, "--price": True})
     run = parse_run_argument("cost", positional)
     price = parse_number("--price", own["--price"]) if "--price" in own else None

@@ -25,12 +25,7 @@ USAGE = """penstock export RUN[/VERSION] --output DIR [--format hf|megatron|peft
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return the exit code of the conversion.
-
-    Raises:
-        OptionError: an argument is invalid, or the run has no such checkpoint.
-        RunError: the name of the run is invalid.
-    """
+    """Run the command. Return the exit code of the conversion."""
     positional, own, rest = split_args(argv, {"--format": True, "--output": True})
     if own.get("--format") == "peft":
         return export_adapters(positional, own.get("--output"), rest)
@@ -38,12 +33,7 @@ def main(argv: list[str]) -> int:
 
 
 def export_adapters(positional: list[str], output: str | None, rest: list[str]) -> int:
-    """Write the adapters of a run's checkpoint as a PEFT directory. Return 0.
-
-    Raises:
-        OptionError: an argument is invalid, or the run has no such checkpoint.
-        ModelError: the checkpoint has no adapters.
-    """
+    """Write the adapters of a run's checkpoint as a PEFT directory. Return 0."""
     from penstock.engines.families import read_shape
     from penstock.stages.convert.adapters import export_peft
 

@@ -35,12 +35,7 @@ USAGE = f"""penstock lineage REF [--json | --dot] [--store URI ...]
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        OptionError: there is not exactly one reference, or both --json and --dot are given.
-        RunError: there is no such artifact.
-    """
+    """Run the command. Return 0."""
     positional, own, rest = split_args(argv, {"--json": False, "--dot": False})
     if len(positional) != 1:
         found = f"; found {short_repr(' '.join(positional))}" if positional else ""

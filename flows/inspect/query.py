@@ -48,12 +48,7 @@ _BATCH = 1024  # rows fetched at once
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        OptionError: an option or the SQL is invalid, or DuckDB is not installed.
-        RunError: a run of --run does not exist.
-    """
+    """Run the command. Return 0."""
     own_flags = {"--file": True, "--format": True, "--limit": True}
     positional, own, rest = split_args(argv, own_flags)
     runs, store_argv = split_runs(rest)

@@ -40,12 +40,7 @@ USAGE = f"""penstock report RUN [--output FILE] [--max-samples N] [--store URI .
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        RunError: the run does not exist.
-        OptionError: an argument is invalid, or the output file exists and is not a report.
-    """
+    """Run the command. Return 0."""
     positional, own, rest = split_args(argv, {"--output": True, "--max-samples": True})
     run = parse_run_argument("report", positional)
     max_samples = parse_integer("--max-samples", own.get("--max-samples", str(DEFAULT_MAX_SAMPLES)))
@@ -62,12 +57,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_report(store: Store, run: str, max_samples: int = DEFAULT_MAX_SAMPLES) -> str:
-    """Return the HTML of a run's report.
-
-    Raises:
-        RunError: the run does not exist, or its record is damaged.
-        StoreError: a commit or a shard is damaged.
-    """
+    """Return the HTML of a run's report."""
     keys = RunKeys(run)
     record = read_run_record(store, keys)
     if record is None:

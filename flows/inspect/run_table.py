@@ -23,11 +23,7 @@ USAGE = """penstock runs [--store URI ...]
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        OptionError: an option other than the store options is given.
-    """
+    """Run the command. Return 0."""
     run_config = parse_store_options(argv, "runs")
     stores = find_nearby_stores() if names_no_store(argv) else []
     for path in stores:

@@ -60,12 +60,7 @@ class Request:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        OptionError: an option is invalid, or two exclude each other.
-        RunError: the run, a round or the prompt does not exist.
-    """
+    """Run the command. Return 0."""
     positional, own, rest = split_args(argv, _OWN)
     request = parse_request(parse_run_argument("samples", positional), own)
     store = open_store(parse_store_options(rest, "samples"), probe=False)
@@ -84,11 +79,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse_request(run: str, own: dict[str, str]) -> Request:
-    """Parse the command's own options.
-
-    Raises:
-        OptionError: an option is invalid, or two exclude each other.
-    """
+    """Parse the command's own options."""
     for a, b in (("--round", "--rounds"), ("--worst", "--best"), ("--eval", "--round"), ("--eval", "--rounds")):
         if a in own and b in own:
             raise OptionError(f"{a} and {b} exclude each other: give one of them")
@@ -119,11 +110,7 @@ def parse_request(run: str, own: dict[str, str]) -> Request:
 
 
 def select_samples(store: Store, keys: RunKeys, request: Request) -> dict[int, list[Sample]]:
-    """Return the requested samples by round, or by policy version for evaluations; rounds without any are left out.
-
-    Raises:
-        RunError: a round or version has no samples, or the prompt does not occur in them.
-    """
+    """Return the requested samples by round, or by policy version for evaluations; rounds without any are left out."""
     numbers = request.numbers
     if numbers is None:
         numbers = tuple(_committed_numbers(store, keys, request.data_set))
@@ -166,9 +153,6 @@ def find_prompt(
         keys: the run's keys.
         request: with the value of --prompt.
         rounds: the samples of the requested rounds, which are searched first.
-
-    Raises:
-        RunError: no sample has it.
     """
     wanted = request.prompt or ""
     if row := re.fullmatch(r"(?:(\d+):)?(\d{1,8})", wanted):

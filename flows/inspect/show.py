@@ -34,12 +34,7 @@ _MAX_STARTS = 5  # newest starts that are printed
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        RunError: the run does not exist.
-        OptionError: an argument is invalid, or several stores have the run.
-    """
+    """Run the command. Return 0."""
     positional, _, rest = split_args(argv, {})
     run = parse_run_argument("show", positional)
     if names_no_store(rest):

@@ -55,13 +55,7 @@ _MAX_SHOWN = 5  # refused records that are printed
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0, or 1 if the tracker refused records.
-
-    Raises:
-        OptionError: an argument is invalid.
-        RunError: a run does not exist.
-        TrackerError: the tracker is not available.
-    """
+    """Run the command. Return 0, or 1 if the tracker refused records."""
     names, own, rest = split_args(argv, {"--to": True, "--tracking-uri": True, "--all": False})
     to = own.get("--to", "")
     if to not in TRACKERS:

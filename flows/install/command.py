@@ -74,12 +74,7 @@ PIP_SETTINGS = {  # used unless the user has set them
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0, or 1 if --check finds something missing.
-
-    Raises:
-        OptionError: an option is invalid.
-        InstallError: the environment cannot be used, or a step failed.
-    """
+    """Run the command. Return 0, or 1 if --check finds something missing."""
     positional, own, rest = split_args(argv, FLAGS)
     if positional or rest:
         raise OptionError(
@@ -103,11 +98,7 @@ def main(argv: list[str]) -> int:
 
 
 def install(steps: list[Step], log: Path) -> None:
-    """Run the steps that are not done, and check at the end that no later step has undone an earlier one.
-
-    Raises:
-        InstallError: a step failed.
-    """
+    """Run the steps that are not done, and check at the end that no later step has undone an earlier one."""
     for step in steps:
         if not step.missing():
             print(f"  done before  {step.name}", flush=True)
@@ -143,12 +134,7 @@ def print_missing(steps: list[Step]) -> int:
 
 
 def parse_extras(text: str, source: Path | None) -> list[str]:
-    """Return the extras named in --with.
-
-    Raises:
-        OptionError: Penstock does not have one of them.
-        InstallError: Penstock is neither installed nor a checkout.
-    """
+    """Return the extras named in --with."""
     try:
         known = declared(source)[1]
     except PackageNotFoundError as error:
@@ -195,9 +181,6 @@ def installation_steps(kind: str, extras: Sequence[str], source: Path | None, to
         extras: extras of penstock-rl besides cpu or gpu.
         source: a checkout to install in editable mode; None keeps the installed wheel.
         torch_index: URL of the package index for torch and torchvision; None: pip's.
-
-    Raises:
-        InstallError: Penstock has no lock file for this Python version.
     """
     lock = lock_file(kind)
     if not lock.exists():
@@ -273,11 +256,7 @@ def _problems(specifiers: dict[str, str]) -> list[str]:
 
 def run_step(step: Step, log: Path) -> None:
     """Run a step with pip, and check that it has installed everything. Packages that an interrupted installation left
-    in part are installed again.
-
-    Raises:
-        InstallError: pip failed, or packages are still missing.
-    """
+    in part are installed again."""
     partly = [line.partition(":")[0] for line in step.missing() if "installed in part" in line]
     if partly and "--target" not in step.arguments:
         pinned = [f"{name}=={version(name)}" for name in partly]
@@ -288,11 +267,7 @@ def run_step(step: Step, log: Path) -> None:
 
 
 def run_pip(arguments: Sequence[str], log: Path) -> None:
-    """Run `pip install` with `arguments`. Append its output to `log`, and print the log's last line now and then.
-
-    Raises:
-        InstallError: pip failed.
-    """
+    """Run `pip install` with `arguments`. Append its output to `log`, and print the log's last line now and then."""
     command = [sys.executable, "-m", "pip", "install", *arguments]
     with log.open("ab") as out:
         start = out.tell()

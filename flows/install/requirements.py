@@ -45,9 +45,6 @@ def declared(source: Path | None) -> tuple[list[str], dict[str, list[str]]]:
 
     Args:
         source: a checkout, whose pyproject.toml is read; None reads the metadata of the installed wheel.
-
-    Raises:
-        PackageNotFoundError: `source` is None and Penstock is not installed.
     """
     if source is not None:
         project = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -46,9 +46,6 @@ def ensure_prefect_api() -> str:
 
     Prefect's temporary server is not used: it outlives a killed process, is not restarted when it dies, and has no web
     pages. Our own server ends with this process, at exit, after Prefect has sent the last log lines.
-
-    Raises:
-        OptionError: the configured API rejects the login of this process.
     """
     from prefect.settings import (
         PREFECT_API_AUTH_STRING,

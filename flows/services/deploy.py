@@ -38,11 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(argv: list[str]) -> int:
-    """Run `penstock deploy` with `argv`. Return the exit code: 0 done, 1 `prefect deploy` failed.
-
-    Raises:
-        OptionError: an argument is invalid.
-    """
+    """Run `penstock deploy` with `argv`. Return the exit code: 0 done, 1 `prefect deploy` failed."""
     positional, own, rest = split_args(argv, FIELDS)
     if len(positional) > 1 or (not positional and (own or rest)):
         raise OptionError(
@@ -157,11 +153,7 @@ def deployment_exists(title: str) -> bool:
 
 
 def parse_schedule(own: dict[str, str]) -> Any:
-    """Return the Prefect schedule for the options --cron and --timezone in `own`; None without --cron.
-
-    Raises:
-        OptionError: the cron line or the time zone is invalid, or --timezone is given without --cron.
-    """
+    """Return the Prefect schedule for the options --cron and --timezone in `own`; None without --cron."""
     if "--cron" not in own:
         if "--timezone" in own:
             raise OptionError("--timezone has no effect without --cron: add --cron, or leave out --timezone")

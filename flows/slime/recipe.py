@@ -77,12 +77,7 @@ class Recipe:
 
 
 def main(argv: list[str]) -> int:
-    """Run `penstock import-slime`.
-
-    Raises:
-        OptionError: the script or an option is invalid.
-        ModelError: the script trains a model that is not supported.
-    """
+    """Run `penstock import-slime`."""
     positional, own, rest = split_args(argv, {"--output": True, "--run": False})
     if rest or len(positional) != 1:
         found = f"; found {short_repr(' '.join([*positional, *rest]))}" if positional or rest else ""
@@ -106,12 +101,7 @@ def main(argv: list[str]) -> int:
 
 
 def import_script(path: Path) -> Recipe:
-    """Return the recipe of a slime launch script.
-
-    Raises:
-        OptionError: the script cannot be read, does not start slime's training, or has unknown flags or invalid values.
-        ModelError: it trains a model of an architecture that is not supported.
-    """
+    """Return the recipe of a slime launch script."""
     try:
         script = read_script(path, lambda source: find_source(path, source), public_environment())
     except (OSError, ValueError) as error:
@@ -183,11 +173,7 @@ def check_architecture(script: Script, path: Path, argv: list[str]) -> None:
 
 
 def translate_flags(recipe: Recipe, argv: list[str]) -> None:
-    """Set the values of the recipe from the arguments of train.py.
-
-    Raises:
-        OptionError: flags are unknown; the message lists all of them.
-    """
+    """Set the values of the recipe from the arguments of train.py."""
     unknown, options_set = [], set[str]()
     for name, args in split_flags(argv):
         own = penstock_flags().get(name)

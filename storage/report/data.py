@@ -50,11 +50,7 @@ class ReportInput:
 
 
 def collect_overview(store: Store, keys: RunKeys, given: ReportInput) -> tuple[dict[str, Any], list[Commit]]:
-    """Return everything that the report shows except samples, and the run's commits in the order of their creation.
-
-    Raises:
-        StoreError: a commit is damaged.
-    """
+    """Return everything that the report shows except samples, and the run's commits in the order of their creation."""
     commits = read_commits(store, keys)
     rollouts, steps = ({c.index: c for c in commits if c.kind == kind} for kind in ("rollout", "step"))
     of_run = [commit for commit in commits if commit.listed_kind != "rescore"]

@@ -50,11 +50,7 @@ class ReportSamples:
 
 
 def collect_samples(store: Store, commits: Iterable[Commit], max_samples: int = DEFAULT_MAX_SAMPLES) -> ReportSamples:
-    """Read the samples of all rollouts and evaluations, or a selection of whole groups that is spread over them.
-
-    Raises:
-        StoreError: a shard is missing or damaged.
-    """
+    """Read the samples of all rollouts and evaluations, or a selection of whole groups that is spread over them."""
     commits = list(commits)
     steps = {commit.index: commit for commit in commits if commit.kind == "step"}
     sources = sample_sources(commits)
