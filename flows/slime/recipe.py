@@ -102,8 +102,10 @@ def main(argv: list[str]) -> int:
 
 def import_script(path: Path) -> Recipe:
     """Return the recipe of a slime launch script."""
+    secret = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH")
+    environment = {k: v for k, v in os.environ.items() if not is_secret_name(k) and not secret.search(k.upper())}
     try:
-        script = read_script(path, lambda source: find_source(path, source), public_environment())
+        script = read_script(path, lambda source: find_source(path, source), environment)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise OptionError(f"script {path} cannot be read ({reason}): give a slime launch script") from None
@@ -122,15 +124,6 @@ def import_script(path: Path) -> Recipe:
         f"{name}: set in the environment of this command, not in the script" for name in sorted(script.from_environment)
     ]
     return recipe
-
-
-def public_environment() -> dict[str, str]:
-    """Return the environment without variables that may have a secret."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not is_secret_name(name) and not re.search("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", name.upper())
-    }
 
 
 def find_source(script: Path, source: str) -> Path | None:
@@ -186,7 +179,9 @@ def translate_flags(recipe: Recipe, argv: list[str]) -> None:
         if any(UNKNOWN.search(arg) for arg in args) and not (args := resolve_unknown(recipe, name, args)):
             continue
         try:
-            check_engine_flag(name, args)
+            if name.startswith(ENGINE_PREFIXES) and own is None and not is_listed(name):
+                program, _, key = name.removeprefix("--").partition("-")
+                {"sglang": check_sglang_args, "router": check_router_args}[program]({key: args})
             if not is_ineffective(recipe, name, args):
                 apply_flag(recipe.values, name, args, options_set)
         except (OptionError, EngineError) as error:
@@ -214,13 +209,6 @@ def resolve_unknown(recipe: Recipe, name: str, args: list[str]) -> list[str]:
     reason = "config.json has it" if is_known else f"{first} is known only when the script runs"
     recipe.dropped.append(f"{' '.join([name, *args])}: {reason}")
     return []
-
-
-def check_engine_flag(name: str, args: list[str]) -> None:
-    """Check a flag of SGLang or its router, unless the table of slime's flags has it. Raises EngineError."""
-    if name.startswith(ENGINE_PREFIXES) and name not in penstock_flags() and not is_listed(name):
-        program, _, key = name.removeprefix("--").partition("-")
-        {"sglang": check_sglang_args, "router": check_router_args}[program]({key: args})
 
 
 def is_ineffective(recipe: Recipe, name: str, args: list[str]) -> bool:
