@@ -15,7 +15,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from penstock.flows.config import PostTrainConfig, validate_config
 from penstock.flows.options.argv import format_bytes
-from penstock.flows.runtime.conversion import ProgressCallback, run_conversion, run_export
+from penstock.flows.runtime.conversion import (
+    ProgressCallback,
+    existing_conversion,
+    existing_export,
+    run_conversion,
+    run_export,
+)
 from penstock.flows.runtime.prefect_api import wait_for_api
 from penstock.flows.runtime.preflight import preflight
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
@@ -70,24 +76,17 @@ def main(argv: list[str]) -> int:
 
     config = with_hf_checkpoint(flags.parse_config(translate_flags(argv)))
     preflight("convert", config)
-    existing = None if config.convert.convert_verify else find_result(config)
-    if existing is None and config.convert.convert_load is None:
+    options, store = config.convert, open_store(config.run, probe=False)
+    existing: CheckpointRef | None = None  # the result of an earlier command with the same files and options
+    if options.convert_load is not None:
+        existing = existing_export(store, find_checkpoint(config), options)
+    elif options.convert_verify or (existing := existing_conversion(store, options)) is None:
         return run_flow("convert", config)
     start = time.monotonic()
     with progress_bar() as report:
         ref = existing or export_checkpoint(config, report)
     print("\n".join(describe_result(config, ref, read_result_commit(config, ref), time.monotonic() - start)))
     return 0
-
-
-def find_result(config: PostTrainConfig) -> CheckpointRef | None:
-    """Return the result of an earlier command with the same files and options; None if there is none."""
-    from penstock.flows.runtime.conversion import existing_conversion, existing_export
-
-    store = open_store(config.run, probe=False)
-    if config.convert.convert_load is None:
-        return existing_conversion(store, config.convert)
-    return existing_export(store, find_checkpoint(config), config.convert)
 
 
 def translate_flags(argv: Sequence[str]) -> list[str]:
@@ -146,11 +145,7 @@ def check_megatron_names_options(options: ConvertConfig) -> None:
 
 @flow(name="convert", validate_parameters=True)
 def convert(config: PostTrainConfig) -> State[None]:
-    """Convert from or to Hugging Face files.
-
-    Args:
-        config: only `convert` and the store options are used.
-    """
+    """Convert from or to Hugging Face files."""
     config = with_hf_checkpoint(config)
     preflight("convert", config)
     start = time.monotonic()
@@ -193,19 +188,16 @@ def describe_result(config: PostTrainConfig, ref: CheckpointRef, commit: Commit,
 # ---- tasks -----------------------------------------------------------------------------------------------------------
 
 
-def _conversion_task_decorator(name: str) -> Any:
-    """Return the decorator of a Prefect task with two retries, except after a ValueError."""
-    return task(
-        name=name,
-        retries=2,
-        retry_delay_seconds=2,
-        retry_condition_fn=lambda task, run, state: not isinstance(state.data, ValueError),
-        persist_result=False,
-        cache_policy=NO_CACHE,
-    )
+_TASK: dict[str, Any] = {  # two retries, except after a ValueError
+    "retries": 2,
+    "retry_delay_seconds": 2,
+    "retry_condition_fn": lambda task, run, state: not isinstance(state.data, ValueError),
+    "persist_result": False,
+    "cache_policy": NO_CACHE,
+}
 
 
-@_conversion_task_decorator("convert")
+@task(name="convert", **_TASK)
 def convert_checkpoint(config: PostTrainConfig, report: ProgressCallback | None) -> CheckpointRef:
     """Convert Hugging Face -> torch_dist, or return the result of an earlier conversion."""
     with ray_cluster(config) as cluster:
@@ -221,7 +213,7 @@ def export_checkpoint(config: PostTrainConfig, report: ProgressCallback | None) 
         return run_export(cluster, open_store(config.run), find_checkpoint(config), config.convert, report=report)
 
 
-@_conversion_task_decorator("verify")
+@task(name="verify", **_TASK)
 def verify_checkpoint(config: PostTrainConfig, ref: CheckpointRef, commit: Commit) -> list[tuple[str, str]]:
     """Compare a converted model with its Hugging Face files. Return the lines of the report as (title, text)."""
     from penstock.stages.convert.verify import verify_existing

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     positional, own, rest = split_args(argv, {"--from": True, "--to": True, "--json": True})
     run, options, given = parse_run_argument("replay", positional), parse_own_flags(own), parse_config(rest)
     placement = placement_options(given)
-    check_replay(run, given.run, placement, **options)
+    check_replay(run, given.run, placement, options.get("first", 0), options.get("last"))
     from penstock.stages.train.restore import ReplayError
 
     try:
@@ -90,14 +90,10 @@ def replay(
         last: policy version to end at; default the last committed one.
         json_file: file to write each round's verdict, weight digest and metrics to.
     """
-    from penstock.stages.train.restore import ReplayError, newest_checkpoint
+    from penstock.stages.train.restore import ReplayError
 
-    config = _replay_config(run, where, placement or {})
+    config, begin, last = check_replay(run, where, placement or {}, first, last)
     store, keys = open_store(config.run, probe=False), RunKeys(run)
-    trained = len(store.committed_indices(f"{keys.prefix}/steps"))
-    last = trained if last is None else last
-    begin = newest_checkpoint(store, keys, first)
-    _check_versions_are_replayable(store, keys, config, first, last, trained, begin)
     origin = f"checkpoint {begin}" if begin else "the initial weights"
     print(f"replaying {run}: rounds {begin} to {last - 1}, from {origin}; waiting for the trainer", flush=True)
     rounds: list[ReplayResult] = []
@@ -147,14 +143,10 @@ def parse_own_flags(own: dict[str, str]) -> dict[str, Any]:
 
 
 def check_replay(
-    run: str,
-    where: RunConfig,
-    placement: dict[str, Any],
-    first: int = 0,
-    last: int | None = None,
-    json_file: str | None = None,
-) -> None:
-    """Check that a run can be replayed, before any process starts. The arguments are those of `replay`."""
+    run: str, where: RunConfig, placement: dict[str, Any], first: int = 0, last: int | None = None
+) -> tuple[PostTrainConfig, int, int]:
+    """Check that a run can be replayed from policy version `first` to `last`, before any process starts. Return the
+    config of the replay, the checkpoint to start at, and the last version."""
     from penstock.flows.runtime.preflight import check_layout
     from penstock.stages.train.restore import newest_checkpoint
 
@@ -162,10 +154,11 @@ def check_replay(
     check_option_values(config.train.megatron)
     store, keys = open_store(config.run, probe=False), RunKeys(run)
     trained = len(store.committed_indices(f"{keys.prefix}/steps"))
-    _check_versions_are_replayable(
-        store, keys, config, first, trained if last is None else last, trained, newest_checkpoint(store, keys, first)
-    )
+    last = trained if last is None else last
+    begin = newest_checkpoint(store, keys, first)
+    _check_versions_are_replayable(store, keys, config, first, last, trained, begin)
     check_layout(_read_model_shape(store, keys), config.train)
+    return config, begin, last
 
 
 def placement_options(given: PostTrainConfig) -> dict[str, Any]:
