@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from penstock.flows.commands import residue
+from penstock.flows.commands.local_processes import print_or_delete_residue
 from penstock.flows.options.argv import format_bytes, parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
             removed = delete_orphans(store, found, run, older_than)
     print_orphans(store, found, removed)
     if run is None:
-        residue.print_or_delete_residue(delete="--delete" in own)
+        print_or_delete_residue(delete="--delete" in own)
     return 0
 
 

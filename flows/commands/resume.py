@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.flows.config import PostTrainConfig
+from penstock.flows.inspect.dry_run import dry_run
 from penstock.flows.options.argv import parse_run_argument, split_args
 from penstock.flows.options.flags import parse_values, store_options_from_values, update_config_from_argv
+from penstock.flows.options.resolve import resolve_config
 from penstock.flows.runtime.preflight import TRAINING
 from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
+from penstock.flows.runtime.schedule import is_complete
 from penstock.storage.errors import OptionError
 from penstock.storage.refs import RunKeys
 
@@ -27,10 +30,6 @@ def main(argv: list[str]) -> int:
     flow, config = read_flow_and_resumed_config(parse_run_argument("resume", positional), rest)
     if "--dry-run" not in own:
         return run_flow(flow, config)
-    from penstock.flows.inspect.dry_run import dry_run
-    from penstock.flows.options.resolve import resolve_config
-    from penstock.flows.runtime.schedule import is_complete
-
     if is_complete(flow, resolve_config(flow, config)):
         print(f"run {config.run.run} is complete: the same command without --dry-run starts nothing")
         return 0

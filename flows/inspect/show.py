@@ -12,7 +12,6 @@ from penstock.flows.options.argv import parse_run_argument, penstock_command, sp
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.options.nearby_stores import names_no_store, stores_with_run
 from penstock.flows.runtime.runs import latest_schedule_options, open_store, read_existing_record
-from penstock.flows.services.live_links import live_link
 from penstock.flows.terminal.console import TerminalConsole
 from penstock.flows.terminal.lines import COLUMNS, format_duration, format_with_interval, short_exponent, sparkline
 from penstock.storage.commits import read_commits
@@ -22,7 +21,7 @@ from penstock.storage.maintenance.leases import describe_live_drivers
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
 from penstock.storage.tracking.lineage import eval_rewards
-from penstock.storage.web.login import HOST, ports_with_login
+from penstock.storage.web.login import HOST, live_link, ports_with_login
 
 USAGE = """penstock show RUN [--store URI ...]
 

@@ -74,14 +74,7 @@ def main(argv: list[str]) -> int:
 
 
 def retell_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> int:
-    """Send a run's commits to a tracker, and print what was sent. Return the number of refused records.
-
-    Args:
-        store: the run's store.
-        keys: the run's keys.
-        to: one of TRACKERS.
-        given: the tracker's options on the command line, which override those that the run has recorded.
-    """
+    """Send a run's commits to a tracker, and print what was sent. Return the number of refused records."""
     record = read_existing_record(store, keys)
     if to == "wandb" and (drivers := describe_live_drivers(store, keys)):
         raise RunError(f"run {keys.run!r} is driven by {drivers[0]}, and W&B accepts one writer: wait until it ends")

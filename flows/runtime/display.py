@@ -20,7 +20,6 @@ from rich.text import Text
 from penstock.flows.options.argv import penstock_command
 from penstock.flows.reporting.log_format import json_line
 from penstock.flows.runtime import environment
-from penstock.flows.services.live_links import live_link
 from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_redraw
 from penstock.flows.terminal.lines import (
     EVENT_LINES,
@@ -34,22 +33,13 @@ from penstock.flows.terminal.panel import STAGES, Panel, end_wait
 from penstock.storage.refs import Commit
 from penstock.storage.secrets import redact
 from penstock.storage.tracking.lineage import eval_rewards
+from penstock.storage.web.login import live_link
 
 ProgressCallback = Callable[[int, int], None]  # done, total
 
 
 class Display:
-    """The terminal output of one flow run. The header is printed at once.
-
-    Args:
-        run: name of the run.
-        flow: name of the flow.
-        config: the flow's config; its model, data sets and number of rounds are printed.
-        store_uri: URI of the run's store.
-        tracking_uri: URI of the MLflow server or database.
-        prefect_page: link to this flow run's page, or where it is.
-        console: where to print; default standard output.
-    """
+    """The terminal output of one flow run. The header is printed at once."""
 
     def __init__(
         self,
@@ -115,8 +105,9 @@ class Display:
 
     @contextmanager
     def forward_logs(self, *packages: str) -> Iterator[None]:
-        """Print the warnings that the Python packages `packages` log during the block, as `note` does."""
-        handler = LogForwarder(self)
+        """Print the first line of each warning that the Python packages `packages` log during the block."""
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: self.forward(record.getMessage().partition("\n")[0])  # type: ignore[method-assign]
         loggers = [logging.getLogger(name) for name in packages]
         for logger in loggers:
             logger.addHandler(handler)
@@ -262,17 +253,6 @@ class Display:
             self._region.print(text)
         else:
             self.console.print(text)
-
-
-class LogForwarder(logging.Handler):
-    """Show the first line of each log record on a display."""
-
-    def __init__(self, display: Display) -> None:
-        super().__init__(logging.WARNING)
-        self.display = display
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.display.forward(record.getMessage().partition("\n")[0])
 
 
 _ENGINES = "waiting for the engines (they load the model)"

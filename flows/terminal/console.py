@@ -45,14 +45,8 @@ class TerminalConsole(Console):
 def print_table(
     titles: Sequence[str], rows: Iterable[Sequence[str]], *, numeric: bool = False, width: int = 160
 ) -> None:
-    """Print a table to standard output.
-
-    Args:
-        titles: titles of the columns.
-        rows: cells of each row.
-        numeric: align all columns but the first to the right.
-        width: width in characters if the output is not a terminal.
-    """
+    """Print a table to standard output, `width` characters wide if that is not a terminal; with `numeric` all columns
+    but the first are aligned to the right."""
     table = Table(box=None, pad_edge=False)
     for index, title in enumerate(titles):
         table.add_column(title, justify="right" if numeric and index else "left")
@@ -80,10 +74,6 @@ class LiveRegion(Live):
 
     While it is open, what this process writes to sys.stdout and sys.stderr appears above the region. The cursor is on
     the line below it: a process that is killed leaves the terminal usable as it is.
-
-    Args:
-        console: of the terminal.
-        render: returns the lines for a width in columns and a height in rows.
     """
 
     def __init__(self, console: Console, render: Callable[[int, int], Sequence[Text]]) -> None:
@@ -107,7 +97,8 @@ class LiveRegion(Live):
 
     def start(self, refresh: bool = True) -> None:
         """Draw the region, and redraw it until `stop`."""
-        self.console.file = _LastingStream(self._terminal)
+        lasting: Any = _LastingStream(self._terminal)
+        self.console.file = lasting
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if stream.isatty():

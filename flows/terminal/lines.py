@@ -59,9 +59,6 @@ class RoundLines:
     """Formats the lines of a run's rounds: `round 11 (12/60)  reward 0.531  kl 1.2e-3  ...  time 1.0s`.
 
     Rounds are counted from 0, as in the store and in every command; the number in parentheses counts trained rounds.
-
-    Args:
-        num_rounds: number of rounds of the run.
     """
 
     def __init__(self, num_rounds: int) -> None:

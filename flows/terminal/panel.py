@@ -130,11 +130,20 @@ class Panel:
         out first."""
         width = min(width, MAX_WIDTH)
         required = [self._title(width), *self._activity_rows(width)]
+        active = {activity.stage for activity in list(self._activities)}
+        stages = [
+            Text(name, "bold reverse" if name in active else "green" if name in self._finished else "dim")
+            for name in STAGE_BARS.get(self.flow, ())
+        ]
+        machine = {
+            "machine": ", ".join(filter(None, [self.engines(), *describe_machine(self.machine)])),
+            "a round": self.last_round,
+        }
         links = [Text(f"{title} ↗", style=Style(link=url, underline=True)) for title, url in self.links().items()]
         blocks = [
-            [self._stage_bar()],
+            [Text.assemble(("stages".ljust(LABEL), "dim"), Text(" > ", style="dim").join(stages))],
             self._curve_rows(width),
-            self._machine_rows(),
+            [Text.assemble((title.ljust(LABEL), "dim"), text) for title, text in machine.items() if text],
             [Text("  ").join(links)] if links else [],
             list(self.samples),
         ]
@@ -144,16 +153,13 @@ class Panel:
             fits = rows + len(block) <= height
             shown.append(block if fits else [])
             rows += len(block) if fits else 0
-        bar, curve, machine, links_row, samples = shown
+        stage_bar, curve, machine_rows, links_row, samples = shown
         title, *activities = required
-        lines = [title, *bar, *activities, *curve, *samples, *machine, *links_row]
+        lines = [title, *stage_bar, *activities, *curve, *samples, *machine_rows, *links_row]
         return [Text("─" * width, style="dim"), *lines] if len(lines) < height else lines[:height]
 
-    def render_phase(self, width: int, height: int) -> list[Text]:
+    def phase_row(self, otherwise: str) -> Text:
         """Return one line: what happens now, and for how long."""
-        return [self._phase_row("starting")]
-
-    def _phase_row(self, otherwise: str) -> Text:
         now = time.monotonic()
         frame = SPINNER[int(now * 8) % len(SPINNER)]
         elapsed = format_duration(now - self._started_at)
@@ -169,15 +175,6 @@ class Panel:
         size = max(0, min(40, width - len(self.run) - len(text) - len(times) - 6))
         parts: list[str | tuple[str, str]] = [(self.run, "bold"), "  ", *bar(self.num_done, self.num_rounds, size)]
         return Text.assemble(*parts, "  " if size else "", text, "  ", (times, "dim"))
-
-    def _stage_bar(self) -> Text:
-        active = {activity.stage for activity in list(self._activities)}
-        names = STAGE_BARS.get(self.flow, ())
-        marks = [
-            (name, "bold reverse") if name in active else (name, "green") if name in self._finished else (name, "dim")
-            for name in names
-        ]
-        return Text.assemble(("stages".ljust(LABEL), "dim"), Text(" > ", style="dim").join([Text(*m) for m in marks]))
 
     def _activity_rows(self, width: int) -> list[Text]:
         """Return a line for each running activity; for the shutdown and the time between two stages, one."""
@@ -195,7 +192,7 @@ class Panel:
                 parts += ["  ", *bar(activity.done, activity.total, size), "  ", count]
             rows.append(Text.assemble(*parts, (f"  {format_duration(now - activity.started_at)}", "dim")))
         if self.phase or not rows:
-            rows = [self._phase_row("between two stages")]
+            rows = [self.phase_row("between two stages")]
         return rows
 
     def _curve_rows(self, width: int) -> list[Text]:
@@ -212,11 +209,6 @@ class Panel:
             ]
             rows.append(Text.assemble(("eval".ljust(LABEL), "dim"), ", ".join(scores)))
         return rows
-
-    def _machine_rows(self) -> list[Text]:
-        rows = {"machine": [self.engines(), *describe_machine(self.machine)], "a round": [self.last_round]}
-        texts = {title: ", ".join(filter(None, parts)) for title, parts in rows.items()}
-        return [Text.assemble((title.ljust(LABEL), "dim"), text) for title, text in texts.items() if text]
 
 
 def bar(done: int, total: int, width: int) -> list[tuple[str, str]]:
@@ -273,7 +265,7 @@ def show_wait(text: str, *, run: str = "", as_json: bool = False, only_on_termin
     else:
         panel = Panel(run, "", 0)
         panel.phase = text
-        region = LiveRegion(console, panel.render_phase)
+        region = LiveRegion(console, lambda width, height: [panel.phase_row("starting")])
         _shown.append((panel, region))
         region.start()
 

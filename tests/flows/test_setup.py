@@ -19,8 +19,16 @@ from packaging.requirements import Requirement
 
 from penstock.flows import cli
 from penstock.flows.install import command
-from penstock.flows.install.command import Step, installation_steps, run_pip, run_step
-from penstock.flows.install.requirements import declared, missing_requirements, normalize, read_lock
+from penstock.flows.install.command import (
+    Step,
+    declared,
+    installation_steps,
+    missing_requirements,
+    normalize,
+    read_lock,
+    run_pip,
+    run_step,
+)
 from penstock.flows.options.argv import activate_command
 from penstock.storage.errors import InstallError
 

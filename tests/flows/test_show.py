@@ -17,11 +17,10 @@ from starlette.routing import Route
 from penstock.flows.cli import main
 from penstock.flows.inspect.show import link_of_start
 from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store
-from penstock.flows.services.live_links import live_link
 from penstock.storage.history.starts import Start, record_end, record_start
 from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
-from penstock.storage.web.login import LoginGate, create_login, page_link
+from penstock.storage.web.login import LoginGate, create_login, live_link, page_link
 from tests.storage.made_run import config_of, make_run, write_data
 
 

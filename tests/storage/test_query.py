@@ -12,7 +12,7 @@ import pytest
 from run_records import parent_record, run_json
 
 from penstock.flows.cli import main
-from penstock.flows.inspect.query import USAGE
+from penstock.flows.inspect.sql_query import USAGE
 from penstock.storage.maintenance.retention import Tombstone, tombstone_key
 from penstock.storage.query import VIEWS, execute, list_columns, open_connection
 from penstock.storage.refs import Commit, RunKeys, commit_key

@@ -27,7 +27,7 @@ from penstock.storage.history.starts import Start, StartEnd, record_start
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.report.data import find_gaps
 from penstock.storage.report.page import GENERATOR, embed
-from penstock.storage.report.samples import SAMPLES_PER_PAGE, collect_samples
+from penstock.storage.report.sample_pages import SAMPLES_PER_PAGE, collect_samples
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.trained_tokens import write_trained_tokens
 from penstock.storage.store import Store

@@ -16,7 +16,7 @@ from rich.table import Table
 from penstock.flows.options.argv import parse_integer, parse_run_argument, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store
-from penstock.flows.terminal.console import TerminalConsole
+from penstock.flows.terminal.console import TerminalConsole, wide_console
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.preemption import time_limit
 from penstock.storage.refs import RunKeys
@@ -146,14 +146,7 @@ def prompt_of(sample: Sample) -> tuple[int, int] | str:
 def find_prompt(
     store: Store, keys: RunKeys, request: Request, rounds: dict[int, list[Sample]]
 ) -> tuple[int, int] | str:
-    """Return the prompt that --prompt names: a row, or the id of a sample or group of any round.
-
-    Args:
-        store: the run's store.
-        keys: the run's keys.
-        request: with the value of --prompt.
-        rounds: the samples of the requested rounds, which are searched first.
-    """
+    """Return the prompt that --prompt names: a row, or the id of a sample or group of any round."""
     wanted = request.prompt or ""
     if row := re.fullmatch(r"(?:(\d+):)?(\d{1,8})", wanted):
         return int(row[1] or 0), int(row[2])
@@ -202,9 +195,7 @@ def print_samples(title: str, samples: Iterable[Sample]) -> None:
 
 def print_side_by_side(number_name: str, columns: dict[int, list[Sample]]) -> None:
     """Print the responses to one prompt, with one column for each round or version."""
-    console = TerminalConsole(highlight=False)
-    if not console.is_terminal:
-        console.width = 160
+    console = wide_console()
     prompt = next(iter(columns.values()))[0]
     console.print(prompt.prompt, markup=False, style="dim")
     if prompt.label:

@@ -65,7 +65,11 @@ def main(argv: list[str]) -> int:
     for run, problem in problems.items():
         print(to_one_line(f"run {run} is damaged and is left out: {problem}"), file=sys.stderr)
     if sql is None:
-        print_views(connection)
+        for view, view_columns in list_columns(connection).items():
+            print(f"{view}: {VIEWS[view]}")
+            width = max(len(name) for name, _ in view_columns)
+            for name, column_type in view_columns:
+                print(f"  {name:{width}}  {column_type}")
         return 0
     columns, cursor = execute(connection, sql)
     if len(names) > 1 and aggregates_without_run(connection, sql):
@@ -130,14 +134,6 @@ def fetch_rows(cursor: duckdb.DuckDBPyConnection) -> Iterator[Row]:
             yield from rows
     except duckdb.Error as error:
         raise sql_error(error) from error
-
-
-def print_views(connection: duckdb.DuckDBPyConnection) -> None:
-    for view, columns in list_columns(connection).items():
-        print(f"{view}: {VIEWS[view]}")
-        width = max(len(name) for name, _ in columns)
-        for name, column_type in columns:
-            print(f"  {name:{width}}  {column_type}")
 
 
 # ---- formats ---------------------------------------------------------------------------------------------------------
