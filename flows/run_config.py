@@ -33,7 +33,7 @@ class RunOptions(StageConfig):
     """Declare that only one process writes to the store; required for stores without conditional create."""
 
     num_rollout: int = option(0, mutability="schedule", ge=0)
-    """Number of rounds to train; with 0, `penstock train` only evaluates."""
+    """Number of rounds to train. With 0, `penstock train` only evaluates."""
 
     num_epoch: int | None = option(None, mutability="schedule", ge=1)
     """Number of passes over the rows of --prompt-data, instead of --num-rollout: the number of rounds is N x rows //

@@ -31,7 +31,7 @@ from typing import Any, TextIO
 
 from scaling_runs import KILLS, PENSTOCK, POLL_SECONDS, kill_one
 
-from penstock.flows.commands.demo_kill import EQUAL, num_trained
+from penstock.flows.commands.demo import EQUAL, num_trained
 from penstock.storage.commit import CheckpointRef, Commit, RunKeys
 from penstock.storage.store import Store
 

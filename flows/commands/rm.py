@@ -22,13 +22,7 @@ _ROUNDS = ("rollouts", "steps", "checkpoints", "exports")
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        OptionError: an argument is invalid.
-        RunError: the run does not exist, has a live driver, has rounds and --yes is missing, or a fork needs its files.
-        StoreError: the store cannot be written.
-    """
+    """Run the command. Return 0."""
     positional, own, rest = split_args(argv, {"--yes": True})
     if len(positional) != 1:
         raise OptionError("penstock rm needs the name of one run; `penstock runs` lists them")

@@ -52,13 +52,7 @@ _MAX_SHOWN = 5  # refused records that are printed
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0, or 1 if the tracker refused records.
-
-    Raises:
-        OptionError: an argument is invalid.
-        RunError: a run does not exist.
-        TrackerError: the tracker is not available.
-    """
+    """Run the command. Return 0, or 1 if the tracker refused records."""
     names, own, rest = split_args(argv, {"--to": True, "--tracking-uri": True, "--all": False})
     to = own.get("--to", "")
     if to not in TRACKERS:
@@ -77,14 +71,7 @@ def main(argv: list[str]) -> int:
 
 
 def retell_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> int:
-    """Send a run's commits to a tracker, and print what was sent. Return the number of refused records.
-
-    Args:
-        store: the run's store.
-        keys: the run's keys.
-        to: one of TRACKERS.
-        given: the tracker's options on the command line, which override those that the run has recorded.
-    """
+    """Send a run's commits to a tracker, and print what was sent. Return the number of refused records."""
     record = read_existing_record(store, keys)
     if to == "wandb" and (drivers := describe_live_drivers(store, keys)):
         raise RunError(f"run {keys.run!r} is driven by {drivers[0]}, and W&B accepts one writer: wait until it ends")

@@ -8,7 +8,7 @@ import pytest
 from evaluated_run import config_of, evaluate, keys_of, write_sums
 
 from penstock.flows import cli
-from penstock.flows.commands import rescore
+from penstock.flows.commands import stored_evals
 from penstock.flows.inspect.report import compare_evaluations
 from penstock.flows.inspect.show import evaluation_rows
 from penstock.flows.reporting.progress import describe_progress, evaluation_rewards
@@ -175,19 +175,19 @@ def test_command_line_options_override_the_runs_file(tmp_path: Path) -> None:
         f'[[datasets]]\nname = "own"\npath = "{data}"\nrm_type = "dapo"\nreward_key = "acc"\npass_threshold = 1.0\n'
     )
     config = config_of(store, data, "r", "--eval-config", str(file))
-    plain, _ = rescore.merge_scoring_settings(config, rescore.parse_scoring_options([]), "own")
+    plain, _ = stored_evals.merge_scoring_settings(config, stored_evals.parse_scoring_options([]), "own")
     assert plain == Scoring(rm_type="dapo", reward_key="acc", pass_threshold=1.0)
-    given = rescore.parse_scoring_options(["--eval-rm-type", "math", "--pass-threshold", "0"])
-    said, _ = rescore.merge_scoring_settings(config, given, "own")
+    given = stored_evals.parse_scoring_options(["--eval-rm-type", "math", "--pass-threshold", "0"])
+    said, _ = stored_evals.merge_scoring_settings(config, given, "own")
     assert said == Scoring(rm_type="math", reward_key="acc", pass_threshold=0.0)
-    custom, rollout = rescore.merge_scoring_settings(
-        config, rescore.parse_scoring_options(["--custom-rm-path", "m.py", "--reward-key", "x"]), "own"
+    custom, rollout = stored_evals.merge_scoring_settings(
+        config, stored_evals.parse_scoring_options(["--custom-rm-path", "m.py", "--reward-key", "x"]), "own"
     )
     assert custom == Scoring(custom_rm_path="m.py", reward_key="x", pass_threshold=1.0) and rollout.rm_type is None
     assert len({one.hash for one in (plain, said, custom)}) == 3
     assert keys_of(config).run == "r"
-    integers, _ = rescore.merge_scoring_settings(
-        config, rescore.parse_scoring_options(["--eval-rm-type", "math", "--rm-evaluated-integers"]), "own"
+    integers, _ = stored_evals.merge_scoring_settings(
+        config, stored_evals.parse_scoring_options(["--eval-rm-type", "math", "--rm-evaluated-integers"]), "own"
     )
     assert integers.evaluated_integers and integers.hash not in (plain.hash, said.hash)
 

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.flows.cli import main
 from penstock.flows.commands.fork import main as fork
-from penstock.flows.inspect.samples import describe_sample
+from penstock.flows.inspect.read_samples import describe_sample
 from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.history.lineage_graph import LineageGraph, find_node, read_lineage
 from penstock.storage.samples.sample import Sample, Status

@@ -81,7 +81,7 @@ def test_dry_run_of_a_completed_run_says_that_nothing_starts(
     root: str, rounds: str, is_complete: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create_run_record(complete(root, "post_train"), "post_train", parse_config(words(root)))
-    monkeypatch.setattr("penstock.flows.inspect.dry_run.dry_run", lambda *_: 0)
+    monkeypatch.setattr(resume, "dry_run", lambda *_: 0)
     assert resume.main(["r", "--store", root, "--num-rollout", rounds, "--dry-run"]) == 0
     assert ("r is complete: " in capsys.readouterr().out) == is_complete
 

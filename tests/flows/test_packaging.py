@@ -99,7 +99,7 @@ def test_lock_files_of_the_wheel_are_found(installed: Path, tmp_path: Path) -> N
     out = run_script(
         installed,
         tmp_path,
-        "from penstock.flows.install.requirements import lock_file\n"
+        "from penstock.flows.install.command import lock_file\n"
         "print(*(path for path in map(lock_file, ('cpu', 'cuda')) if path.exists()))\n",
     )
     assert [Path(path).parent for path in out.split()] == 2 * [installed / "penstock" / "environment" / "lock"]

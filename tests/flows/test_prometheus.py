@@ -10,7 +10,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.flows.commands.listening import listening_ports
+from penstock.flows.commands.local_processes import listening_ports
 from penstock.flows.options.flags import parse_config
 from penstock.flows.reporting.prometheus import PrometheusEndpoint, check_prometheus_port
 from penstock.storage.commit import Commit

@@ -215,15 +215,7 @@ def test_champion_is_resolved_by_every_command_that_plans(
     paths = {name: tmp_path / f"{name}.jsonl" for name in (*rows, "absent")}
     for name, row in rows.items():
         paths[name].write_text(json.dumps(row) + "\n")
-    argv = [
-        *command.format(**paths).split(),
-        "--store",
-        store.root,
-        "--run",
-        "next",
-        "--hf-checkpoint",
-        "champion:math",
-    ]
+    argv = f"{command.format(**paths)} --store {store.root} --run next --hf-checkpoint champion:math".split()
     assert main(argv) == 2 and "model 'math' has no champion" in capsys.readouterr().err
     promote(store, 1)
     exported = store.path(store.committed(KEYS.export_prefix(1)).attempt)

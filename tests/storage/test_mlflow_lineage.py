@@ -10,7 +10,8 @@ from made_run import commit_files, commit_samples, config_of, make_run, write_da
 from mlflow import MlflowClient
 from mlflow_content import Shown, check_content, shown_inputs
 
-from penstock.flows.commands import fork, promote
+from penstock.flows import promotion
+from penstock.flows.commands import fork
 from penstock.flows.inspect.track import main as track
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import read_flow_and_config
@@ -152,13 +153,13 @@ def test_track_in_any_order_gives_the_same_objects(store: Store, database: Path,
 
 def promote_first(store: Store, version: int) -> None:
     words = [f"r/{version}", "--to", "math", "--data-set", "sums", "--force", "--store", store.root]
-    assert promote.main(words) == 0
+    assert promotion.main(words) == 0
 
 
 def test_versions_and_aliases_follow_from_commits_and_decisions(store: Store, database: Path) -> None:
     promote_first(store, 2)
     promote_first(store, 4)
-    promote.main(["--to", "math", "--rollback", "--store", store.root])
+    promotion.main(["--to", "math", "--rollback", "--store", store.root])
     client = send(store, database, "--all")
     send(store, database, "--all")
     found = {(v.name, v.version): v for v in client.search_model_versions(max_results=100)}

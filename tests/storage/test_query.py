@@ -11,7 +11,7 @@ import pytest
 from run_records import parent_record, run_json
 
 from penstock.flows.cli import main
-from penstock.flows.inspect.query import USAGE
+from penstock.flows.inspect.sql_query import USAGE
 from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.maintenance.deletion import Tombstone, tombstone_key
 from penstock.storage.samples.sample import SCHEMA, Sample, Status

@@ -1,7 +1,6 @@
-"""`penstock eval --rescore RUN`: grade the stored samples of a run's evaluations again. Starts neither engines
-nor a flow.
+"""`penstock eval --compare` and `--rescore`: work on the stored samples of evaluations, without engines and flow.
 
-stages/eval/rescoring.py does the grading; this file parses the request and prints the table.
+stages/eval/ computes differences, intervals and scores; this file parses the requests and prints the tables.
 """
 
 from __future__ import annotations
@@ -11,18 +10,27 @@ from typing import TYPE_CHECKING, Any
 from penstock.flows.config import PostTrainConfig, flag_of_field, validate_config
 from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, parse_integer, short_repr, split_args
+from penstock.flows.options.flags import parse_store_options
 from penstock.flows.options.paths import with_function_names
-from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import code_version, open_store, read_flow_and_config
+from penstock.flows.terminal.console import print_table
 from penstock.flows.terminal.lines import format_with_interval
 from penstock.storage.commit import Commit, RunKeys, commit_key, eval_rewards
-from penstock.storage.errors import OptionError, RunError
+from penstock.storage.errors import DataError, OptionError, RunError
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:
     from penstock.stages.eval.rescoring import Scoring
 
-USAGE = """penstock eval --rescore RUN [--version V] [--dataset NAME] [scoring options] [--store URI ...]
+USAGE = """penstock eval --compare A B [--store URI ...]
+
+  A and B are RUN/VERSION, or RUN for its newest evaluated version: two versions of one run, or of two runs in the same
+  store. For every data set that both were evaluated on, prints both mean rewards, their difference with its 95 %
+  confidence interval (paired over the prompts), and on how many prompts B is better than A, worse, and equal.
+  Evaluations that were scored again are data sets named <data set>@<hash>: score both in the same way before comparing
+  them. Fails if data sets of the same name have different rows.
+
+penstock eval --rescore RUN [--version V] [--dataset NAME] [scoring options] [--store URI ...]
 
   Grades the stored responses of a run's evaluations again and commits the result under
   <data set>@<hash>; existing commits do not change. Nothing is generated and no engine starts. Options that are not
@@ -37,6 +45,92 @@ USAGE = """penstock eval --rescore RUN [--version V] [--dataset NAME] [scoring o
   They take precedence over the data sets of --eval-config. In the metadata of a row, custom_rm_path takes precedence
   over --custom-rm-path and --eval-rm-type, and rm_type over --eval-rm-type."""
 
+
+def main(argv: list[str]) -> int:
+    """Run `penstock eval --compare` or `--rescore`. Return 0."""
+    rescores = any(argument.partition("=")[0] == "--rescore" for argument in argv)
+    return rescore_main(argv) if rescores else compare_main(argv)
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+
+
+def compare_main(argv: list[str]) -> int:
+    """Run the command. Return 0."""
+    positional, _, rest = split_args(argv, {"--compare": False})
+    if len(positional) != 2:
+        hint = f"; found {short_repr(' '.join(positional))}" if positional else ""
+        raise OptionError(
+            f"penstock eval --compare needs two policies: RUN/VERSION, or RUN for its newest evaluated version{hint}"
+        )
+    store = open_store(parse_store_options(rest, "eval --compare"), probe=False)
+    (title_a, a), (title_b, b) = (find_evaluations_of_version(store, policy) for policy in positional)
+    common = sorted(a.keys() & b.keys())
+    if not common:
+        raise DataError(
+            f"{title_a} was evaluated on {', '.join(sorted(a))} and {title_b} on {', '.join(sorted(b))}, "
+            "without a common data set: evaluate both on the same data set"
+        )
+    print(f"A = {title_a}, B = {title_b}, in {store.uri}")
+    titles = ("data set", "prompts", "A", "B", "B - A", "95 %", "B better", "B worse", "equal")
+    print_table(titles, [_comparison_row(store, name, a[name], b[name]) for name in common], numeric=True)
+    for title, only in ((title_a, a.keys() - b.keys()), (title_b, b.keys() - a.keys())):
+        if only:
+            print(f"only {title} was evaluated on {', '.join(sorted(only))}")
+    return 0
+
+
+def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str, dict[str, Commit]]:
+    """Return (`RUN/VERSION`, data set name -> commit of its evaluation) for `RUN/VERSION`, or for `RUN`, which means
+    its newest evaluated version."""
+    run, slash, version = run_and_version.partition("/")
+    keys = RunKeys(check_run_name(run, "--compare"))
+    if store.read(keys.record) is None:
+        raise RunError(
+            f"store {store.uri} has no run {run!r} (it has: {', '.join(store.list('runs')) or 'none'}): "
+            "correct the name"
+        )
+    versions = [int(name) for name in store.list(f"{keys.prefix}/evals") if name.isdecimal()]
+    if not versions:
+        raise RunError(f"run {run!r} has no evaluations: evaluate it with --eval-prompt-data")
+    if slash and version not in map(str, versions):
+        raise RunError(
+            f"run {run!r} has no evaluation of version {short_repr(version)}: choose one of "
+            f"{', '.join(map(str, versions))}"
+        )
+    chosen = int(version) if slash else max(versions)
+    directory, suffix = f"{keys.prefix}/evals/{chosen:06d}", commit_key("")
+    names = [name.removesuffix(suffix) for name in store.list(directory) if name.endswith(suffix)]
+    evaluations = {name: commit for name in names if (commit := store.committed(keys.eval_prefix(chosen, name)))}
+    if not evaluations:
+        raise RunError(
+            f"no evaluation of version {chosen} of run {run!r} has finished: finish it with `penstock resume {run}`"
+        )
+    return f"{run}/{chosen}", evaluations
+
+
+def _comparison_row(store: Store, data_set: str, eval_a: Commit, eval_b: Commit) -> list[str]:
+    """Return the cells of a data set's row in the comparison table."""
+    from penstock.stages.eval.comparison import check_same_data, compare_rewards, rewards_by_prompt
+
+    check_same_data(data_set, eval_a, eval_b)
+    comparison = compare_rewards(rewards_by_prompt(store, eval_a), rewards_by_prompt(store, eval_b))
+    return [
+        data_set,
+        str(comparison.num_prompts),
+        f"{comparison.mean_a:.3f}",
+        f"{comparison.mean_b:.3f}",
+        f"{comparison.difference:+.3f}",
+        f"{comparison.low:+.3f} to {comparison.high:+.3f}",
+        str(comparison.wins),
+        str(comparison.losses),
+        str(comparison.ties),
+    ]
+
+
+# ---- scoring again ---------------------------------------------------------------------------------------------------
+
+
 _SCORING = {  # section -> options that are accepted
     "rollout": (
         *("rm_type", "custom_rm_path", "rm_model_path", "rm_url", "reward_key", "reward_timeout"),
@@ -47,13 +141,8 @@ _SCORING = {  # section -> options that are accepted
 }
 
 
-def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        InputError: the run, version or data set does not exist, an option does not affect scoring, or the reward is
-        invalid.
-    """
+def rescore_main(argv: list[str]) -> int:
+    """Run the command. Return 0."""
     positional, own, rest = split_args(argv, {"--rescore": True, "--version": True, "--dataset": True})
     if positional:
         raise OptionError(
@@ -96,17 +185,7 @@ def parse_scoring_options(argv: list[str]) -> PostTrainConfig:
 
 
 def select_evaluations(store: Store, keys: RunKeys, version: str | None, data_set: str | None) -> list[tuple[int, str]]:
-    """Return a run's evaluations as (policy version, data set), except rescored ones.
-
-    Args:
-        store: the run's store.
-        keys: the run's keys.
-        version: only this policy version; None for all.
-        data_set: only this data set; None for all.
-
-    Raises:
-        RunError: no evaluation matches.
-    """
+    """Return a run's evaluations as (policy version, data set), except rescored ones."""
     if version is not None:
         version = str(parse_integer("--version", version))
     suffix = commit_key("")

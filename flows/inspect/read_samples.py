@@ -16,7 +16,7 @@ from rich.table import Table
 from penstock.flows.options.argv import parse_integer, parse_run_argument, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store
-from penstock.flows.terminal.console import TerminalConsole
+from penstock.flows.terminal.console import TerminalConsole, wide_console
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.preemption import time_limit
@@ -60,12 +60,7 @@ class Request:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        OptionError: an option is invalid, or two exclude each other.
-        RunError: the run, a round or the prompt does not exist.
-    """
+    """Run the command. Return 0."""
     positional, own, rest = split_args(argv, _OWN)
     request = parse_request(parse_run_argument("samples", positional), own)
     store = open_store(parse_store_options(rest, "samples"), probe=False)
@@ -84,11 +79,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse_request(run: str, own: dict[str, str]) -> Request:
-    """Parse the command's own options.
-
-    Raises:
-        OptionError: an option is invalid, or two exclude each other.
-    """
+    """Parse the command's own options."""
     for a, b in (("--round", "--rounds"), ("--worst", "--best"), ("--eval", "--round"), ("--eval", "--rounds")):
         if a in own and b in own:
             raise OptionError(f"{a} and {b} exclude each other: give one of them")
@@ -119,11 +110,7 @@ def parse_request(run: str, own: dict[str, str]) -> Request:
 
 
 def select_samples(store: Store, keys: RunKeys, request: Request) -> dict[int, list[Sample]]:
-    """Return the requested samples by round, or by policy version for evaluations; rounds without any are left out.
-
-    Raises:
-        RunError: a round or version has no samples, or the prompt does not occur in them.
-    """
+    """Return the requested samples by round, or by policy version for evaluations; rounds without any are left out."""
     numbers = request.numbers
     if numbers is None:
         numbers = tuple(_committed_numbers(store, keys, request.data_set))
@@ -159,17 +146,7 @@ def prompt_of(sample: Sample) -> tuple[int, int] | str:
 def find_prompt(
     store: Store, keys: RunKeys, request: Request, rounds: dict[int, list[Sample]]
 ) -> tuple[int, int] | str:
-    """Return the prompt that --prompt names: a row, or the id of a sample or group of any round.
-
-    Args:
-        store: the run's store.
-        keys: the run's keys.
-        request: with the value of --prompt.
-        rounds: the samples of the requested rounds, which are searched first.
-
-    Raises:
-        RunError: no sample has it.
-    """
+    """Return the prompt that --prompt names: a row, or the id of a sample or group of any round."""
     wanted = request.prompt or ""
     if row := re.fullmatch(r"(?:(\d+):)?(\d{1,8})", wanted):
         return int(row[1] or 0), int(row[2])
@@ -218,9 +195,7 @@ def print_samples(title: str, samples: Iterable[Sample]) -> None:
 
 def print_side_by_side(number_name: str, columns: dict[int, list[Sample]]) -> None:
     """Print the responses to one prompt, with one column for each round or version."""
-    console = TerminalConsole(highlight=False)
-    if not console.is_terminal:
-        console.width = 160
+    console = wide_console()
     prompt = next(iter(columns.values()))[0]
     console.print(prompt.prompt, markup=False, style="dim")
     if prompt.label:

@@ -48,12 +48,7 @@ _BATCH = 1024  # rows fetched at once
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        OptionError: an option or the SQL is invalid, or DuckDB is not installed.
-        RunError: a run of --run does not exist.
-    """
+    """Run the command. Return 0."""
     own_flags = {"--file": True, "--format": True, "--limit": True}
     positional, own, rest = split_args(argv, own_flags)
     runs, store_argv = split_runs(rest)
@@ -70,7 +65,11 @@ def main(argv: list[str]) -> int:
     for run, problem in problems.items():
         print(to_one_line(f"run {run} is damaged and is left out: {problem}"), file=sys.stderr)
     if sql is None:
-        print_views(connection)
+        for view, view_columns in list_columns(connection).items():
+            print(f"{view}: {VIEWS[view]}")
+            width = max(len(name) for name, _ in view_columns)
+            for name, column_type in view_columns:
+                print(f"  {name:{width}}  {column_type}")
         return 0
     columns, cursor = execute(connection, sql)
     if len(names) > 1 and aggregates_without_run(connection, sql):
@@ -135,14 +134,6 @@ def fetch_rows(cursor: duckdb.DuckDBPyConnection) -> Iterator[Row]:
             yield from rows
     except duckdb.Error as error:
         raise sql_error(error) from error
-
-
-def print_views(connection: duckdb.DuckDBPyConnection) -> None:
-    for view, columns in list_columns(connection).items():
-        print(f"{view}: {VIEWS[view]}")
-        width = max(len(name) for name, _ in columns)
-        for name, column_type in columns:
-            print(f"  {name:{width}}  {column_type}")
 
 
 # ---- formats ---------------------------------------------------------------------------------------------------------

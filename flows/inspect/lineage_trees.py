@@ -10,17 +10,15 @@ from typing import Any
 from rich.markup import escape
 from rich.tree import Tree
 
-from penstock.flows.inspect.samples import print_samples
+from penstock.flows.inspect.read_samples import print_samples
 from penstock.flows.options.argv import format_bytes, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import open_store
-from penstock.flows.terminal.console import TerminalConsole
+from penstock.flows.terminal.console import wide_console
 from penstock.storage.commit import eval_rewards
 from penstock.storage.errors import OptionError
 from penstock.storage.history.lineage_graph import REFERENCES, LineageGraph, Node, find_node, read_lineage
-from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import read_samples
-from penstock.storage.store import Store
 
 USAGE = f"""penstock lineage REF [--json | --dot] [--store URI ...]
 
@@ -35,12 +33,7 @@ USAGE = f"""penstock lineage REF [--json | --dot] [--store URI ...]
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        OptionError: there is not exactly one reference, or both --json and --dot are given.
-        RunError: there is no such artifact.
-    """
+    """Run the command. Return 0."""
     positional, own, rest = split_args(argv, {"--json": False, "--dot": False})
     if len(positional) != 1:
         found = f"; found {short_repr(' '.join(positional))}" if positional else ""
@@ -55,35 +48,22 @@ def main(argv: list[str]) -> int:
     elif "--dot" in own:
         print(to_dot(graph, node))
     else:
-        console = TerminalConsole(highlight=False)
-        if not console.is_terminal:
-            console.width = 160
-        if sample := find_sample(store, node, positional[0]):
-            print_samples(positional[0].partition("/")[0], [sample])
+        console = wide_console()
+        run, _, of_run = positional[0].partition("/")
+        kind, _, sample_id = of_run.partition("/")
+        if kind == "sample" and node.commit is not None:
+            print_samples(run, [next(s for s in read_samples(store, node.commit) if s.sample_id == sample_id)])
         console.print(f"[bold]{escape(node.name)}[/bold]  {escape(describe(node))}")
-        console.print(input_tree(graph, node))
+        inputs = Tree("made from")
+        _add_inputs(graph, inputs, node, {node.id})
+        if not inputs.children:
+            inputs.add("nothing in the store")
+        console.print(inputs)
         console.print(user_tree(graph, node))
     return 0
 
 
-def find_sample(store: Store, rollout: Node, reference: str) -> Sample | None:
-    """Return the sample of `rollout` that a reference `RUN/sample/ID` names, or None for other references."""
-    kind, _, sample_id = reference.partition("/")[2].partition("/")
-    if kind != "sample" or rollout.commit is None:
-        return None
-    return next(sample for sample in read_samples(store, rollout.commit) if sample.sample_id == sample_id)
-
-
 # ---- trees -----------------------------------------------------------------------------------------------------------
-
-
-def input_tree(graph: LineageGraph, node: Node) -> Tree:
-    """Return what `node` was made from as a tree."""
-    tree = Tree("made from")
-    _add_inputs(graph, tree, node, {node.id})
-    if not tree.children:
-        tree.add("nothing in the store")
-    return tree
 
 
 def user_tree(graph: LineageGraph, node: Node) -> Tree:
@@ -102,7 +82,12 @@ def user_tree(graph: LineageGraph, node: Node) -> Tree:
 def _add_inputs(graph: LineageGraph, tree: Tree, node: Node, shown: set[str]) -> None:
     inputs = [graph.nodes[source] for _, source in node.inputs]
     if node.kind == "step":
-        rounds = rounds_before(graph, node)
+        rounds = [node]  # the steps of the same run up to `node`
+        while True:
+            policies = [graph.nodes[id] for role, id in rounds[0].inputs if role == "policy"]
+            if not policies or policies[0].kind != "step" or policies[0].run != node.run:
+                break
+            rounds.insert(0, policies[0])
         tree = tree.add(_describe_rounds(graph, rounds))
         sources = [
             source
@@ -169,16 +154,6 @@ def _users(graph: LineageGraph, node: Node) -> list[Node]:
 def _is_below_other(user: Node, others: list[Node]) -> bool:
     """Return whether `user` is an evaluation that is shown below its checkpoint, one of `others`."""
     return any(role == "checkpoint" and id in [other.id for other in others] for role, id in user.inputs)
-
-
-def rounds_before(graph: LineageGraph, step: Node) -> list[Node]:
-    """Return the steps of the same run up to `step`, oldest first."""
-    rounds = [step]
-    while True:
-        policies = [graph.nodes[id] for role, id in rounds[-1].inputs if role == "policy"]
-        if not policies or policies[0].kind != "step" or policies[0].run != step.run:
-            return rounds[::-1]
-        rounds.append(policies[0])
 
 
 def _rollouts(graph: LineageGraph, step: Node) -> list[Node]:

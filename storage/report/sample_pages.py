@@ -49,16 +49,17 @@ class ReportSamples:
 
 
 def collect_samples(store: Store, commits: Iterable[Commit], max_samples: int = DEFAULT_MAX_SAMPLES) -> ReportSamples:
-    """Read the samples of all rollouts and evaluations, or a selection of whole groups that is spread over them.
-
-    Raises:
-        StoreError: a shard is missing or damaged.
-    """
+    """Read the samples of all rollouts and evaluations, or a selection of whole groups that is spread over them."""
     commits = list(commits)
     steps = {commit.index: commit for commit in commits if commit.kind == "step"}
-    sources = sample_sources(commits)
+    rollouts = sorted((c for c in commits if c.kind == "rollout" and c.files), key=lambda commit: commit.index)
+    evals = [(commit.attempt.split("/")[-2], commit) for commit in commits if commit.kind == "eval" and commit.attempt]
+    sources = [("training", c) for c in rollouts] + sorted(evals, key=lambda entry: (entry[0], entry[1].index))
     total = sum(commit.num_samples() for _, commit in sources)
-    limit, limited_by = sample_limit(sources, total, max_samples)
+    num_tokens = sum(c.num_samples() * c.summary.get("rollout/total_lengths", 0.0) for _, c in sources)
+    limit, limited_by = (max_samples, "samples") if max_samples < total else (total, "")
+    if num_tokens * limit > MAX_TOKENS * max(total, 1):
+        limit, limited_by = int(MAX_TOKENS * total / num_tokens), "tokens"
     sets = ["training", *sorted({name for name, _ in sources} - {"training"})]
     builder = _Builder(ReportSamples(num_total=total, limit=limit, limited_by=limited_by, sets=sets))
     num_read = num_taken = 0
@@ -92,22 +93,6 @@ def select_groups(table: pa.Table, max_samples: int, seed: str) -> pa.Table:
     return table.take(pa.array(sorted(taken), pa.int64()))
 
 
-def sample_sources(commits: Iterable[Commit]) -> list[tuple[str, Commit]]:
-    """Return (name of the set, commit) for rollouts in the order of rounds, then for evaluations."""
-    rollouts = sorted((c for c in commits if c.kind == "rollout" and c.files), key=lambda commit: commit.index)
-    evals = [(commit.attempt.split("/")[-2], commit) for commit in commits if commit.kind == "eval" and commit.attempt]
-    return [("training", c) for c in rollouts] + sorted(evals, key=lambda entry: (entry[0], entry[1].index))
-
-
-def sample_limit(sources: Sequence[tuple[str, Commit]], total: int, max_samples: int) -> tuple[int, str]:
-    """Return the number of samples to show and what limits it: "samples", "tokens" or ""."""
-    num_tokens = sum(c.num_samples() * c.summary.get("rollout/total_lengths", 0.0) for _, c in sources)
-    limit, limited_by = (max_samples, "samples") if max_samples < total else (total, "")
-    if num_tokens * limit > MAX_TOKENS * max(total, 1):
-        return int(MAX_TOKENS * total / num_tokens), "tokens"
-    return limit, limited_by
-
-
 class _Builder:
     """Collects rows in columns."""
 
@@ -120,26 +105,22 @@ class _Builder:
         self._page_tokens = 0
 
     def add(self, name: str, index: int, row: dict[str, Any], tokens: dict[str, Any] | None) -> None:
-        """Append a sample of the set `name` to the index and to the current page.
-
-        Args:
-            name: of the set: "training" or a data set.
-            index: of the commit: round of a rollout, policy version of an evaluation.
-            row: the sample's row in the shard.
-            tokens: its row in the file of trained tokens, if the round has one.
-        """
+        """Append a sample of the set `name` to the index and to the current page."""
         samples = self._samples
         if not samples.pages or len(samples.pages[-1]["id"]) >= SAMPLES_PER_PAGE or self._page_tokens > TOKENS_PER_PAGE:
             samples.page_starts.append(samples.num_shown)
             samples.pages.append({name: [] for name in _PAGE_COLUMNS} | {"prompts": []})
             self._page_texts, self._page_tokens = {}, 0
         metadata = json.loads(row["metadata"] or "{}")
+        source = metadata.get("source")
+        place = (source.get("file"), source.get("row")) if isinstance(source, dict) else ()
         entry = {
             "set": samples.sets.index(name),
             "round": index,
             "status": STATUSES.index(row["status"]),
             "reward": None if row["reward"] is None else to_json_number(row["reward"]),
-            "prompt": self._prompt_number(name, row["prompt"], metadata.get("source")),
+            # rows of a data set are equal prompts in all epochs, if their text is equal
+            "prompt": self._prompts.setdefault((name, row["prompt"], *place), len(self._prompts)),
             "length": sum(row["loss_mask"]),
         }
         for column, value in entry.items():
@@ -153,11 +134,6 @@ class _Builder:
                 if not any(page[name]):
                     del page[name]
         return self._samples
-
-    def _prompt_number(self, name: str, text: str, source: Any) -> int:
-        """Return the number of a prompt. Rows of a data set are equal prompts in all epochs, if their text is equal."""
-        place = (source.get("file"), source.get("row")) if isinstance(source, dict) else ()
-        return self._prompts.setdefault((name, text, *place), len(self._prompts))
 
     def _add_to_page(
         self, page: Page, row: dict[str, Any], metadata: dict[str, Any], tokens: dict[str, Any] | None

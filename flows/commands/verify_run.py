@@ -27,12 +27,7 @@ MAX_SHOWN = 20  # problems that are printed
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0 if no problem was found, else 1.
-
-    Raises:
-        RunError: the run does not exist.
-        OptionError: an argument is invalid.
-    """
+    """Run the command. Return 0 if no problem was found, else 1."""
     positional, own, rest = split_args(argv, {"--no-hashes": False})
     run = parse_run_argument("verify", positional)
     store = open_store(parse_store_options(rest, "verify"), probe=False)
