@@ -31,7 +31,7 @@ PROTECTIONS = (
     ("prefect_server.py", "login; checks Host and Origin", "PREFECT_SERVER_API_AUTH_STRING"),
     ("launch_router.py", "API key; none on its metrics, states and model names", "PENSTOCK_SERVER_KEY"),
     ("sglang/launch.py", "API key; none on ports between its processes", "PENSTOCK_SERVER_KEY"),
-    ("mlflow.server", "login; checks Host and Origin", None),
+    ("mlflow_server", "login; checks Host and Origin", None),
     ("gcs_server", "Ray token", "RAY_AUTH_TOKEN"),
     ("raylet", "Ray token", "RAY_AUTH_TOKEN"),
     ("ray::", "Ray token; none on torch's TCPStore", "RAY_AUTH_TOKEN"),

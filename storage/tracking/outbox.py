@@ -67,7 +67,7 @@ class Outbox:
             self._keys.add(key)
         return True
 
-    def __contains__(self, key: str) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._keys
 
     def lines_from(self, offset: int) -> Iterator[tuple[dict[str, Any], int]]:

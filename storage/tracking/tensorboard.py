@@ -30,6 +30,7 @@ from penstock.storage.tracking.tracker import (
     Record,
     RunStarted,
     TrackedRun,
+    Tracker,
     flatten_config,
     metric_points,
 )
@@ -117,7 +118,7 @@ class TensorBoardOptions(OptionsOfTracker):
     """Options of TensorBoard."""
 
     scheme: ClassVar[str] = "tensorboard"
-    tracker: ClassVar[type[TensorBoardTracker]] = TensorBoardTracker
+    tracker: ClassVar[type[Tracker]] = TensorBoardTracker
 
     use_tensorboard: bool = option(False, mutability="placement")
     """Also write metrics to TensorBoard event files; needs the extra `tensorboard`."""

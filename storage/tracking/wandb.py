@@ -38,6 +38,7 @@ from penstock.storage.tracking.tracker import (
     RunEnded,
     RunStarted,
     TrackedRun,
+    Tracker,
     flatten_config,
     metric_points,
 )
@@ -68,12 +69,12 @@ class WandbTracker:
             "group": options.wandb_group,
             "id": options.wandb_run_id,
             "mode": options.wandb_mode,
-            "dir": options.wandb_dir or os.environ.get("WANDB_DIR") or str(trackers_directory(store)),
             "host": options.wandb_host,
             "key": options.wandb_key if options.wandb_mode == "online" else None,
         }
         query = {name: resolve_secrets(value) for name, value in query.items() if value}
-        return f"wandb://?{urlencode({**query, 'dir': str(Path(query['dir']).expanduser().absolute())})}"
+        path = options.wandb_dir or os.environ.get("WANDB_DIR") or trackers_directory(store)
+        return f"wandb://?{urlencode({**query, 'dir': str(Path(path).expanduser().absolute())})}"
 
     @staticmethod
     def check_options(options: WandbOptions) -> None:
@@ -154,6 +155,7 @@ class WandbTracker:
         while any(self.directory.glob(f"wandb/*run-{time.strftime('%Y%m%d_%H%M%S')}-{self.run_id}")):
             time.sleep(0.1)
         key = self.options.get("key")
+        server: dict[str, Any] = {"base_url": self.options["host"]} if "host" in self.options else {}
         settings = wandb.Settings(
             mode="online" if self._online else "offline",
             root_dir=str(self.directory),
@@ -161,7 +163,7 @@ class WandbTracker:
             init_timeout=_INIT_TIMEOUT,
             finish_timeout=_FINISH_TIMEOUT,
             silent=True,
-            **({"base_url": self.options["host"]} if "host" in self.options else {}),
+            **server,
             **_NOTHING_BUT_RECORDS,
         )
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -185,7 +187,7 @@ class WandbOptions(OptionsOfTracker):
     """Options of Weights & Biases."""
 
     scheme: ClassVar[str] = "wandb"
-    tracker: ClassVar[type[WandbTracker]] = WandbTracker
+    tracker: ClassVar[type[Tracker]] = WandbTracker
 
     use_wandb: bool = option(False, mutability="placement")
     """Also send metrics to Weights & Biases; needs the extra `wandb`."""

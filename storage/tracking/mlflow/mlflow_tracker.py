@@ -31,6 +31,7 @@ from penstock.storage.tracking.tracker import (
     RunEnded,
     RunStarted,
     TrackedRun,
+    Tracker,
     metric_points,
 )
 from penstock.storage.web.login import with_login
@@ -149,7 +150,7 @@ class MlflowOptions(OptionsOfTracker):
     """Options of MLflow."""
 
     scheme: ClassVar[str] = "mlflow"
-    tracker: ClassVar[type[MlflowTracker]] = MlflowTracker
+    tracker: ClassVar[type[Tracker]] = MlflowTracker
 
     mlflow_tracking_uri: str | None = option(None, mutability="placement", secret=True)
     """MLflow server or database; default MLFLOW_TRACKING_URI, else an SQLite file in the store."""
