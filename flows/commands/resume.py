@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.flows.config import PostTrainConfig
+from penstock.flows.inspect.dry_run import dry_run
 from penstock.flows.options.argv import parse_run_argument, split_args
 from penstock.flows.options.flags import parse_values, store_options_from_values, update_config_from_argv
 from penstock.flows.runtime.runner import run_flow
@@ -20,27 +21,16 @@ USAGE = """penstock resume RUN [--store URI ...] [--dry-run]
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return the flow's exit code.
-
-    Raises:
-        InputError: the run does not exist, or an option is given that a resumed run cannot change.
-    """
+    """Run the command. Return the flow's exit code."""
     positional, own, rest = split_args(argv, {"--dry-run": False})
     flow, config = read_flow_and_resumed_config(parse_run_argument("resume", positional), rest)
     if "--dry-run" not in own:
         return run_flow(flow, config)
-    from penstock.flows.inspect.dry_run import dry_run
-
     return dry_run(flow, config)
 
 
 def read_flow_and_resumed_config(run: str, argv: Sequence[str]) -> tuple[str, PostTrainConfig]:
-    """Return the flow name and the config of a run, updated by the options of `penstock resume`.
-
-    Raises:
-        OptionError: an option is invalid.
-        RunError: the run does not exist, or its record is missing or damaged.
-    """
+    """Return the flow name and the config of a run, updated by the options of `penstock resume`."""
     given = parse_values(argv)
     if "run" in given.get("run", {}):
         raise OptionError("penstock resume takes the run's name as its first argument: leave out --run")

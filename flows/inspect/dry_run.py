@@ -26,7 +26,6 @@ from penstock.flows.gpu_plan import check_engine_gpus, check_nodes, plan_gpu_mem
 from penstock.flows.options.argv import format_bytes, short_repr
 from penstock.flows.options.partners import options_without_partner
 from penstock.flows.options.paths import CHAMPION, DRAFT_MODEL
-from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.preflight import (
     GENERATING,
@@ -40,14 +39,15 @@ from penstock.flows.runtime.preflight import (
 )
 from penstock.flows.runtime.resolve import Plan, is_complete, resolve
 from penstock.flows.runtime.runs import check_run_may_start, open_store
-from penstock.flows.trackers import check_trackers
+from penstock.flows.terminal.console import print_table
 from penstock.stages.rollout.config import PromptConfig
-from penstock.stages.rollout.prompts.check import render_first_prompt, split_first_conversation
-from penstock.stages.rollout.prompts.files import parse_slice
+from penstock.stages.rollout.prompts.prompt_check import render_first_prompt, split_first_conversation
+from penstock.stages.rollout.prompts.prompt_files import parse_slice
+from penstock.storage.commit import RunKeys
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError, StoreError
-from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
+from penstock.storage.tracking.trackers import check_trackers
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape

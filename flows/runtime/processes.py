@@ -20,17 +20,17 @@ from penstock.engines.energy import Counters, all_counters, read_counters, used_
 from penstock.engines.memory import MemorySwitch
 from penstock.engines.serving.adapters import BASE, AdapterNames
 from penstock.engines.serving.addresses import engine_url
-from penstock.engines.weights.check import INITIAL, update_and_check
-from penstock.engines.weights.upload import add_upload
+from penstock.engines.weights.routes import add_upload
+from penstock.engines.weights.weight_check import INITIAL, update_and_check
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.debugging.config import DebugConfig
 from penstock.flows.options.adapters import adapter_of_version, with_adapters
 from penstock.flows.runtime.engine_options import TEACHER, engine_options, run_placement, teacher_options
 from penstock.flows.runtime.runs import logs_of_run, missing_fork_checkpoint
 from penstock.flows.turns import Turns
+from penstock.storage.commit import CheckpointRef, RunKeys
 from penstock.storage.failpoints import failpoint
 from penstock.storage.history.run_record import RunRecord, read_run_record
-from penstock.storage.refs import CheckpointRef, RunKeys
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class Processes:
         request the ids of the experts that each token was routed to."""
         if not self._options.return_experts:
             return self.engine_client_factory
-        from penstock.engines.megatron.model.experts import experts_format
+        from penstock.engines.families.shape import experts_format
 
         return partial(self.engine_client_factory, experts=experts_format(self.shape, "--use-rollout-routing-replay"))
 
@@ -578,7 +578,7 @@ class Processes:
     def _reason_against_initial_comparison(self) -> str | None:
         """Return why the weights of --hf-checkpoint may differ from those that the trainer sends as version 0; None if
         they must be equal."""
-        from penstock.engines.weights.fp8 import fp8_weights, keeps_scales
+        from penstock.engines.weights.fp8_blocks import fp8_weights, keeps_scales
 
         path, start = self.config.convert.hf_checkpoint, self.config.start_weights
         if start != path:

@@ -29,13 +29,17 @@ from penstock.flows.options.paths import CHAMPION, with_absolute_paths, with_fun
 from penstock.flows.promotion import export_of_champion
 from penstock.flows.runtime.runs import completion_of, differing_option, latest_config
 from penstock.stages.convert.targets import is_converted, is_published, megatron_directory
+from penstock.storage.commit import ADAPTERS, RunKeys, is_run_name
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
-from penstock.storage.history.run_record import ParentRecord, RecordedConfig, RunRecord, read_run_record
-from penstock.storage.history.starts import read_completion
-from penstock.storage.keys import is_run_name
-from penstock.storage.maintenance.removal import is_removed
-from penstock.storage.refs import ADAPTERS, RunKeys
+from penstock.storage.history.run_record import (
+    ParentRecord,
+    RecordedConfig,
+    RunRecord,
+    read_completion,
+    read_run_record,
+)
+from penstock.storage.maintenance.deletion import is_removed
 from penstock.storage.store import Store
 
 

@@ -21,7 +21,7 @@ from penstock.engines import scratch
 from penstock.engines.local_ray import ClusterLost
 from penstock.engines.memory import GIB, MemorySwitch
 from penstock.engines.placement import NodeLost
-from penstock.engines.weights.fp8 import fp8_weights
+from penstock.engines.weights.fp8_blocks import fp8_weights
 from penstock.flows.config import PostTrainConfig, config_hash
 from penstock.flows.debug_options import gpu_flow
 from penstock.flows.reporting.final_report import write_final_report
@@ -60,18 +60,17 @@ from penstock.flows.runtime.runs import (
 )
 from penstock.flows.runtime.signals import CLEANUP, describe_cleanup, stop_signals
 from penstock.flows.terminal.lines import describe_commit
-from penstock.flows.trackers import tracked_run, tracking_uris
-from penstock.storage.commits import committed_prefixes, read_commits
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.errors import RunError, StoreError
-from penstock.storage.history.starts import Start, login_name, record_completion, record_end, record_start
-from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
+from penstock.storage.history.run_record import Start, login_name, record_completion, record_end, record_start
+from penstock.storage.leases import Lease, new_driver_lease_key
 from penstock.storage.preemption import Preempted, StopRequest
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.secrets import redact
+from penstock.storage.store import committed_prefixes, read_commits
 from penstock.storage.tracking import tracking_directory
-from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.retell import read_committed, read_cost_metrics
+from penstock.storage.tracking.delivery import RunTracking, read_committed, read_cost_metrics
 from penstock.storage.tracking.tracker import Committed
+from penstock.storage.tracking.trackers import tracked_run, tracking_uris
 from penstock.storage.web.login import page_link
 
 if TYPE_CHECKING:

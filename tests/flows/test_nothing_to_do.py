@@ -18,8 +18,8 @@ from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import completion_of, create_run_record
 from penstock.stages.convert.targets import is_conversion_of
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
-from penstock.storage.history.starts import Start, record_completion, record_end, record_start
-from penstock.storage.refs import CheckpointRef, Commit, FileRecord, RunKeys, commit_key
+from penstock.storage.commit import CheckpointRef, Commit, FileRecord, RunKeys, commit_key
+from penstock.storage.history.run_record import Start, record_completion, record_end, record_start
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")

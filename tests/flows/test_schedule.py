@@ -8,7 +8,7 @@ from run_records import parent_record, run_json
 from penstock.flows.config import PostTrainConfig, derive, validate_config
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_run
-from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
 
 KEYS = RunKeys("nightly")

@@ -13,8 +13,8 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.preflight import preflight
 from penstock.flows.runtime.resolve import Plan, loaded_checkpoint, resolve
 from penstock.flows.runtime.runs import create_run_record, open_store
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import OptionError
-from penstock.storage.refs import Commit, RunKeys
 
 
 def config(*words: str) -> PostTrainConfig:
