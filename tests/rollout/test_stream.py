@@ -17,7 +17,7 @@ from run_records import run_json
 from scripted_engine import KEYS
 from simulated_stream import Clock, SimulatedBench, SimulatedStream, clock, lengths_of, number_of, short_lengths
 
-from penstock.flows.ahead import StreamOfRun
+from penstock.flows.rollouts import StreamSource
 from penstock.stages.rollout.group import policy_spans
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.maintenance.audit import audit_run
@@ -388,7 +388,7 @@ def test_unfinished_groups_begin_again_without_their_tokens(bench: SimulatedBenc
 
 def stream_of_second_driver(
     directory: Path, tokenizer: PromptTokenizer, clock: Clock, store: Store
-) -> tuple[SimulatedBench, StreamOfRun]:
+) -> tuple[SimulatedBench, StreamSource]:
     """Return another driver of the run in `store`, whose engines finish other groups first, with its stream already
     opened at round 0."""
     other = SimulatedBench(directory, tokenizer, clock, rollout_shuffle=False)
@@ -397,11 +397,10 @@ def stream_of_second_driver(
     streams, notes = [other.open(0)], list[str]()
     session = SimpleNamespace(
         display=SimpleNamespace(progress=lambda *_: nullcontext(lambda done, total: None), note=notes.append),
-        keys=KEYS,
-        read_existing_commit=store.committed,
+        run=SimpleNamespace(keys=KEYS, read_commit=store.committed),
     )
-    run = StreamOfRun(session)  # type: ignore[arg-type]
-    run._open = lambda r: streams.pop() if streams else other.open(r)  # type: ignore[method-assign]
+    run = StreamSource(session)  # type: ignore[arg-type]
+    run.open = lambda r: streams.pop() if streams else other.open(r)  # type: ignore[method-assign]
     return other, run
 
 
@@ -418,7 +417,7 @@ def test_stream_continues_from_rounds_that_another_driver_has_committed(
             bench.round(r)
             bench.close()
         if r not in rounds_of_first or r in (0, 3):  # the second driver loses rounds 0 and 3; others it does not take
-            commit = second.run_round(r)
+            commit = second.generate(r)
             assert commit == bench.store.committed(KEYS.rollout_prefix(r))
         other.train(r)
         if r not in rounds_of_first:
