@@ -91,14 +91,13 @@ def drop_metrics(reasons: Mapping[str, int]) -> dict[str, float]:
     return {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in reasons.items()}
 
 
-def throughput_metrics(runner: GroupRunner, seconds: Mapping[str, float], num_gpus: int) -> dict[str, float]:
+def throughput_metrics(runner: GroupRunner, seconds: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of generation speed, prefix-cache hits and speculative decoding in this attempt. Groups that
     an earlier attempt generated (read from the journal) do not count.
 
     Args:
         runner: the runner of the round, after it has finished all groups.
         seconds: seconds of each phase of the round (prepare, generate, reward, write).
-        num_gpus: GPUs of all engines; on a machine without GPUs, the number of engines.
     """
     counts = runner.counts
     longest = max((sum(sample.loss_mask) for sample in runner.generated), default=0)
@@ -107,7 +106,7 @@ def throughput_metrics(runner: GroupRunner, seconds: Mapping[str, float], num_gp
         "rollout/prefix_cache_hit_rate": counts.cached / max(counts.prompt, 1),
         "rollout/avg_cached_tokens_per_sample": counts.cached / max(len(runner.generated), 1),
         "perf/rollout_time": sum(seconds.values()),
-        "perf/tokens_per_gpu_per_sec": runner.num_response_tokens / seconds["generate"] / num_gpus,
+        "perf/tokens_per_gpu_per_sec": runner.num_response_tokens / seconds["generate"] / runner.num_gpus,
         "perf/longest_sample_tokens_per_sec": longest / seconds["generate"],
     }
 

@@ -21,7 +21,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -132,7 +132,6 @@ class RoundResult:
 
     groups: CollectedGroups
     runner: GroupRunner
-    num_gpus: int  # GPUs of all engines; on a machine without GPUs, the number of engines
     seconds: dict[str, float]  # "generate": from the start to the last token; "reward": from the last token to the end
     energy: dict[str, float]  # metric of the engines' energy during "generate" and "reward"; {} if not measured
 
@@ -229,28 +228,10 @@ async def generate_round(
     """Generate and grade groups until `num_groups` are kept, then run the hooks of the round. `data_set` is the name of
     an evaluation's data set."""
     start, counters = time.perf_counter(), context.read_counters()
-    config, round = context.config, journal.round
-    hooks, group_filter = Hooks(config), load_group_filter(config)
-    num_samples = config.n_samples_per_prompt
+    config = context.config
+    hooks, group_filter, num_samples = Hooks(config), load_group_filter(config), config.n_samples_per_prompt
     progress = SampleProgress(num_samples * num_groups, context.on_progress)
-
-    async def run_sample_hook(sample: Sample) -> None:
-        await asyncio.to_thread(hooks.run_sample_hook, sample)
-
-    client = context.connect(context.engines, timeout=config.rollout_timeout)
-    num_engines = max(1, len(client.urls))
-    serving = open_teacher(config.opd_teacher_url, context.serving_teacher, round)
-    async with client, open_generator(context, client, round) as generator, serving as teacher:
-        runner = GroupRunner(
-            round,
-            generator,
-            journal,
-            grader.submit_group,
-            hook=run_sample_hook if config.rollout_sample_hook_path else None,
-            teacher=teacher,
-            slots=asyncio.Semaphore(max(1, config.sglang_server_concurrency * num_engines // num_samples)),
-            partial_rollout=config.partial_rollout,
-        )
+    async with open_runner(context, context.engines, journal, grader, hooks) as (runner, client):
         collect = partial(
             collect_groups,
             runner=runner,
@@ -274,7 +255,7 @@ async def generate_round(
     await asyncio.to_thread(hooks.run_round_hook, groups.kept + groups.buffered + groups.dropped_groups, intake.source)
     seconds = {"generate": runner.last_token_time - start, "reward": time.perf_counter() - runner.last_token_time}
     energy = energy_metric("perf/rollout_energy_joules", counters, context.read_counters())
-    return RoundResult(groups, runner, num_engines * config.rollout_num_gpus_per_engine, seconds, energy)
+    return RoundResult(groups, runner, seconds, energy)
 
 
 async def call_rollout_function(
@@ -365,15 +346,39 @@ def _sorted_by_id(groups: Iterable[Group]) -> list[Group]:
 
 
 @asynccontextmanager
-async def open_generator(
-    context: RolloutContext, client: EngineClient, round: RolloutRound
-) -> AsyncIterator[Generator]:
-    """Yield the user-defined generator (`--custom-generate-function-path`) if there is one, else the built-in one."""
-    if context.config.custom_generate_function_path is None:
-        yield EngineGenerator(client, context.config, context.tokenizer, round)
-    else:
-        async with CustomGeneration(context.config, client, context.tokenizer, round) as generator:
-            yield generator
+async def open_runner(
+    context: RolloutContext, engines: EngineUrls, journal: Journal, grader: Grader, hooks: Hooks
+) -> AsyncIterator[tuple[GroupRunner, EngineClient]]:
+    """Yield a runner of groups with the generator of --custom-generate-function-path, or the built-in one, and the
+    client of the engines."""
+    config, round = context.config, journal.round
+
+    async def run_sample_hook(sample: Sample) -> None:
+        await asyncio.to_thread(hooks.run_sample_hook, sample)
+
+    client = context.connect(engines, timeout=config.rollout_timeout)
+    num_engines = max(1, len(client.urls))
+    generators: AbstractAsyncContextManager[Generator] = (
+        CustomGeneration(config, client, context.tokenizer, round)
+        if config.custom_generate_function_path is not None
+        else nullcontext(EngineGenerator(client, config, context.tokenizer, round))
+    )
+    teachers = open_teacher(config.opd_teacher_url, context.serving_teacher, round)
+    async with client, generators as generator, teachers as teacher:
+        runner = GroupRunner(
+            round,
+            generator,
+            journal,
+            grader.submit_group,
+            hook=run_sample_hook if config.rollout_sample_hook_path else None,
+            teacher=teacher,
+            slots=asyncio.Semaphore(
+                max(1, config.sglang_server_concurrency * num_engines // config.n_samples_per_prompt)
+            ),
+            partial_rollout=config.partial_rollout,
+            num_gpus=num_engines * config.rollout_num_gpus_per_engine,
+        )
+        yield runner, client
 
 
 def samples_to_train(groups: Sequence[Group], config: RolloutConfig, round: RolloutRound) -> tuple[list[Sample], int]:
@@ -423,7 +428,7 @@ def round_metrics(
     """Return the metrics (name -> value) of throughput, dynamic sampling, skipped prompts and staleness of a round, of
     which `num_masked` tokens are masked as too old."""
     groups, dataset = result.groups, intake.source.dataset
-    metrics = throughput_metrics(result.runner, seconds, result.num_gpus) | result.energy
+    metrics = throughput_metrics(result.runner, seconds) | result.energy
     if groups.num_batches > 1 or groups.dropped or groups.buffered:
         metrics["rollout/num_waves"] = float(groups.num_batches)
         metrics["rollout/num_dropped_groups"] = float(len(groups.dropped))

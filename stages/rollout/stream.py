@@ -24,7 +24,7 @@ from typing import Any
 from penstock.engines.energy import energy_metric
 from penstock.engines.generation import EngineUrls
 from penstock.stages.rollout.deadline import flatten_errors
-from penstock.stages.rollout.group import GroupRunner, num_trained_tokens
+from penstock.stages.rollout.group import num_trained_tokens
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.metrics import rollout_metrics
 from penstock.stages.rollout.plugins.filters import load_group_filter
@@ -43,14 +43,13 @@ from penstock.stages.rollout.rollout import (
     RolloutContext,
     RoundResult,
     commit_samples,
-    open_generator,
     open_prompt_intake,
+    open_runner,
     prompt_files_by_name,
     round_metrics,
     samples_to_train,
     state_of_round,
 )
-from penstock.stages.rollout.teacher import open_teacher
 from penstock.storage.failpoints import failpoint
 from penstock.storage.preemption import Preempted
 from penstock.storage.refs import Commit
@@ -220,27 +219,12 @@ class RolloutStream:
 
     async def _generate(self, urls: EngineUrls) -> None:
         """Keep groups in flight until `close` is called, a stop is requested or a group fails."""
-        context, config = self.context, self.context.config
+        context = self.context
         self._loop, self._closed, self._changed = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
         assert context.grader is not None
         journal = self._open_journal(self.round)
         journal.load_finished_groups()
-        client = context.connect(urls, timeout=config.rollout_timeout)
-        self._num_engines = max(1, len(client.urls))
-        serving = open_teacher(config.opd_teacher_url, context.serving_teacher, self.round)
-        async with client, open_generator(context, client, self.round) as generator, serving as teacher:
-            self.runner = GroupRunner(
-                self.round,
-                generator,
-                journal,
-                context.grader.submit_group,
-                hook=self._run_sample_hook if config.rollout_sample_hook_path else None,
-                teacher=teacher,
-                slots=asyncio.Semaphore(
-                    max(1, config.sglang_server_concurrency * self._num_engines // config.n_samples_per_prompt)
-                ),
-                partial_rollout=False,
-            )
+        async with open_runner(context, urls, journal, context.grader, self.hooks) as (self.runner, _):
             self._since, self._counters = time.perf_counter(), context.read_counters()
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -384,7 +368,6 @@ class RolloutStream:
         result = RoundResult(
             CollectedGroups(kept, waiting, dropped, num_batches=1),
             runner,
-            self._num_engines * config.rollout_num_gpus_per_engine,
             seconds={"generate": time.perf_counter() - self._since},
             energy=energy_metric("perf/rollout_energy_joules", self._counters, counters),
         )
@@ -417,9 +400,6 @@ class RolloutStream:
         while interval := self.context.config.rollout_journal_interval:
             await asyncio.sleep(interval)
             await asyncio.to_thread(self.runner.journal.flush)
-
-    async def _run_sample_hook(self, sample: Sample) -> None:
-        await asyncio.to_thread(self.hooks.run_sample_hook, sample)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
