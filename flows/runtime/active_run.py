@@ -28,7 +28,7 @@ class ActiveRun:
     Attributes:
         record: run.json; None before the run is opened.
         provenance: fields of every commit: hash of the config and version of the code.
-        start: key of the record of this start, once it is recorded.
+        start: number of this start, once it is recorded.
     """
 
     def __init__(self, store: Store, keys: RunKeys, flow: str, config: PostTrainConfig, lease_key: str = "") -> None:
@@ -40,7 +40,7 @@ class ActiveRun:
         self.record = read_run_record(store, keys)
         self.provenance: dict[str, Any] = {"config_hash": config_hash(config), "code_version": code_version()}
         self.started_at = time.time()
-        self.start = ""
+        self.start = 0
         self._created = time.monotonic() - max(0.0, self.started_at - self.record.created_at if self.record else 0.0)
 
     @property
