@@ -140,8 +140,7 @@ class RoundSource:
     def generate(self, rollout_id: int) -> Commit:
         """Generate and commit round `rollout_id`, and return its commit."""
         from penstock.stages.rollout.prompts.data_source import RolloutRound
-        from penstock.stages.rollout.resume_point import read_resume_point
-        from penstock.stages.rollout.rollout import rollout_stage
+        from penstock.stages.rollout.rollout import read_resume_point, rollout_stage
 
         session, run = self.session, self.session.run
         with (
@@ -200,7 +199,7 @@ class StreamSource(RoundSource):
     def open(self, rollout_id: int) -> RolloutStream:
         """Return a stream that begins with round `rollout_id`."""
         from penstock.stages.rollout.prompts.data_source import RolloutRound
-        from penstock.stages.rollout.resume_point import read_resume_point
+        from penstock.stages.rollout.rollout import read_resume_point
         from penstock.stages.rollout.stream import RolloutStream
 
         session, run, schedule = self.session, self.session.run, self.session.engines.turns.schedule

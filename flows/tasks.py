@@ -118,8 +118,7 @@ def load_rollout(session: Session, rollout_id: int) -> Commit:
     """Commit the samples of the file of --load-debug-rollout-data for round `rollout_id`, and return the commit."""
     from penstock.stages.rollout.debug_data import loaded_rollout_stage
     from penstock.stages.rollout.prompts.data_source import RolloutRound
-    from penstock.stages.rollout.resume_point import read_resume_point
-    from penstock.stages.rollout.rollout import RolloutContext
+    from penstock.stages.rollout.rollout import RolloutContext, read_resume_point
 
     config, keys = session.config, session.run.keys
     context = RolloutContext(
@@ -165,8 +164,7 @@ def rollout_context(
 @stage("demonstrations-{rollout_id:06d}", needs=lambda session, r: [[f"demonstrations-{r - 1:06d}"]])
 def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
     """Commit the demonstrations of round `rollout_id` from the data set (SFT). They take the place of a rollout."""
-    from penstock.stages.rollout.resume_point import read_resume_point
-    from penstock.stages.rollout.rollout import RolloutContext
+    from penstock.stages.rollout.rollout import RolloutContext, read_resume_point
     from penstock.stages.rollout.sft_data import sft_data_stage
 
     prefix = session.run.keys.rollout_prefix(rollout_id)

@@ -57,17 +57,26 @@ from penstock.stages.rollout.plugins.filters import GroupFilter, load_group_filt
 from penstock.stages.rollout.plugins.hooks import Hooks, run_log_function
 from penstock.stages.rollout.plugins.rollout_function import RolloutFunctionCall
 from penstock.stages.rollout.plugins.train_data import make_train_data
-from penstock.stages.rollout.prompts.data_source import Dataset, Group, PromptIntake, RolloutRound
+from penstock.stages.rollout.prompts.data_source import (
+    Dataset,
+    Group,
+    PromptIntake,
+    RolloutRound,
+    group_by_group_id,
+    resized_group,
+)
 from penstock.stages.rollout.prompts.lengths import LengthFilter
 from penstock.stages.rollout.prompts.source import PromptSource
-from penstock.stages.rollout.resume_point import ResumePoint
+from penstock.stages.rollout.prompts.state import SourceState
 from penstock.stages.rollout.teacher import ServingTeacher, open_teacher
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.errors import RunError
 from penstock.storage.failpoints import failpoint
+from penstock.storage.history.run_record import read_run_record
 from penstock.storage.preemption import StopRequest
-from penstock.storage.refs import BUFFER, Commit, Kind
+from penstock.storage.refs import BUFFER, Commit, Kind, RunKeys
 from penstock.storage.samples.sample import Sample, Status
-from penstock.storage.samples.shards import write_shards
+from penstock.storage.samples.shards import read_samples, write_shards
 from penstock.storage.store import Store
 
 DISCARDED = "not kept by the data source"  # drop reason of an unused group that the data source did not buffer
@@ -103,6 +112,46 @@ class RolloutContext:
     read_counters: ReadCounters = no_counters  # reads the energy counters of the engines' GPUs
     serving_teacher: ServingTeacher | None = None  # None: --opd-teacher-url, or no teacher
     max_seq_len: int | None = None  # of the model, in tokens; bounds conversations of SFT
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The data-source state and buffered groups that a round starts from. The defaults are for the first round of a
+    run."""
+
+    state: dict[str, Any] | None = None  # state of the data source; None: start of the data
+    buffer: Sequence[Sample] = ()  # samples of the groups that earlier rounds buffered
+
+
+def read_resume_point(store: Store, keys: RunKeys, rollout_id: int) -> ResumePoint:
+    """Return the resume point of round `rollout_id`.
+
+    In a run forked with new data (`restart_data`), the first round after the fork starts at the beginning of the data
+    without buffered groups; only the count of issued prompts continues, because group ids are derived from this count.
+    In a run forked with other options of the rollout (`discard_responses`), the buffered groups lose their responses
+    and get the fork's number of samples.
+
+    Raises:
+        RunError: the previous round is not committed.
+    """
+    if rollout_id == 0:
+        return ResumePoint()
+    previous = store.committed(keys.rollout_prefix(rollout_id - 1))
+    if previous is None:
+        raise RunError(
+            f"round {rollout_id} needs the data position of round {rollout_id - 1}, which is not committed: "
+            f"run round {rollout_id - 1} first"
+        )
+    state = previous.state["data_source"]
+    record = read_run_record(store, keys)
+    fork = record.parent if record and record.parent and record.parent.at == rollout_id else None
+    if fork and fork.restart_data:
+        return ResumePoint(SourceState(issued=state["issued"], segments=()).model_dump(mode="json"))
+    buffer = read_samples(store, previous, BUFFER) if previous.num_samples(BUFFER) else []
+    if record and fork and fork.discard_responses:
+        num_samples = record.config["rollout"]["n_samples_per_prompt"]
+        buffer = [sample for group in group_by_group_id(buffer) for sample in resized_group(group, num_samples)]
+    return ResumePoint(state, buffer)
 
 
 @dataclass
@@ -161,7 +210,9 @@ def rollout_stage(
     """
     if commit := context.store.committed(prefix):
         return commit
-    context = context_of(context, round)
+    if round.kind == "eval":
+        function = {"rollout_function_path": find_evaluation_function(context.config)}
+        context = replace(context, config=context.config.model_copy(update=EVAL_OVERRIDES | function))
     config, seconds = context.config, dict[str, float]()
     journal = Journal(context.store, prefix, round, config)
     with record_seconds(seconds, "prepare"):
@@ -196,14 +247,6 @@ def rollout_stage(
     )
     journal.delete_entries()
     return commit
-
-
-def context_of(context: RolloutContext, round: RolloutRound) -> RolloutContext:
-    """Return the context with the options of evaluations, if the round is one."""
-    if round.kind != "eval":
-        return context
-    function = {"rollout_function_path": find_evaluation_function(context.config)}
-    return replace(context, config=context.config.model_copy(update=EVAL_OVERRIDES | function))
 
 
 def open_prompt_intake(context: RolloutContext, round: RolloutRound, resume_point: ResumePoint) -> PromptIntake:

@@ -37,9 +37,9 @@ from penstock.stages.rollout.prompts.data_source import (
     is_too_old,
     without_responses,
 )
-from penstock.stages.rollout.resume_point import ResumePoint
 from penstock.stages.rollout.rollout import (
     CollectedGroups,
+    ResumePoint,
     RolloutContext,
     RoundResult,
     commit_samples,
