@@ -282,7 +282,7 @@ async def generate_round(
             num_groups=num_groups,
             batch_size=max(num_groups, config.over_sampling_batch_size or 0),
             max_batches=config.max_waves,
-            on_kept=lambda group: progress.add(num_samples),
+            on_kept=lambda: progress.add(num_samples),
         )
         by_function = config.rollout_function_path is not None
         groups = await run_with_deadline(
@@ -330,7 +330,7 @@ async def collect_groups(
     num_groups: int,
     batch_size: int,
     max_batches: int,
-    on_kept: Callable[[Group], None] = lambda group: None,
+    on_kept: Callable[[], None] = lambda: None,
 ) -> CollectedGroups:
     """Generate sampling batches until `num_groups` groups are kept, then abort the groups in flight. Every requested
     group ends in exactly one list of the result: kept, dropped with a reason, or buffered (aborted, or finished after
@@ -343,45 +343,116 @@ async def collect_groups(
         num_groups: number of groups to keep.
         batch_size: number of groups in a sampling batch, at least `num_groups`.
         max_batches: maximum number of sampling batches (`--max-waves`).
-        on_kept: called with every group that is kept.
+        on_kept: called for every group that is kept.
 
     Raises:
         RuntimeError: the filter kept fewer than `num_groups` groups of `max_batches` sampling batches.
     """
-    groups = CollectedGroups()
-    running: set[asyncio.Task[Group]] = set()
+    num_batches = 0
     async with asyncio.TaskGroup() as tasks:
-        while len(groups.kept) < num_groups:
-            while len(groups.kept) + len(running) < num_groups:
-                if groups.num_batches == max_batches:
-                    reasons = ", ".join(f"{n} for {reason!r}" for reason, n in groups.drop_reasons.most_common(3))
+        groups = GroupsInFlight(runner, group_filter, tasks, num_needed=num_groups, on_kept=on_kept)
+        while len(groups.finished) < num_groups:
+            while len(groups.finished) + len(groups.running) < num_groups:
+                if num_batches == max_batches:
+                    drop_reasons = Counter(reason for _, reason in groups.dropped)
+                    reasons = ", ".join(f"{n} for {reason!r}" for reason, n in drop_reasons.most_common(3))
                     raise RuntimeError(
                         f"after {max_batches} sampling batches the dynamic sampling filter has kept only "
-                        f"{len(groups.kept)} of {num_groups} groups (dropped: {reasons}): use prompts that the policy "
-                        "solves only sometimes, use a less strict filter, or raise --max-waves"
+                        f"{len(groups.finished)} of {num_groups} groups (dropped: {reasons}): use prompts that the "
+                        "policy solves only sometimes, use a less strict filter, or raise --max-waves"
                     )
-                groups.num_batches += 1
-                running |= {tasks.create_task(runner.run(group)) for group in next_groups(batch_size)}
-            finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            num_open = len(finished) + len(running)  # groups that may still be kept
-            for group in _sorted_by_id(task.result() for task in finished):
-                if len(groups.kept) == num_groups:
-                    groups.buffered.append(group)
-                    continue
-                decision = await group_filter(group)
-                if decision.keep or (decision.keep_when_insufficient and len(groups.kept) + num_open <= num_groups):
-                    groups.kept.append(group)
-                    on_kept(group)
-                else:
-                    groups.dropped.append((group, str(decision.reason)))
-                num_open -= 1
-        if running:
+                num_batches += 1
+                for group in next_groups(batch_size):
+                    groups.start(Flight(group), group)
+            await groups.wait_for_change()
+        if running := list(groups.running.values()):
             await runner.stop()
             await asyncio.wait(running)
-            groups.buffered += [task.result() for task in running]
-    groups.kept, groups.buffered = _sorted_by_id(groups.kept), _sorted_by_id(groups.buffered)
-    groups.dropped.sort(key=lambda entry: entry[0][0].group_id)
-    return groups
+    finished = [flight.group or [] for flight in groups.finished]
+    kept, buffered = _sorted_by_id(finished[:num_groups]), _sorted_by_id(finished[num_groups:])
+    return CollectedGroups(kept, buffered, sorted(groups.dropped, key=lambda entry: entry[0][0].group_id), num_batches)
+
+
+@dataclass(eq=False)
+class Flight:
+    """A group from its start to its use."""
+
+    prompts: Group  # without responses, to start it again
+    version: int = 0  # policy version at its start; of a group that was finished before, that of its first token
+    group: Group | None = None  # with responses and rewards, once it is finished
+
+
+class GroupsInFlight:
+    """Generates, grades and filters groups concurrently, for a round or a stream of rounds. Every group that was
+    started is in one place: `running`, `finished`, or `dropped` with a reason.
+
+    Args:
+        runner: generates and grades a group.
+        group_filter: decides whether a finished group is kept or dropped.
+        tasks: runs the groups.
+        num_needed: number of finished groups after which others finish without the filter; None: no limit.
+        on_kept: called for every group that the filter keeps.
+    """
+
+    def __init__(
+        self,
+        runner: GroupRunner,
+        group_filter: GroupFilter,
+        tasks: asyncio.TaskGroup,
+        *,
+        num_needed: int | None = None,
+        on_kept: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.runner = runner
+        self.filter = group_filter
+        self.num_needed = num_needed
+        self.on_kept = on_kept
+        self.running: dict[Flight, asyncio.Task[None]] = {}
+        self.finished: list[Flight] = []  # the group that finished first comes first
+        self.dropped: list[tuple[Group, str]] = []
+        self.idle_seconds = 0.0  # without a group in flight, since the caller set it to 0
+        self.changed = asyncio.Event()
+        self._tasks = tasks
+        self._idle_since: float | None = None  # set while no group is in flight
+
+    def start(self, flight: Flight, group: Group) -> None:
+        """Start a group: `flight.prompts`, or those prompts with responses of an earlier round."""
+        self.running[flight] = self._tasks.create_task(self._finish(flight, group))
+        self.count_idle_seconds()
+
+    def count_idle_seconds(self) -> None:
+        """Add the time since the last call to the idle seconds, if no group was in flight."""
+        now = time.perf_counter()
+        if self._idle_since is not None:
+            self.idle_seconds += now - self._idle_since
+        self._idle_since = None if self.running else now
+
+    async def wait_for_change(self) -> None:
+        """Wait until a group is finished or dropped, or `changed` is set."""
+        self.changed.clear()
+        await self.changed.wait()
+
+    async def _finish(self, flight: Flight, group: Group) -> None:
+        flight.group = group = await self.runner.run(group)
+        keeps, reason, is_needed = True, "", self._needs_more()
+        if is_needed:
+            decision = await self.filter(group)
+            num_open = len(self.finished) + len(self.running)  # with this one
+            is_insufficient = self.num_needed is not None and num_open <= self.num_needed
+            keeps = decision.keep or (decision.keep_when_insufficient and is_insufficient)
+            reason, is_needed = str(decision.reason), self._needs_more()
+        del self.running[flight]  # without an `await` up to the end: others must find every group in one place
+        self.count_idle_seconds()
+        self.changed.set()
+        if not keeps:
+            self.dropped.append((group, reason))
+            return
+        self.finished.append(flight)
+        if is_needed:
+            self.on_kept()
+
+    def _needs_more(self) -> bool:
+        return self.num_needed is None or len(self.finished) < self.num_needed
 
 
 def _sorted_by_id(groups: Iterable[Group]) -> list[Group]:
