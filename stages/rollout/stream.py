@@ -231,6 +231,7 @@ class RolloutStream:
         """Start groups whenever fewer are in flight or unused than could be trained before they get too old."""
         config, groups, version = self.context.config, self.groups, self.engine_version()
         max_dropped = config.max_waves * config.rollout_batch_size
+        surplus = max(0, (config.over_sampling_batch_size or 0) - config.rollout_batch_size)
         while True:
             if version != self.engine_version():
                 version = self.engine_version()
@@ -244,7 +245,7 @@ class RolloutStream:
                 )
             end = min(self.num_rounds, version + self.round.max_staleness + 1)
             num_rounds = end - self.round.rollout_id
-            room = num_rounds * config.rollout_batch_size - len(groups.running) - len(groups.finished)
+            room = num_rounds * config.rollout_batch_size + surplus - len(groups.running) - len(groups.finished)
             if room > 0:
                 for group in self.intake.next_groups(room):
                     first = min(

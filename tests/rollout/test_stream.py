@@ -639,6 +639,47 @@ def test_filter_that_drops_everything_fails_the_round(tmp_path: Path, tokenizer:
         bench.round(0)
 
 
+@pytest.mark.parametrize("size", [5, 9])
+def test_more_groups_than_a_round_needs_are_in_flight_with_over_sampling(
+    tmp_path: Path, tokenizer: PromptTokenizer, clock: Clock, size: int
+) -> None:
+    """The slowest groups of a round are not awaited; later rounds take them, also after a kill."""
+    bench = SimulatedBench(tmp_path, tokenizer, clock, over_sampling_batch_size=size, num_rounds=8)
+    for r in range(8):
+        bench.round(r)
+        assert bench.stream is not None
+        num_groups = len(bench.stream.groups.running) + len(bench.stream.groups.finished)
+        bound = (bench.version + bench.max_staleness + 1 - r) * BATCH + size - BATCH
+        assert num_groups <= bound
+        if r % 3 == 2:
+            bench.kill()
+    bench.close()
+    check_every_prompt_is_used_once(bench)
+    check_staleness(bench)
+    issued = commits_of(bench)[-1].state["data_source"]["issued"]
+    assert issued == 8 * BATCH + size - BATCH, "the surplus of the last round stays in the buffer"
+
+
+def test_buffer_filter_selects_the_groups_that_a_restarted_stream_begins_with(
+    tmp_path: Path, tokenizer: PromptTokenizer, clock: Clock
+) -> None:
+    code = "def last_first(args, rollout_id, buffer, num_samples):\n    return buffer[::-1][:num_samples]\n"
+    (tmp_path / "filters.py").write_text(code)
+    bench = SimulatedBench(
+        tmp_path, tokenizer, clock, rollout_shuffle=False, buffer_filter_path=f"{tmp_path}/filters.py:last_first"
+    )
+    bench.round(0)
+    before = len(bench.issues)
+    waiting = ids(buffered(bench, commits_of(bench)[0]))
+    bench.kill()
+    for r in range(1, 5):
+        bench.round(r)
+    bench.close()
+    again = [number_of(prompt) for prompt in bench.issues[before:]]
+    assert again and set(waiting) & set(again) and again[0] == max(set(waiting) & set(again))
+    check_every_prompt_is_used_once(bench)
+
+
 def test_rounds_must_be_taken_in_order(bench: SimulatedBench) -> None:
     bench.round(0)
     stream = bench.stream
