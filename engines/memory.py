@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from penstock.storage.refs import Frozen
+from penstock.storage.commit import Frozen
 
 StateKind = Literal["weights", "gradients", "optimizer"]
 GIB = 1 << 30

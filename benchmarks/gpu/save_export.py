@@ -29,13 +29,12 @@ from typing import Any
 import torch
 
 from penstock.engines.families import read_shape
-from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.to_hf import export_hf
+from penstock.stages.convert.to_hf import Origin, export_hf
 from penstock.stages.train.actor import TrainActor
 from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.spec import Build, SaveResult, TrainerSpec
 from penstock.storage import disk
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 from penstock.storage.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

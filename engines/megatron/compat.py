@@ -22,11 +22,7 @@ from penstock.engines.megatron.patches import MEGATRON_VERSION, patch_module
 
 
 def import_megatron() -> None:
-    """Install an import hook that patches `megatron.core` when it is imported. A second call does nothing.
-
-    Raises:
-        RuntimeError: another version of megatron-core is installed, or megatron.core was imported before this call.
-    """
+    """Install an import hook that patches `megatron.core` when it is imported. A second call does nothing."""
     if any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
         return
     installed = importlib.metadata.version("megatron-core")
@@ -35,7 +31,7 @@ def import_megatron() -> None:
             f"found megatron-core {installed}, but Penstock patches its source and needs exactly {MEGATRON_VERSION}: "
             f"pip install megatron-core=={MEGATRON_VERSION}"
         )
-    early = next((name for name in sys.modules if name.startswith("megatron.core")), None)
+    early = next((name for name in list(sys.modules) if name.startswith("megatron.core")), None)
     if early:
         raise RuntimeError(
             f"{early} was imported before import_megatron() was called: import megatron.core only after importing "

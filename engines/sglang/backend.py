@@ -26,7 +26,7 @@ from penstock.engines.sglang.checks.cuda_graphs import graph_warning, without_pr
 from penstock.engines.sglang.checks.fp8 import check_fp8_hardware, check_fp8_widths
 from penstock.engines.sglang.checks.speculative import check_speculative, drafts_with_mtp_layer, is_speculative
 from penstock.engines.sglang.sampling import check_sampling, check_sampling_seeds, find_biasing_params
-from penstock.engines.weights.fp8 import BLOCK, find_unsupported_entry, mean_bytes_per_weight
+from penstock.engines.weights.fp8_blocks import BLOCK, find_unsupported_entry, mean_bytes_per_weight
 from penstock.storage.errors import EngineError, ModelError, OptionError
 from penstock.storage.secret_references import resolve_secrets
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from penstock.engines.weights.hf_headers import block_size
 from penstock.flows.config import PostTrainConfig
 from penstock.stages.convert.targets import is_converted, megatron_directory
+from penstock.storage.commit import ADAPTERS, RunKeys, is_run_name
 from penstock.storage.errors import OptionError
-from penstock.storage.keys import is_run_name
-from penstock.storage.refs import ADAPTERS, RunKeys
 from penstock.storage.store import Store
 
 
@@ -115,5 +114,5 @@ def fp8_warning(config: PostTrainConfig) -> Iterator[str]:
     ):
         yield (
             f"--hf-checkpoint {config.convert.hf_checkpoint} is not quantized, so the engines do not generate in fp8: "
-            "`penstock convert --load CHECKPOINT --export-dtype fp8 --save DIR` writes fp8 weights (docs/howto/fp8.md)"
+            "`penstock convert --load CHECKPOINT --export-dtype fp8 --save DIR` writes fp8 weights (docs/engines.md)"
         )

@@ -9,10 +9,9 @@ from penstock.flows.inspect.report import make_report
 from penstock.flows.reporting.observer import Observer
 from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.display import Display
-from penstock.storage.commits import committed_prefixes
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.secrets import redact
-from penstock.storage.store import Store
+from penstock.storage.store import Store, committed_prefixes
 from penstock.storage.tracking.delivery import RunTracking
 
 MAX_SAMPLES = 2000  # fewer than `penstock report` shows: the end of a run waits for the report

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from penstock.engines.memory import MemorySwitch
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 
 
 @dataclass

@@ -17,10 +17,9 @@ from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.learning_signal import LearningSignal
 from penstock.flows.runtime.runs import logs_of_run
 from penstock.flows.runtime.signals import patience_after
+from penstock.storage.commit import Commit
 from penstock.storage.errors import StoreError
-from penstock.storage.refs import Commit
-from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.retell import read_committed, read_cost_metrics
+from penstock.storage.tracking.delivery import RunTracking, read_committed, read_cost_metrics
 
 DELIVERY_SECONDS = 30.0  # to wait for the trackers at the end of a run
 

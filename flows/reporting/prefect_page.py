@@ -46,12 +46,11 @@ from penstock.flows.runtime.prefect_api import wait_for_api
 from penstock.flows.runtime.runs import open_store
 from penstock.flows.runtime.signals import patience_after
 from penstock.flows.services.child_process import http_answers
-from penstock.storage.commits import read_commits
-from penstock.storage.history.starts import read_starts
-from penstock.storage.maintenance.leases import describe_live_drivers
-from penstock.storage.refs import Commit, RunKeys, attempt_in_path
+from penstock.storage.commit import Commit, RunKeys, attempt_in_path
+from penstock.storage.history.run_record import read_starts
+from penstock.storage.leases import describe_live_drivers
 from penstock.storage.secrets import redact
-from penstock.storage.store import Store
+from penstock.storage.store import Store, read_commits
 from penstock.storage.tracking.delivery import RunTracking
 
 if TYPE_CHECKING:

@@ -13,12 +13,18 @@ from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.engine_options import device_counts
 from penstock.flows.runtime.runs import code_version, completion_of, keys_of_run, open_run, open_store
 from penstock.flows.runtime.schedule import with_target_rounds
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys
 from penstock.storage.errors import RunError
-from penstock.storage.history.run_record import read_run_record
-from penstock.storage.history.starts import Start, login_name, record_completion, record_end, record_start
-from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
+from penstock.storage.history.run_record import (
+    Start,
+    login_name,
+    read_run_record,
+    record_completion,
+    record_end,
+    record_start,
+)
+from penstock.storage.leases import Lease, new_driver_lease_key
 from penstock.storage.preemption import Preempted
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys
 from penstock.storage.store import Store
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from penstock.engines.weights.fp8 import fp8_weights
+from penstock.engines.weights.fp8_blocks import fp8_weights
 from penstock.flows.reporting.observer import CommitReport, Observer
 from penstock.stages.train.algorithms.registry import ESTIMATORS
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from penstock.engines.backends import engine_backend
 from penstock.engines.energy import Counters, all_counters, read_counters, used_joules
 from penstock.engines.serving.adapters import BASE
 from penstock.engines.serving.addresses import engine_url
-from penstock.engines.weights.check import INITIAL
+from penstock.engines.weights.weight_check import INITIAL
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.debugging.config import DebugConfig
 from penstock.flows.options.adapters import with_adapters
@@ -26,7 +26,7 @@ from penstock.flows.options.start_weights import starting_weights
 from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.engine_options import TEACHER, engine_options, run_placement, teacher_options
 from penstock.flows.runtime.runs import logs_of_run, missing_fork_checkpoint
-from penstock.storage.refs import CheckpointRef
+from penstock.storage.commit import CheckpointRef
 
 if TYPE_CHECKING:
     from penstock.engines.backends import RequestRouter
@@ -125,7 +125,7 @@ class EngineSetup:
         of the experts that each token was routed to."""
         if not self.options.return_experts:
             return self.connect
-        from penstock.engines.megatron.model.experts import experts_format
+        from penstock.engines.families.shape import experts_format
 
         return partial(self.connect, experts=experts_format(self.shape, "--use-rollout-routing-replay"))
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from penstock.engines.memory import MemorySwitch
 from penstock.engines.serving.adapters import AdapterNames
-from penstock.engines.weights.check import update_and_check
-from penstock.engines.weights.upload import add_upload
+from penstock.engines.weights.routes import add_upload
+from penstock.engines.weights.weight_check import update_and_check
 from penstock.flows.options.adapters import adapter_of_version
 from penstock.flows.options.start_weights import starting_weights
 from penstock.flows.policy_schedule import EngineUse, PolicyLimits, PolicySchedule, PolicyTurns
@@ -257,7 +257,7 @@ class PolicyPublisher:
     def reason_against_initial_comparison(self) -> str | None:
         """Return why the weights of --hf-checkpoint may differ from those that the trainer sends as version 0; None if
         they must be equal."""
-        from penstock.engines.weights.fp8 import fp8_weights, keeps_scales
+        from penstock.engines.weights.fp8_blocks import fp8_weights, keeps_scales
 
         path, start = self.config.convert.hf_checkpoint, starting_weights(self.config)
         if start != path:

@@ -32,13 +32,13 @@ from penstock.flows.runtime.publishing import PolicyEngines
 from penstock.flows.runtime.runs import read_existing_record
 from penstock.flows.runtime.signals import describe_cleanup, patience_after, stop_signals
 from penstock.flows.terminal.lines import describe_commit
-from penstock.flows.trackers import tracked_run, tracking_uris
-from penstock.storage.commits import read_commits
+from penstock.storage.commit import Commit, commit_key
 from penstock.storage.errors import StoreError
 from penstock.storage.preemption import Preempted, StopRequest
-from penstock.storage.refs import Commit, commit_key
+from penstock.storage.store import read_commits
 from penstock.storage.tracking import tracking_directory
 from penstock.storage.tracking.delivery import RunTracking
+from penstock.storage.tracking.trackers import tracked_run, tracking_uris
 from penstock.storage.web.login import page_link
 
 if TYPE_CHECKING:

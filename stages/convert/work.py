@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from penstock.stages.convert.targets import Target, full_disk_as_store_error
-from penstock.storage import disk
-from penstock.storage.maintenance import leases
-from penstock.storage.refs import FileRecord, Frozen
+from penstock.storage import disk, leases
+from penstock.storage.commit import FileRecord, Frozen
 from penstock.storage.store import hash_file
 
 OnBytes = Callable[[int, int], object]  # arguments: bytes done, total bytes
@@ -62,11 +61,7 @@ class Progress:
 
 
 class ProgressFile:
-    """Reports the progress of a process to another process on the same machine through a small file.
-
-    Args:
-        path: path of the file, which the first report creates.
-    """
+    """Reports the progress of a process to another process on the same machine through a small file."""
 
     def __init__(self, path: str | Path) -> None:
         self.path, self._written_at = Path(path), 0.0
@@ -104,9 +99,6 @@ class WorkItems(Generic[W]):
             progress: this method adds the bytes of the items that an earlier start of the conversion has finished.
             rank: rank of this process among the processes that share the conversion.
             num_ranks: number of these processes.
-
-        Raises:
-            StoreError: the disk is full.
         """
         items = self.items[rank::num_ranks]
         unfinished = {item.name for item in self.unfinished_items(items)}

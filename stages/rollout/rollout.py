@@ -49,32 +49,28 @@ from penstock.stages.rollout.metrics import (
     staleness_metrics,
     throughput_metrics,
 )
-from penstock.stages.rollout.plugins.custom_generation import CustomGeneration
-from penstock.stages.rollout.plugins.custom_source import load_buffer_filter, open_data_source
-from penstock.stages.rollout.plugins.engine_handle import EngineHandle
-from penstock.stages.rollout.plugins.eval_function import find_evaluation_function
+from penstock.stages.rollout.plugins.custom_generation import CustomGeneration, EngineHandle
 from penstock.stages.rollout.plugins.filters import GroupFilter, load_group_filter
-from penstock.stages.rollout.plugins.hooks import Hooks, run_log_function
-from penstock.stages.rollout.plugins.rollout_function import RolloutFunctionCall
-from penstock.stages.rollout.plugins.train_data import make_train_data
+from penstock.stages.rollout.plugins.hooks import Hooks, make_train_data, run_log_function
+from penstock.stages.rollout.plugins.rollout_function import RolloutFunctionCall, find_evaluation_function
 from penstock.stages.rollout.prompts.data_source import (
     Dataset,
     Group,
     PromptIntake,
     RolloutRound,
     group_by_group_id,
+    load_buffer_filter,
+    open_data_source,
     resized_group,
 )
-from penstock.stages.rollout.prompts.lengths import LengthFilter
-from penstock.stages.rollout.prompts.source import PromptSource
-from penstock.stages.rollout.prompts.state import SourceState
+from penstock.stages.rollout.prompts.source import LengthFilter, PromptSource, SourceState
 from penstock.stages.rollout.teacher import ServingTeacher, open_teacher
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.commit import BUFFER, Commit, Kind, RunKeys
 from penstock.storage.errors import RunError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.history.run_record import read_run_record
 from penstock.storage.preemption import StopRequest
-from penstock.storage.refs import BUFFER, Commit, Kind, RunKeys
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_samples, write_shards
 from penstock.storage.store import Store

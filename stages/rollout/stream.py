@@ -28,8 +28,7 @@ from penstock.stages.rollout.group import num_trained_tokens
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.metrics import rollout_metrics
 from penstock.stages.rollout.plugins.filters import load_group_filter
-from penstock.stages.rollout.plugins.hooks import Hooks, run_log_function
-from penstock.stages.rollout.plugins.train_data import make_train_data
+from penstock.stages.rollout.plugins.hooks import Hooks, make_train_data, run_log_function
 from penstock.stages.rollout.prompts.data_source import (
     Group,
     RolloutRound,
@@ -52,9 +51,9 @@ from penstock.stages.rollout.rollout import (
     samples_to_train,
     state_of_round,
 )
+from penstock.storage.commit import Commit
 from penstock.storage.failpoints import failpoint
 from penstock.storage.preemption import Preempted
-from penstock.storage.refs import Commit
 from penstock.storage.samples.sample import Sample
 
 REPEATED = "generated_again"  # metadata of the samples of a group whose first responses became too old

@@ -35,7 +35,7 @@ from penstock.stages.train.spec import (
     SaveResult,
     TrainResult,
 )
-from penstock.storage.refs import Commit, FileRecord
+from penstock.storage.commit import Commit, FileRecord
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:
@@ -249,8 +249,7 @@ class TrainActor:
         from penstock.stages.train.batching import Batch, read_teacher_logprobs, spread
         from penstock.stages.train.routing import EngineChoices
         from penstock.stages.train.step import train_rollout
-        from penstock.storage.samples.shards import read_table
-        from penstock.storage.samples.trained_tokens import write_trained_tokens
+        from penstock.storage.samples.shards import read_table, write_trained_tokens
 
         assert self._state.clean and self._state.version == version, (
             f"asked to train policy {version}, but this rank holds {self._state}"
@@ -366,7 +365,7 @@ class TrainActor:
 
     def memory_use(self) -> tuple[int, int]:
         """Return the bytes used on this rank's device, by all processes, and by this process in host memory."""
-        from penstock.engines.megatron.memory.residency import device_and_host_bytes_used
+        from penstock.engines.megatron.residency import device_and_host_bytes_used
 
         return device_and_host_bytes_used()
 
@@ -385,7 +384,7 @@ class TrainActor:
 
     def _peft_matrices(self) -> Iterator[tuple[str, Tensor]]:
         from penstock.engines.families import tensor_layout
-        from penstock.engines.families.peft import to_peft
+        from penstock.engines.lora import to_peft
 
         layout = tensor_layout(self.spec.shape)
         for layer, first, second in self.models.policy.named_adapters():

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.engines.megatron.model.router_replay import RoutingRecord
+from penstock.engines.megatron.model.expert_routing import RoutingRecord
 from penstock.engines.megatron.packing import PackedStream
 from penstock.stages.train.algorithms.experience import SegmentReducer, TokenFields
 from penstock.stages.train.routing import EngineChoices

@@ -15,11 +15,10 @@ from typing import Any, Literal
 
 import torch
 
-from penstock.engines.families.peft import open_peft
 from penstock.engines.families.shape import ModelShape
+from penstock.engines.lora import open_peft
 from penstock.engines.megatron.engine import MegatronEngine, use_deterministic_kernels
-from penstock.engines.megatron.options.frozen import frozen_parameters
-from penstock.engines.megatron.options.values import effective_options
+from penstock.engines.megatron.frozen_parameters import frozen_parameters
 from penstock.engines.megatron.weights import Snapshot
 from penstock.engines.memory import STATE_KINDS, MemorySwitch, StateKind
 from penstock.stages.train.config import TrainConfig
@@ -93,7 +92,7 @@ def build_models(shape: ModelShape, config: TrainConfig) -> Models:
             config.parallel_layout,
             dtype=config.params_dtype or ("bf16" if torch.cuda.is_available() else "fp32"),
             optimizer=optimizer,
-            overrides=effective_options(config.megatron),
+            overrides=config.megatron.model_dump(),
             seed=config.seed,
             role=role,
         )

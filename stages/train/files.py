@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 from penstock.storage.store import Store
 
 

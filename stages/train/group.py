@@ -23,7 +23,7 @@ import xxhash
 
 from penstock.engines.cluster import Cluster, ClusterLost, cpu_threads_per_process
 from penstock.engines.generation import OVER_MEMORY, WeightTransport
-from penstock.engines.megatron.rank_environment import rank_environment
+from penstock.engines.megatron.parallel_layout import rank_environment
 from penstock.engines.memory import MemorySwitch, StateKind
 from penstock.engines.network import socket_environment
 from penstock.engines.serving.keys import known_api_keys
@@ -41,7 +41,7 @@ from penstock.stages.train.spec import (
     TrainerSpec,
     TrainResult,
 )
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 from penstock.storage.store import Store
 
 QUERY_TIMEOUT = 60.0  # timeout in seconds of a query that does not touch the weights

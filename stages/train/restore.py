@@ -16,9 +16,9 @@ from typing import Any, Literal
 from penstock.engines.energy import ReadCounters, energy_metric, no_counters
 from penstock.stages.train.group import TrainerGroup
 from penstock.stages.train.spec import AuxiliaryModel, TrainResult
+from penstock.storage.commit import ADAPTERS, CheckpointRef, Commit, Frozen, RunKeys, StepRef, commit_key
 from penstock.storage.errors import RunError
 from penstock.storage.failpoints import failpoint
-from penstock.storage.refs import ADAPTERS, CheckpointRef, Commit, Frozen, RunKeys, StepRef, commit_key
 from penstock.storage.store import Store
 
 TOLERANCE = {  # metric -> (absolute, relative) tolerance of a replay on other hardware or with another layout

@@ -1,6 +1,6 @@
 """Routing replay of the inference engine's experts (R3, arXiv 2510.11370): read the expert ids from the sample shards.
 
-`engines/megatron/model/router_replay.py` replays them in the trainer; the byte format is defined in
+`engines/megatron/model/expert_routing.py` replays them in the trainer; the byte format is defined in
 `storage/samples/routed_experts.py`.
 """
 
@@ -14,9 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.model.experts import experts_format
-from penstock.engines.megatron.model.router_replay import RoutingRecord
+from penstock.engines.families.shape import ModelShape, experts_format
+from penstock.engines.megatron.model.expert_routing import RoutingRecord
 from penstock.storage.errors import OptionError
 from penstock.storage.samples.routed_experts import ExpertsFormat
 

@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from penstock.flows.commands.demo_model import make_tiny_model
-from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.hf.weights import HFWeights
+from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.targets import ASSETS_DIRECTORY, RECORD, TRACKER, check_free_space
-from penstock.stages.convert.to_hf import export_to, finish_export, prepare_export, write_export
+from penstock.stages.convert.to_hf import Origin, export_to, finish_export, prepare_export, write_export
 from penstock.stages.convert.to_torch_dist import (
     Conversion,
     ConversionOptions,
@@ -29,9 +28,9 @@ from penstock.stages.convert.to_torch_dist import (
     write_units,
 )
 from penstock.stages.convert.torch_dist_writer import WorkUnit
+from penstock.storage.commit import CheckpointRef
 from penstock.storage.errors import ModelError, OptionError, StoreError
 from penstock.storage.failpoints import VARIABLE
-from penstock.storage.refs import CheckpointRef
 from penstock.storage.store import Store
 
 SIZES = dict(hidden=32, layers=3, heads=4, groups=2, head_dim=16, ffn=48, vocab=61, tied=False, dtype="bfloat16")

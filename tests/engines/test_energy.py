@@ -14,7 +14,7 @@ from penstock.engines.local_gpus import all_gpu_joules, visible_gpu_usage
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.processes import Processes
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
 

@@ -22,9 +22,9 @@ from penstock.flows.policy_schedule import PolicyLimits, PolicySchedule, PolicyT
 from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.preflight import check_eval_engines
 from penstock.flows.runtime.processes import EngineSetup
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import EngineError, OptionError
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")

@@ -9,12 +9,11 @@ import pytest
 
 from penstock.flows.cli import main
 from penstock.flows.commands.fork import main as fork
-from penstock.flows.inspect.samples import describe_sample
-from penstock.storage.commits import committed_prefixes
+from penstock.flows.inspect.read_samples import describe_sample
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.history.lineage_graph import LineageGraph, find_node, read_lineage
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import Sample, Status
-from penstock.storage.store import Store
+from penstock.storage.store import Store, committed_prefixes
 from tests.storage.made_run import commit_files, config_of, make_run, write_data
 
 
@@ -200,7 +199,7 @@ def test_worst_samples_come_first_and_the_limit_holds(store: Store, capsys: pyte
 def test_printed_commands_for_a_run_that_diverges_work_on_every_run(
     line: int, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "howto" / "diverging.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
     commands = page.partition("```bash\n")[2].partition("```")[0].splitlines()
     assert len(commands) == 3 and all("my-run" in command for command in commands)
     monkeypatch.chdir(tmp_path)

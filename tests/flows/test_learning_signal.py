@@ -12,7 +12,7 @@ from penstock.flows.runtime.learning_signal import (
     logprob_gap_warning,
     zero_gradient_warning,
 )
-from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")

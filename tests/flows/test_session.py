@@ -21,11 +21,11 @@ from penstock.flows.reporting.observer import Observer
 from penstock.flows.rollouts import RoundSource, rollouts
 from penstock.flows.runtime import session as sessions
 from penstock.flows.runtime.session import open_session
+from penstock.storage.commit import Commit, RolloutRef, RunKeys
 from penstock.storage.errors import RunError
-from penstock.storage.history.starts import read_completion, read_starts
-from penstock.storage.maintenance.leases import describe_live_drivers
+from penstock.storage.history.run_record import read_completion, read_starts
+from penstock.storage.leases import describe_live_drivers
 from penstock.storage.preemption import Preempted, StopRequest
-from penstock.storage.refs import Commit, RolloutRef, RunKeys
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")

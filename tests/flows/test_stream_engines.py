@@ -15,7 +15,7 @@ from penstock.flows.policy_schedule import PolicyTurns
 from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.publishing import PolicyEngines
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
 HANG = 60.0  # seconds; only a deadlock exceeds it

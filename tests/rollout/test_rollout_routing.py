@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 from penstock.engines.families import read_shape
-from penstock.engines.families.shape import ModelShape
+from penstock.engines.families.shape import ModelShape, experts_format
 from penstock.engines.generation import Generation
-from penstock.engines.megatron.model.experts import experts_format
-from penstock.engines.megatron.model.router_replay import RoutingRecord
+from penstock.engines.megatron.model.expert_routing import RoutingRecord
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang.args import add_return_experts_flag
 from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.sglang.server import SGLangServer
 from penstock.stages.train.routing import EngineChoices
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_table, write_shards
 from penstock.storage.store import Store

@@ -23,15 +23,14 @@ from penstock.engines.megatron.checkpoints.safe_load import read_metadata
 from penstock.engines.megatron.checkpoints.writer import is_weight
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.sglang.client import SGLangClient
-from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.to_hf import checkpoint_files, export_hf
+from penstock.stages.convert.to_hf import Origin, checkpoint_files, export_hf
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.stages.train.actor import TrainActor
 from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.group import TrainerGroup
 from penstock.stages.train.restore import PolicyRestorer
 from penstock.stages.train.spec import RankDied, TrainerSpec
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys
 from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import write_shards
 from penstock.storage.store import Store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.engines.weights.fp8 import BLOCK, fp8_weights
+from penstock.engines.weights.fp8_blocks import BLOCK, fp8_weights
 from penstock.storage.errors import EngineError, LayoutError
 
 if TYPE_CHECKING:
