@@ -34,7 +34,7 @@ from penstock.flows.config import PostTrainConfig, check_secrets, validate_confi
 from penstock.flows.options.argv import split_args
 from penstock.flows.options.flags import did_you_mean
 from penstock.flows.runtime import prefect_api
-from penstock.flows.runtime.preflight import preflight
+from penstock.flows.runtime.preflight import plan_of, preflight
 from penstock.flows.runtime.runner import FLOWS
 from penstock.storage.errors import OptionError
 
@@ -66,7 +66,6 @@ def main(argv: list[str]) -> int:
     if not positional:
         return deploy_all(prefect_api.ensure_prefect_api())
     from penstock.flows.options import flags
-    from penstock.flows.runtime.preflight import plan_of
 
     flow = flow_module_name(positional[0])
     if "--name" not in own:
