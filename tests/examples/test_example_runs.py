@@ -140,8 +140,8 @@ def test_verifiers_environment_trains(run: Run) -> None:
     store, _ = run("verifiers")
     values = curve(store, "verifiers")
     assert mean(values[:3]) < 0.5 and mean(values[-5:]) > 0.75, values
-    samples = samples_of(store, "verifiers", 0)
-    assert {sample.reward for sample in samples} == {0.0, 0.5, 1.0}
+    samples = [sample for r in range(len(values)) for sample in samples_of(store, "verifiers", r)]
+    assert {sample.reward for sample in samples} >= {0.0, 0.5, 1.0}  # few second answers are right, in some rounds none
     assert all(sample.reward == 1.0 or "no. " in sample.response for sample in samples if sample.reward)
     for sample in samples:  # the environment's words are not trained on, both answers are
         assert not (sample.reward == 1.0 and "no. " in sample.response)

@@ -6,7 +6,7 @@ orders them.
 
 There are two kinds of blocks: JSON text, also for CSV, whose values are text, and record batches for all formats that
 pyarrow reads. Reading ends: pipes and devices are refused, and so are decompression bombs.
-docs/design/0027-our-own-reading-of-prompts.md says why the files are not read by pyarrow.dataset.
+docs/design/0028-our-own-reading-of-prompts.md says why the files are not read by pyarrow.dataset.
 """
 
 from __future__ import annotations
