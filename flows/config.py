@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from penstock.engines.megatron.megatron_options import options_that_change_results
@@ -31,6 +31,7 @@ from penstock.stages.train.config import TrainConfig
 from penstock.storage.config import Mutability, StageConfig, field_meta, option
 from penstock.storage.disk import read_file
 from penstock.storage.errors import InputError, OptionError
+from penstock.storage.history.run_record import ParentRecord, RecordedConfig
 from penstock.storage.near_names import nearest_name
 from penstock.storage.secret_references import contains_hidden_secret, hide_literal_secrets, resolve_secrets
 from penstock.storage.secrets import has_credentials
@@ -208,6 +209,15 @@ class PostTrainConfig(StageConfig):
         """Check that the options that depend on others can be derived."""
         derive(self)
         return self
+
+
+class Plan(PostTrainConfig):
+    """A config in which nothing is left open. Its further fields are not part of a dump."""
+
+    flow: str = Field(exclude=True)
+    given: RecordedConfig = Field(exclude=True)  # the options as they were given, with absolute paths
+    parent: ParentRecord | None = Field(exclude=True)  # origin of the run, if it exists and is a fork
+    notes: tuple[str, ...] = Field(exclude=True)  # what was decided in an unusual way
 
 
 SECTIONS: dict[str, type[StageConfig]] = {

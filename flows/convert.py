@@ -13,7 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from penstock.flows.config import PostTrainConfig, validate_config
+from penstock.flows.config import Plan, PostTrainConfig, validate_config
 from penstock.flows.options.argv import format_bytes
 from penstock.flows.runtime.conversion import (
     ProgressCallback,
@@ -24,7 +24,6 @@ from penstock.flows.runtime.conversion import (
 )
 from penstock.flows.runtime.prefect_api import wait_for_api
 from penstock.flows.runtime.preflight import plan_of, preflight
-from penstock.flows.runtime.resolve import Plan
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.flows.terminal.console import TerminalConsole
 from penstock.stages.convert.config import ConvertConfig

@@ -4,17 +4,15 @@ start runs from the champion."""
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from penstock.flows.commands.stored_evals import find_evaluations_of_version
 from penstock.flows.options.argv import parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
-from penstock.flows.options.paths import CHAMPION
 from penstock.flows.runtime.runs import open_store
 from penstock.flows.terminal.console import print_table
 from penstock.stages.eval.comparison import Gate, check_gate
 from penstock.stages.eval.config import EvalConfig
-from penstock.storage.champions import Decision, Policy, champion, read_decisions, record_decision
+from penstock.storage.champions import Decision, Policy, read_decisions, record_decision
 from penstock.storage.commit import RunKeys, commit_key
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.store import Store
@@ -162,22 +160,3 @@ def find_policy(store: Store, reference: str) -> Policy:
         checkpoint=commit_key(keys.checkpoint_prefix(number)),
         export=commit_key(export) if store.committed(export) else "",
     )
-
-
-def export_of_champion(store: Store, reference: str) -> str:
-    """Return the directory of the export of the champion `champion:MODEL`.
-
-    Raises:
-        RunError: there is no champion, or it has no export in a local store.
-    """
-    model = reference.removeprefix(CHAMPION)
-    policy = champion(store, model)
-    if policy is None:
-        raise RunError(f"model {model!r} has no champion in {store.uri}: promote one with `penstock promote`")
-    commit = store.committed(policy.export.removesuffix(commit_key(""))) if policy.export else None
-    if commit is None or commit.attempt is None or not store.is_local:
-        raise RunError(
-            f"{policy.name}, the champion of {model!r}, has no export in a local store: promote the last version of a "
-            "run, which is exported, or give --hf-checkpoint a directory"
-        )
-    return str(Path(store.path(commit.attempt)))

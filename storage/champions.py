@@ -13,7 +13,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from penstock.storage.commit import Frozen, is_run_name
+from penstock.storage.commit import Frozen, commit_key, is_run_name
 from penstock.storage.errors import RunError
 from penstock.storage.store import Store
 
@@ -98,6 +98,24 @@ def champion(store: Store, model: str) -> Policy | None:
     """Return the champion of a model, or None if no policy was promoted yet."""
     decisions = read_decisions(store, model)
     return decisions[-1].champion if decisions else None
+
+
+def export_of_champion(store: Store, model: str) -> str:
+    """Return the directory of the export of a model's champion.
+
+    Raises:
+        RunError: there is no champion, or it has no export in a local store.
+    """
+    policy = champion(store, model)
+    if policy is None:
+        raise RunError(f"model {model!r} has no champion in {store.uri}: promote one with `penstock promote`")
+    commit = store.committed(policy.export.removesuffix(commit_key(""))) if policy.export else None
+    if commit is None or commit.attempt is None or not store.is_local:
+        raise RunError(
+            f"{policy.name}, the champion of {model!r}, has no export in a local store: promote the last version of a "
+            "run, which is exported, or give --hf-checkpoint a directory"
+        )
+    return store.path(commit.attempt)
 
 
 def record_decision(store: Store, model: str, after: int, decision: Decision) -> None:

@@ -21,7 +21,7 @@ from penstock.engines.backends import engine_backend
 from penstock.engines.families.entries import check_not_hub_id
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.flows.commands.plan import print_plan
-from penstock.flows.config import PostTrainConfig, check_secrets, derive, list_options
+from penstock.flows.config import Plan, PostTrainConfig, check_secrets, derive, list_options
 from penstock.flows.gpu_plan import check_engine_gpus, check_nodes, plan_gpu_memory
 from penstock.flows.options.argv import format_bytes, short_repr
 from penstock.flows.options.partners import options_without_partner
@@ -37,7 +37,7 @@ from penstock.flows.runtime.preflight import (
     check_options,
     config_warnings,
 )
-from penstock.flows.runtime.resolve import Plan, is_complete, resolve
+from penstock.flows.runtime.resolve import is_complete, resolve
 from penstock.flows.runtime.runs import check_run_may_start, open_store
 from penstock.flows.terminal.console import print_table
 from penstock.stages.rollout.config import PromptConfig

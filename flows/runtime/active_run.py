@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.flows.config import config_hash
+from penstock.flows.config import Plan, config_hash
 from penstock.flows.runtime.engine_options import device_counts
-from penstock.flows.runtime.resolve import Plan
 from penstock.flows.runtime.runs import code_version, completion_of, keys_of_run, open_run, open_store
 from penstock.storage.commit import CheckpointRef, Commit, RunKeys
 from penstock.storage.errors import RunError

@@ -19,7 +19,7 @@ from penstock.engines.backends import engine_backend
 from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilities
 from penstock.engines.serving.addresses import is_on_this_machine
 from penstock.engines.weights.hf_headers import block_size
-from penstock.flows.config import PostTrainConfig, check_secrets, derive
+from penstock.flows.config import Plan, PostTrainConfig, check_secrets, derive
 from penstock.flows.debug_options import check_committed_rollouts, check_debug_options, gpu_flow
 from penstock.flows.debugging.rollout_files import check_rollout_files
 from penstock.flows.gpu_plan import (
@@ -37,7 +37,7 @@ from penstock.flows.options.partners import options_without_partner
 from penstock.flows.reporting.prometheus import check_prometheus_port
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
-from penstock.flows.runtime.resolve import Plan, resolve
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import check_run_may_start, open_store
 from penstock.stages.eval.config import EvalConfig, is_eval_metric
 from penstock.stages.rollout.config import RolloutConfig

@@ -22,34 +22,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import Field
-
-from penstock.flows.config import SECTIONS, PostTrainConfig, derive, list_options
+from penstock.flows.config import SECTIONS, Plan, PostTrainConfig, derive, list_options
 from penstock.flows.options.paths import CHAMPION, with_absolute_paths, with_function_names
-from penstock.flows.promotion import export_of_champion
 from penstock.flows.runtime.runs import completion_of, differing_option, latest_config
 from penstock.stages.convert.targets import is_converted, is_published, megatron_directory
+from penstock.storage.champions import export_of_champion
 from penstock.storage.commit import ADAPTERS, RunKeys, is_run_name
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
 from penstock.storage.history.run_record import (
-    ParentRecord,
-    RecordedConfig,
     RunRecord,
     read_completion,
     read_run_record,
 )
 from penstock.storage.maintenance.deletion import is_removed
 from penstock.storage.store import Store
-
-
-class Plan(PostTrainConfig):
-    """A config in which nothing is left open. Its further fields are not part of a dump."""
-
-    flow: str = Field(exclude=True)
-    given: RecordedConfig = Field(exclude=True)  # the options as they were given, with absolute paths
-    parent: ParentRecord | None = Field(exclude=True)  # origin of the run, if it exists and is a fork
-    notes: tuple[str, ...] = Field(exclude=True)  # what was decided in an unusual way
 
 
 class _Existing(NamedTuple):
@@ -147,7 +134,7 @@ def _with_start_weights(config: PostTrainConfig, store: Store, decided: str | No
     if convert.load != decided:
         changes["load"] = loaded_checkpoint(config)
     if convert.hf_checkpoint.startswith(CHAMPION):
-        changes["hf_checkpoint"] = export_of_champion(store, convert.hf_checkpoint)
+        changes["hf_checkpoint"] = export_of_champion(store, convert.hf_checkpoint.removeprefix(CHAMPION))
     return config.model_copy(update={"convert": convert.model_copy(update=changes)})
 
 

@@ -11,10 +11,11 @@ import uuid
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.flows.config import (
     MEGATRON,
+    Plan,
     PostTrainConfig,
     config_hash,
     flag_of_field,
@@ -42,9 +43,6 @@ from penstock.storage.leases import Lease, describe_live_drivers
 from penstock.storage.maintenance.deletion import describe_removing_process, is_removed, remove_run, unfinished_fork_key
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store, committed_prefixes
-
-if TYPE_CHECKING:
-    from penstock.flows.runtime.resolve import Plan
 
 
 def logs_of_run(store: Store, keys: RunKeys) -> Path | None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.flows.config import Plan
 from penstock.flows.options.flags import parse_config
-from penstock.flows.runtime.resolve import Plan, resolve
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_run
 from penstock.storage.errors import OptionError
 from penstock.storage.store import Store

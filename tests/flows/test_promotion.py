@@ -12,10 +12,11 @@ from run_records import run_json
 from penstock.flows import tasks
 from penstock.flows.cli import main
 from penstock.flows.commands.fork import plan_fork
+from penstock.flows.config import Plan
 from penstock.flows.options.flags import parse_config
 from penstock.flows.promotion import promote_policy
 from penstock.flows.runtime.preflight import check_promotion_options
-from penstock.flows.runtime.resolve import Plan, resolve
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_run, read_flow_and_config
 from penstock.stages.eval.comparison import Gate
 from penstock.storage.champions import Decision, champion, read_decisions, record_decision

@@ -163,7 +163,7 @@ def test_lost_record_is_written_again_by_the_options_of_the_run(lost) -> None:
     with pytest.raises(RunError, match=r"run\.json"):
         read_flow_and_config(first.run, "r")
     open_run(store, resolve("post_train", first, store))
-    assert read_flow_and_config(first.run, "r")[1].train == first.train
+    assert read_flow_and_config(first.run, "r")[1].train == resolve("post_train", first, store).train
 
 
 def test_a_damaged_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,14 +256,15 @@ def test_memory_options_that_change_no_result_may_change_on_resume(tmp_path: Pat
     base = ["--num-rollout", "3", "--attention-backend", "torch"]
     first = config(tmp_path, *base)
     store = open_store(first.run)
-    open_run(store, resolve("post_train", first, store))
+    plan = resolve("post_train", first, store)
+    open_run(store, plan)
     commit_round(store, first)
     flow, again = read_flow_and_resumed_config("r", ["--store", str(tmp_path), *MEMORY])
     assert again.train.megatron.recompute_granularity == "full" and again.train.max_tokens_per_gpu == 99
     open_run(store, resolve(flow, again, store))
     open_run(store, resolve(flow, config(tmp_path, *base, "--recompute-activations", "--log-interval", "7"), store))
-    assert config_hash(again) == config_hash(first)
-    assert training_options(again) == training_options(first)
+    assert config_hash(again) == config_hash(plan)
+    assert training_options(again) == training_options(plan)
     assert store.list(f"{KEYS.prefix}/changes") == []
     assert read_flow_and_config(first.run, "r")[1].train.megatron.recompute_granularity is None
 
@@ -297,7 +298,9 @@ def test_a_run_without_commits_may_be_started_with_other_options(tmp_path: Path)
     first, second = config(tmp_path, "--lr", "1e-3"), config(tmp_path, "--lr", "1e-2")
     store = open_store(first.run)
     open_run(store, resolve("post_train", first, store))
-    for key in ("base.json", "changes/000000.json", "rollouts/000000/attempt-x/part", "tracking/outbox.jsonl"):
+    open_run(store, resolve("post_train", config(tmp_path, "--lr", "1e-3", "--num-rollout", "9"), store))
+    assert store.exists(f"{KEYS.prefix}/changes/000000.json")
+    for key in ("base.json", "rollouts/000000/attempt-x/part", "tracking/outbox.jsonl"):
         store.create(f"{KEYS.prefix}/{key}", b"{}")
     check_run_may_start(store, resolve("sft", second, store))
     lease = Lease(store, new_driver_lease_key(KEYS))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from penstock.flows.commands.fork import plan_fork
-from penstock.flows.config import PostTrainConfig
+from penstock.flows.config import Plan, PostTrainConfig
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.preflight import preflight
-from penstock.flows.runtime.resolve import Plan, loaded_checkpoint, resolve
+from penstock.flows.runtime.resolve import loaded_checkpoint, resolve
 from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import OptionError
