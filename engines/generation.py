@@ -1,6 +1,6 @@
 """The client interface of inference engines (`EngineClient`); stages and flows call engines only through it.
 
-An implementation is a package under `engines/`, for instance `engines/sglang`, with a row in `backends.BACKENDS`.
+An implementation is a package under `engines/`, with a row in `backends.BACKENDS`.
 """
 
 from __future__ import annotations

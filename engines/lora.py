@@ -68,9 +68,6 @@ def adapter_targets(shape: ModelShape, target_modules: tuple[str, ...]) -> dict[
         target_modules: "attention", "mlp" (dense MLPs and shared experts), "experts" (routed experts), "all-linear", or
             names of layers in Megatron (linear_qkv) or in the Hugging Face model (q_proj). Routers, embeddings and the
             LM head never get adapters.
-
-    Raises:
-        OptionError: a name matches no layer, or only some of the layers that Megatron joins in one are named.
     """
     layout = tensor_layout(shape)
     linears = {
@@ -163,9 +160,6 @@ def check_adapters(
         pipeline: pipeline-parallel size.
         expert_tensor: tensor-parallel size of the experts; None: `tensor`.
         grouped: whether experts are computed by grouped GEMMs.
-
-    Raises:
-        OptionError: see the messages.
     """
     targets = adapter_targets(shape, options.target_modules)
     with_experts = [name for name in targets if EXPERT in name]

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.engines.backends import DEFAULT, EngineBackend, engine_backend
 from penstock.engines.generation import BUCKET_BYTES, EngineRoute, PauseMode, Transport, WeightTransport
 from penstock.engines.network import LOOPBACK
-from penstock.engines.serving.addresses import is_on_this_machine
+from penstock.engines.serving.endpoints import is_on_this_machine
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.weights.fp8 import fp8_weights
 from penstock.engines.weights.routes import ProcessPlace, engine_process_id, memory_routes, shares_memory
@@ -22,7 +23,7 @@ class HealthCheck(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     interval: float = Field(default=10.0, gt=0)  # seconds between checks that the engine generates tokens
-    timeout: float = Field(default=30.0, gt=0)  # seconds for one check; SGLang waits up to 20 s for its scheduler
+    timeout: float = Field(default=30.0, gt=0)  # seconds for one check; a busy engine may need 20
     failures: int = Field(default=3, ge=1)  # failed checks in a row after which an engine is restarted
     max_restarts: int = Field(default=3, ge=0)  # of all engines together, within one stage
 
@@ -43,6 +44,7 @@ class EngineOptions:
     resolves."""
 
     spec: ServerSpec  # settings of every server; `spec.args` are the configured server flags
+    engine: str = DEFAULT  # --engine
     params_dtype: Literal["fp32", "bf16"] | None = None  # of the trained weights; None: bf16 on GPUs, fp32 on CPUs
     num_engines: int = 1  # on a cluster without GPUs; with GPUs see `num_engines_to_start`
     num_gpus: int | None = None  # GPUs of all engines together; None shares the trainer's GPUs (colocated)
@@ -61,6 +63,11 @@ class EngineOptions:
     fp32_head: bool = False  # --fp32-lm-head
     return_experts: bool = False  # request the routed expert ids of every token
     adapters: ServedAdapters | None = None  # send adapters instead of weights
+
+    @property
+    def backend(self) -> EngineBackend:
+        """Return the implementation of the engines."""
+        return engine_backend(self.engine)
 
     def num_engines_to_start(self, has_gpus: bool) -> int:
         """Return the number of engines to start: `num_engines` without GPUs, otherwise engine GPUs /

@@ -93,9 +93,6 @@ def block_sizes(num_gpus: int, gpus_per_node: int) -> list[int]:
 def first_gpus(num_processes: int, gpus_per_process: int, first_gpu: int, gpus_per_node: int) -> list[int]:
     """Return the index, among all GPUs of the run, of each process's first GPU. A process has consecutive GPUs; the
     first process begins at `first_gpu`. A process that would span two nodes begins on the second one.
-
-    Raises:
-        LayoutError: a process needs more GPUs than a node has.
     """
     if gpus_per_process > gpus_per_node:
         raise LayoutError(
@@ -119,11 +116,7 @@ def _end(num_gpus: int, gpus_per_engine: int, first_gpu: int, gpus_per_node: int
 
 
 def num_engine_nodes(gpus_per_engine: int, gpus_per_node: int) -> int:
-    """Return the number of nodes of one engine.
-
-    Raises:
-        LayoutError: the engine spans nodes, but does not fill them.
-    """
+    """Return the number of nodes of one engine."""
     if gpus_per_engine <= gpus_per_node:
         return 1
     if gpus_per_engine % gpus_per_node:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from penstock.engines.megatron.parallel_layout import ParallelLayout
+from penstock.engines.parallel_layout import ParallelLayout
 
 USER_VARIABLES = (
     "NCCL_CUMEM_ENABLE",
@@ -23,7 +23,7 @@ def rank_environment(layout: ParallelLayout, threads: int) -> dict[str, str]:
         threads: CPU threads of the rank.
     """
     defaults = {
-        # SGLang turns NCCL's cuMem allocations off, and both ends of a connection must agree
+        # engines turn NCCL's cuMem allocations off, and both ends of a connection must agree
         "NCCL_CUMEM_ENABLE": "0",
         # threads pin the host memory for offloaded state: 10.7 GB in 1.5 instead of 3.3 s (H200)
         "PYTORCH_ALLOC_CONF": "pinned_use_cuda_host_register:True,pinned_num_register_threads:8",

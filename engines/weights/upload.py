@@ -1,6 +1,6 @@
 """Weights for engines that share no file system with the trainer: uploaded to the store, downloaded where they run.
 
-SGLang loads new weights from local directories only (0.5.15.post1 to 0.5.21 refuse a remote loader), so the Ray actor
+Engines load new weights from local directories only, so the Ray actor
 of each engine, which runs on the engine's machine, downloads the directory.
 """
 

@@ -20,6 +20,7 @@ import psutil
 from rich.console import Console
 from rich.text import Text
 
+from penstock.engines.backends import engine_backend
 from penstock.flows.terminal.console import TerminalConsole
 from penstock.storage.errors import OptionError, PenstockError
 from penstock.storage.maintenance.audit import audit_run
@@ -27,9 +28,10 @@ from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
 POLL_SECONDS = 0.2
+LAUNCHER = engine_backend().start_check()[0][0]  # the script that runs an engine's server
 EQUAL = "equal bit for bit"
 TARGETS: dict[str, Callable[[str], bool]] = {  # in the order of the kills: what -> whether a command line is that
-    "engine": lambda command: "engines/sglang/launch.py" in command,
+    "engine": lambda command: LAUNCHER in command,
     "trainer": lambda command: command.startswith("ray::TrainActor"),
     "driver": lambda command: False,  # the process itself
 }

@@ -12,7 +12,7 @@ from penstock.engines.megatron.options.args import ALIASES, megatron_flags
 from penstock.engines.megatron.options.model_options import model_options
 from penstock.engines.megatron.options.table import ACCEPTED_VALUES, CHECKED, EFFECTIVE, TABLE
 from penstock.engines.megatron.options.values import check_option_values, effective_options, ignored_options
-from penstock.engines.megatron.parallel_layout import ParallelLayout
+from penstock.engines.parallel_layout import ParallelLayout
 from penstock.flows.options.flags import parse_config, penstock_flags
 from penstock.storage.errors import OptionError
 from tests.engines.megatron_reference import OPTIMIZER, SHAPE, make_pack

@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.engines.megatron.parallel_layout import ParallelLayout
 from penstock.engines.megatron.rank_environment import rank_environment
+from penstock.engines.parallel_layout import ParallelLayout
 
 NAMES = ("NCCL_CUMEM_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

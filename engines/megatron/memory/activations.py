@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.parallel_layout import ParallelLayout
+from penstock.engines.parallel_layout import ParallelLayout
 
 FP32 = 4  # bytes
 MLP_PARTS = ("router", "moe", "moe_act", "shared_experts")  # recomputed together by `--recompute-modules moe`

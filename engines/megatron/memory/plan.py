@@ -18,7 +18,7 @@ from penstock.engines.lora import EXPERT, LoraOptions, adapter_targets
 from penstock.engines.megatron.check_parallelism import has_grouped_experts, split_layers
 from penstock.engines.megatron.memory.activations import FP32, layer_activations
 from penstock.engines.megatron.options.args import normalize_megatron_args
-from penstock.engines.megatron.parallel_layout import ParallelLayout
+from penstock.engines.parallel_layout import ParallelLayout
 
 GIB = 1 << 30
 BYTES = {"fp32": 4, "bf16": 2}

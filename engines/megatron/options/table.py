@@ -184,7 +184,7 @@ _REFUSED = {  # reason and what to do -> names
     "gradients are summed exactly, in fp32 or with --grad-reduce-in-bf16; omit it": """
         average_in_collective reduce_scatter_with_fp32_accumulation pad_buckets_for_high_nccl_busbw
         check_for_large_grads""",
-    "it is for Megatron's inference; see the --sglang-* options": """
+    "it is for Megatron's inference; see the engine's own options": """
         flash_decode batch_invariant_mode inference_rng_tracker inference_sampling_seed use_inference_optimized_layers
         inference_fuse_tp_communication mlp_chunks_for_prefill cache_mla_latents""",
     "it is internal to Megatron and cannot be set": """

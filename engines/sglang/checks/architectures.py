@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from penstock.engines.sglang.args import package_directory
+from penstock.engines.sglang.passthrough import package_directory
 from penstock.engines.sources import parse_source
 from penstock.storage.errors import EngineError
 
@@ -25,9 +25,6 @@ def check_model(values: dict[str, Any]) -> None:
 
     Args:
         values: entries of config.json, from `families.read_config`.
-
-    Raises:
-        EngineError: SGLang does not implement the architecture, or ignores original_max_position_embeddings.
     """
     architecture = values["architectures"][0]
     check_architecture(architecture)
@@ -43,11 +40,7 @@ def check_model(values: dict[str, Any]) -> None:
 
 
 def check_architecture(architecture: str) -> None:
-    """Check that the installed SGLang implements an architecture. Do nothing if SGLang is not installed.
-
-    Raises:
-        EngineError: SGLang does not implement the architecture.
-    """
+    """Check that the installed SGLang implements an architecture. Do nothing if SGLang is not installed."""
     root = package_directory("sglang")
     if root is not None and not implements_architecture(architecture, root):
         raise EngineError(

@@ -16,11 +16,7 @@ OTHER_SHARDING = {"enable_dp_attention", "ep_size", "expert_parallel_size", "moe
 
 
 def check_fp8_widths(options: EngineOptions, shape: ModelShape) -> None:
-    """Check that an engine's GPUs get whole blocks of merged fp8 weights (query with key and value, gate with up).
-
-    Raises:
-        LayoutError: a width per GPU is not a multiple of BLOCK, so SGLang would not start.
-    """
+    """Check that an engine's GPUs get whole blocks of merged fp8 weights (query with key and value, gate with up)."""
     size, names = options.gpus_per_engine, fp8_weights(options.spec.model_path)
     if not names or options.external or options.spec.args.keys() & OTHER_SHARDING:
         return
@@ -56,9 +52,6 @@ def check_fp8_hardware(options: EngineOptions, capabilities: list[tuple[int, int
 
     Updates need parameters in the checkpoint's layout. SGLang changes it on GPUs before Ada, whose kernels compute in
     bf16, and the layout of the scales on GPUs after Hopper.
-
-    Raises:
-        EngineError: there is no GPU, or a GPU of another generation.
     """
     if not fp8_weights(options.spec.model_path):
         return

@@ -65,7 +65,7 @@ class Conversation:
         Args:
             messages: the messages since the last reply. In the first call: the whole conversation so far, or no
                 messages to use the sample's prompt.
-            sampling: SGLang's sampling parameters, for this reply only.
+            sampling: the engine's sampling parameters, for this reply only.
 
         Raises:
             ValueError: the chat template or the engine rejects the messages.

@@ -198,7 +198,7 @@ class OpenAIEndpoint:
             raise ValueError(f"the body of the request is not JSON ({error}): send a JSON object") from None
         messages = _parse_messages_of_request(body)
         self._warn_of_ignored_parameters(body)
-        sampling: dict[str, Any] = {}  # sampling parameters that a request may set, under SGLang's names
+        sampling: dict[str, Any] = {}  # sampling parameters that a request may set, under the engine's names
         if (limit := body.get("max_completion_tokens") or body.get("max_tokens")) is not None:
             sampling["max_new_tokens"] = int(limit)
         if stop := body.get("stop"):

@@ -88,7 +88,7 @@ class AgentSession:
             messages: the whole conversation, as the agent sends it.
             tools: tool definitions in OpenAI's format.
             template_options: additional variables of the chat template.
-            sampling: SGLang's sampling parameters.
+            sampling: the engine's sampling parameters.
 
         Raises:
             ValueError: the request is invalid.
