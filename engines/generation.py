@@ -92,7 +92,7 @@ class WeightUpload:
 class PublishedAdapter:
     """LoRA adapters that engines load beside the weights of their model (--lora-publish adapter)."""
 
-    name: str  # of a run's policy version, see `serving/adapters.py`
+    name: str  # of a run's policy version, see `serving/adapter_requests.py`
     config: Mapping[str, Any]  # content of PEFT's adapter_config.json
     num_tensors: int  # number of matrices
     compare: bool = False  # whether engines compare the checksum of every tensor that they receive

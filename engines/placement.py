@@ -65,11 +65,6 @@ class Slot:
 
         return cls({"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}, node=node)
 
-    def actor_options_with_env(self, **variables: str) -> dict[str, Any]:
-        """Return Ray actor options: `options` plus these environment variables (Ray sets OMP_NUM_THREADS=1 by
-        default)."""
-        return {**self.options, "runtime_env": {"env_vars": variables}}
-
 
 class RayCalls(Protocol):
     """The members of `engines.cluster.Cluster` that `Placement` uses; documented in that class."""

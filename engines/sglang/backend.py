@@ -18,14 +18,13 @@ from penstock.engines.ports import HIGHEST, reserve_free_port
 from penstock.engines.serving.endpoints import engine_url
 from penstock.engines.serving.server import EngineServer
 from penstock.engines.sglang import control, older_release
-from penstock.engines.sglang.checks.architectures import check_model
 from penstock.engines.sglang.checks.cuda_graphs import graph_warning, without_prefill_graphs
-from penstock.engines.sglang.checks.fp8 import check_fp8_hardware, check_fp8_widths
 from penstock.engines.sglang.checks.lora_support import (
     check_external_adapters,
     lora_args,
     reason_against_adapters,
 )
+from penstock.engines.sglang.checks.model_support import check_fp8_hardware, check_fp8_widths, check_model
 from penstock.engines.sglang.checks.speculative import (
     DRAFT_MODEL,
     check_speculative,

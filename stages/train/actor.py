@@ -273,7 +273,7 @@ class TrainActor:
                 keep_logprobs=attempt is not None or self.spec.diagnostics.save_debug_train_data is not None,
             )
             if config.refreshes_reference_at(version + 1):
-                self.models.reference, self.models.refreshed = self.models.policy.snapshot_weights(), True
+                self.models.refresh_reference()
         start = time.perf_counter()
         digest = self.digest()
         seconds |= trained.seconds | {"digest": time.perf_counter() - start}

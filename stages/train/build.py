@@ -66,6 +66,10 @@ class Models:
             return self.policy.using_weights(self.reference)
         return self.policy.using_weights(None) if self.reference_is_base else None
 
+    def refresh_reference(self) -> None:
+        """Make the current policy the reference."""
+        self.reference, self.refreshed = self.policy.snapshot_weights(), True
+
     def offload(self, keep: Collection[StateKind] = ()) -> list[MemorySwitch]:
         """Move weights and optimizer state of policy and critic to host memory, and discard their gradients. The kinds
         of the policy's state in `keep` stay as they are. Reference and teacher are always in host memory.

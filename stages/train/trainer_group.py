@@ -91,12 +91,13 @@ class TrainerGroup:
             actor = ray.remote(TrainActor)
             actors: list[Any] = []
             for rank, slot in enumerate(self.cluster.place_when_nodes_are_back(build.num_ranks)):
-                environment = slot.actor_options_with_env(
-                    **train_backend().rank_environment(self.spec.config.parallel_layout, build.threads),
-                    **socket_environment(self.spec.network_interface),
-                )
+                variables = train_backend().rank_environment(self.spec.config.parallel_layout, build.threads)
+                variables |= socket_environment(self.spec.network_interface)
                 options = actor.options(
-                    **environment, max_restarts=0, **self.cluster.detached_options(f"trainer-{rank}")
+                    **slot.options,
+                    runtime_env={"env_vars": variables},
+                    max_restarts=0,
+                    **self.cluster.detached_options(f"trainer-{rank}"),
                 )
                 actors.append(self.cluster.call_ray(options.remote, build, rank, incarnation, self._owner))
                 actors[-1].call.remote(self._owner, "import_libraries")
