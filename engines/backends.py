@@ -227,16 +227,16 @@ class EngineBackend(ABC):
 
 
 @cache
-def engine_backend(name: str = DEFAULT) -> EngineBackend:
-    """Return the backend that `BACKENDS` lists under `name`, or that `name` gives as module:class.
+def engine_backend(name: str | None = None) -> EngineBackend:
+    """Return the backend that `BACKENDS` lists under `name` (None: the default), or that `name` gives as module:class.
 
     Raises:
-        OptionError: there is no such backend.
+        OptionError: the backend does not exist or cannot be imported.
     """
-    module, colon, cls = BACKENDS.get(name, name).partition(":")
+    module, colon, cls = BACKENDS.get(name := DEFAULT if name is None else name, name).partition(":")
     try:
         if not colon:
-            raise ImportError("there is no such engine")
+            raise ImportError("unknown engine")
         backend: EngineBackend = getattr(importlib.import_module(module), cls)()
     except (ImportError, AttributeError, ValueError) as error:
         raise OptionError(

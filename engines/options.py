@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.engines.backends import DEFAULT, EngineBackend, engine_backend
 from penstock.engines.generation import BUCKET_BYTES, EngineRoute, PauseMode, Transport, WeightTransport
 from penstock.engines.network import LOOPBACK
 from penstock.engines.serving.endpoints import is_on_this_machine
@@ -44,7 +43,7 @@ class EngineOptions:
     resolves."""
 
     spec: ServerSpec  # settings of every server; `spec.args` are the configured server flags
-    engine: str = DEFAULT  # --engine
+    engine: str | None = None  # --engine; None: the default
     params_dtype: Literal["fp32", "bf16"] | None = None  # of the trained weights; None: bf16 on GPUs, fp32 on CPUs
     num_engines: int = 1  # on a cluster without GPUs; with GPUs see `num_engines_to_start`
     num_gpus: int | None = None  # GPUs of all engines together; None shares the trainer's GPUs (colocated)
@@ -63,11 +62,6 @@ class EngineOptions:
     fp32_head: bool = False  # --fp32-lm-head
     return_experts: bool = False  # request the routed expert ids of every token
     adapters: ServedAdapters | None = None  # send adapters instead of weights
-
-    @property
-    def backend(self) -> EngineBackend:
-        """Return the implementation of the engines."""
-        return engine_backend(self.engine)
 
     def num_engines_to_start(self, has_gpus: bool) -> int:
         """Return the number of engines to start: `num_engines` without GPUs, otherwise engine GPUs /

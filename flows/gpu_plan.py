@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.engines.backends import engine_backend
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.engine_options import engine_options, gpus_per_node, teacher_options
 from penstock.storage.errors import EngineError, LayoutError, OptionError
@@ -86,11 +87,11 @@ def plan_gpu_memory(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_b
         )
         trainer = estimate_trainer_memory(shape, train.parallel_layout, train.num_ranks, trainer_options)
     if flow != "sft" and not options.external:
-        engine = options.backend.estimate_memory(options, shape, gpu_bytes)
+        engine = engine_backend(options.engine).estimate_memory(options, shape, gpu_bytes)
     run, teacher = config.run, None
     if flow == "post_train" and (of_teacher := teacher_options(config)) and Path(of_teacher.spec.model_path).is_dir():
         teacher_shape = read_shape(of_teacher.spec.model_path, config.convert.model_family_path)
-        teacher = of_teacher.backend.estimate_memory(of_teacher, teacher_shape, gpu_bytes)
+        teacher = engine_backend(of_teacher.engine).estimate_memory(of_teacher, teacher_shape, gpu_bytes)
     colocated = options.num_gpus is None
     return GpuPlan(gpu_bytes, trainer, engine, colocated, run.offloads_trainer, run.offloads_engines, teacher)
 
@@ -261,7 +262,7 @@ def speed_warnings(flow: str, config: PostTrainConfig, gpu_bytes: int) -> list[s
     options = engine_options(config)
     if flow != "post_train" or config.run.debug_train_only or options.external:
         return []
-    warning = options.backend.graph_warning(options, samples_per_engine(config), gpu_bytes)
+    warning = engine_backend(options.engine).graph_warning(options, samples_per_engine(config), gpu_bytes)
     return [warning] if warning else []
 
 

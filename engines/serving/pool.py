@@ -252,7 +252,7 @@ def start_pool(cluster: Cluster, options: EngineOptions) -> EnginePool:
     options = options.replace_spec_fields(args=resolve_secrets(options.spec.args))
     spec = options.spec.model_copy(
         update={
-            "args": options.backend.server_args(options, has_gpus=has_gpus),
+            "args": engine_backend(options.engine).server_args(options, has_gpus=has_gpus),
             "tensor_parallel": options.gpus_per_engine if has_gpus else 1,
             "num_nodes": num_engine_nodes(options.gpus_per_engine, cluster.gpus_per_node) if has_gpus else 1,
             "several_nodes": not options.external and cluster.spans_nodes,
@@ -265,5 +265,5 @@ def start_pool(cluster: Cluster, options: EngineOptions) -> EnginePool:
         options.first_gpu,
         options.health,
         external=options.external,
-        backend=options.backend,
+        backend=engine_backend(options.engine),
     )

@@ -168,11 +168,11 @@ def check_model(flow: str, config: PostTrainConfig) -> ModelShape:
     if flow in GENERATING:
         check_engine_gpus(config, shape)
         options = engine_options(config)
-        options.backend.check_sharding(options, shape)
+        engine_backend(options.engine).check_sharding(options, shape)
         draft = config.engine_facts.draft_model
         draft_is_missing = any(path == draft for _, path in missing_files(config))
         if not draft_is_missing and (has_weights(config) or not config.drafts_with_mtp_layers):  # they are looked up
-            options.backend.check_options(options)
+            engine_backend(options.engine).check_options(options)
     check_lengths(flow, config, shape)
     if has_weights(config):
         check_weights(config.convert.hf_checkpoint, shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from penstock.engines.backends import engine_backend
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.start_weights import starting_weights
 from penstock.stages.rollout.plugins.eval_function import BUILT_IN
@@ -72,12 +73,14 @@ def reason_against_adapters(config: PostTrainConfig, options: EngineOptions, par
     if run.streams and options.router is not None:
         return "engines behind a router may have adapters of different versions (--async-mode streaming)"
     if run.update_weight_transport == "nccl":
-        return "there is no broadcast of adapters (--update-weight-transport nccl)"
+        return "adapters cannot be broadcast (--update-weight-transport nccl)"
     if run.check_weight_update_equal and run.update_weight_transport == "disk":
         return "engines compare adapters for --check-weight-update-equal only over --update-weight-transport tensor"
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     targets = adapter_targets(shape, lora.target_modules)
-    return options.backend.reason_against_adapters(options, shape, targets, compare=run.check_weight_update_equal)
+    return engine_backend(options.engine).reason_against_adapters(
+        options, shape, targets, compare=run.check_weight_update_equal
+    )
 
 
 def describe_other_base(config: PostTrainConfig, parent: ParentRecord | None) -> str | None:

@@ -99,14 +99,14 @@ def _run_checks_once(flow: str, config_json: str) -> None:
         options = engine_options(config)
         if flow == "post_train":
             options = with_adapters(options, config, read_parent(config))
-        options.backend.check_options(options)
+        engine_backend(options.engine).check_options(options)
         on_this_machine = config.run.ray_address is None and not options.external
         capabilities = visible_gpu_capabilities() if on_this_machine else None  # None: unknown
         if capabilities is not None:
-            options.backend.check_gpus(options, has_gpus=bool(capabilities))
+            engine_backend(options.engine).check_gpus(options, has_gpus=bool(capabilities))
             check_eval_engines(config, options.num_engines_to_start(bool(capabilities)))
         if flow == "post_train" and not config.run.debug_rollout_only:
-            options.backend.check_weight_updates(options, capabilities)
+            engine_backend(options.engine).check_weight_updates(options, capabilities)
     open_store(config.run)  # last, because it writes a probe
 
 
@@ -548,8 +548,8 @@ def check_teacher(config: PostTrainConfig) -> None:
     path, num_gpus = options.spec.model_path, options.gpus_per_engine
     teacher = read_shape(path, config.convert.model_family_path)
     check_weights(path, teacher)
-    options.backend.check_options(options)
-    options.backend.check_sharding(options, teacher)
+    engine_backend(options.engine).check_options(options)
+    engine_backend(options.engine).check_sharding(options, teacher)
     if teacher.num_attention_heads % num_gpus:
         raise LayoutError(
             f"--opd-teacher-num-gpus {num_gpus} does not divide the {teacher.num_attention_heads} attention heads of "

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from penstock.engines.backends import engine_backend
 from penstock.engines.local_gpus import Counters, all_counters, read_counters, used_joules
 from penstock.engines.serving.adapter_requests import BASE, AdapterNames
 from penstock.engines.serving.endpoints import engine_url
@@ -162,18 +163,20 @@ class Processes:
     @cached_property
     def router(self) -> RequestRouter | None:
         """Return the started router in front of the engines, or None if none is configured."""
-        router = self._options.backend.create_router(self._options)
+        router = engine_backend(self._options.engine).create_router(self._options)
         return None if router is None else self._entered.enter_context(router)
 
     @property
     def engine_client_factory(self) -> Callable[..., EngineClient]:
         """Return a function: engine URLs -> client that sends its requests to the router, if there is one."""
-        return partial(self._options.backend.connect, router=self.router.address if self.router else None)
+        return partial(
+            engine_backend(self._options.engine).connect, router=self.router.address if self.router else None
+        )
 
     @property
     def evaluation_client_factory(self) -> Callable[..., EngineClient]:
         """Return `engine_client_factory` for evaluations. The router does not know engines that only evaluate."""
-        return self._options.backend.connect if self.evaluates_apart else self.engine_client_factory
+        return engine_backend(self._options.engine).connect if self.evaluates_apart else self.engine_client_factory
 
     @property
     def training_client_factory(self) -> Callable[..., EngineClient]:
@@ -639,7 +642,7 @@ class Processes:
         self._teacher = None
         self._engines = self._eval_engines = None
         if pools and self._options.adapters is not None and (external := self._options.external):
-            self._options.backend.connect(list(map(engine_url, external))).unload_adapters()
+            engine_backend(self._options.engine).connect(list(map(engine_url, external))).unload_adapters()
         if self._cluster is not None and self._cluster.alive():
             for pool in pools:
                 pool.stop()

@@ -36,8 +36,8 @@ def test_a_row_makes_an_engine_selectable_with_its_own_flags(row: None) -> None:
     assert config.rollout.engine_options == {"first_digit": 7, "context_length": 64}
     assert config.engine_facts.context_length == 64 and not config.speculates
     options = engine_options(config)
-    assert isinstance(options.backend, StubBackend)
-    options.backend.check_options(options)
+    assert isinstance(engine_backend(options.engine), StubBackend)
+    engine_backend(options.engine).check_options(options)
     assert engine_flag("stub", "first_digit") == "--stub-first-digit"
     text = full_help("train", "")
     assert "OPTIONS OF STUB" in text and "--stub-first-digit N" in text
@@ -45,7 +45,7 @@ def test_a_row_makes_an_engine_selectable_with_its_own_flags(row: None) -> None:
 
 def test_an_engine_outside_of_the_table_is_selected_by_its_class() -> None:
     config = parse_config([*WORDS, "--engine", PATH, "--engine-options", "first_digit=7"])
-    assert isinstance(engine_options(config).backend, StubBackend)
+    assert isinstance(engine_backend(engine_options(config).engine), StubBackend)
     assert config.rollout.engine_options == {"first_digit": 7}
 
 
@@ -76,7 +76,7 @@ def test_a_backend_refuses_what_its_engine_does_not_have(options: dict[str, Any]
     spec = ServerSpec(model_path="model", args=options.pop("args", {}))
     engines = EngineOptions(spec, PATH, **options)
     with pytest.raises(EngineError, match=message):
-        engines.backend.check_options(engines)
+        engine_backend(engines.engine).check_options(engines)
 
 
 def test_the_pool_serves_another_engine_and_publishes_to_it(tmp_path: Path) -> None:
@@ -89,13 +89,13 @@ def test_the_pool_serves_another_engine_and_publishes_to_it(tmp_path: Path) -> N
             num_gpus=0, spans_nodes=False, check_alive=lambda: None, find_actor=lambda name: None
         )
         pool = start_pool(cluster, options)
-        client = options.backend.connect(lambda: pool.urls)
+        client = engine_backend(options.engine).connect(lambda: pool.urls)
 
         def publish(urls: list[str]) -> None:
-            options.backend.connect(urls).update_weights([], "run/1")
+            engine_backend(options.engine).connect(urls).update_weights([], "run/1")
 
         with pool.serving("run/1", publish) as urls:
-            [generation] = asyncio.run(options.backend.connect(urls).generate([1, 2, 3], {}))
+            [generation] = asyncio.run(engine_backend(options.engine).connect(urls).generate([1, 2, 3], {}))
         assert generation.token_ids == [9, 6, 7, 8] and generation.weight_versions == [("run/1", 4)]
         assert client.weight_version(f"http://{address}") == "run/1"
         pool.stop()
