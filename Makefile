@@ -45,7 +45,6 @@ lint: setup  ## formatter, linter, import boundaries, types
 	$(BIN)/mypy
 
 docs: setup  ## build the documentation site in site/; a dead link or anchor is an error
-	$(BIN)/python docs/scripts/reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 up: setup  ## start Prefect server, worker and MLflow UI on loopback; prints the links

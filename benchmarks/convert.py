@@ -134,8 +134,7 @@ def convert_and_verify(source: Path, target: Path) -> None:
 
 def export_to_hf(source: Path, target: Path) -> None:
     """Export a converted model to Hugging Face format."""
-    from penstock.stages.convert.export_plan import Origin
-    from penstock.stages.convert.to_hf import export_to
+    from penstock.stages.convert.to_hf import Origin, export_to
     from penstock.storage.store import Store
 
     export_to(Store(str(target), probe=False), str(source), Origin(source / "hf_assets"), str(target))
@@ -228,7 +227,7 @@ def write_random_checkpoint(directory: Path, config: dict[str, Any]) -> None:
     import torch
 
     from penstock.engines.families import read_shape, tensor_layout
-    from penstock.stages.convert.hf.weights import TensorInfo, plan_shards, write_index, write_shard
+    from penstock.stages.convert.hf_checkpoint import TensorInfo, plan_shards, write_index, write_shard
 
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))

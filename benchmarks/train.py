@@ -341,7 +341,7 @@ def make_microbatch(work: Work, tokens: np.ndarray, shape: Any, engine: Any) -> 
     that Penstock's attention needs."""
     import torch
 
-    from penstock.engines.megatron.model.rotary import rope_cos_sin, rope_dim
+    from penstock.engines.megatron.model.norm_and_rope import rope_cos_sin, rope_dim
     from penstock.engines.megatron.packing import pack_stream
     from penstock.stages.train.batching import PackedMicrobatch
 

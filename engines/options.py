@@ -12,7 +12,7 @@ from penstock.engines.generation import BUCKET_BYTES, EngineRoute, PauseMode, Tr
 from penstock.engines.network import LOOPBACK
 from penstock.engines.serving.endpoints import is_on_this_machine
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.weights.fp8 import fp8_weights
+from penstock.engines.weights.fp8_blocks import fp8_weights
 from penstock.engines.weights.routes import ProcessPlace, engine_process_id, memory_routes, shares_memory
 
 

@@ -1,11 +1,16 @@
-"""Tensor-, pipeline-, context- and expert-parallel sizes of a model. Does not import torch, because the checks before a
-run starts (preflight) use this module."""
+"""Tensor-, pipeline-, context- and expert-parallel sizes of a model, and the check that it can be sharded with them.
+Does not import torch, because preflight and the driver use this module.
+"""
 
 from __future__ import annotations
 
+from itertools import groupby
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.storage.errors import LayoutError
+from penstock.engines.families.shape import ModelShape
+from penstock.storage.errors import LayoutError, OptionError
 
 
 class ParallelLayout(BaseModel):
@@ -23,12 +28,7 @@ class ParallelLayout(BaseModel):
     sequence_parallel: bool = False
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the data-parallel size for a world size.
-
-        Raises:
-            LayoutError: the world size is not a multiple of tensor x pipeline x context, or of expert_tensor x expert x
-                pipeline.
-        """
+        """Return the data-parallel size for a world size."""
         ranks = self.tensor * self.pipeline * self.context
         if world_size % ranks:
             raise LayoutError(
@@ -45,3 +45,162 @@ class ParallelLayout(BaseModel):
                 f"{expert_ranks} ranks, or smaller parallel sizes, for the experts"
             )
         return world_size // ranks
+
+
+FIRST_STAGE_FLAG, LAST_STAGE_FLAG = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+TENSOR_FLAG, EXPERT_FLAG = "--tensor-model-parallel-size", "--expert-model-parallel-size"
+
+
+def check_model_parallel(
+    shape: ModelShape,
+    tensor: int = 1,
+    expert: int = 1,
+    expert_tensor: int | None = None,
+    sequence_parallel: bool = False,
+) -> None:
+    """Check that a model can be sharded with these tensor- and expert-parallel sizes.
+
+    Args:
+        shape: shape of the model.
+        tensor: tensor-parallel size.
+        expert: expert-parallel size.
+        expert_tensor: tensor-parallel size of the experts; None means `tensor`.
+        sequence_parallel: whether sequence parallelism is used (each tensor-parallel rank has a part of the tokens in
+            norms and residuals).
+    """
+    experts = shape.experts
+    _check_divides(tensor, TENSOR_FLAG, shape.num_attention_heads, "attention heads")
+    if shape.latent is None and max(shape.num_query_groups, tensor) % min(shape.num_query_groups, tensor):
+        found = f"{TENSOR_FLAG} {tensor}, but the model has {shape.num_query_groups} key-value heads"
+        raise LayoutError(f"{found}: use a divisor or a multiple of {shape.num_query_groups}")
+    if experts is None or experts.num_dense_layers:
+        _check_divides(tensor, TENSOR_FLAG, shape.ffn_hidden_size, "rows of the MLP's up projection")
+    if experts is not None:
+        _check_divides(expert, EXPERT_FLAG, experts.num_experts, "experts")
+        _check_divides(tensor, TENSOR_FLAG, experts.shared_ffn_hidden_size, "rows of the shared experts' up projection")
+        ranks, flag = (tensor, TENSOR_FLAG)
+        if expert_tensor is not None:
+            ranks, flag = (expert_tensor, "--expert-tensor-parallel-size")
+        _check_divides(ranks, flag, experts.ffn_hidden_size, "rows of an expert's up projection")
+    elif expert > 1:
+        found = f"{EXPERT_FLAG} {expert}, but the {shape.architecture} of this checkpoint has no experts"
+        raise LayoutError(f"{found}: drop the option")
+    if (experts or shape.latent) and tensor > 1 and not sequence_parallel:
+        found = f"{shape.architecture} over {tensor} tensor-parallel ranks needs sequence parallelism"
+        raise LayoutError(
+            f"{found} (otherwise the gradients of its replicated weights are not all-reduced): add --sequence-parallel"
+        )
+
+
+def _check_divides(ranks: int, flag: str, size: int, dimension: str) -> None:
+    """Raise LayoutError if `ranks`, the value of `flag`, does not divide the size of a dimension of the model."""
+    if size % ranks:
+        raise LayoutError(f"{flag} {ranks} does not divide the model's {size} {dimension}: use a divisor of {size}")
+
+
+def has_grouped_experts(shape: ModelShape, megatron_options: dict[str, Any], default: bool = False) -> bool:
+    """Return whether the experts of a model are computed by grouped GEMMs; `default` if no option decides it."""
+    if not shape.experts:
+        return False
+    chosen = megatron_options.get("moe_grouped_gemm")
+    return bool(chosen if chosen is not None else megatron_options.get("moe_permute_fusion") or default)
+
+
+def check_grouped_experts(shape: ModelShape, expert_tensor: int, bytes_per_element: int) -> None:
+    """Check that torch's grouped GEMM can multiply the experts of a model: its rows are multiples of 16 bytes."""
+    if row := _unaligned_row(shape, expert_tensor, bytes_per_element):
+        raise OptionError(
+            f"--moe-grouped-gemm and --moe-permute-fusion need rows of multiples of 16 bytes; found {row} with "
+            f"{bytes_per_element} bytes per element: drop the options"
+        )
+
+
+def can_group_experts(shape: ModelShape, expert_tensor: int, bytes_per_element: int) -> bool:
+    """Return whether `check_grouped_experts` accepts a model with these experts; False without experts."""
+    return shape.experts is not None and not _unaligned_row(shape, expert_tensor, bytes_per_element)
+
+
+def _unaligned_row(shape: ModelShape, expert_tensor: int, bytes_per_element: int) -> str:
+    """Return the first row of the experts' weights whose size is not a multiple of 16 bytes, or ""."""
+    assert shape.experts is not None
+    rows = {
+        "the hidden size": shape.hidden_size,
+        "the width of an expert on a rank": shape.experts.ffn_hidden_size // expert_tensor,
+    }
+    return next((f"{name} {size}" for name, size in rows.items() if size * bytes_per_element % 16), "")
+
+
+def check_pipeline(
+    shape: ModelShape, pipeline: int = 1, virtual: int | None = None, megatron_options: dict[str, Any] | None = None
+) -> None:
+    """Check that the model's layers can be split over the pipeline stages.
+
+    Args:
+        shape: shape of the model.
+        pipeline: number of pipeline stages.
+        virtual: number of chunks per stage (interleaved schedule); None: one.
+        megatron_options: a dump of `MegatronOptions`; only the options about the pipeline split are used.
+    """
+    options = megatron_options or {}
+    first, last = (options.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
+    extra = sum(bool(options.get(f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss"))
+    ends = [(flag, size) for flag, size in ((FIRST_STAGE_FLAG, first), (LAST_STAGE_FLAG, last)) if size is not None]
+    flags = " ".join(f"{flag} {size}" for flag, size in ends)
+    if ends and pipeline == 1:
+        raise LayoutError(
+            f"{flags} needs at least two pipeline stages: drop the option or raise --pipeline-model-parallel-size"
+        )
+    if ends and (extra or any(type(size) is not int or size < 1 for _, size in ends)):
+        raise LayoutError(
+            f"{flags} needs positive whole numbers and cannot be combined with "
+            "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split: correct the numbers "
+            "or drop one of these options"
+        )
+    stages = split_layers(shape.num_layers + extra, pipeline, first, last)
+    if stages is None or any(layers % (virtual or 1) for layers in stages):
+        sizes = f"--pipeline-model-parallel-size {pipeline}"
+        if virtual:
+            sizes += f" with --virtual-pipeline-model-parallel-size {virtual}"
+        found = f"{sizes} {flags}".strip() + f" cannot split the model's {shape.num_layers} layers"
+        raise LayoutError(f"{found} equally: {suggest_split(shape.num_layers, pipeline, virtual or 1)}")
+
+
+def split_layers(num_layers: int, pipeline: int, first: int | None = None, last: int | None = None) -> list[int] | None:
+    """Return the number of layers of every pipeline stage, or None if no equal split exists.
+
+    Args:
+        num_layers: number of layers of the model.
+        pipeline: number of stages.
+        first: number of layers of the first stage; None: equal to the middle stages.
+        last: number of layers of the last stage; None: equal to the middle stages.
+    """
+    ends = [size for size in (first, last) if size is not None]
+    rest, stages = num_layers - sum(ends), pipeline - len(ends)
+    if stages < 0 or (rest if stages == 0 else rest < stages or rest % stages):
+        return None
+    middle = [rest // stages] * stages if stages else []
+    return [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
+
+
+def suggest_split(num_layers: int, pipeline: int, virtual: int) -> str:
+    """Return a hint for an error message: flags with which the layers can be split over the pipeline stages.
+
+    Tried in this order: another size of the last stage, which also has the LM head; other sizes of the first and the
+    last stage; another number of stages; no virtual stages.
+    """
+    if pipeline > 1 and num_layers % virtual == 0:
+        sizes = range(virtual, num_layers + 1, virtual)
+        pairs = [(first, last) for first in sizes for last in sizes if abs(first - last) <= virtual]
+        ends_to_try = [*((None, last) for last in sizes), *pairs]
+        splits = [(split_layers(num_layers, pipeline, *ends), ends) for ends in ends_to_try]
+        fitting = [(split, ends) for split, ends in splits if split and not any(n % virtual for n in split)]
+        if fitting:
+            split, (first, last) = min(fitting, key=lambda entry: (max(entry[0]), entry[1][0] or 0, entry[1][1]))
+            flags = ("" if first is None else f"{FIRST_STAGE_FLAG} {first} ") + f"{LAST_STAGE_FLAG} {last}"
+            runs = [(len(list(run)), layers) for layers, run in groupby(split)]  # [8, 8, 8, 5] -> "3 x 8, 5"
+            counts = ", ".join(f"{count} x {layers}" if count > 1 else str(layers) for count, layers in runs)
+            return f"use {flags} (layers of the stages: {counts})"
+    divisors = [size for size in range(1, num_layers + 1) if num_layers % (size * virtual) == 0]
+    if divisors:
+        return f"set --pipeline-model-parallel-size to one of {', '.join(map(str, divisors[:12]))}"
+    return "drop --virtual-pipeline-model-parallel-size"

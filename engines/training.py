@@ -33,9 +33,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
-from penstock.storage.errors import OptionError
 from penstock.storage.refs import Frozen
-from penstock.storage.samples.routed_experts import ExpertsFormat
 
 if TYPE_CHECKING:
     import torch
@@ -328,23 +326,3 @@ def train_backend(name: str = "megatron") -> TrainBackend:
     module, _, cls = TRAIN_ENGINES[name].partition(":")
     backend: TrainBackend = getattr(importlib.import_module(module), cls)()
     return backend
-
-
-def experts_format(shape: ModelShape, option: str) -> ExpertsFormat:
-    """Return the format in which the routed expert ids of a model's tokens are stored.
-
-    Args:
-        shape: shape of the MoE model.
-        option: command-line flag that needs routed experts, for the error message.
-
-    Raises:
-        OptionError: the model has no experts.
-    """
-    if shape.experts is None:
-        raise OptionError(f"{option} needs an MoE model, but {shape.architecture} has no experts: drop the option")
-    return ExpertsFormat(
-        num_layers=shape.num_layers,
-        num_dense_layers=shape.experts.num_dense_layers,
-        num_experts=shape.experts.num_experts,
-        top_k=shape.experts.top_k,
-    )

@@ -18,7 +18,7 @@ from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from penstock.engines.backends import DEFAULT, EngineFacts, engine_backend
-from penstock.engines.megatron.options.values import options_that_change_results
+from penstock.engines.megatron.megatron_options import options_that_change_results
 from penstock.flows.debugging.config import DebugConfig
 from penstock.flows.options.argv import short_repr
 from penstock.flows.options.refused import REFUSED
@@ -60,7 +60,8 @@ class PostTrainConfig(StageConfig):
             for section, name, field in list_options()
             if section != "rollout" and not field_meta(field).secret
         }
-        plugin_args = self.train.megatron | others | self.rollout.plugin_args
+        megatron = self.train.megatron.model_dump()
+        plugin_args = megatron | others | {"megatron": megatron} | self.rollout.plugin_args
         return self.rollout.model_copy(update={"plugin_args": plugin_args})
 
     @property
@@ -99,7 +100,7 @@ class PostTrainConfig(StageConfig):
         if not all(isinstance(section, dict) for section in sections.values()):
             return values
         train = {name: field.default for name, field in TrainConfig.model_fields.items()} | sections.get("train", {})
-        estimator = ESTIMATORS.get(train["advantage_estimator"])
+        estimator = ESTIMATORS.get(str(train["advantage_estimator"]))
         if train["loss_type"] != "policy_loss" or estimator is None or not estimator.group_relative:
             return values
         return values | {"rollout": {"n_samples_per_prompt": GROUP_SIZE} | sections["rollout"]}
@@ -422,13 +423,14 @@ def describe_error(error: ValidationError) -> str:
     where = [str(part) for part in first["loc"]]
     message = first["msg"].removeprefix("Value error, ")
     section_of_options = len(where) == 1 and where[0] in SECTIONS
-    if not where or (section_of_options and first["type"] == "value_error"):
+    if not where or ((section_of_options or where == MEGATRON.split(".")) and first["type"] == "value_error"):
         return message  # a check across options: its message has their flags
     if section_of_options:
         return f"[{where[0]}] is {short_repr(first.get('input'))}: write [{where[0]}] and below it option = value"
     if first["type"] == "extra_forbidden":
         return describe_unknown_option(where)
-    name = where[1] if len(where) > 1 else where[0]
+    depth = 2 if where[:2] == MEGATRON.split(".") else 1
+    name = where[min(depth, len(where) - 1)]
     value = "" if any(name == secret for _, secret in secret_fields()) else f" {short_repr(first.get('input'))}"
     return f"{flag_of_field(name)}{value}: {message[0].lower()}{message[1:]}"
 

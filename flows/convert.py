@@ -232,7 +232,7 @@ def export_checkpoint(config: PostTrainConfig, report: ProgressCallback | None) 
 @_conversion_task_decorator("verify")
 def verify_checkpoint(config: PostTrainConfig, ref: CheckpointRef, commit: Commit) -> list[tuple[str, str]]:
     """Compare a converted model with its Hugging Face files. Return the lines of the report as (title, text)."""
-    from penstock.stages.convert.verify import verify_existing
+    from penstock.stages.convert.conversion_check import verify_existing
 
     with ray_cluster(config) as cluster:
         options = config.convert

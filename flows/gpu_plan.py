@@ -17,7 +17,7 @@ from penstock.storage.errors import EngineError, LayoutError, OptionError
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
-    from penstock.engines.megatron.memory.plan import TrainerMemory
+    from penstock.engines.megatron.memory_plan import TrainerMemory
     from penstock.engines.serving.engine_memory import EngineMemory
 
 GIB = 1 << 30
@@ -49,7 +49,7 @@ class GpuPlan:
         `offload_train`: the trainer frees its memory while the engine generates; `offload_rollout`: the engine frees
         its memory while the trainer works.
         """
-        from penstock.engines.megatron.memory.plan import colocated_peak_bytes
+        from penstock.engines.megatron.memory_plan import colocated_peak_bytes
 
         assert self.trainer and self.engine, "only a trainer and an engine can share a GPU"
         return colocated_peak_bytes(
@@ -70,7 +70,7 @@ def plan_gpu_memory(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_b
         InputError: the parallel sizes or an engine's memory options are invalid.
     """
     from penstock.engines.families import read_shape
-    from penstock.engines.megatron.memory.plan import TrainerOptions, estimate_trainer_memory
+    from penstock.engines.megatron.memory_plan import TrainerOptions, estimate_trainer_memory
 
     train, options = config.train, engine_options(config)
     trainer = engine = None
@@ -83,7 +83,7 @@ def plan_gpu_memory(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_b
             critic=train.uses_critic,
             num_frozen=(train.uses_reference and not (train.lora and not train.ref_load)) + train.loads_teacher,
             lora=train.lora,
-            megatron=train.megatron,
+            megatron=train.megatron.model_dump(),
         )
         trainer = estimate_trainer_memory(shape, train.parallel_layout, train.num_ranks, trainer_options)
     if flow != "sft" and not options.external:

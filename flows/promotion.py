@@ -7,8 +7,8 @@ from pathlib import Path
 from penstock.flows.commands.compare import find_evaluations_of_version
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.runs import keys_of_run, open_store
+from penstock.stages.eval.comparison import Gate, check_gate
 from penstock.stages.eval.config import EvalConfig
-from penstock.stages.eval.promotion import Gate, check_gate
 from penstock.storage.errors import RunError
 from penstock.storage.history.run_record import read_run_record
 from penstock.storage.refs import RunKeys, commit_key

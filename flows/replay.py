@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from prefect import State, flow
 from prefect.states import Completed
 
-from penstock.engines.megatron.options.values import check_option_values, options_that_change_results
+from penstock.engines.megatron.megatron_options import options_that_change_results
 from penstock.flows.config import PostTrainConfig, flag_of_field, training_options, validate_config
 from penstock.flows.options.argv import parse_integer, parse_run_argument, split_args
 from penstock.flows.options.flags import parse_config
@@ -170,7 +170,7 @@ def check_replay(
     from penstock.stages.train.restore import newest_checkpoint
 
     config = _replay_config(run, where, placement)
-    check_option_values(config.train.megatron)
+    config.train.megatron.check()
     store, keys = open_store(config.run, probe=False), RunKeys(run)
     trained = len(store.committed_indices(f"{keys.prefix}/steps"))
     _check_versions_are_replayable(
@@ -211,7 +211,7 @@ def _replay_config(run: str, where: RunConfig, placement: dict[str, Any]) -> Pos
     """
     values = read_flow_and_config(where, run)[1].model_dump(mode="json")
     recorded = values["train"]["megatron"]
-    megatron = recorded | placement.get("megatron", {})
+    megatron = recorded | (placement["megatron"].model_dump() if "megatron" in placement else {})
     before, now = options_that_change_results(recorded), options_that_change_results(megatron)
     if changed := [name for name in now | before if now.get(name) != before.get(name)]:
         raise _fixed_option_error(changed[0])

@@ -46,7 +46,7 @@ def convert(session: Session) -> CheckpointRef:
     start = starting_weights(session.config)
     base = auxiliary.get(start) or convert_unless_unchanged(session, "base", start)
     if (adapter := session.config.train.lora_load) is not None:
-        from penstock.stages.convert.adapters import import_peft
+        from penstock.stages.convert.exported_adapters import import_peft
 
         cluster = session.processes.cluster
         imported = cluster.run(import_peft, session.store, adapter, timeout=session.config.convert.convert_timeout)
@@ -276,7 +276,7 @@ def remove_old_checkpoints(session: Session) -> None:
 @stage("eval-{version:06d}-{name}", needs=lambda session, version, name: [published_policy(version, version)])
 def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     """Score policy `version` on the data set `name`: generate responses to its prompts, grade them, commit metrics."""
-    from penstock.stages.eval.score import compute_eval_metrics
+    from penstock.stages.eval.scores import compute_eval_metrics
     from penstock.stages.rollout.prompts.data_source import RolloutRound
     from penstock.stages.rollout.prompts.source import PromptSource
     from penstock.stages.rollout.rollout import RolloutContext, rollout_stage

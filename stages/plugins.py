@@ -51,21 +51,19 @@ DEFAULT_NAMES = {
 
 # Modules that let functions written for another trainer run, and refuse those that cannot: each has `provide_modules`,
 # `check_imports` and `check_parameters`.
-ADAPTERS = [importlib.import_module(name) for name in ("penstock.stages.slime.adapter",)]
+ADAPTERS = [importlib.import_module(name) for name in ("penstock.stages.slime.slime_modules",)]
+BUILT_IN_EVALUATION = "built-in"  # --eval-function-path of the built-in evaluation
 METHOD = "compute_reward"  # of a class that is a reward
 
 
 class Plugin:
-    """A user-defined function, called with positional arguments, one call at a time.
+    """A user-defined function, called with positional arguments, one call at a time. Raises PluginError.
 
     Args:
         path: `file.py`, `file.py:name`, `pkg.module:name` or `pkg.module.name`.
         parameters: names of the positional arguments of every call; the function's signature must accept them.
         default_name: name of the function to load if `path` is only a file.
         timeout: maximum seconds of a call (`--reward-timeout`).
-
-    Raises:
-        PluginError: the function does not load, or its signature does not accept `parameters`.
     """
 
     def __init__(self, path: str, parameters: Sequence[str], *, default_name: str, timeout: float) -> None:
@@ -115,12 +113,8 @@ async def _await_value(value: Awaitable[Any]) -> Any:
 
 
 def check_signature(function: Callable[..., Any], name: str, parameters: Sequence[str]) -> None:
-    """Check that a function accepts positional arguments named `parameters`, and is not a generator function.
-
-    Raises:
-        PluginError: the function does not accept `parameters`, or is a generator function; the message begins with
-                `name`.
-    """
+    """Check that a function accepts positional arguments named `parameters`, and is not a generator function. Raises
+    PluginError."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise PluginError(
             f"{name} is a generator function, whose code would never run: return a value instead of yielding"
@@ -147,11 +141,7 @@ def describe_path(path: str) -> str:
 
 
 def load_checked_function(path: str, default_name: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """Load the function that `path` names and check its signature.
-
-    Raises:
-        PluginError: the function does not load, or its signature does not accept `parameters`.
-    """
+    """Load the function that `path` names and check its signature. Raises PluginError."""
     path = with_function_name(path, default_name)
     function = load_function(path)
     check_signature(function, describe_path(path), parameters)
@@ -159,15 +149,11 @@ def load_checked_function(path: str, default_name: str, parameters: Sequence[str
 
 
 def load_function(path: str, default_name: str = DEFAULT_NAMES["custom_rm_path"]) -> Callable[..., Any]:
-    """Load the function, class or callable object that `path` names.
+    """Load the function, class or callable object that `path` names. Raises PluginError.
 
     Args:
         path: `file.py`, `file.py:name`, `pkg.module:name` or `pkg.module.name`.
         default_name: name of the function to load if `path` is only a file.
-
-    Raises:
-        PluginError: the file, module or function does not exist, importing the module fails, or it imports a name that
-            no adapter provides.
     """
     path = with_function_name(path, default_name)
     location, name = _split(path)
@@ -184,14 +170,11 @@ def load_function(path: str, default_name: str = DEFAULT_NAMES["custom_rm_path"]
 
 
 def with_function_name(path: str, default_name: str) -> str:
-    """Return `path` with the name of its function: `rewards.py` becomes `rewards.py:reward_func`.
+    """Return `path` with the name of its function: `rewards.py` becomes `rewards.py:reward_func`. Raises PluginError.
 
     The function of a file is the one with the default name, else `custom_generate` or the class with `compute_reward`,
     else the only public function, class or callable object that the file defines or assigns. Imports do not count,
     except of the default name, unless it comes from Penstock or an adapter.
-
-    Raises:
-        PluginError: the file does not exist, fails to import, or has no such function, or several.
     """
     if not path.endswith(".py"):
         return path

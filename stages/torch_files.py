@@ -17,16 +17,13 @@ _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
 def check_template(flag: str, template: str, allowed: tuple[str, ...], required: tuple[str, ...] = ()) -> None:
-    """Check a path with placeholders.
+    """Check a path with placeholders. Raises OptionError.
 
     Args:
         flag: option that names the path, for error messages.
         template: the path.
         allowed: names of placeholders that may occur.
         required: names of placeholders that must occur, because a file would otherwise replace another.
-
-    Raises:
-        OptionError: the path is a URI, has an unknown placeholder, or lacks a required one.
     """
     if "://" in template:
         raise OptionError(f"{flag} {template} is a URI: give a local path")
@@ -63,11 +60,7 @@ def save_torch_file(path: Path, data: Any) -> None:
 
 def load_torch_file(path: Path) -> Any:
     """Return the content of a file of torch.save. Only tensors, numbers, text, lists and dicts are unpickled, so the
-    file cannot run code.
-
-    Raises:
-        DataError: the file does not exist, is not a file of torch.save, or has other objects.
-    """
+    file cannot run code. Raises DataError."""
     import torch
 
     if not path.is_file():

@@ -247,8 +247,8 @@ GOOD_TREE = {
     "stages/rollout/round.py": "import json\n",
     "stages/rewards/grading.py": "NAME = 'storage of engines'\n",
     "engines/megatron/engine.py": "import megatron.core\n",
-    "stages/plugins.py": "ADAPTERS = ('penstock.stages.slime.adapter',)\n",
-    "stages/slime/adapter.py": "'''Provide slime's modules.'''\n",
+    "stages/plugins.py": "ADAPTERS = ('penstock.stages.slime.slime_modules',)\n",
+    "stages/slime/slime_modules.py": "'''Provide slime's modules.'''\n",
     "storage/store.py": "import os\n",
     "storage/tracking/tracker.py": "import mlflow\n",
 }
@@ -297,7 +297,7 @@ PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str]]] = [
     (slime_outside_its_rooms, {"storage/bad.py": "x = 1  # as in slime\n"}),
     (slime_outside_its_rooms, {"engines/bad.py": "def f():\n    '''Return what Slime returns.'''\n"}),
     (slime_outside_its_rooms, {"flows/options/flags.py": "FLAGS = {'--use-slime-router': '--use-router'}\n"}),
-    (slime_outside_its_rooms, {"stages/rollout/bad.py": "from penstock.stages.slime.adapter import name\n"}),
+    (slime_outside_its_rooms, {"stages/rollout/bad.py": "from penstock.stages.slime.slime_modules import name\n"}),
     (slime_outside_its_rooms, {"stages/slimes.py": "SLIME_NAMES = {}\n"}),
     (slime_outside_its_rooms, {"stages/plugins.py": "import penstock.stages.slime.a\nNAME = 'slime'\n"}),
     (large_folders, {f"engines/megatron/layer{i}.py": "" for i in range(MAX_MODULES)}),
@@ -367,7 +367,7 @@ except PluginError as error:
 """
 REMOVALS = [  # room, file with its row, the row, a program for the house without both
     (SLIME_ROOMS[0], SLIME_ROWS[0], '"slime",', WITHOUT_FLOWS),
-    (SLIME_ROOMS[1], SLIME_ROWS[1], '"penstock.stages.slime.adapter",', WITHOUT_STAGES),
+    (SLIME_ROOMS[1], SLIME_ROWS[1], '"penstock.stages.slime.slime_modules",', WITHOUT_STAGES),
 ]
 
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, s
 from trl import GRPOConfig, GRPOTrainer
 
 from penstock.flows.config import read_toml
-from penstock.stages.eval.intervals import bootstrap_intervals
+from penstock.stages.eval.scores import bootstrap_intervals
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, "examples/smollm2")

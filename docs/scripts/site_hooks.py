@@ -1,4 +1,4 @@
-"""Hooks of the documentation site (mkdocs.yml): files of the repository outside docs/ become pages of the site.
+"""Hooks of the documentation site (mkdocs.yml): generated pages, and files outside docs/ that become pages of the site.
 
 Pages link to files outside docs/ by relative paths (`../examples/search`), which also work in a checkout. On the site
 README files become pages, and every other linked file is copied as text, so the site needs no network. A link to a file
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+GENERATED = runpy.run_path(str(ROOT / "docs" / "scripts" / "reference.py"))["generated_pages"]()
 TOP_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
@@ -58,7 +60,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages and text files that are made from files outside docs/."""
+    """Add the generated pages, and the pages and text files that are made from files outside docs/."""
     waiting = {"CONTRIBUTING.md", "CHANGELOG.md"}
     waiting |= {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*/README.md")}
     for path in (ROOT / "docs").rglob("*.md"):
@@ -77,7 +79,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if source.suffix == ".md":
             text = rewrite_links(text, source.relative_to(ROOT).as_posix(), name)
         files.append(File.generated(config, name, content=text))
-    files.append(File.generated(config, "design/index.md", content=list_of_decisions()))
+    for name, text in {**GENERATED, "design/index.md": list_of_decisions()}.items():
+        files.append(File.generated(config, name, content=text))
     return files
 
 

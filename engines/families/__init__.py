@@ -1,23 +1,26 @@
 """Model families: reading a `config.json`, and the mapping between Hugging Face and Megatron tensors.
 
 A new family is one file that defines a `Family` and is listed in FAMILIES, or an external file (`--model-family-path`).
+Does not import torch.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from penstock.engines.families.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE
 from penstock.engines.families.entries import ConfigEntries, read_config, refuse_unsupported, rotary_from_config
-from penstock.engines.families.external import load_family
-from penstock.engines.families.family import Family
-from penstock.engines.families.glm4 import GLM, GLM4
-from penstock.engines.families.glm4_moe import GLM4_MOE
+from penstock.engines.families.family import Family, load_family
+from penstock.engines.families.glm4 import GLM, GLM4, GLM4_MOE
 from penstock.engines.families.llama import LLAMA, QWEN2, QWEN3
-from penstock.engines.families.ops import TensorLayout
 from penstock.engines.families.qwen3_moe import QWEN3_MOE
 from penstock.engines.families.shape import ModelShape
+from penstock.engines.families.tensor_rows import TensorLayout, TensorRow
 from penstock.storage.errors import ModelError, PenstockError, PluginError
 
 FAMILIES = {  # architecture -> family
@@ -104,11 +107,7 @@ def shape_from_config(
 
 
 def family_of(shape: ModelShape) -> Family:
-    """Return the family to which a model of this shape belongs.
-
-    Raises:
-        ModelError: this version of Penstock does not have the family.
-    """
+    """Return the family to which a model of this shape belongs."""
     if shape.family_path:
         return load_family(shape.family_path)
     for family in FAMILIES.values():
@@ -160,3 +159,67 @@ def _check_sizes(shape: ModelShape, config: ConfigEntries) -> None:
                 "which exceeds the number of experts that routing can select",
                 "correct config.json",
             )
+
+
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+REPLICATED = re.compile(r"layernorm|router\.|_down_proj\.")  # Megatron names of weights that every tensor rank holds
+FROZEN = ".expert_bias"  # suffix of the names of frozen buffers, which are not counted as parameters
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Number of parameters of one rank. Dense and expert parameters are sharded over different process groups."""
+
+    dense: int
+    expert: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return the number of dense and expert parameters together."""
+        return self.dense + self.expert
+
+
+def count_rank_parameters(
+    shape: ModelShape,
+    layers: Collection[int],
+    *,
+    tensor: int = 1,
+    expert: int = 1,
+    expert_tensor: int | None = None,
+    outer: Collection[str] | None = None,
+) -> RankParameters:
+    """Return how many parameters of a model one rank holds.
+
+    Args:
+        shape: shape of the model.
+        layers: indices of the layers that the rank holds.
+        tensor: tensor-parallel size; the vocabulary is padded to a multiple of it.
+        expert: expert-parallel size.
+        expert_tensor: tensor-parallel size of the experts; None means `tensor`.
+        outer: Megatron names of the weights that the rank holds outside of the layers (embedding, final norm, LM head);
+            None means all of these.
+    """
+    dense = experts = 0
+    for row in family_of(shape).rows(shape):
+        if row.megatron.endswith(FROZEN):
+            continue
+        if row.layers is None:
+            dense += 0 if outer is not None and row.megatron not in outer else _numel_per_rank(row, tensor)
+            continue
+        count = len(set(row.layers).intersection(layers))
+        if ".local_experts." in row.megatron:
+            experts += count * (row.num_experts // expert) * _numel_per_rank(row, expert_tensor or tensor)
+        else:
+            dense += count * _numel_per_rank(row, tensor)
+    return RankParameters(dense, experts)
+
+
+def _numel_per_rank(row: TensorRow, ranks: int) -> int:
+    """Return the number of elements of a tensor's shard if the tensor is sharded over `ranks` tensor-parallel ranks;
+    for one layer and one expert if the row describes several."""
+    if REPLICATED.search(row.megatron):
+        return sum(prod(size) for size in row.hf.values())
+    if row.megatron in (EMBEDDING, HEAD):
+        [(rows, columns)] = row.hf.values()
+        return -(-rows // ranks) * columns
+    return sum(prod(size) for size in row.hf.values()) // ranks

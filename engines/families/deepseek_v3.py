@@ -10,14 +10,8 @@ from typing import Any
 
 from penstock.engines.families.entries import ConfigEntries, refuse_attention_bias, rotary_from_config
 from penstock.engines.families.family import Family
-from penstock.engines.families.ops import TensorRow
-from penstock.engines.families.rows import embedding_rows, mla_rows, mlp_rows, norm_rows
 from penstock.engines.families.shape import Experts, LatentAttention, Llama3Scaling, ModelShape
-
-
-def deepseek_v3_shape_fields(config: ConfigEntries) -> dict[str, Any]:
-    """Return the `ModelShape` fields of a DeepSeek-V3, Kimi K2 or Moonlight config.json."""
-    return _read_latent_model(config, config["first_k_dense_replace"] or 0)
+from penstock.engines.families.tensor_rows import TensorRow, embedding_rows, mla_rows, mlp_rows, norm_rows
 
 
 def glm4_moe_lite_shape_fields(config: ConfigEntries) -> dict[str, Any]:
@@ -133,7 +127,7 @@ DEEPSEEK_V3 = Family(
         v_head_dim=128,
         rope_interleave=True,
     ),
-    read=deepseek_v3_shape_fields,
+    read=lambda config: _read_latent_model(config, config["first_k_dense_replace"] or 0),
     rows=deepseek_v3_rows,
     expert_entries=expert_entries,
 )

@@ -128,11 +128,7 @@ SPELLINGS = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_
 
 
 def check_not_hub_id(flag: str, path: str | Path) -> None:
-    """Check that a path that does not exist is not the name of a model or data set on the Hugging Face hub, OWNER/NAME.
-
-    Raises:
-        ModelError: it looks like one; the message has the download command.
-    """
+    """Check that a path that does not exist is not a name on the Hugging Face hub, OWNER/NAME."""
     directory, here = Path(path), Path.cwd()
     hub_id = str(directory.relative_to(here) if directory.is_relative_to(here) else directory)
     is_data = flag.endswith("prompt-data")
@@ -224,11 +220,7 @@ class ConfigEntries:
         return self.check_value(name, value) if name in self.values or other in self.values else value
 
     def check_value(self, name: str, value: Any) -> Any:
-        """Return `value` if it is valid for the entry `name`.
-
-        Raises:
-            ModelError: the value has the wrong type or is out of range.
-        """
+        """Return `value` if it is valid for the entry `name`."""
         needed, fits = self.types.get(name, ("", lambda value: True))
         if name in REQUIRED if value is None else not fits(value):
             self.refuse(f"{name} {to_short_json(value)}", f"but this entry must be {needed}", "correct config.json")
@@ -318,11 +310,7 @@ def _rope_scaling(config: ConfigEntries, settings: dict[str, Any]) -> Llama3Scal
 
 
 def refuse_unsupported(config: ConfigEntries, architecture: str) -> None:
-    """Raise an error if a config.json entry that any architecture may have has an unsupported value.
-
-    Raises:
-        ModelError: the message names the first unsupported entry.
-    """
+    """Raise an error if a config.json entry that any architecture may have has an unsupported value."""
     if config["is_causal"] is False:
         config.refuse("is_causal false", "but Penstock supports only causal attention", "use a decoder-only checkpoint")
     if (config["hidden_act"] or "silu") != "silu":

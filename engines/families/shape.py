@@ -10,6 +10,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.storage.errors import OptionError
+from penstock.storage.samples.routed_experts import ExpertsFormat
+
 
 class _Component(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -169,3 +172,15 @@ class ModelShape(BaseModel):
             return norms + (self.latent.q_lora_rank or 0) + self.latent.kv_lora_rank
         biases = (self.num_attention_heads + 2 * self.num_query_groups) * self.head_dim if self.qkv_bias else 0
         return norms + biases + (2 * self.head_dim if self.qk_layernorm else 0)
+
+
+def experts_format(shape: ModelShape, option: str) -> ExpertsFormat:
+    """Return the format in which the routed expert ids of a model's tokens are stored."""
+    if shape.experts is None:
+        raise OptionError(f"{option} needs an MoE model, but {shape.architecture} has no experts: drop the option")
+    return ExpertsFormat(
+        num_layers=shape.num_layers,
+        num_dense_layers=shape.experts.num_dense_layers,
+        num_experts=shape.experts.num_experts,
+        top_k=shape.experts.top_k,
+    )

@@ -22,11 +22,7 @@ from penstock.engines.megatron.patches import MEGATRON_VERSION, patch_module
 
 
 def import_megatron() -> None:
-    """Install an import hook that patches `megatron.core` when it is imported. A second call does nothing.
-
-    Raises:
-        RuntimeError: another version of megatron-core is installed, or megatron.core was imported before this call.
-    """
+    """Install an import hook that patches `megatron.core` when it is imported. A second call does nothing."""
     if any(isinstance(finder, _MegatronFinder) for finder in sys.meta_path):
         return
     installed = importlib.metadata.version("megatron-core")

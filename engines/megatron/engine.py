@@ -30,14 +30,11 @@ from penstock.engines.megatron.model.attention_kernel import (
     prepare_fa4,
     torch_attention_kernel,
 )
-from penstock.engines.megatron.model.gpt import PolicyModel, build_model
-from penstock.engines.megatron.model.router_replay import RoutingRecord, StreamRouting
-from penstock.engines.megatron.model.value_model import ValueModel
-from penstock.engines.megatron.options.args import normalize_megatron_args
+from penstock.engines.megatron.model.expert_routing import RoutingRecord, StreamRouting
+from penstock.engines.megatron.model.gpt import PolicyModel, ValueModel, build_model
 from penstock.engines.megatron.packing import PackedStream, pack_stream
-from penstock.engines.megatron.parallel import DEFAULT_SEED, ParallelLayout, device, device_name
+from penstock.engines.megatron.parallel import DEFAULT_SEED, ParallelLayout, device, device_name, peak_flops
 from penstock.engines.megatron.patches import MEGATRON_VERSION, has_transformer_engine
-from penstock.engines.megatron.peak_flops import peak_flops
 
 # isort: split
 from megatron.core import parallel_state, tensor_parallel
@@ -46,10 +43,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from penstock.engines.megatron import weights
 from penstock.engines.megatron.checkpoints.torch_dist import RankState
-from penstock.engines.megatron.lora.adapter import adapters_disabled, add_adapters, put_adapters
-from penstock.engines.megatron.memory.residency import DeviceMemory
-from penstock.engines.megatron.optimizer import build_optimizer, build_scheduler, wrap_chunks_in_ddp, zero_adam_state
-from penstock.engines.megatron.param_gather import ParamGather
+from penstock.engines.megatron.lora_layers import adapters_disabled, add_adapters, put_adapters
+from penstock.engines.megatron.optimizer import (
+    ParamGather,
+    build_optimizer,
+    build_scheduler,
+    wrap_chunks_in_ddp,
+    zero_adam_state,
+)
+from penstock.engines.megatron.residency import DeviceMemory
 from penstock.engines.training import EnginePack, LossFunction, MemorySwitch, Routing, StateKind, TrainEngine
 from penstock.storage.errors import LayoutError
 
@@ -89,7 +91,7 @@ class MegatronEngine(TrainEngine):
     ) -> None:
         self.shape, self.layout, self.dtype = shape, layout or ParallelLayout(), dtype
         self.role, self.device = role, device()
-        overrides = normalize_megatron_args(overrides or {})
+        overrides = dict(overrides or {})
         self.attention_kernel = choose_attention_kernel(overrides.pop("attention_backend", None), dtype, shape)
         if self.attention_kernel == "fa4":
             prepare_fa4()

@@ -61,5 +61,5 @@ def hash_tensors(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 def _memory(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous uint8 tensor on the CPU, valid as long as the tensor. A NumPy view would forbid
-    resizing the tensor's storage, and `memory/residency.py` frees memory by resizing."""
+    resizing the tensor's storage, and `residency.py` frees memory by resizing."""
     return memoryview((ctypes.c_ubyte * len(tensor)).from_address(tensor.data_ptr())).cast("B")

@@ -12,11 +12,20 @@ installed):
   (`numel_unpadded`).
 - A pipeline stage with only dense layers has an expert optimizer without parameters, whose step count Megatron cannot
   determine, so that saving fails. Workaround: build this optimizer's state here (`_empty_state`).
+
+`ParamGather` is the parameter all-gather after an optimizer step with Megatron's option `overlap_param_gather`: each
+data-parallel rank updates its shard of the weights, and the all-gather of the other ranks' shards overlaps with the
+next computation.
+
+Megatron itself gathers a bucket of parameters only when a forward pass of the next training step needs it. Penstock
+also reads weights between steps (forward-only passes, digests, snapshots, publishing), and would then silently read
+stale weights. So the all-gathers of all buckets are started at the end of the optimizer step; a module's forward pass
+waits for the module's bucket, and every other reader waits for all buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,10 +38,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
+from torch import nn
 
-from penstock.engines.megatron.memory.optimizer_offload import OptimizerOffload, make_zero_moments
 from penstock.engines.megatron.model.gpt import PolicyModel
 from penstock.engines.megatron.model.transformer_config import merge_overrides
+from penstock.engines.megatron.optimizer_offload import OptimizerOffload, make_zero_moments
 from penstock.storage.errors import OptionError
 
 # Names of required optimizer options; lr_decay_iters is required unless lr_decay_style is constant.
@@ -52,7 +62,7 @@ def wrap_chunks_in_ddp(
         check_for_nan_in_grad=True,  # a NaN gradient raises an error before any weight is updated
         overlap_grad_reduce=False,
     )
-    # `param_gather.py`, not Megatron's optimizer step, starts the parameter all-gathers
+    # `ParamGather`, not Megatron's optimizer step, starts the parameter all-gathers
     fixed = dict(use_distributed_optimizer=True, overlap_param_gather_with_optimizer_step=False)
     ddp = DistributedDataParallelConfig(**merge_overrides(DistributedDataParallelConfig, defaults, overrides, fixed))
     return [
@@ -73,10 +83,7 @@ def build_optimizer(
         config: Megatron's configuration of the model.
         options: values of the options in `ADAM` and `SCHEDULE`.
         overrides: user-defined Megatron options. With `optimizer_cpu_offload` the moments and main parameters are
-            offloaded by `memory/optimizer_offload.py`: all of them, or the fraction `optimizer_offload_fraction`.
-
-    Raises:
-        OptionError: an option is not supported or contradicts another option.
+            offloaded by `optimizer_offload.py`: all of them, or the fraction `optimizer_offload_fraction`.
     """
     overrides, fraction = _split_offload_options(overrides)
     missing = [name for name in (*ADAM, *SCHEDULE) if name not in options]
@@ -112,7 +119,7 @@ def _split_offload_options(overrides: dict[str, Any]) -> tuple[dict[str, Any], f
     other options.
 
     Returns:
-        the other options, and the fraction of the optimizer state to offload with `memory/optimizer_offload.py`.
+        the other options, and the fraction of the optimizer state to offload with `optimizer_offload.py`.
     """
     overrides = dict(overrides)
     offload, fraction = overrides.pop("optimizer_cpu_offload", False), overrides.pop("optimizer_offload_fraction", 1.0)
@@ -191,11 +198,7 @@ def _param_groups(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
 
 
 def build_scheduler(optimizer: MegatronOptimizer, options: dict[str, Any]) -> OptimizerParamScheduler:
-    """Return the learning-rate scheduler: linear warm-up from 0, then a constant rate, or linear or cosine decay.
-
-    Raises:
-        OptionError: a decay style is used, but lr_decay_iters is missing or not greater than lr_warmup_iters.
-    """
+    """Return the learning-rate scheduler: linear warm-up from 0, then a constant rate, or linear or cosine decay."""
     style, warmup, decay = options["lr_decay_style"], options["lr_warmup_iters"], options.get("lr_decay_iters")
     if style == "constant":
         decay = warmup + 1  # not used
@@ -224,3 +227,36 @@ def set_scheduler_to_step(scheduler: OptimizerParamScheduler, num_steps: int) ->
     """Set the learning-rate scheduler to its state after `num_steps` optimizer steps."""
     scheduler.num_steps = 0
     scheduler.step(num_steps)
+
+
+class ParamGather:
+    """Starts the parameter all-gathers of a model and waits for them; a no-op without `overlap_param_gather`."""
+
+    def __init__(self, wrapped: list[DistributedDataParallel]) -> None:
+        chunks = [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
+        for chunk in chunks:
+            chunk.ddp_config.align_param_gather = True  # only `start_all` starts all-gathers
+        groups = [group for chunk in chunks for group in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups)]
+        # Megatron lists the buckets of the last layers first.
+        self._buckets = [bucket for group in groups for bucket in reversed(group)]
+        self._bucket_of = {param: bucket for chunk in chunks for param, bucket in chunk.param_to_bucket_group.items()}
+
+    def start_all(self) -> None:
+        """Start the parameter all-gathers of all buckets, beginning with the first layers."""
+        for bucket in self._buckets:
+            bucket.start_param_sync()
+
+    def wait_for_all(self) -> None:
+        """Wait until the parameter all-gathers of all buckets are finished."""
+        _finish_all_gathers(self._buckets)
+
+    def wait_for_module(self, module: nn.Module) -> None:
+        """Wait until the weights of a module are gathered. Call this before reading the weights without calling the
+        module: Megatron's hooks wait only in the module's forward call."""
+        _finish_all_gathers(self._bucket_of[param] for param in module.parameters() if param in self._bucket_of)
+
+
+def _finish_all_gathers(buckets: Iterable[Any]) -> None:
+    for bucket in buckets:
+        if bucket.param_gather_handle is not None:
+            bucket.finish_param_sync(skip_next_bucket_dispatch=True)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engines.megatron.model.attention_kernel import AttentionKernel
-from penstock.engines.megatron.model.router_replay import UNKNOWN, StreamRouting
+from penstock.engines.megatron.model.expert_routing import UNKNOWN, StreamRouting
 from penstock.engines.training import EnginePack
 
 

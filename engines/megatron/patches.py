@@ -26,27 +26,22 @@ def has_transformer_engine() -> bool:
 
 
 def _replace_kernels(module: str, names: dict[str, Any]) -> None:
-    """Replace functions by faster ones.
-
-    Args:
-        module: name of the module.
-        names: its attributes.
-    """
+    """Replace functions by faster ones."""
     if module == "megatron.core.fusions.fused_bias_swiglu":
-        from penstock.engines.megatron.kernels import swiglu
+        from penstock.engines.megatron import triton_kernels
 
         for name in ("swiglu", "weighted_swiglu", "swiglu_back", "weighted_swiglu_back"):
-            names[name] = getattr(swiglu, name)
+            names[name] = getattr(triton_kernels, name)
     elif module == "megatron.core.tensor_parallel.layers":
-        from penstock.engines.megatron.kernels import weight_gradients
+        from penstock.engines.megatron import torch_kernels
 
-        names["fused_weight_gradient_mlp_cuda"] = weight_gradients
+        names["fused_weight_gradient_mlp_cuda"] = torch_kernels
         names["_grad_accum_fusion_available"] = True
     elif module == "megatron.core.optimizer.clip_grads" and not has_transformer_engine():
-        from penstock.engines.megatron.kernels import clipping
+        from penstock.engines.megatron import torch_kernels
 
-        names["l2_norm_impl"] = clipping.l2_norm
-        names["multi_tensor_scale_impl"] = clipping.scale
+        names["l2_norm_impl"] = torch_kernels.l2_norm
+        names["multi_tensor_scale_impl"] = torch_kernels.scale
 
 
 def _fix(module: ModuleType) -> None:

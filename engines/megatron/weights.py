@@ -3,7 +3,7 @@ with the recorded policy), and copies in host memory (for a reference model that
 
 "Weights" are the parameters and the MoE routers' frozen correction biases. `engines/families` maps their names and
 shapes to Hugging Face's. Of a policy with LoRA adapters, `named_weights` yields the merged weights; snapshots have the
-base weights, and hashes both apart (`lora/adapter.py`).
+base weights, and hashes both apart (`lora_layers.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch import Tensor
 from penstock.engines.megatron.host_memory import hash_tensors
 from penstock.engines.megatron.model.gpt import HEAD, PolicyModel, is_routed_expert_parameter
 
+EMBEDDING = "embedding.word_embeddings.weight"
+VOCABULARY = (EMBEDDING, HEAD)  # weights with one row per vocabulary entry
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 STACKED = re.compile(r"\.mlp\.experts\.(linear_fc[12]\.weight)$")  # of all experts, see `model/grouped_experts.py`
@@ -82,7 +84,7 @@ def freeze_parameters(chunks: list[PolicyModel], frozen: Collection[str]) -> Non
     for chunk in chunks if frozen else ():
         for name, param in chunk.named_parameters():
             if name == HEAD and chunk.share_embeddings_and_output_weights:
-                name = "embedding.word_embeddings.weight"
+                name = EMBEDDING
             name = global_name(chunk, STACKED.sub(r".mlp.experts.local_experts.0.\1", name), 0)
             param.requires_grad_(name not in frozen)
         require_activation_gradients(chunk)
@@ -112,10 +114,12 @@ def gather_weights(chunks: list[PolicyModel]) -> GatheredWeights:
     """Return the shapes, dtypes and full tensors of all weights. A collective, as `named_weights`."""
     meta = {}
     for chunk in chunks:
-        for entry in (entry for entries in _tensors_of_stages(chunk) for entry in entries):
+        stage = parallel_state.get_pipeline_model_parallel_group().rank()
+        own = [GlobalTensor.of_shard(chunk, name, tensor, stage) for name, tensor in _local_tensors(chunk)]
+        for entry in (entry for entries in _entries_of_stages(own) for entry in entries):
             for name in entry.names:
                 full = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-                meta[name] = full[: chunk.shape.vocab_size] if has_row_per_vocab_entry(name) else full
+                meta[name] = full[: chunk.shape.vocab_size] if name in VOCABULARY else full
     return GatheredWeights(meta, named_weights(chunks))
 
 
@@ -169,16 +173,7 @@ def _gather_tensors(
         for global_, full in zip(entry.names, gathered, strict=True):
             if group.size() > 1:
                 dist.broadcast(full, dist.get_global_rank(group, entry.stage), group=group)
-            yield global_, full[: chunk.shape.vocab_size] if has_row_per_vocab_entry(global_) else full
-
-
-def _tensors_of_stages(chunk: PolicyModel) -> list[list[GlobalTensor]]:
-    """Return the weights that each pipeline rank has in its chunk with the same index. A collective over pipeline
-    ranks."""
-    stage = parallel_state.get_pipeline_model_parallel_group().rank()
-    return _entries_of_stages(
-        [GlobalTensor.of_shard(chunk, name, tensor, stage) for name, tensor in _local_tensors(chunk)]
-    )
+            yield global_, full[: chunk.shape.vocab_size] if global_ in VOCABULARY else full
 
 
 def _entries_of_stages(own: list[GlobalTensor]) -> list[list[GlobalTensor]]:
@@ -187,11 +182,6 @@ def _entries_of_stages(own: list[GlobalTensor]) -> list[list[GlobalTensor]]:
     stages: list[list[GlobalTensor]] = [[] for _ in range(group.size())]
     dist.all_gather_object(stages, own, group=group)
     return stages
-
-
-def has_row_per_vocab_entry(name: str) -> bool:
-    """Return whether the weight of this name has one row per vocabulary entry (embedding or LM head)."""
-    return name in ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def sharding_group(name: str) -> dist.ProcessGroup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.engines.families.parameters import count_rank_parameters
+from penstock.engines.families import count_rank_parameters
 from penstock.engines.families.shape import ModelShape
 
 

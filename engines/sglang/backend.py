@@ -41,7 +41,7 @@ from penstock.engines.sglang.passthrough import (
     flag_tables,
     to_command_line,
 )
-from penstock.engines.weights.fp8 import BLOCK, find_unsupported_entry, mean_bytes_per_weight
+from penstock.engines.weights.fp8_blocks import BLOCK, find_unsupported_entry, mean_bytes_per_weight
 from penstock.storage.errors import EngineError, ModelError, OptionError
 from penstock.storage.secret_references import resolve_secrets
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from penstock.engines.families import tensor_layout
 from penstock.engines.families.entries import check_not_gguf
-from penstock.engines.families.ops import TensorLayout
 from penstock.engines.families.shape import ModelShape
+from penstock.engines.families.tensor_rows import TensorLayout
 from penstock.storage.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
@@ -64,12 +64,7 @@ class StoredTensor:
 
 
 def stored_tensors(directory: Path, files: list[Path]) -> dict[str, StoredTensor]:
-    """Return location and shape of every tensor in the weight files `files` of a directory, by tensor name.
-
-    Raises:
-        ModelError: a file is damaged, two files have the same tensor, or a tensor is not in the file that the index
-            names.
-    """
+    """Return location and shape of every tensor in the weight files `files` of a directory, by tensor name."""
     tensors: dict[str, StoredTensor] = {}
     for path in files:
         header, start = read_header(path)
@@ -100,11 +95,7 @@ def stored_tensors(directory: Path, files: list[Path]) -> dict[str, StoredTensor
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files that the directory's index names; without an index, `model.safetensors`.
-
-    Raises:
-        ModelError: the directory has no safetensors files, or a file that the index names is missing.
-    """
+    """Return the safetensors files that the directory's index names; without an index, `model.safetensors`."""
     index = directory / INDEX
     if index.is_file():
         names = sorted(set(read_index(index).values()))
@@ -125,11 +116,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the map from tensor names to file names of a safetensors index.
-
-    Raises:
-        ModelError: the file is not a safetensors index.
-    """
+    """Return the map from tensor names to file names of a safetensors index."""
     index = _parse_json(path.read_bytes())
     files = index.get("weight_map") if isinstance(index, dict) else None
     if (
@@ -146,12 +133,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Return the header of a safetensors file (tensor name -> `{"dtype", "shape", "data_offsets"}`) and the byte offset
-    of the first tensor.
-
-    Raises:
-        ModelError: the file is not a safetensors file, its length does not match its header, or the header is
-            inconsistent.
-    """
+    of the first tensor."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else size
@@ -165,11 +147,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def block_size(directory: Path) -> tuple[int, int] | None:
-    """Return the (rows, columns) of a quantization block from config.json; None if the weights are not quantized.
-
-    Raises:
-        ModelError: config.json has an unsupported quantization.
-    """
+    """Return the (rows, columns) of a quantization block from config.json; None if the weights are not quantized."""
     config = directory / "config.json"
     values = _parse_json(config.read_bytes()) if config.is_file() else None
     quantization = values.get("quantization_config") if isinstance(values, dict) else None
@@ -193,16 +171,8 @@ def block_size(directory: Path) -> tuple[int, int] | None:
 
 
 def check_weights(directory: str | Path, shape: ModelShape) -> None:
-    """Check that the weight files of a Hugging Face directory are complete and have every tensor in the expected shape.
-
-    Args:
-        directory: Hugging Face directory.
-        shape: model shape, read from the directory's config.json.
-
-    Raises:
-        ModelError: a file is missing, truncated or inconsistent; a tensor is missing, unknown or has the wrong shape;
-            or the quantization is not supported.
-    """
+    """Check that the weight files of a Hugging Face directory are complete and have every tensor in the expected
+    shape."""
     directory = Path(directory)
     tensors = stored_tensors(directory, weight_files(directory))
     block, layout = block_size(directory), tensor_layout(shape)
@@ -239,9 +209,6 @@ def check_finite(path: Path, name: str, values: bytes | memoryview, dtype: str) 
         name: name of the tensor, for the error message.
         values: the bytes of the numbers.
         dtype: dtype code of safetensors; integers are always finite.
-
-    Raises:
-        ModelError: a number is NaN or infinite.
     """
     if dtype not in NOT_FINITE:
         return
@@ -269,9 +236,6 @@ def check_tensors(directory: Path, shapes: Mapping[str, tuple[int, ...]], layout
         directory: directory of the checkpoint, for error messages.
         shapes: shape of every tensor except fp8 scales, by Hugging Face name.
         layout: mapping between the model's Hugging Face and Megatron tensors.
-
-    Raises:
-        ModelError: naming the first tensor that is missing, unknown or has the wrong shape.
     """
     needed = layout.hf_names()
     if missing := sorted(needed - shapes.keys()):

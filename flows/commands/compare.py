@@ -1,6 +1,6 @@
 """`penstock eval --compare RUN/20 RUN/40`: compare two evaluated policies by their stored samples. Writes nothing.
 
-stages/eval/compare.py computes the differences and their intervals; this file parses the request and prints the table.
+stages/eval/comparison.py computes the differences and intervals; this file parses the request and prints the table.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str
 
 def _comparison_row(store: Store, data_set: str, eval_a: Commit, eval_b: Commit) -> list[str]:
     """Return the cells of a data set's row in the comparison table."""
-    from penstock.stages.eval.compare import check_same_data, compare_rewards, rewards_by_prompt
+    from penstock.stages.eval.comparison import check_same_data, compare_rewards, rewards_by_prompt
 
     check_same_data(data_set, eval_a, eval_b)
     comparison = compare_rewards(rewards_by_prompt(store, eval_a), rewards_by_prompt(store, eval_b))

@@ -25,7 +25,7 @@ from penstock.flows.runtime.preflight import check_layout
 from penstock.storage.errors import OptionError
 
 if TYPE_CHECKING:
-    from penstock.engines.megatron.memory.plan import TrainerMemory
+    from penstock.engines.megatron.memory_plan import TrainerMemory
 
 FLAGS = {"--plan": False, "--gpu-memory-gib": True, "--num-gpus": True, "--num-gpus-per-node": True}
 DEFAULT_GPU_BYTES = 80 * GIB
@@ -165,7 +165,7 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
 
 
 def trainer_rows(trainer: TrainerMemory, config: PostTrainConfig, offload_train: bool) -> list[Row]:
-    from penstock.engines.megatron.memory.plan import RUNTIME
+    from penstock.engines.megatron.memory_plan import RUNTIME
 
     train = config.train
     sizes = (
@@ -173,11 +173,11 @@ def trainer_rows(trainer: TrainerMemory, config: PostTrainConfig, offload_train:
         f"{train.pipeline_model_parallel_size} x context {train.context_parallel_size} x data "
         f"{train.data_parallel_size}, expert {train.expert_model_parallel_size}; stage {trainer.stage + 1} needs most"
     )
-    recompute = train.megatron.get("recompute_granularity", "none")
+    recompute = train.megatron.recompute_granularity or "none"
     models = " of policy and critic" if train.uses_critic else ""
     frozen = [name for name, used in (("reference", train.uses_reference), ("teacher", train.loads_teacher)) if used]
     on_host = [*frozen, *(["weights", "optimizer"] if offload_train else [])]
-    if train.megatron.get("optimizer_cpu_offload") and not offload_train:
+    if train.megatron.optimizer_cpu_offload and not offload_train:
         on_host.append("optimizer")
     return [
         ("trainer, weights", format_gib(trainer.weights), f"{trainer.parameters:,} parameters{models}"),
@@ -196,7 +196,11 @@ def trainer_rows(trainer: TrainerMemory, config: PostTrainConfig, offload_train:
         ("trainer, update", format_gib(trainer.update), "after the activations: fp32 gradients, offloaded state"),
         ("trainer, CUDA and fragmentation", format_gib(RUNTIME), "measured"),
         ("trainer", format_gib(trainer.peak_bytes), sizes),
-        ("host memory of a trainer rank", format_gib(trainer.host_bytes(offload_train)), ", ".join(on_host)),
+        (
+            "host memory of a trainer rank",
+            format_gib(trainer.host + (trainer.weights + trainer.optimizer if offload_train else 0)),
+            ", ".join(on_host),
+        ),
     ]
 
 

@@ -10,7 +10,7 @@ from penstock.flows.promotion import promote_policy, roll_back
 from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import open_store
 from penstock.flows.trackers import update_mlflow_registry
-from penstock.stages.eval.promotion import Gate
+from penstock.stages.eval.comparison import Gate
 from penstock.storage.errors import OptionError
 from penstock.storage.registry import Decision, read_decisions
 from penstock.storage.store import Store

@@ -1,7 +1,7 @@
 """`penstock eval --rescore RUN`: grade the stored samples of a run's evaluations again. Starts neither engines
 nor a flow.
 
-stages/eval/rescore.py does the grading; this file parses the request and prints the table.
+stages/eval/rescoring.py does the grading; this file parses the request and prints the table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.storage.store import Store
 from penstock.storage.tracking.lineage import eval_rewards
 
 if TYPE_CHECKING:
-    from penstock.stages.eval.rescore import Scoring
+    from penstock.stages.eval.rescoring import Scoring
 
 USAGE = """penstock eval --rescore RUN [--version V] [--dataset NAME] [scoring options] [--store URI ...]
 
@@ -132,7 +132,7 @@ def merge_scoring_settings(
 ) -> tuple[Scoring, Any]:
     """Return the scoring settings of a data set, and the rollout config for `make_grader`: the values of the run,
     replaced by the scoring options of the command line (`given_config`)."""
-    from penstock.stages.eval.rescore import Scoring
+    from penstock.stages.eval.rescoring import Scoring
 
     evals, options = run_config.eval, given_config.rollout
     rollout = run_config.rollout_with_args.model_copy(
@@ -163,7 +163,7 @@ def rescore_evaluation(
     store: Store, keys: RunKeys, run_config: PostTrainConfig, given_config: PostTrainConfig, version: int, data_set: str
 ) -> Commit:
     """Grade the stored samples of one evaluation again. Return the commit of the new scores."""
-    from penstock.stages.eval.rescore import StoredEval, rescore_stage
+    from penstock.stages.eval.rescoring import StoredEval, rescore_stage
     from penstock.stages.rewards.grading import check_reward_options
     from penstock.stages.rollout.group import make_grader
 

@@ -42,8 +42,8 @@ from penstock.flows.runtime.preflight import (
 from penstock.flows.runtime.schedule import with_rounds_of_epochs
 from penstock.flows.trackers import check_trackers
 from penstock.stages.rollout.config import PromptConfig
-from penstock.stages.rollout.prompts.check import render_first_prompt, split_first_conversation
-from penstock.stages.rollout.prompts.files import parse_slice
+from penstock.stages.rollout.prompts.prompt_check import render_first_prompt, split_first_conversation
+from penstock.stages.rollout.prompts.prompt_files import parse_slice
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
 

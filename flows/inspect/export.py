@@ -45,7 +45,7 @@ def export_adapters(positional: list[str], output: str | None, rest: list[str]) 
         ModelError: the checkpoint has no adapters.
     """
     from penstock.engines.families import read_shape
-    from penstock.stages.convert.adapters import export_peft
+    from penstock.stages.convert.exported_adapters import export_peft
 
     if len(positional) != 1 or output is None:
         raise OptionError("penstock export needs a run and a directory: penstock export RUN[/VERSION] --output DIR")

@@ -132,7 +132,7 @@ def option_rows(config: dict[str, Any]) -> list[OptionRow]:
 
 def compare_evaluations(store: Store, first: Commit, last: Commit) -> dict[str, Any]:
     """Return the paired comparison of two evaluations on one data set, or {"problem": why they cannot be compared}."""
-    from penstock.stages.eval.compare import check_same_data, compare_rewards, rewards_by_prompt
+    from penstock.stages.eval.comparison import check_same_data, compare_rewards, rewards_by_prompt
 
     try:
         check_same_data("", first, last)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.engines.backends import engine_backend
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.start_weights import starting_weights
-from penstock.stages.rollout.plugins.eval_function import BUILT_IN
+from penstock.stages.plugins import BUILT_IN_EVALUATION
 from penstock.storage.errors import OptionError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def with_adapters(options: EngineOptions, config: PostTrainConfig, parent: Paren
         OptionError: --lora-publish adapter is given, but the engines cannot get adapters.
     """
     from penstock.engines.families import read_shape
-    from penstock.engines.families.peft import served_modules
+    from penstock.engines.lora import served_modules
     from penstock.engines.options import ServedAdapters
 
     train, run = config.train, config.run
@@ -57,7 +57,7 @@ def calls_engines_itself(config: PostTrainConfig) -> bool:
     """Return whether user-defined functions generate, which may send requests to the engines without an adapter."""
     rollout = config.rollout
     paths = (rollout.custom_generate_function_path, rollout.rollout_function_path, rollout.eval_function_path)
-    return any(path not in (None, BUILT_IN) for path in paths)
+    return any(path not in (None, BUILT_IN_EVALUATION) for path in paths)
 
 
 def reason_against_adapters(config: PostTrainConfig, options: EngineOptions, parent: ParentRecord | None) -> str | None:
@@ -125,8 +125,8 @@ def adapter_of_version(
         model_path: Hugging Face directory of the model.
         compare: whether the engines compare checksums of the matrices.
     """
-    from penstock.engines.families.peft import served_config, served_tensors
     from penstock.engines.generation import PublishedAdapter
+    from penstock.engines.lora import served_config, served_tensors
 
     assert train.lora is not None, "the run trains all weights"
     num_tensors = len(served_tensors(train.lora, shape))

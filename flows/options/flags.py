@@ -1,6 +1,6 @@
 """Parse flags: Penstock's own, Megatron's unchanged, an engine's as `--<engine>-NAME`, its router's as `--router-NAME`.
 
-Penstock's flags are the config fields (flows/config.py); Megatron's are read from the installed package. An unknown
+Penstock's flags are the config fields (flows/config.py); Megatron's are those of `MegatronOptions`. An unknown
 flag is an error that suggests the nearest known one. An engine's flags are checked later, by its backend.
 """
 
@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from penstock.engines.backends import BACKENDS, DEFAULT
+from penstock.engines.megatron.megatron_options import ALIASES, MegatronOptions
 from penstock.flows.config import PostTrainConfig, flag_of_field, list_options, read_toml, validate_config
 from penstock.flows.options.argv import short_repr
 from penstock.flows.options.paths import FUNCTIONS
@@ -250,10 +251,8 @@ def check_engine_flags(values: Values, flags: Sequence[str]) -> None:
 
 @cache
 def megatron_flag_names() -> dict[str, str]:
-    """Return flag -> argument name of Megatron's flags, read from the source of the installed package."""
-    from penstock.engines.megatron.options.args import megatron_flags
-
-    return {flag_of_field(name): name for name in megatron_flags()}
+    """Return flag -> option of Megatron's flags that have an effect."""
+    return {flag_of_field(name): name for name in (*MegatronOptions.model_fields, *ALIASES)}
 
 
 def describe_unknown_flag(name: str, known: Sequence[str]) -> str:
@@ -286,7 +285,7 @@ def parse_value(name: str, annotation: Any, args: list[str]) -> Any:
     lists = [option for option in _union_members(annotation) if typing.get_origin(option) is list]
     if lists:
         return parse_list(name, typing.get_args(lists[0])[0], args)
-    if _has_type(annotation, dict):
+    if _has_type(annotation, dict) or annotation is MegatronOptions:
         return parse_dict(name, args)
     if len(args) > 1:
         raise OptionError(f"{name} takes one value; found {short_repr(' '.join(args))}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.engines.backends import BACKENDS, engine_backend
-from penstock.engines.megatron.options.table import EFFECTIVE, KEEPS_RESULTS
+from penstock.engines.megatron.megatron_options import MegatronOptions
 from penstock.flows.config import flag_of_field, list_options
 from penstock.storage.config import field_meta
 
@@ -134,25 +134,22 @@ def full_help(command: str, usage: str, *, may_change_only: bool = False) -> str
             lines += ["", f"[{section}]"]
         spellings = " ".join([flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)])
         lines += [f"  {spellings}{_default(field)}", *_wrap(field.description or "", " " * 6)]
-    others = [*_megatron_options(KEEPS_RESULTS), "", *_wrap(_PROGRAMS)] if may_change_only else _other_families()
+    others = [*_megatron_options(keep), "", *_wrap(_PROGRAMS)] if may_change_only else _other_families()
     return "\n".join([*lines, "", *others, *_wrap(_RESUME)])
 
 
-def _megatron_options(names: Iterable[str]) -> Iterator[str]:
-    """Yield help lines about these options of Megatron-core."""
+def _megatron_options(keep: Callable[[Any], bool]) -> Iterator[str]:
+    """Yield help lines about the options of Megatron-core for whose fields `keep` is true."""
     yield from ("OPTIONS OF MEGATRON-CORE, under its own names; in a file below [train.megatron]", "")
-    for name in names:
-        yield f"  {flag_of_field(name)}"
-        yield from _wrap(f"{EFFECTIVE[name][0].upper()}{EFFECTIVE[name][1:]}.", " " * 6)
+    for name, field in MegatronOptions.model_fields.items():
+        if keep(field):
+            yield f"  {flag_of_field(name)}"
+            yield from _wrap(field.description or "", " " * 6)
 
 
 def _other_families() -> Iterator[str]:
-    """Yield help lines about the options of Megatron-core that have an effect, and about those of the engines."""
-    yield from _megatron_options(EFFECTIVE)
-    yield from (
-        "",
-        "  Options that describe the model (--num-layers, --rotary-base, ...) are checked against config.json.",
-    )
+    """Yield help lines about the options of Megatron-core and of the engines."""
+    yield from _megatron_options(lambda field: True)
     for name in BACKENDS:
         backend = engine_backend(name)
         yield ""
@@ -160,7 +157,8 @@ def _other_families() -> Iterator[str]:
         yield f"OPTIONS OF {backend.title.upper()}, {where}"
         yield from ("", *_wrap(backend.help, "  "), "")
     yield from _wrap(
-        "docs/options.md has every name, also those that are accepted without effect, and those that are refused."
+        "The page options.html of the site that `make docs` builds has every name, also those that are accepted "
+        "without effect, and those that are refused."
     )
 
 
@@ -181,7 +179,7 @@ def first_sentence(text: str) -> str:
 def _default(field: Any) -> str:
     """Return ` (default X)`; nothing for a switch that is off and for an empty default."""
     value = None if field.is_required() else field.get_default(call_default_factory=True)
-    return "" if value is False or value in (None, "", [], {}) else f" (default {value})"
+    return "" if value is False or value in (None, "", [], {}, MegatronOptions()) else f" (default {value})"
 
 
 def _wrap(text: str, indent: str = "") -> Sequence[str]:

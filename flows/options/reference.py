@@ -1,24 +1,22 @@
-"""Write the page docs/options.md: every name that a command line may have besides the options of Penstock, with its
-class. It is made from the tables that the commands use: `python -m penstock.flows.options.reference > docs/options.md`.
+"""Make the page options.md of the documentation site: every name that a command line may have besides the options of
+Penstock, with its class, from the tables that the commands use.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from penstock.engines.backends import BACKENDS, engine_backend
-from penstock.engines.megatron.options.args import ALIASES
-from penstock.engines.megatron.options.table import KEEPS_RESULTS, ROUNDING_MODULE, TABLE
+from penstock.engines.megatron.megatron_options import ALIASES, ROUNDING_MODULE, MegatronOptions
 from penstock.flows.config import flag_of_field
 from penstock.flows.options import refused
+from penstock.storage.config import field_meta
 
 HEAD = f"""# Names of {", ".join([*refused.TRAINERS, "Megatron"])} and of engines
 
 Every name that `penstock train` and the other flows accept besides the options of Penstock, which
-[Configuration](reference/configuration.md) lists with their spellings. The page is made from the code, and a test
-compares both.
+[Configuration](reference/configuration.md) lists with their spellings.
 
 | class | meaning |
 |---|---|
@@ -31,7 +29,7 @@ Any other name is an error that suggests the nearest one, if one is near.
 
 
 def options_page() -> str:
-    """Return the page docs/options.md."""
+    """Return the page."""
     lines = [HEAD, "## Synonyms", "", *table(("name", "means"), sorted(synonym_rows()))]
     lines += [
         "",
@@ -52,46 +50,24 @@ def synonym_rows() -> Iterator[tuple[str, str]]:
     """Yield (name, the flags that it stands for)."""
     for key, flags in refused.SYNONYMS.items():
         yield key, " ".join("VALUE" if word == "..." else word for flag in flags for word in flag)
-    for alias, fields in ALIASES.items():
-        words = [f"{flag_of_field(name)} {'VALUE' if value is ... else value}" for name, value in fields.items()]
-        yield flag_of_field(alias), " ".join(words)
+    for alias, (name, value) in ALIASES.items():
+        yield flag_of_field(alias), f"{flag_of_field(name)} {'VALUE' if value is ... else value}"
 
 
 def megatron_lines() -> Iterator[str]:
-    """Yield the lines about Megatron's options, by class."""
-    yield "Accepted unchanged; some options of Penstock have names of Megatron, too. Effective:"
+    """Yield the lines about Megatron's options."""
+    yield "Accepted unchanged; some options of Penstock have names of Megatron, too. Any other name is refused."
     yield ""
-    yield from table(
-        ("name", "effect"),
-        [(flag_of_field(name), rule.text) for name, rule in TABLE.items() if rule.kind == "effective"],
-    )
+    fields = MegatronOptions.model_fields.items()
+    yield from table(("name", "effect"), [(flag_of_field(name), field.description or "") for name, field in fields])
     yield ""
-    names = ", ".join(f"`{flag_of_field(name)}`" for name in KEEPS_RESULTS)
+    names = [f"`{flag_of_field(name)}`" for name, field in fields if field_meta(field).mutability == "placement"]
     yield from textwrap.wrap(
-        f"These change no bit of a result and may change on resume, as may those without effect: {names}. "
+        f"These change no bit of a result and may change on resume: {', '.join(names)}. "
         f"Exception: `--recompute-modules {ROUNDING_MODULE}`, which changes rounding.",
         180,
         break_on_hyphens=False,
     )
-    checked = [f"`{flag_of_field(name)}`" for name, rule in TABLE.items() if rule.kind == "checked"]
-    yield ""
-    yield "Checked against the config.json of `--hf-checkpoint`, and not needed:"
-    yield ""
-    yield from textwrap.wrap(", ".join(checked), 180, break_on_hyphens=False)
-    for kind, title in (
-        ("ignored", "Accepted without effect"),
-        ("refused", "Refused, unless the value is the one that Penstock uses anyway"),
-    ):
-        by_reason: dict[str, list[str]] = defaultdict(list)
-        for name, rule in TABLE.items():
-            if rule.kind == kind:
-                by_reason[rule.text].append(f"`{flag_of_field(name)}`")
-        yield ""
-        yield f"{title}:"
-        yield ""
-        yield "| names | reason |"
-        yield "|---|---|"
-        yield from (f"| {', '.join(names)} | {cell(reason)} |" for reason, names in by_reason.items())
 
 
 def table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -104,7 +80,3 @@ def table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Iterator[st
 def cell(text: str) -> str:
     """Return a text for a cell of a table."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-
-
-if __name__ == "__main__":
-    print(options_page(), end="")

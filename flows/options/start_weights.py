@@ -111,5 +111,5 @@ def fp8_warning(config: PostTrainConfig) -> Iterator[str]:
     if "fp8" in path.resolve().name.lower() and block_size(path) is None and not config.engine_facts.quantization:
         yield (
             f"--hf-checkpoint {config.convert.hf_checkpoint} is not quantized, so the engines do not generate in fp8: "
-            "`penstock convert --load CHECKPOINT --export-dtype fp8 --save DIR` writes fp8 weights (docs/howto/fp8.md)"
+            "`penstock convert --load CHECKPOINT --export-dtype fp8 --save DIR` writes fp8 weights (docs/engines.md)"
         )

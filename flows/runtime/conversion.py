@@ -21,7 +21,7 @@ from penstock.storage.store import Store
 
 if TYPE_CHECKING:
     from penstock.engines.cluster import Cluster
-    from penstock.stages.convert.export_plan import Origin
+    from penstock.stages.convert.to_hf import Origin
     from penstock.stages.convert.to_torch_dist import ConversionOptions
 
 ProgressCallback = Callable[[int, int], object]  # (bytes done, total bytes)
@@ -124,7 +124,7 @@ def export_origin(config: ConvertConfig, *, keep_mtp: bool = False) -> Origin:
 
     `keep_mtp` exports the MTP layers even if `--mtp` does not ask for them.
     """
-    from penstock.stages.convert.export_plan import Origin
+    from penstock.stages.convert.to_hf import Origin
 
     directory = Path(config.hf_checkpoint)
     mtp = "keep" if keep_mtp else config.mtp

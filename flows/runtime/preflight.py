@@ -178,8 +178,6 @@ def read_parent(config: PostTrainConfig) -> ParentRecord | None:
 
 def check_options(flow: str, config: PostTrainConfig) -> None:
     """Check the options that can be checked without reading any file except secret files."""
-    from penstock.engines.megatron.options.values import check_option_values
-
     check_secrets(config)
     run, rollout, train = config.run, config.rollout, config.train
     if flow != "convert" and not run.run:
@@ -215,7 +213,7 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
             "--eval-prompt-data is missing: give NAME PATH, any number of times, or data sets with --eval-config"
         )
     check_addresses(config)
-    check_option_values(train.megatron)
+    train.megatron.check()
     if rollout.rollout_external_engine_addrs and (started := sorted(set(rollout.engine_options) - {"api_key"})):
         raise EngineError(
             f"{engine_flag(rollout.engine, started[0])} is an option for starting engines, but the engines of "
@@ -315,16 +313,14 @@ def check_group_size(config: PostTrainConfig) -> None:
 
 def check_layout(shape: ModelShape, train: TrainConfig) -> None:
     """Check that a model can be trained with the parallel sizes and Megatron options of a config. Raises InputError."""
-    from penstock.engines.megatron.check_parallelism import (
+    from penstock.engines.parallel_layout import (
         check_grouped_experts,
         check_model_parallel,
         check_pipeline,
         has_grouped_experts,
     )
-    from penstock.engines.megatron.options.args import normalize_megatron_args
-    from penstock.engines.megatron.options.model_options import check_model_options
 
-    check_model_options(shape, train.megatron)
+    megatron = train.megatron.model_dump()
     if train.mtp_num_layers not in (None, shape.num_mtp_layers):
         raise OptionError(
             f"--mtp-num-layers {train.mtp_num_layers} contradicts --hf-checkpoint, which has {shape.num_mtp_layers} "
@@ -337,12 +333,10 @@ def check_layout(shape: ModelShape, train: TrainConfig) -> None:
         train.expert_tensor_parallel_size,
         train.sequence_parallel,
     )
-    if has_grouped_experts(shape, normalize_megatron_args(train.megatron)):
+    if has_grouped_experts(shape, megatron):
         expert_tensor = train.expert_tensor_parallel_size or train.tensor_model_parallel_size
         check_grouped_experts(shape, expert_tensor, 2 if train.params_dtype == "bf16" else 4)
-    check_pipeline(
-        shape, train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size, train.megatron
-    )
+    check_pipeline(shape, train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size, megatron)
 
 
 def check_gpus(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
@@ -405,8 +399,8 @@ def check_data(
     """Check tokenizer, prompts and rewards of training and evaluations. Return the tokenizer, and the test responses of
     the first rewards with their outcomes. Raises InputError."""
     from penstock.stages.rewards.grading import check_reward_options
-    from penstock.stages.rollout.plugins.check import check_rollout_functions
-    from penstock.stages.rollout.prompts.check import check_prompt_data
+    from penstock.stages.rollout.plugins.function_check import check_rollout_functions
+    from penstock.stages.rollout.prompts.prompt_check import check_prompt_data
     from penstock.stages.rollout.text.tokenizer import check_tokenizer, check_vocabulary
 
     demonstrations = flow == "sft"
@@ -450,12 +444,12 @@ def _may_grade_itself(rollout: RolloutConfig) -> bool:
 def try_reward(rollout: RolloutConfig, template: str) -> list[tuple[str, Outcome]]:
     """Call the reward on test samples made of the first rows, and warn if it rewards none of these rows. `template` is
     the source of the chat template, or "" without one. Return the test responses and their outcomes."""
-    from penstock.stages.rewards.preflight import (
+    from penstock.stages.rewards.reward_preflight import (
         try_reward_on_test_samples,
         unrequested_format_warning,
         unrewarded_labels_warning,
     )
-    from penstock.stages.rollout.prompts.check import read_first_rows
+    from penstock.stages.rollout.prompts.prompt_check import read_first_rows
 
     if _may_grade_itself(rollout):
         return []
@@ -477,8 +471,8 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
     """Check that the reference and teacher models and --load have the policy's shape, and that user-defined functions
     load."""
     from penstock.engines.families import read_shape
-    from penstock.engines.megatron.options.frozen import check_frozen_layers, frozen_parameters
-    from penstock.engines.training import experts_format
+    from penstock.engines.families.shape import experts_format
+    from penstock.engines.megatron.frozen_parameters import check_frozen_layers, frozen_parameters
     from penstock.engines.weights.hf_headers import check_weights
     from penstock.stages.convert.targets import config_directory
     from penstock.stages.plugins import load_checked_function
@@ -513,8 +507,7 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
 
 def check_lora(train: TrainConfig, shape: ModelShape) -> None:
     """Check that a model can have the adapters of a config, and that --lora-load has them. Raises InputError."""
-    from penstock.engines.families.peft import WEIGHTS, check_peft_directory
-    from penstock.engines.lora import check_adapters
+    from penstock.engines.lora import WEIGHTS, check_adapters, check_peft_directory
     from penstock.engines.weights.hf_headers import check_first_values, stored_tensors
 
     if train.lora is not None:
@@ -524,7 +517,7 @@ def check_lora(train: TrainConfig, shape: ModelShape) -> None:
             tensor=train.tensor_model_parallel_size,
             pipeline=train.pipeline_model_parallel_size,
             expert_tensor=train.expert_tensor_parallel_size,
-            grouped=any(train.megatron.get(name) for name in ("moe_grouped_gemm", "moe_permute_fusion")),
+            grouped=bool(train.megatron.moe_grouped_gemm or train.megatron.moe_permute_fusion),
         )
         if train.lora_load is not None:
             adapter = Path(train.lora_load)
@@ -577,11 +570,8 @@ def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
     than the memory of this machine's GPUs or generates slowly on them, and sampling options (such as top-p) that bias
     the policy gradient."""
     from penstock.engines.families import read_shape
-    from penstock.engines.megatron.options.values import ignored_options
 
     warnings = list(options_without_partner(config)) if flow == "post_train" else []
-    if ignored := ignored_options(config.train.megatron):
-        warnings.append(f"these options of Megatron have no effect: {', '.join(ignored)}")
     if flow != "convert" and (gpus := visible_gpu_bytes()):
         shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
         warnings += memory_warnings(plan_gpu_memory(gpu_flow(flow, config), config, shape, min(gpus)))

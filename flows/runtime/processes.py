@@ -20,8 +20,8 @@ from penstock.engines.local_gpus import Counters, all_counters, read_counters, u
 from penstock.engines.serving.adapter_requests import BASE, AdapterNames
 from penstock.engines.serving.endpoints import engine_url
 from penstock.engines.training import MemorySwitch
-from penstock.engines.weights.check import INITIAL, update_and_check
-from penstock.engines.weights.upload import add_upload
+from penstock.engines.weights.routes import add_upload
+from penstock.engines.weights.weight_check import INITIAL, update_and_check
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.debugging.config import DebugConfig
 from penstock.flows.options.adapters import adapter_of_version, with_adapters
@@ -184,7 +184,7 @@ class Processes:
         request the ids of the experts that each token was routed to."""
         if not self._options.return_experts:
             return self.engine_client_factory
-        from penstock.engines.training import experts_format
+        from penstock.engines.families.shape import experts_format
 
         return partial(self.engine_client_factory, experts=experts_format(self.shape, "--use-rollout-routing-replay"))
 
@@ -581,7 +581,7 @@ class Processes:
     def _reason_against_initial_comparison(self) -> str | None:
         """Return why the weights of --hf-checkpoint may differ from those that the trainer sends as version 0; None if
         they must be equal."""
-        from penstock.engines.weights.fp8 import fp8_weights, keeps_scales
+        from penstock.engines.weights.fp8_blocks import fp8_weights, keeps_scales
 
         path, start = self.config.convert.hf_checkpoint, starting_weights(self.config)
         if start != path:

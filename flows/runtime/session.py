@@ -21,7 +21,7 @@ from penstock.engines import scratch
 from penstock.engines.local_ray import ClusterLost
 from penstock.engines.placement import NodeLost
 from penstock.engines.training import GIB, MemorySwitch
-from penstock.engines.weights.fp8 import fp8_weights
+from penstock.engines.weights.fp8_blocks import fp8_weights
 from penstock.flows.config import PostTrainConfig, config_hash
 from penstock.flows.debug_options import gpu_flow
 from penstock.flows.options.paths import with_absolute_paths

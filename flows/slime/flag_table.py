@@ -1,6 +1,38 @@
 """Flags of slime and Megatron-LM that are not options of Penstock; flows/options/refused.py explains the tables."""
 
+OF_MODEL = "config.json of --hf-checkpoint describes the model; omit it"
 _REFUSED = {  # what to use -> flags
+    # ---- Megatron-LM ----
+    OF_MODEL: """
+        --num-layers --hidden-size --num-attention-heads --num-query-groups --ffn-hidden-size --kv-channels
+        --layernorm-epsilon --norm-epsilon --add-bias-linear --disable-bias-linear --add-qkv-bias --gated-linear-unit
+        --swiglu --num-moe-experts --num-experts --rotary-interleaved --normalization --qk-layernorm
+        --multi-latent-attention --moe-ffn-hidden-size --moe-shared-expert-intermediate-size --moe-layer-freq
+        --moe-router-topk --moe-router-num-groups --moe-router-group-topk --moe-router-pre-softmax
+        --moe-router-topk-scaling-factor --moe-router-score-function --moe-router-enable-expert-bias --q-lora-rank
+        --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim --rope-type --rotary-base --rotary-percent
+        --rotary-scaling-factor --original-max-position-embeddings --beta-fast --beta-slow --mscale --mscale-all-dim
+        --vocab-size --max-position-embeddings --untie-embeddings-and-output-weights --group-query-attention
+        --position-embedding-type --use-rotary-position-embeddings --no-position-embedding --use-rope-scaling
+        --rope-scaling-factor --post-self-attn-layernorm --post-mlp-layernorm""",
+    "the router's correction bias is not trained; omit it": "--moe-router-bias-update-rate",
+    "dropout would make the trainer's log-probs differ from the engines'; give 0, or omit it": """
+        --hidden-dropout --attention-dropout""",
+    "fp16 training is not supported; use --params-dtype bf16": "--fp16",
+    "fp8 and fp4 training is not supported; train in bf16 (fp8 rollouts: docs/engines.md)": "--fp8 --fp8-format",
+    "load-balancing losses are not trained; give 0, or omit it": "--moe-aux-loss-coeff --moe-z-loss-coeff",
+    "Penstock trains with AdamW; give adam, or omit it": "--optimizer",
+    "CUDA graphs are not used in training, since micro-batches differ in length; omit it": "--enable-cuda-graph",
+    "data-parallel ranks shard the optimizer states, not weights or gradients; omit it": "--use-torch-fsdp2",
+    "a run ends after --num-rollout rounds, or after --num-rollout-per-start rounds of a start": """
+        --exit-duration-in-mins""",
+    "use --save-interval, --keep-checkpoints and --load": """
+        --save-retain-interval --pretrained-checkpoint --non-persistent-save-interval --no-save-rng
+        --adlr-autoresume""",
+    "use `penstock convert` and `penstock export`": "--ckpt-convert-format",
+    "models are built from config.json; omit it": """
+        --hybrid-override-pattern --moe-upcycling-granularity --te-precision-config-file --apply-layernorm-1p
+        --attention-output-gate --use-gated-attention --rotary-seq-len-interpolation-factor""",
     # ---- weight updates ----
     "weight updates send all weights; give full, or omit it": "--update-weight-mode",
     "weight updates send all weights, not differences; omit it": """
@@ -108,8 +140,42 @@ _REFUSED = {  # what to use -> flags
 }
 REFUSED = {flag: text for text, flags in _REFUSED.items() for flag in flags.split()}
 
+_ACCEPTED = {  # why it changes nothing -> flags of Megatron-LM
+    "Megatron's training loop logs nothing; see --use-tensorboard, --use-wandb and MLflow": """
+        --log-interval --log-throughput --log-progress --log-params-norm --log-timers-to-tensorboard""",
+    "it is for Megatron's own launcher": """
+        --distributed-timeout-minutes --distributed-backend --manual-gc --manual-gc-interval --rerun-mode
+        --result-rejected-tracker-filename --straggler-minmax-count --calc-ft-timeouts""",
+    "the weights come from the checkpoint": "--use-cpu-initialization --init-method-std",
+    "Megatron's data loader is not used; see --prompt-data": "--seq-length --num-workers --dataloader-type --split",
+    "the tokenizer is that of --hf-checkpoint": """
+        --tokenizer-type --tokenizer-model --padded-vocab-size --tiktoken-pattern""",
+    "the vocabulary is padded as its sharding needs": "--make-vocab-size-divisible-by",
+    "the number of steps follows from --num-rollout": "--train-iters --eval-iters",
+    "the model is built by Penstock from config.json": """
+        --use-mcore-models --use-flash-attn --use-checkpoint-args""",
+    "checkpoints are always saved and loaded in this way": """
+        --async-save --use-dist-ckpt --use-checkpoint-opt-param-scheduler""",
+    "the optimizer is always distributed, with fp32 states": """
+        --use-distributed-optimizer --use-precision-aware-optimizer --overlap-cpu-optimizer-d2h-h2d""",
+    "Penstock's kernels decide": """
+        --attention-softmax-in-fp32 --no-masked-softmax-fusion --no-rope-fusion --no-persist-layer-norm
+        --no-async-tensor-model-parallel-allreduce --disable-bf16-reduced-precision-matmul --recompute-loss-function""",
+    "tokens are exchanged by all-to-all, beside the shared experts, and none is dropped": """
+        --moe-token-dispatcher-type --moe-enable-deepep --moe-shared-expert-overlap --moe-token-drop-policy""",
+    "load-balancing losses are never trained": "--moe-router-load-balancing-type",
+}
+
 SFT_MASK = "SFT always trains on every assistant turn with its end token, as the chat template renders it"
-ACCEPTED: dict[str, str] = {
+ACCEPTED: dict[str, str] = {flag: text for text, flags in _ACCEPTED.items() for flag in flags.split()} | {
+    "--hidden-dropout 0": "dropout is always 0",
+    "--hidden-dropout 0.0": "dropout is always 0",
+    "--attention-dropout 0": "dropout is always 0",
+    "--attention-dropout 0.0": "dropout is always 0",
+    "--moe-aux-loss-coeff 0": "load-balancing losses are never trained",
+    "--moe-aux-loss-coeff 0.0": "load-balancing losses are never trained",
+    "--optimizer adam": "Penstock always trains with AdamW",
+    "--transformer-impl local": "TransformerEngine is never used",
     "--update-weight-mode full": "weight updates always send all weights",
     "--rollout-data-transport object-store": "samples always reach the trainer through the store",
     "--loss-mask-type qwen": f"{SFT_MASK} (of any model family)",

@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engines.backends import engine_backend
-from penstock.engines.megatron.options.args import normalize_megatron_args
-from penstock.engines.megatron.options.table import TABLE
-from penstock.engines.megatron.options.values import check_option_values
 from penstock.flows.config import SECTIONS, PostTrainConfig, flag_of_field, validate_config
 from penstock.flows.options.argv import short_repr, split_args
 from penstock.flows.options.flags import (
@@ -31,8 +28,9 @@ from penstock.flows.options.flags import (
     penstock_flags,
     split_flags,
 )
-from penstock.flows.options.refused import is_listed
+from penstock.flows.options.refused import ACCEPTED, REFUSED, is_listed
 from penstock.flows.runtime.runner import run_flow
+from penstock.flows.slime.flag_table import OF_MODEL
 from penstock.flows.slime.shell import Script, read_script
 from penstock.storage.config import field_meta
 from penstock.storage.errors import EngineError, ModelError, OptionError
@@ -125,7 +123,6 @@ def import_script(path: Path) -> Recipe:
         for source in script.not_found
     ]
     translate_flags(recipe, argv)
-    drop_options_of_model(recipe)
     adapt(recipe)
     recipe.config = validate_config(recipe.values)
     recipe.dropped += [
@@ -188,7 +185,7 @@ def translate_flags(recipe: Recipe, argv: list[str]) -> None:
     Raises:
         OptionError: flags are unknown; the message lists all of them.
     """
-    unknown, options_set = [], set[str]()
+    unknown, options_set, num_of_model = [], set[str](), 0
     for name, args in split_flags(argv):
         own = penstock_flags().get(name)
         text = " ".join([name, *args])
@@ -197,17 +194,24 @@ def translate_flags(recipe: Recipe, argv: list[str]) -> None:
             if positive not in penstock_flags():
                 unknown.append(name + did_you_mean(name, [*penstock_flags(), *megatron_flag_names()]).rstrip("?"))
                 continue
+        if REFUSED.get(name) == OF_MODEL:
+            num_of_model += 1
+            continue
+        if reason := ACCEPTED.get(text, ACCEPTED.get(name)):
+            recipe.dropped.append(f"{text}: {reason}")
+            continue
         if any(UNKNOWN.search(arg) for arg in args) and not (args := resolve_unknown(recipe, name, args)):
             continue
         try:
             check_engine_flag(name, args)
-            if not is_ineffective(recipe, name, args):
-                apply_flag(recipe.values, name, args, options_set)
+            apply_flag(recipe.values, name, args, options_set)
         except (OptionError, EngineError) as error:
             recipe.dropped.append(f"{text}: {error}")
             continue
         if own is not None and flag_of_field(own[1]) != name:
             recipe.comments.setdefault((own[0], own[1]), f"{name} in the script")
+    if num_of_model:
+        recipe.dropped.append(f"{num_of_model} options that describe the model: config.json has them")
     if unknown:
         raise OptionError(f"script {recipe.script} has unknown flags: {'; '.join(unknown)}")
 
@@ -222,11 +226,8 @@ def resolve_unknown(recipe: Recipe, name: str, args: list[str]) -> list[str]:
         return args
     if own is not None and field_meta(own[2]).secret:
         return [f"env:{arg[1:-1]}" if re.fullmatch(r"<\w+>", arg) else arg for arg in args]
-    rule = TABLE.get(megatron_flag_names().get(name, ""))
     first = next(arg for arg in args if UNKNOWN.search(arg))
-    is_known = rule is not None and rule.kind == "checked"
-    reason = "config.json has it" if is_known else f"{first} is known only when the script runs"
-    recipe.dropped.append(f"{' '.join([name, *args])}: {reason}")
+    recipe.dropped.append(f"{' '.join([name, *args])}: {first} is known only when the script runs")
     return []
 
 
@@ -235,24 +236,6 @@ def check_engine_flag(name: str, args: list[str]) -> None:
     if name.startswith(engine_prefixes()) and name not in penstock_flags() and not is_listed(name):
         program, _, key = name.removeprefix("--").partition("-")
         engine_backend("sglang").check_args({key: args}, router=program == "router")
-
-
-def is_ineffective(recipe: Recipe, name: str, args: list[str]) -> bool:
-    """Return whether a flag of Megatron has no effect, and tell the recipe. Raises OptionError if it is refused."""
-    if name in penstock_flags() or is_listed(name) or name not in megatron_flag_names():
-        return False
-    values: Values = {}
-    apply_flag(values, name, args, set())
-    for option, value in normalize_megatron_args(values["train"]["megatron"]).items():
-        rule = TABLE[option]
-        if rule.kind == "refused":
-            check_option_values({option: value})
-        if rule.kind in ("ignored", "refused"):
-            recipe.dropped.append(
-                f"{' '.join([name, *args])}: {rule.text if rule.kind == 'ignored' else 'the default'}"
-            )
-            return True
-    return False
 
 
 def adapt(recipe: Recipe) -> None:
@@ -321,22 +304,6 @@ def read_files(recipe: Recipe) -> None:
             f"--eval-config {path}{f' --eval-interval {interval}' if interval else ''}: the file does not exist here; "
             "give both to `penstock train` as flags"
         )
-
-
-def drop_options_of_model(recipe: Recipe) -> None:
-    """Remove the options that describe the model: config.json has them."""
-    megatron = recipe.values.get("train", {}).get("megatron", {})
-    known = [option for option in megatron if option in megatron_flag_names().values()]
-    described = [
-        option
-        for option in known
-        if option != "moe_router_bias_update_rate"  # of the training: config.json does not have it
-        and all(TABLE[name].kind == "checked" for name in normalize_megatron_args({option: megatron[option]}))
-    ]
-    for option in described:
-        del megatron[option]
-    if described:
-        recipe.dropped.append(f"{len(described)} options that describe the model: config.json has them")
 
 
 # ---- TOML ------------------------------------------------------------------------------------------------------------

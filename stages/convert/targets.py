@@ -1,5 +1,5 @@
 """Targets of conversions: the models of a store, or a directory or URI. Also functions for directories that contain a
-model.
+model, among them those that copy its assets (all files but weights) and hash it. Does not import torch.
 
 Both targets write to a private attempt first and publish the complete result at the end. After a kill, the same
 command continues its unfinished attempt. The records of finished work items are stored next to the attempt, under a
@@ -9,6 +9,8 @@ name that ends in `.parts`.
 from __future__ import annotations
 
 import errno
+import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from penstock.stages.convert.hf.assets import stat_hash
+import xxhash
+
+from penstock.engines.weights.hf_headers import read_header, weight_files
 from penstock.storage import disk
-from penstock.storage.disk import read_file
+from penstock.storage.disk import hash_file, map_in_threads, read_file
 from penstock.storage.errors import ModelError, OptionError, StoreError
 from penstock.storage.refs import CheckpointRef, Commit, Frozen, attempt_in_path, commit_key
 from penstock.storage.store import Store
@@ -39,11 +43,7 @@ class Target(Protocol):
     records_prefix: str  # key prefix of the records of finished work items
 
     def find_published(self, identity: str) -> CheckpointRef | None:
-        """Return the published result for `identity`, a name derived from source and options; None if there is none.
-
-        Raises:
-            OptionError: the target contains files that are not this result.
-        """
+        """Return the published result for `identity`, a name derived from source and options; None if there is none."""
 
     def publish(self, identity: str, commit: Commit) -> CheckpointRef:
         """Make the result visible under its final name. `commit` lists the result's files under `attempt`."""
@@ -69,7 +69,7 @@ class StoreTarget:
 
     def may_have_model(self, header_hash: str) -> bool:
         """Return whether the store may have a model whose source has this hash of config, tokenizer and file headers
-        (`assets.header_hash`)."""
+        (`header_hash`)."""
         suffix = commit_key("")
         names = [name.removesuffix(suffix) for name in self.store.list("models") if name.endswith(suffix)]
         commits = disk.map_in_threads(lambda name: self.store.committed(f"models/{name}"), names, 16)
@@ -164,11 +164,7 @@ class DirectoryTarget:
 
 
 def open_parent_store(uri: str, options: dict[str, Any] | None = None) -> tuple[Store, str]:
-    """Return the parent of a directory or URI as a store, and the directory's name in that store.
-
-    Raises:
-        OptionError: the directory is the root of a disk or bucket.
-    """
+    """Return the parent of a directory or URI as a store, and the directory's name in that store."""
     whole = Store(uri, options, probe=False)
     parent, _, name = whole.root.rpartition("/")
     if not name or not (parent or whole.is_local):
@@ -230,11 +226,7 @@ def is_converted(directory: str) -> bool:
 
 def megatron_directory(directory: str | Path) -> Path | None:
     """Return the directory that contains the index (`.metadata`) of a torch_dist checkpoint: `directory` itself, or the
-    subdirectory that its tracker file names. None if `directory` is not a Megatron checkpoint.
-
-    Raises:
-        ModelError: the tracker file names a checkpoint that does not exist.
-    """
+    subdirectory that its tracker file names. None if `directory` is not a Megatron checkpoint."""
     path = Path(directory)
     if (path / METADATA).is_file():
         return path
@@ -267,11 +259,7 @@ def is_published(uri: str, options: dict[str, Any] | None = None) -> bool:
 
 def copy_export(store: Store, export: Commit, uri: str) -> CheckpointRef:
     """Copy a run's export, with verified hashes, to a directory or URI, which becomes visible when it is complete.
-    Return the existing copy if there is one.
-
-    Raises:
-        OptionError: `uri` has other files.
-    """
+    Return the existing copy if there is one."""
     identity = f"{export.attempt}"
     target = DirectoryTarget(uri, "hf", identity.replace("/", "-"), store.options)
     if existing := target.find_published(identity):
@@ -289,7 +277,7 @@ class FingerprintMemo(Frozen):
 
 
 def fingerprint_key(stat_hash: str) -> str:
-    """Return the key of the fingerprint of Hugging Face files with this `assets.stat_hash`."""
+    """Return the key of the fingerprint of Hugging Face files with this `stat_hash`."""
     return f"models/sources/{stat_hash}.json"
 
 
@@ -313,11 +301,7 @@ def is_conversion_of(store: Store, model: CheckpointRef, directory: str) -> bool
 
 def import_converted_model(store: Store, directory: str) -> CheckpointRef:
     """Copy a model written by `penstock convert --save` into a store, unless the store already has it. Verifies all
-    hashes.
-
-    Raises:
-        ModelError: the directory has no commit record.
-    """
+    hashes."""
     source, name = open_parent_store(directory)
     record = read_record(source, name)
     if record is None or "identity" not in record.state:
@@ -336,3 +320,78 @@ def import_converted_model(store: Store, directory: str) -> CheckpointRef:
     return target.publish(
         identity, Commit(**{**dict(record), "attempt": target.attempt, "files": out.files, "state": state})
     )
+
+
+# ---- assets and hashes -----------------------------------------------------------------------------------------------
+
+# in a converted model's assets: tensors copied unchanged, because Megatron's model lacks them (multi-token prediction)
+CARRIED = "carried.safetensors"
+ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py"}
+NAMED_TEMPLATES = "additional_chat_templates"  # directory of chat templates that are chosen by name
+DOCUMENTS = re.compile(r"(license|notice|readme|use_policy|copying)\b.*", re.IGNORECASE)  # travel with a model
+NUM_HASH_THREADS = 4
+
+
+def asset_files(directory: Path) -> list[Path]:
+    """Return the paths of the directory's config, tokenizer, chat templates and generation defaults."""
+    named = (directory / NAMED_TEMPLATES).glob("*.jinja")
+    files = (path for path in sorted([*directory.iterdir(), *named]) if path.suffix in ASSET_SUFFIXES)
+    return [
+        path
+        for path in files
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(".index.json")
+    ]
+
+
+def copy_assets(source: Path, target: Path) -> None:
+    """Copy config, tokenizer, chat templates, licence and model card from the directory `source` to the directory
+    `target`."""
+    documents = [path for path in source.iterdir() if path.is_file() and DOCUMENTS.fullmatch(path.name)]
+    for path in [*asset_files(source), *documents]:
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+
+
+def model_fingerprint(directory: Path, hashes: dict[str, str] | None = None) -> str:
+    """Return a hash of a model's weights, config and tokenizer: equal hashes mean the same model and tokenizer.
+
+    Args:
+        directory: Hugging Face directory.
+        hashes: known hashes of weight files, by file name; the other files are hashed here.
+    """
+    known, digest = hashes or {}, xxhash.xxh3_128()
+    files = [*asset_files(directory), *weight_files(directory)]
+    file_hashes = map_in_threads(lambda path: known.get(path.name) or hash_file(path), files, NUM_HASH_THREADS)
+    for path, xxh3 in zip(files, file_hashes, strict=True):
+        digest.update(f"{path.relative_to(directory)} {xxh3}\n".encode())
+    return digest.hexdigest()
+
+
+def header_hash(directory: Path) -> str:
+    """Return a hash of config, tokenizer and the weight files' headers, without reading weights. Different hashes mean
+    different models; equal hashes do not prove equal weights."""
+    digest = xxhash.xxh3_128(assets_hash(directory).encode())
+    for path in weight_files(directory):
+        digest.update(f"{path.name} {json.dumps(read_header(path))}\n".encode())
+    return digest.hexdigest()
+
+
+def assets_hash(directory: Path) -> str:
+    """Return a hash of config, tokenizer and chat template and of a converted model's multi-token prediction tensors
+    (`CARRIED`)."""
+    digest = xxhash.xxh3_128()
+    for path in [*asset_files(directory), *directory.glob(CARRIED)]:
+        digest.update(f"{path.relative_to(directory)} {hash_file(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def stat_hash(directory: Path) -> str:
+    """Return a hash of the directory's path and of the sizes, modification times and inodes of assets and weight files.
+    It changes whenever a file is written; a copy of the directory has a different hash."""
+    digest = xxhash.xxh3_128(str(directory.resolve()).encode())
+    for path in [*asset_files(directory), *weight_files(directory)]:
+        stat = path.stat()
+        name, times = path.relative_to(directory), f"{stat.st_mtime_ns} {stat.st_ctime_ns}"
+        digest.update(f"{name} {stat.st_size} {times} {stat.st_ino}\n".encode())
+    return digest.hexdigest()

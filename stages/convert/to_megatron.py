@@ -19,17 +19,18 @@ from penstock.engines.megatron.checkpoints.layout import (
     checkpoint_layout,
     write_common_files,
 )
-from penstock.stages.convert.adapters import adapter_options
-from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.hf.assets import CARRIED, assets_hash, copy_assets
+from penstock.stages.convert.exported_adapters import adapter_options
 from penstock.stages.convert.targets import (
     ASSETS_DIRECTORY,
+    CARRIED,
     DirectoryTarget,
     StoreTarget,
+    assets_hash,
     check_free_space,
+    copy_assets,
     megatron_directory,
 )
-from penstock.stages.convert.to_hf import checkpoint_files, checkpoint_fingerprint
+from penstock.stages.convert.to_hf import Origin, checkpoint_files, checkpoint_fingerprint
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.stages.convert.torch_dist_writer import Slice, group_units, write_metadata, write_unit
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, collect_file_records, write_files
@@ -98,9 +99,6 @@ def import_megatron_checkpoint(store: Store, directory: str, origin: Origin) -> 
         store: store of the copy.
         directory: Megatron directory, as `megatron_directory` accepts it.
         origin: a model of the same shape; its config.json is used if the checkpoint has none.
-
-    Raises:
-        ModelError: the checkpoint does not match config.json.
     """
     source = megatron_directory(directory)
     assert source is not None, f"{directory} is not a torch_dist checkpoint"

@@ -16,7 +16,7 @@ from pathlib import Path
 import xxhash
 
 from penstock.engines.families import read_shape, tensor_layout
-from penstock.engines.families.external import source_hash
+from penstock.engines.families.family import source_hash
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.layout import (
     CheckpointLayout,
@@ -26,17 +26,22 @@ from penstock.engines.megatron.checkpoints.layout import (
 )
 from penstock.engines.weights.hf_headers import check_finite
 from penstock.stages.convert.config import Mtp
-from penstock.stages.convert.hf.assets import CARRIED, copy_assets, header_hash, model_fingerprint, stat_hash
-from penstock.stages.convert.hf.weights import CODES, HFWeights, Shard, write_shard
+from penstock.stages.convert.conversion_check import check_source_tensors, compare_logits, verify_conversion
+from penstock.stages.convert.hf_checkpoint import CODES, HFWeights, Shard, write_shard
 from penstock.stages.convert.targets import (
     ASSETS_DIRECTORY,
+    CARRIED,
     DirectoryTarget,
     FingerprintMemo,
     StoreTarget,
     check_free_space,
+    copy_assets,
     fingerprint_key,
+    header_hash,
+    model_fingerprint,
     origin_of_copy,
     record_fingerprint,
+    stat_hash,
 )
 from penstock.stages.convert.torch_dist_writer import (
     UNIT_BYTES,
@@ -46,7 +51,6 @@ from penstock.stages.convert.torch_dist_writer import (
     write_metadata,
     write_unit,
 )
-from penstock.stages.convert.verify import check_source_tensors, verify_conversion
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
 from penstock.storage.errors import ModelError
 from penstock.storage.failpoints import failpoint
@@ -204,11 +208,10 @@ def _work_items(weights: HFWeights, units: list[WorkUnit], with_hashes: bool) ->
     """Return all work items in the order of the source files, so that the second read of a file comes from the page
     cache."""
     files = {path: index for index, path in enumerate(weights.files)}
-
-    def last_file(unit: WorkUnit) -> int:
-        return max(files[weights.locations[rows.name].path] for piece in unit.slices for rows in piece.rows)
-
-    order: list[tuple[int, int, SourceHash | WorkUnit]] = [(last_file(unit), 1, unit) for unit in units]
+    order: list[tuple[int, int, SourceHash | WorkUnit]] = []
+    for unit in units:
+        last_file = max(files[weights.locations[rows.name].path] for piece in unit.slices for rows in piece.rows)
+        order.append((last_file, 1, unit))
     if with_hashes:
         order += [(index, 0, SourceHash(path)) for path, index in files.items()]
     return [item for _, _, item in sorted(order, key=lambda entry: entry[:2])]
@@ -317,8 +320,6 @@ def _verify(work: Conversion, commit: Commit, directory: Path, on_progress: OnBy
 def _compare_logits(work: Conversion, commit: Commit, directory: Path) -> Commit:
     """Compare the converted model's logits with those of transformers. Return the commit with the result added, so that
     later checks do not repeat the comparison."""
-    from penstock.stages.convert.logits import compare_logits
-
     start, result = time.monotonic(), compare_logits(directory, work.hf_dir, family_path=work.shape.family_path)
     difference = {} if result.difference is None else {"convert/logits_difference": result.difference}
     return commit.model_copy(

@@ -49,9 +49,6 @@ class TorchDistWeights:
     Args:
         directory: directory of a converted model or training checkpoint; optimizer and RNG states are ignored.
         checkpoint: checkpoint layout of the model; the checkpoint may have local or TransformerEngine names.
-
-    Raises:
-        ModelError: the directory is not a checkpoint, is damaged, or belongs to another model.
     """
 
     def __init__(self, directory: str | Path, checkpoint: CheckpointLayout) -> None:
@@ -97,7 +94,12 @@ class TorchDistWeights:
             yield parts[0][2].reshape(shape)
         else:
             num_bytes = math.prod(shape) * self.dtype(name).itemsize
-            buffer = self._buffer(num_bytes)
+            try:  # page faults of new memory would take as long as the rest of the read
+                buffer = self._spare.pop()
+            except IndexError:
+                buffer = torch.empty(0, dtype=torch.uint8)
+            if buffer.numel() < num_bytes:
+                buffer = torch.empty(num_bytes, dtype=torch.uint8)
             full = buffer[:num_bytes].view(self.dtype(name)).view(shape)
             for piece, item, part in parts:
                 spans = zip(item.dest_offsets, item.lengths, strict=True)
@@ -105,22 +107,17 @@ class TorchDistWeights:
                 full[piece.part].view(piece.sizes)[index] = part
             yield full
             self._spare.append(buffer)
-        for _, item, _ in parts:
-            self._release_pages(item)
+        for _, item, _ in parts:  # remove the pages of the chunks from this process's memory
+            info = self.storage[item.storage_index]
+            first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+            last = (info.offset + info.length) // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < last:
+                self._memory_map(info.relative_path).madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def fetch(self, name: str) -> Tensor:
         """Return a copy of a full parameter, on the CPU."""
         with self.open_parameter(name) as tensor:
             return tensor.clone()
-
-    def _buffer(self, num_bytes: int) -> Tensor:
-        """Return at least `num_bytes` of memory, reused if an earlier buffer is large enough: page faults of new memory
-        would take as long as the rest of the read."""
-        try:
-            spare = self._spare.pop()
-        except IndexError:
-            spare = torch.empty(0, dtype=torch.uint8)
-        return spare if spare.numel() >= num_bytes else torch.empty(num_bytes, dtype=torch.uint8)
 
     def _read_items(self, name: str, piece: ShardSlice) -> list[ReadItem]:
         """Return the read items (torch's term: parts of stored chunks) that a slice consists of."""
@@ -158,14 +155,6 @@ class TorchDistWeights:
                 with open(self.directory / file_name, "rb") as file:
                     self._maps[file_name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             return self._maps[file_name]
-
-    def _release_pages(self, item: ReadItem) -> None:
-        """Remove the pages of a read item's chunk from this process's memory."""
-        info = self.storage[item.storage_index]
-        first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = (info.offset + info.length) // mmap.PAGESIZE * mmap.PAGESIZE
-        if first < last:
-            self._memory_map(info.relative_path).madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def _check_tensor(self, name: str, piece: ShardSlice) -> None:
         """Raise ModelError unless the checkpoint has the tensor of a slice with the expected shape."""

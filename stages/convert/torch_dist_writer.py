@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from penstock.engines.families.ops import TensorLayout
+from penstock.engines.families.tensor_rows import TensorLayout
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout
 from penstock.engines.megatron.checkpoints.safe_load import METADATA
 from penstock.engines.megatron.checkpoints.writer import ArchiveFile, disable_crc
-from penstock.stages.convert.hf.weights import HFWeights, TensorInfo
+from penstock.stages.convert.hf_checkpoint import HFWeights, TensorInfo
 from penstock.stages.convert.targets import Target
 from penstock.stages.convert.work import WorkRecord, write_files
 
@@ -202,12 +202,6 @@ def write_unit(
     target: Target, unit: WorkUnit, content: Callable[[Slice], Iterable[memoryview]], on_bytes: Callable[[int], object]
 ) -> WorkRecord:
     """Write one file of a checkpoint into a target.
-
-    Args:
-        target: target of the conversion.
-        unit: work unit to write.
-        content: returns the bytes of a slice, in chunks.
-        on_bytes: called with the size in bytes of every chunk.
 
     Returns:
         the work record: the file, and the (first byte, length) in the file of each slice.

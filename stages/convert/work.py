@@ -62,11 +62,7 @@ class Progress:
 
 
 class ProgressFile:
-    """Reports the progress of a process to another process on the same machine through a small file.
-
-    Args:
-        path: path of the file, which the first report creates.
-    """
+    """Reports the progress of a process to another process on the same machine through a small file."""
 
     def __init__(self, path: str | Path) -> None:
         self.path, self._written_at = Path(path), 0.0
@@ -104,9 +100,6 @@ class WorkItems(Generic[W]):
             progress: this method adds the bytes of the items that an earlier start of the conversion has finished.
             rank: rank of this process among the processes that share the conversion.
             num_ranks: number of these processes.
-
-        Raises:
-            StoreError: the disk is full.
         """
         items = self.items[rank::num_ranks]
         unfinished = {item.name for item in self.unfinished_items(items)}

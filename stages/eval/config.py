@@ -18,7 +18,7 @@ _METRIC = re.compile(
 
 
 def is_eval_metric(metric: str, name: str, *, any_suffix: bool = False) -> bool:
-    """Return whether `metric` is a metric of the data set `name` (score.py); with `any_suffix` also whether it may be
+    """Return whether `metric` is a metric of the data set `name` (scores.py); with `any_suffix` also whether it may be
     one that a user-defined function adds."""
     start, suffix = f"eval/{name}", metric.removeprefix(f"eval/{name}")
     return metric.startswith(start) and bool(

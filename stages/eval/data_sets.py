@@ -11,7 +11,7 @@ import re
 import tomllib
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from penstock.storage.config import StageConfig
 from penstock.storage.disk import read_file
@@ -64,6 +64,16 @@ class DataSetSettings(StageConfig):
 
     pass_threshold: float | None = None
     """A response passes if its reward is at least this."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_boolean_and_empty(cls, value: Any) -> Any:
+        """Refuse booleans, which pydantic would convert to numbers, and ""."""
+        if isinstance(value, bool):
+            raise ValueError("no setting is true or false: give a number or text")
+        if value == "":
+            raise ValueError("give a value, or remove the line")
+        return value
 
 
 class DataSet(DataSetSettings):
@@ -123,31 +133,37 @@ def _parse_eval_yaml(text: str) -> dict[str, Any]:
 
 def parse_eval_file(values: dict[str, Any]) -> EvalFile:
     """Validate the parsed content of an --eval-config file. Raises OptionError for the first problem in it."""
-    _reject_unknown_settings("the file", values, ["defaults", "datasets"])
-    defaults, data_sets = values.get("defaults", {}), values.get("datasets", [])
-    if not isinstance(defaults, dict):
-        raise OptionError("defaults is not a table: write [defaults], and below it setting = value")
+    data_sets = values.get("datasets")
     if not (isinstance(data_sets, list) and data_sets and all(isinstance(entry, dict) for entry in data_sets)):
         raise OptionError("the file has no data sets: write a [[datasets]] table with name and path for each data set")
-    _reject_unknown_settings("[defaults]", defaults, list(DataSetSettings.model_fields))
-    _reject_invalid_values("[defaults]", defaults)
-    for number, entry in enumerate(data_sets, start=1):
-        location = f"data set {str(entry.get('name', number))[:60]}"
-        _reject_unknown_settings(location, entry, list(DataSet.model_fields))
-        _reject_invalid_values(location, entry)
-        if missing := {"name", "path"} - entry.keys():
-            raise OptionError(f"{location} has no {min(missing)}: every [[datasets]] needs a name and a path")
     try:
         file = EvalFile.model_validate(values)
     except ValidationError as errors:
-        error = errors.errors()[0]
-        section, *rest = error["loc"]
-        location = "[defaults]" if section == "defaults" else f"data set {str(data_sets[int(rest[0])]['name'])[:60]}"
-        message = error["msg"].removeprefix("Value error, ")
-        value = repr(error.get("input"))[:80]
-        raise OptionError(f"{location} has {rest[-1]} = {value}: {message[0].lower()}{message[1:]}") from None
+        first = min(errors.errors(), key=lambda error: error["type"] != "extra_forbidden")
+        raise OptionError(_describe_error(first, data_sets)) from None
     check_data_set_names([data_set.name for data_set in file.datasets])
     return file
+
+
+def _describe_error(error: Any, data_sets: list[dict[str, Any]]) -> str:
+    """Return one of pydantic's errors as a sentence with the data set and the setting."""
+    *section, last = error["loc"]
+    name, where, known = str(last), "the file", list(EvalFile.model_fields)
+    if section[:1] == ["defaults"]:
+        where, known = "[defaults]", list(DataSetSettings.model_fields)
+    elif section:
+        number = int(section[1])
+        where, known = f"data set {str(data_sets[number].get('name', number + 1))[:60]}", list(DataSet.model_fields)
+    if error["type"] == "extra_forbidden":
+        near = [key for key in known if name in key] or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
+        return f"{where} has the unknown setting {name[:60]!r}: {hint}"
+    if error["type"] == "missing":
+        return f"{where} has no {name}: every [[datasets]] needs a name and a path"
+    if not section:
+        return "defaults is not a table: write [defaults], and below it setting = value"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{where} has {name} = {repr(error.get('input'))[:80]}: {message[0].lower()}{message[1:]}"
 
 
 def check_data_set_names(names: list[str]) -> None:
@@ -167,24 +183,6 @@ def check_data_set_names(names: list[str]) -> None:
             raise OptionError(f"data set {name[:60]}... has a name of {len(name)} characters: use at most {_MAX_NAME}")
         if names.count(name) > 1:
             raise OptionError(f"two data sets are named {name}: give each a different name")
-
-
-def _reject_unknown_settings(location: str, values: dict[str, Any], known: list[str]) -> None:
-    if unknown := next((key for key in values if key not in known), None):
-        near = [key for key in known if unknown in key] or difflib.get_close_matches(unknown, known, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
-        raise OptionError(f"{location} has the unknown setting {unknown[:60]!r}: {hint}")
-
-
-def _reject_invalid_values(location: str, values: dict[str, Any]) -> None:
-    """Check that no value is a boolean, which pydantic would convert to a number, or "". Raises OptionError."""
-    for name, value in values.items():
-        if isinstance(value, bool):
-            raise OptionError(
-                f"{location} has {name} = {str(value).lower()}, but no setting is true or false: give a number or text"
-            )
-        if value == "":
-            raise OptionError(f"{location} has {name} = '': give a value, or remove the line")
 
 
 def parse_yaml(text: str) -> Any:

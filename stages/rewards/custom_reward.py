@@ -14,8 +14,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.stages.plugins import (
     DEFAULT_NAMES,
@@ -25,10 +26,11 @@ from penstock.stages.plugins import (
     load_function,
     with_function_name,
 )
+from penstock.stages.worker_process import WorkerLost, WorkerProcess
 from penstock.storage.errors import PluginError
 
-if TYPE_CHECKING:  # check_custom_reward.py imports this module in a new process: keep imports few
-    from penstock.stages.rewards.settings import RewardSettings
+if TYPE_CHECKING:  # the process that checks a reward imports this module: keep imports few
+    from penstock.stages.rewards.hub import RewardSettings
     from penstock.storage.samples.sample import Sample
 
 RewardCall = Callable[["list[Sample]"], Any]  # takes samples; returns a list of rewards, or an awaitable of such a list
@@ -52,10 +54,7 @@ class CustomReward:
 
     def build_reward_call(self, settings: RewardSettings) -> RewardCall:
         """Return a function that takes samples and returns their rewards. Instantiates the reward if it is a class.
-
-        Raises:
-            PluginError: the constructor raises or exits.
-        """
+        Raises PluginError."""
         if self.is_class:
             path = settings.rm_model_path
             try:
@@ -75,7 +74,7 @@ class CustomReward:
 def load_custom_reward(
     path: str, *, group_rm: bool = False, rm_model_path: str | None = None, required_package: str | None = None
 ) -> CustomReward:
-    """Load the user-defined reward at `path` and check its signature.
+    """Load the user-defined reward at `path` and check its signature. Raises PluginError.
 
     Args:
         path: file.py, file.py:name, pkg.module:name or pkg.module.name.
@@ -83,9 +82,6 @@ def load_custom_reward(
         rm_model_path: model path for the constructor of a reward class, if the constructor takes an argument.
         required_package: package that must define the reward (a package that only imports the reward is refused);
             None: any package.
-
-    Raises:
-        PluginError: the reward does not load, or has the wrong signature.
     """
     path = with_function_name(path, DEFAULT_NAMES["custom_rm_path"])
     target, name = load_function(path), describe_path(path)
@@ -128,3 +124,47 @@ async def await_all(value: Any) -> Any:
 async def await_rewards_in_turn(function: Callable[..., Any], args: Any, samples: list[Sample]) -> list[Any]:
     """Await an async reward for each sample in turn, and return the rewards."""
     return [await await_all(function(args, sample)) for sample in samples]
+
+
+# ---- check in a subprocess, because importing the reward's module may hang, crash or exit ----------------------------
+
+
+class CheckedReward(NamedTuple):
+    """What a check of a user-defined reward returns."""
+
+    path: str  # with the name of the function or class
+    is_class: bool
+
+
+@lru_cache
+def check_custom_reward(
+    path: str,
+    *,
+    group_rm: bool = False,
+    rm_model_path: str | None = None,
+    required_package: str | None = None,
+    timeout: float = 300.0,
+) -> CheckedReward:
+    """Import a user-defined reward in a subprocess, and check its signature. Results are cached. See
+    `load_custom_reward` for the arguments. Raises PluginError."""
+    options = {"path": path, "group_rm": group_rm, "rm_model_path": rm_model_path, "required_package": required_package}
+    worker = WorkerProcess(prepare_check, options, start_seconds=timeout)
+    try:
+        checked: CheckedReward = worker.submit(None, timeout).result()
+        return checked
+    except WorkerLost as lost:
+        raise PluginError(
+            f"importing {path} terminated Python with exit code {lost.exit_code}: remove calls of os._exit, or fix the "
+            "crash"
+            if lost.limit is None
+            else f"{path} takes more than {timeout:g} s to import: speed up the import, or raise --reward-start-timeout"
+        ) from None
+    finally:
+        worker.close()
+
+
+def prepare_check(options: dict[str, Any]) -> Callable[[None], CheckedReward]:
+    """Check a reward in the subprocess, and return a function that returns the result. Raises PluginError."""
+    path = with_function_name(options.pop("path"), DEFAULT_NAMES["custom_rm_path"])
+    checked = CheckedReward(path, load_custom_reward(path, **options).is_class)
+    return lambda _: checked

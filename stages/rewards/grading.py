@@ -12,24 +12,28 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from penstock.stages.rewards.check_custom_reward import check_custom_reward
-from penstock.stages.rewards.hub import get_builtin_reward, get_checked_builtin_reward
+from penstock.stages.rewards.custom_reward import check_custom_reward
+from penstock.stages.rewards.grading_process import GradingProcess
+from penstock.stages.rewards.hub import (
+    RewardSettings,
+    builtin_reward_name,
+    custom_reward_path,
+    get_builtin_reward,
+    get_checked_builtin_reward,
+)
 from penstock.stages.rewards.outcome import Outcome, grade_builtin
-from penstock.stages.rewards.process import GradingProcess
-from penstock.stages.rewards.settings import RewardOptions, RewardSettings, builtin_reward_name, custom_reward_path
+from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import InputError, PluginError
 from penstock.storage.samples.sample import Sample
 
 
 class Grader:
     """Grades samples. Grading processes start when first needed and run until `close`. A Grader is a context manager.
+    Raises RewardError.
 
     Args:
         settings: settings of grading.
         num_workers: maximum number of grading processes per reward; rows may name additional rewards.
-
-    Raises:
-        RewardError: the built-in reward is unknown, or a flag that it needs is missing (--rm-url, --reward-key).
     """
 
     def __init__(self, settings: RewardSettings, num_workers: int = 2) -> None:
@@ -41,7 +45,7 @@ class Grader:
         self._pools: dict[tuple[str | None, str | None, bool], list[GradingProcess]] = {}
 
     @classmethod
-    def from_options(cls, options: RewardOptions, num_workers: int, arguments: dict[str, Any] | None = None) -> Grader:
+    def from_options(cls, options: RolloutConfig, num_workers: int, arguments: dict[str, Any] | None = None) -> Grader:
         """Return a grader for the rollout configuration `options`. `arguments`: attributes of the `args` that
         user-defined rewards get. Raises RewardError like the constructor."""
         return cls(RewardSettings.from_options(options, arguments), num_workers)
@@ -79,7 +83,7 @@ class Grader:
         """Stop the grading processes."""
         for pool in self._pools.values():
             for process in pool:
-                process.close()
+                process.worker.close()
         self._pools = {}
 
     def _submit(self, samples: list[Sample]) -> list[Future[Outcome]]:
@@ -90,16 +94,13 @@ class Grader:
         if settings is None:
             return [_completed_future(grade_builtin(sample, self.settings)) for sample in samples]
         pool = self._pools.setdefault((settings.custom_rm_path, settings.rm_type, settings.group_rm), [])
-        if len(pool) < self.num_workers and all(process.num_pending for process in pool):
+        if len(pool) < self.num_workers and all(process.worker.num_pending for process in pool):
             pool.append(GradingProcess(settings))
-        return min(pool, key=lambda process: process.num_pending).submit(samples)
+        return min(pool, key=lambda process: process.worker.num_pending).submit(samples)
 
     def _settings_of_grading_process(self, sample: Sample) -> RewardSettings | None:
         """Return the settings of the grading processes for this sample, or None to grade it in the current process.
-
-        Raises:
-            InputError: the sample's reward is unknown, needs a flag that is missing, or is not allowed.
-        """
+        Raises InputError."""
         path = custom_reward_path(sample, self.settings)
         if path is not None:
             return replace(
@@ -142,14 +143,9 @@ class Grader:
         return reward.is_class or self._is_group_function(sample)
 
 
-def check_reward_options(options: RewardOptions) -> str | None:
+def check_reward_options(options: RolloutConfig) -> str | None:
     """Check that the built-in reward exists, or that the user-defined reward loads and has the right signature. Return
-    the path of the user-defined reward, with the name of its function.
-
-    Raises:
-        RewardError: the built-in reward is unknown, or needs a flag that is missing.
-        PluginError: the user-defined reward does not load, or has the wrong signature.
-    """
+    the path of the user-defined reward, with the name of its function. Raises RewardError or PluginError."""
     if options.rm_type is not None:
         get_checked_builtin_reward(options.rm_type, options.rm_url, options.reward_key)
     if options.custom_rm_path is None:

@@ -1,4 +1,8 @@
-"""Table of the built-in rewards; docs/rewards.md describes each reward.
+"""Define the settings of grading, select the reward that grades a sample, and list the built-in rewards;
+docs/rewards.md describes each.
+
+The reward of a sample is named by the first of these that is set: `custom_rm_path` in the row's metadata,
+--custom-rm-path, `rm_type` in the row's metadata, --rm-type.
 
 A built-in reward is a function that takes a sample and returns a number, or a dictionary of numbers from which
 `--reward-key` selects one. A reward that waits for a server is async and gets `args` as its first argument, like a
@@ -8,23 +12,101 @@ rewards (custom_reward.py) need no entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.stages.rewards.builtin.boxed import last_boxed
-from penstock.stages.rewards.builtin.coin import random_reward
 from penstock.stages.rewards.builtin.dapo import dapo
-from penstock.stages.rewards.builtin.deepscaler import deepscaler
-from penstock.stages.rewards.builtin.exact_number import exact_number
 from penstock.stages.rewards.builtin.gpqa import gpqa
 from penstock.stages.rewards.builtin.ifbench import ifbench
-from penstock.stages.rewards.builtin.math_answer import math_answer
+from penstock.stages.rewards.builtin.math_answer import deepscaler, last_boxed, math_answer
 from penstock.stages.rewards.builtin.remote import remote_rm
-from penstock.stages.rewards.builtin.token_f1 import token_f1
-from penstock.stages.rewards.builtin.zero import zero_reward
-from penstock.storage.errors import RewardError
+from penstock.stages.rewards.builtin.simple import exact_number, random_reward, token_f1, zero_reward
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.storage.errors import PluginError, RewardError
 from penstock.storage.near_names import nearest_name
+from penstock.storage.samples.sample import Sample
+
+_DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?::[A-Za-z_]\w*)?")
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """How samples are graded; every grading process receives these settings when it starts."""
+
+    rm_type: str | None = None  # name of the built-in reward; a sample's metadata overrides it
+    custom_rm_path: str | None = None  # user-defined function or class; takes precedence over built-in rewards
+    reward_key: str | None = None  # key of the reward, if the reward function returns a dictionary
+    timeout: float = 30.0  # seconds per sample
+    start_timeout: float = 300.0  # seconds to import the reward and construct its class in a grading process
+    group_rm: bool = False  # the function at custom_rm_path takes all samples of a prompt
+    rm_url: str | None = None  # server of remote_rm
+    rm_model_path: str | None = None  # constructor argument of a class at custom_rm_path
+    arguments: dict[str, Any] = field(default_factory=dict)  # attributes of the `args` of a user-defined function
+    allow_row_code: str | None = None  # package whose functions rows may name as rewards; None: rows may name none
+    evaluated_integers: bool = False  # `math` and `deepscaler`: an integer label requires a number as the answer
+    required_package: str | None = None  # package that must define the function at custom_rm_path
+
+    @classmethod
+    def from_options(cls, options: RolloutConfig, arguments: dict[str, Any] | None = None) -> RewardSettings:
+        """Return the settings that `options` (a rollout's configuration) define. `arguments`: attributes of the `args`
+        of user-defined functions."""
+        return cls(
+            rm_type=options.rm_type,
+            custom_rm_path=options.custom_rm_path,
+            reward_key=options.reward_key,
+            timeout=options.reward_timeout,
+            start_timeout=options.reward_start_timeout,
+            group_rm=options.group_rm,
+            rm_url=options.rm_url,
+            rm_model_path=options.rm_model_path,
+            arguments=arguments or {},
+            allow_row_code=options.allow_row_code,
+            evaluated_integers=options.rm_evaluated_integers,
+        )
+
+
+def builtin_reward_name(metadata: Mapping[str, Any], rm_type: str | None) -> str | None:
+    """Return the name of the built-in reward that grades a row: `rm_type` in the row's metadata, else --rm-type."""
+    return str(metadata.get("rm_type") or "").strip() or rm_type
+
+
+def row_reward_path(metadata: Mapping[str, Any], allowed: str | None) -> str | None:
+    """Return the path of the user-defined reward that a row's metadata names (`custom_rm_path`), or None.
+
+    Raises:
+        PluginError: rows may not name rewards (`allowed` is None), or the path is not inside the package `allowed`.
+    """
+    path = metadata.get("custom_rm_path")
+    if not path:
+        return None
+    if allowed is None:
+        raise PluginError(
+            f"a row's metadata names code to import, custom_rm_path {path!r:.100}, which is off by default: if you "
+            "trust the data, give --allow-row-code PACKAGE, else remove custom_rm_path from the metadata"
+        )
+    prefixes = (f"{allowed}.", f"{allowed}:")
+    if not isinstance(path, str) or not _DOTTED_PATH.fullmatch(path) or not path.startswith(prefixes):
+        raise PluginError(
+            f"a row's custom_rm_path {path!r:.100} is not inside --allow-row-code {allowed}: "
+            f"write {allowed}.module:name"
+        )
+    return path
+
+
+def custom_reward_path(sample: Sample, settings: RewardSettings) -> str | None:
+    """Return the path of the user-defined reward that grades a sample: `custom_rm_path` in the sample's metadata, else
+    --custom-rm-path (or None).
+
+    Raises:
+        PluginError: --allow-row-code does not allow the path in the metadata.
+    """
+    return row_reward_path(sample.metadata, settings.allow_row_code) or settings.custom_rm_path
+
+
+# ---- built-in rewards ------------------------------------------------------------------------------------------------
+
 
 BOXED_PREFIX = "boxed_"
 
@@ -56,11 +138,7 @@ REWARDS: dict[str, BuiltinReward] = {
 
 def get_builtin_reward(name: str) -> BuiltinReward:
     """Return the built-in reward named `name` (--rm-type). The prefix `boxed_` selects a variant that grades only the
-    content of the last \\boxed{} in the response.
-
-    Raises:
-        RewardError: there is no built-in reward of this name.
-    """
+    content of the last \\boxed{} in the response. Raises RewardError."""
     base_name = name.removeprefix(BOXED_PREFIX)
     if base_name not in REWARDS:
         near = nearest_name(base_name, REWARDS)

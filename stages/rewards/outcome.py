@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.stages.rewards.hub import get_builtin_reward
-from penstock.stages.rewards.settings import RewardSettings, builtin_reward_name
+from penstock.stages.rewards.hub import RewardSettings, builtin_reward_name, get_builtin_reward
 from penstock.storage.errors import RewardError
 from penstock.storage.samples.sample import TRAIN_REWARD, Sample, Status
 

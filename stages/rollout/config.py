@@ -332,7 +332,7 @@ class RolloutConfig(GenerationConfig):
     """Arguments of the engine's router, under the router's names; on the command line --router-<name>."""
 
     engine_concurrency: int = option(512, aliases=("sglang-server-concurrency",), mutability="placement", ge=1)
-    """Maximum number of samples in flight per engine."""
+    """Maximum number of samples in flight per engine; --sglang-server-concurrency is slime's name of it."""
 
     rollout_timeout: float = option(3600.0, mutability="placement", gt=0)
     """Seconds that a whole rollout may take; after that it is cancelled and retried."""

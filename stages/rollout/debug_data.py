@@ -18,7 +18,7 @@ from penstock.stages.rollout.deadline import record_seconds
 from penstock.stages.rollout.metrics import rollout_metrics, sample_preview
 from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound
-from penstock.stages.rollout.prompts.state import SourceState
+from penstock.stages.rollout.prompts.source import SourceState
 from penstock.stages.rollout.resume_point import ResumePoint
 from penstock.stages.rollout.rollout import RolloutContext, commit_samples
 from penstock.stages.torch_files import load_torch_file, save_torch_file

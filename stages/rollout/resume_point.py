@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.stages.rollout.prompts.data_source import group_by_group_id, resized_group
-from penstock.stages.rollout.prompts.state import SourceState
+from penstock.stages.rollout.prompts.source import SourceState
 from penstock.storage.errors import RunError
 from penstock.storage.history.run_record import read_run_record
 from penstock.storage.refs import BUFFER, RunKeys

@@ -49,17 +49,19 @@ from penstock.stages.rollout.metrics import (
     staleness_metrics,
     throughput_metrics,
 )
-from penstock.stages.rollout.plugins.custom_generation import CustomGeneration
-from penstock.stages.rollout.plugins.custom_source import load_buffer_filter, open_data_source
-from penstock.stages.rollout.plugins.engine_handle import EngineHandle
-from penstock.stages.rollout.plugins.eval_function import find_evaluation_function
+from penstock.stages.rollout.plugins.custom_generation import CustomGeneration, EngineHandle
 from penstock.stages.rollout.plugins.filters import GroupFilter, load_group_filter
-from penstock.stages.rollout.plugins.hooks import Hooks, run_log_function
-from penstock.stages.rollout.plugins.rollout_function import RolloutFunctionCall
-from penstock.stages.rollout.plugins.train_data import make_train_data
-from penstock.stages.rollout.prompts.data_source import Dataset, Group, PromptIntake, RolloutRound
-from penstock.stages.rollout.prompts.lengths import LengthFilter
-from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.plugins.hooks import Hooks, make_train_data, run_log_function
+from penstock.stages.rollout.plugins.rollout_function import RolloutFunctionCall, find_evaluation_function
+from penstock.stages.rollout.prompts.data_source import (
+    Dataset,
+    Group,
+    PromptIntake,
+    RolloutRound,
+    load_buffer_filter,
+    open_data_source,
+)
+from penstock.stages.rollout.prompts.source import LengthFilter, PromptSource
 from penstock.stages.rollout.resume_point import ResumePoint
 from penstock.stages.rollout.teacher import ServingTeacher, open_teacher
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer

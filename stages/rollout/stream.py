@@ -28,8 +28,7 @@ from penstock.stages.rollout.group import GroupRunner, num_trained_tokens
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.metrics import rollout_metrics
 from penstock.stages.rollout.plugins.filters import load_group_filter
-from penstock.stages.rollout.plugins.hooks import Hooks, run_log_function
-from penstock.stages.rollout.plugins.train_data import make_train_data
+from penstock.stages.rollout.plugins.hooks import Hooks, make_train_data, run_log_function
 from penstock.stages.rollout.prompts.data_source import (
     Group,
     RolloutRound,

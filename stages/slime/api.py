@@ -1,5 +1,5 @@
-"""The functions and classes of slime that user-defined functions import (adapter.py lists under which names), in terms
-of Penstock's own.
+"""The functions and classes of slime that user-defined functions import (slime_modules.py lists under which names), in
+terms of Penstock's own.
 
 Those that generate need the `args` of a generate or rollout function, which have the engines of the round.
 """
@@ -19,10 +19,8 @@ import httpx
 
 from penstock.engines.serving.endpoints import auth_headers
 from penstock.stages.plugins import load_function
-from penstock.stages.rewards.builtin.boxed import last_boxed
 from penstock.stages.rewards.builtin.dapo import dapo, last_answer
-from penstock.stages.rewards.builtin.deepscaler import deepscaler
-from penstock.stages.rewards.builtin.math_answer import grade_math
+from penstock.stages.rewards.builtin.math_answer import deepscaler, grade_math, last_boxed
 from penstock.stages.rewards.hub import get_builtin_reward
 from penstock.stages.rollout.plugins.user_sample import ANSWERS, EngineAnswer, UserSample
 from penstock.storage.errors import PluginError

@@ -378,7 +378,7 @@ class TrainActor:
     def _published_tensors(self, transport: WeightTransport) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's weights under their Hugging Face names, or its adapters under PEFT's."""
         from penstock.engines.families import tensor_layout
-        from penstock.engines.families.peft import to_peft
+        from penstock.engines.lora import to_peft
 
         layout, policy = tensor_layout(self.spec.shape), self.models.policy
         if transport.adapter is None:

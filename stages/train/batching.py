@@ -2,7 +2,7 @@
 
 The engine gets packed sequences; advantage estimators and losses get data of the trained tokens only, so a masked token
 does not contribute to a loss. The N trained tokens of a rollout are numbered 0 to N-1 by sample and position, and each
-micro-batch stores the numbers of its trained tokens. `plan.py` chooses the samples of each micro-batch.
+micro-batch stores the numbers of its trained tokens. `microbatches.py` chooses the samples of each micro-batch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.engines.families.shape import ModelShape
-from penstock.engines.training import experts_format
+from penstock.engines.families.shape import ModelShape, experts_format
 from penstock.stages.train.algorithms.experience import SegmentReducer, TokenFields
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.samples.routed_experts import ExpertsFormat

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.engines.families.peft import open_peft
 from penstock.engines.families.shape import ModelShape
+from penstock.engines.lora import open_peft
 from penstock.engines.training import (
     STATE_KINDS,
     EngineBuild,
@@ -95,7 +95,7 @@ def build_models(shape: ModelShape, config: TrainConfig) -> Models:
         config.parallel_layout,
         dtype=config.params_dtype or ("bf16" if torch.cuda.is_available() else "fp32"),
         optimizer=config.optimizer_options,
-        options=config.megatron,
+        options=config.megatron.model_dump(),
         seed=config.seed,
         freeze=config.freeze_params_name_list,
         only_train=config.only_train_params_name_list,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from penstock.engines.megatron.megatron_options import MegatronOptions
 from penstock.engines.parallel_layout import ParallelLayout
 from penstock.stages.train.algorithm_config import AlgorithmConfig
 from penstock.storage.config import option
@@ -130,9 +131,9 @@ class TrainConfig(AlgorithmConfig):
     sequence_parallel: bool = option(False, mutability="placement")
     """Split the activations of norms and residuals by position over the tensor-parallel ranks."""
 
-    megatron: dict[str, Any] = option(default_factory=dict)
-    """Further fields of Megatron-core's configuration classes, by Megatron's names. Those that change no result, such
-    as --recompute-granularity and --optimizer-cpu-offload, may change on resume."""
+    megatron: MegatronOptions = option(default_factory=MegatronOptions)
+    """Options of Megatron-core that have an effect, by Megatron's names. Those that change no result, such as
+    --recompute-granularity and --optimizer-cpu-offload, may change on resume."""
 
     mtp_num_layers: int | None = option(None, mutability="placement", ge=0)
     """Number of multi-token prediction layers of --hf-checkpoint, which is checked; they are not trained (--mtp)."""
@@ -221,7 +222,7 @@ class TrainConfig(AlgorithmConfig):
     @model_validator(mode="after")
     def _set_dtype(self) -> TrainConfig:
         """Let Megatron's --bf16 mean --params-dtype bf16."""
-        if self.megatron.get("bf16"):
+        if self.megatron.bf16:
             if self.params_dtype == "fp32":
                 raise OptionError("--bf16 contradicts --params-dtype fp32: omit one of them")
             self.params_dtype = "bf16"

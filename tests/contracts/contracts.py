@@ -19,14 +19,22 @@ import torch
 from penstock.engines.generation import Generation
 from penstock.flows.commands.demo_model import make_tokenizer
 from penstock.stages.rewards.grading import Grader, check_reward_options
+from penstock.stages.rewards.hub import RewardSettings
 from penstock.stages.rewards.outcome import Outcome
-from penstock.stages.rewards.settings import RewardSettings
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.plugins.custom_generation import CustomGeneration
-from penstock.stages.rollout.plugins.custom_source import RolloutDataSource, load_buffer_filter, open_data_source
 from penstock.stages.rollout.plugins.filters import load_filter
 from penstock.stages.rollout.plugins.hooks import Hooks
-from penstock.stages.rollout.prompts.data_source import Dataset, Group, RolloutRound, copy_sample, take_checked_groups
+from penstock.stages.rollout.prompts.data_source import (
+    Dataset,
+    Group,
+    RolloutDataSource,
+    RolloutRound,
+    copy_sample,
+    load_buffer_filter,
+    open_data_source,
+    take_checked_groups,
+)
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.stages.train.algorithms.advantages import estimate_advantages

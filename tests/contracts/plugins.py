@@ -102,8 +102,8 @@ GOOD = [
     ("all_samples", f"{HERE}:count"),
     ("buffer_filter", f"{HERE}:last_in_first_out"),
     ("data_source", f"{HERE}:Source"),
-    ("data_source", "penstock.stages.rollout.plugins.custom_source:RolloutDataSource"),
-    ("data_source", "penstock.stages.rollout.plugins.custom_source:RolloutDataSourceWithBuffer"),
+    ("data_source", "penstock.stages.rollout.prompts.data_source:RolloutDataSource"),
+    ("data_source", "penstock.stages.rollout.prompts.data_source:RolloutDataSourceWithBuffer"),
 ]
 
 

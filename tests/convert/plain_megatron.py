@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.compat import import_megatron
-from penstock.engines.megatron.model.norm import RMSNorm
+from penstock.engines.megatron.model.norm_and_rope import RMSNorm
 from penstock.engines.megatron.model.transformer_config import transformer_config
 
 import_megatron()

@@ -9,17 +9,15 @@ import pytest
 import torch
 
 from penstock.engines.families import read_shape, tensor_layout
-from penstock.engines.families.peft import check_peft_directory, open_peft, to_peft
-from penstock.engines.lora import LoraOptions
+from penstock.engines.lora import LoraOptions, check_peft_directory, open_peft, to_peft
 from penstock.flows.commands.fork import forked_config
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.inspect import export
 from penstock.flows.options.flags import parse_config
 from penstock.flows.options.start_weights import starting_weights
 from penstock.flows.runtime.runs import create_run_record, open_store
-from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.hf.weights import HFWeights
-from penstock.stages.convert.to_hf import export_hf
+from penstock.stages.convert.hf_checkpoint import HFWeights
+from penstock.stages.convert.to_hf import Origin, export_hf
 from penstock.stages.convert.to_megatron import export_megatron
 from penstock.storage.errors import ModelError, OptionError
 from penstock.storage.history.lineage_graph import read_lineage

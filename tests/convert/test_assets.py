@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.hf.assets import assets_hash, copy_assets, header_hash, model_fingerprint, stat_hash
-from penstock.stages.convert.to_hf import export_to
+from penstock.stages.convert.targets import assets_hash, copy_assets, header_hash, model_fingerprint, stat_hash
+from penstock.stages.convert.to_hf import Origin, export_to
 from penstock.stages.convert.to_megatron import export_megatron
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.storage.refs import Commit

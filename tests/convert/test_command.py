@@ -12,11 +12,10 @@ from penstock.flows.convert import describe_result, find_checkpoint, translate_f
 from penstock.flows.options import flags
 from penstock.flows.runtime.conversion import import_model, run_conversion, run_export
 from penstock.flows.runtime.runs import create_run_record, open_store
-from penstock.stages.convert.hf.weights import HFWeights
-from penstock.stages.convert.logits import TOLERANCE, LogitsComparison, compare_logits
+from penstock.stages.convert.conversion_check import TOLERANCE, LogitsComparison, compare_logits, verify_existing
+from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.targets import read_record
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
-from penstock.stages.convert.verify import verify_existing
 from penstock.storage.errors import ModelError, OptionError
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
@@ -43,11 +42,9 @@ def test_every_spelling_of_both_directions(
     source: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    there = config_of(
-        "--hf-checkpoint", str(source), "--save", "out", "--verify", "--num-layers", "2", "--vocab-size=61"
-    )
+    there = config_of("--hf-checkpoint", str(source), "--save", "out", "--verify")
     assert (there.convert.convert_save, there.convert.convert_verify) == (str(tmp_path / "out"), True)
-    assert there.train.megatron == {"num_layers": 2, "vocab_size": 61} and there.convert.export_vocab_size is None
+    assert there.convert.export_vocab_size is None
     for words in (["--load", str(model), "--save=s3://b/x"], ["--input-dir", str(model), "--output-dir", "s3://b/x"]):
         back = config_of(*words, "--origin-hf-dir", str(source), "--vocab-size", "50", "--export-dtype", "fp8").convert
         assert (back.convert_load, back.convert_save, back.hf_checkpoint) == (str(model), "s3://b/x", str(source))

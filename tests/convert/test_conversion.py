@@ -16,13 +16,12 @@ from torch import Tensor
 from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.megatron.checkpoints.layout import checkpoint_layout
 from penstock.flows.commands.demo_model import make_tiny_model
-from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.hf.weights import HFWeights
+from penstock.stages.convert.conversion_check import verify_conversion
+from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.targets import ASSETS_DIRECTORY
-from penstock.stages.convert.to_hf import export_hf, export_to
+from penstock.stages.convert.to_hf import Origin, export_hf, export_to
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
-from penstock.stages.convert.verify import verify_conversion
 from penstock.storage.errors import ModelError
 from penstock.storage.store import Store
 
@@ -146,23 +145,12 @@ def test_changed_byte_is_found(source: Path, store: Store, tmp_path: Path) -> No
         verify_conversion(weights, directory, layout, stored)
 
 
-NORM, UP, DOWN = "model.norm.weight", "model.layers.2.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"
+UP, DOWN = "model.layers.2.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [
-        (lambda t: t.pop(UP), {}, rf"lacks 1 tensors .*{UP}"),
-        (
-            lambda t: t.update({"model.layers.3.mlp.up_proj.weight": t[UP].clone()}),
-            {},
-            r"has model.layers.3.mlp.up_proj.weight",
-        ),
-        (
-            lambda t: t.update({NORM: torch.ones(33, dtype=torch.bfloat16)}),
-            {},
-            rf"{NORM} has shape \[33\], config.json needs \[32\]",
-        ),
         (lambda t: None, {"vocab_size": 64}, r"has shape \[61, 32\], config.json needs \[64, 32\]"),
         (lambda t: None, {"intermediate_size": 40}, r"has shape \[32, 48\], config.json needs \[32, 40\]"),
         (lambda t: t.update({UP: t[UP].float()}), {}, "one dtype"),
@@ -170,7 +158,7 @@ NORM, UP, DOWN = "model.norm.weight", "model.layers.2.mlp.up_proj.weight", "mode
         (lambda t: None, {"tie_word_embeddings": True}, r"lm_head\.weight.*model\.embed_tokens\.weight"),
         (lambda t: None, {"architectures": ["FooForCausalLM"]}, "'FooForCausalLM'"),
     ],
-    ids=["missing", "unknown", "shape", "vocabulary", "ffn", "dtypes", "layers", "tied", "architecture"],
+    ids=["vocabulary", "ffn", "dtypes", "layers", "tied", "architecture"],
 )
 def test_bad_input_is_refused_in_one_line_and_leaves_no_commit(
     spoiled: Callable[..., Path],

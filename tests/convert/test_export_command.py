@@ -13,10 +13,9 @@ from penstock.flows.convert import translate_flags, with_hf_checkpoint
 from penstock.flows.inspect.export import conversion_argv
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.preflight import check_save_hf
-from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.hf.weights import HFWeights
+from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.targets import copy_export, is_published, megatron_directory
-from penstock.stages.convert.to_hf import export_hf, export_to
+from penstock.stages.convert.to_hf import Origin, export_hf, export_to
 from penstock.stages.convert.to_megatron import export_megatron, import_megatron_checkpoint
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.storage.errors import OptionError, RunError

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engines.cluster import Cluster
 from penstock.engines.families import family_of, read_shape, tensor_layout
-from penstock.engines.families.external import load_family
+from penstock.engines.families.family import load_family
 from penstock.engines.families.shape import ModelShape
 from penstock.flows.config import config_hash
 from penstock.flows.convert import translate_flags, with_hf_checkpoint
@@ -22,10 +22,9 @@ from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.conversion import run_conversion, run_export
 from penstock.flows.runtime.preflight import preflight
 from penstock.flows.runtime.runs import create_run_record, open_store
-from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.hf.weights import HFWeights
-from penstock.stages.convert.logits import TOLERANCE, compare_logits
-from penstock.stages.convert.to_hf import export_to
+from penstock.stages.convert.conversion_check import TOLERANCE, compare_logits
+from penstock.stages.convert.hf_checkpoint import HFWeights
+from penstock.stages.convert.to_hf import Origin, export_to
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.storage.errors import ModelError, PluginError
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys
@@ -38,7 +37,7 @@ ACORN = '''
 from penstock.engines.families.entries import POSITIVE
 from penstock.engines.families.family import Family
 from penstock.engines.families.llama import QWEN3
-from penstock.engines.families.rows import decoder_rows, renamed
+from penstock.engines.families.tensor_rows import decoder_rows, renamed
 
 NAMES = {"model.layers.": "trunk.block.", "self_attn": "attn", "_layernorm": "_ln", "model.embed_tokens": "trunk.wte"}
 

@@ -11,11 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.engines.families import read_shape, tensor_layout
-from penstock.engines.weights.fp8 import dequantize, quantize, should_quantize
-from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.hf.weights import HFWeights
-from penstock.stages.convert.logits import TOLERANCE, compare_logits
-from penstock.stages.convert.to_hf import export_to
+from penstock.engines.weights.fp8_blocks import dequantize, quantize, should_quantize
+from penstock.stages.convert.conversion_check import TOLERANCE, compare_logits
+from penstock.stages.convert.hf_checkpoint import HFWeights
+from penstock.stages.convert.to_hf import Origin, export_to
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.storage.errors import ModelError
 from penstock.storage.store import Store

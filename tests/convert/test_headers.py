@@ -15,9 +15,9 @@ import pytest
 from families import FAMILIES, make_family
 
 from penstock.engines.families import read_shape
-from penstock.engines.weights.hf_headers import INDEX, check_weights, read_header, stored_tensors, weight_files
+from penstock.engines.weights.hf_headers import INDEX, check_weights, read_header, weight_files
 from penstock.flows.commands.demo_model import make_tiny_model
-from penstock.stages.convert.hf.weights import HFWeights
+from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.storage.errors import ModelError
 from penstock.storage.store import Store
@@ -228,8 +228,3 @@ def test_checking_weights_imports_no_torch(source: Path) -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'megatron')))"
     )
     assert subprocess.run([sys.executable, "-c", code, str(source)], cwd=ROOT, check=False).returncode == 0
-
-
-def test_names_are_those_of_the_files(source: Path) -> None:
-    with HFWeights(source) as weights:
-        assert stored_tensors(source, weight_files(source)).keys() == weights.info.keys()

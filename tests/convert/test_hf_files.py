@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.stages.convert.hf.assets import asset_files, model_fingerprint
-from penstock.stages.convert.hf.weights import HFWeights, TensorInfo, plan_shards, write_index, write_shard
+from penstock.stages.convert.hf_checkpoint import HFWeights, TensorInfo, plan_shards, write_index, write_shard
+from penstock.stages.convert.targets import asset_files, model_fingerprint
 from penstock.storage.errors import ModelError
 from penstock.storage.store import hash_file
 

@@ -22,10 +22,9 @@ from penstock.engines.megatron.checkpoints.layout import checkpoint_layout
 from penstock.engines.megatron.checkpoints.safe_load import read_common, read_metadata
 from penstock.flows.options import flags
 from penstock.flows.runtime.preflight import check_algorithm
-from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.hf.weights import HFWeights
+from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.targets import config_directory, megatron_directory
-from penstock.stages.convert.to_hf import export_to
+from penstock.stages.convert.to_hf import Origin, export_to
 from penstock.stages.convert.to_megatron import export_megatron, import_megatron_checkpoint
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights

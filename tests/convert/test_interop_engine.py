@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from families import make_family
 
-from penstock.stages.convert.logits import TOLERANCE, compare_logits
+from penstock.stages.convert.conversion_check import TOLERANCE, compare_logits
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.storage.store import Store
 

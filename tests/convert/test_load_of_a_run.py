@@ -11,9 +11,8 @@ from penstock.engines.families import read_shape
 from penstock.flows.options.flags import parse_config
 from penstock.flows.options.start_weights import starting_weights
 from penstock.flows.runtime.runs import create_run_record, open_store
-from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.hf.weights import HFWeights
-from penstock.stages.convert.to_hf import export_hf
+from penstock.stages.convert.hf_checkpoint import HFWeights
+from penstock.stages.convert.to_hf import Origin, export_hf
 from penstock.stages.convert.to_megatron import import_megatron_checkpoint
 from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store

@@ -9,10 +9,15 @@ import torch
 from families import make_family
 
 from penstock.engines.families import read_config, shape_from_config
-from penstock.stages.convert import logits
-from penstock.stages.convert.logits import MAX_WHOLE_PARAMETERS, TOLERANCE, choose_part_to_compare, compare_logits
+from penstock.stages.convert import conversion_check as logits
+from penstock.stages.convert.conversion_check import (
+    MAX_WHOLE_PARAMETERS,
+    TOLERANCE,
+    choose_part_to_compare,
+    compare_logits,
+    verify_existing,
+)
 from penstock.stages.convert.to_torch_dist import convert_hf
-from penstock.stages.convert.verify import verify_existing
 from penstock.storage.errors import ModelError
 from penstock.storage.refs import CheckpointRef, Commit
 from penstock.storage.store import Store

@@ -11,9 +11,8 @@ import torch.multiprocessing as mp
 from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.megatron.parallel import ParallelLayout
 from penstock.flows.commands.demo_model import make_tiny_model
-from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.hf.weights import HFWeights
-from penstock.stages.convert.to_hf import export_hf
+from penstock.stages.convert.hf_checkpoint import HFWeights
+from penstock.stages.convert.to_hf import Origin, export_hf
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.storage.refs import Commit
 from penstock.storage.store import Store
@@ -60,7 +59,7 @@ def rank_main(rank: int, world_size: int, scratch: Path, layout: ParallelLayout,
     gathered = engine.gather_weights()
     if rank == 0:
         store = Store(str(scratch / "store"), probe=False)
-        with patch("penstock.stages.convert.hf.weights.hash_file") as hash_file:
+        with patch("penstock.stages.convert.hf_checkpoint.hash_file") as hash_file:
             export_hf(store, scratch / "training", Origin(source), FROM_MEMORY, shard_bytes=20_000, weights=gathered)
         assert not hash_file.called, "a file was read to hash it, although its tensors were written in order"
     assert list(gathered.tensors) == [] or rank > 0

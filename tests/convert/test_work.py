@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from penstock.flows.commands.demo_model import make_tiny_model
-from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.hf.weights import HFWeights
+from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.targets import ASSETS_DIRECTORY, RECORD, TRACKER, check_free_space
-from penstock.stages.convert.to_hf import export_to, finish_export, prepare_export, write_export
+from penstock.stages.convert.to_hf import Origin, export_to, finish_export, prepare_export, write_export
 from penstock.stages.convert.to_torch_dist import (
     Conversion,
     ConversionOptions,

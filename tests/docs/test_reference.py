@@ -1,4 +1,4 @@
-"""Every option, command, metric and file format has exactly one reference entry, and generated pages are current."""
+"""Every option, command, metric and file format has exactly one reference entry; generated pages are not committed."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ DOCS = ROOT / "docs"
 METRIC = re.compile(r"^(rollout|train|perf|eval|multi_turn|cost|system)/[\w./@<>-]*$")
 # What code adds to names: prefixes of the critic's metrics, and parts that are completed by a variable.
 INCOMPLETE = re.compile(r"[/_-]$|^(eval|rollout|train)/<>(-<>|/<>)?$|^train/value_")
-reference = runpy.run_path(str(DOCS / "scripts" / "reference.py"))
+GENERATED = runpy.run_path(str(DOCS / "scripts" / "reference.py"))["generated_pages"]()
 
 
 def read(page: str) -> str:
-    return (DOCS / page).read_text(encoding="utf-8")
+    return GENERATED.get(page) or (DOCS / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", ["configuration", "commands"])
-def test_generated_page_is_current(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    text = reference[f"{page}_page"]()
-    assert read(f"reference/{page}.md") == text, "run `python docs/scripts/reference.py` and commit the pages"
+@pytest.mark.parametrize("page", GENERATED)
+def test_generated_page_is_made_and_not_committed(page: str) -> None:
+    assert GENERATED[page].startswith("# ") and len(GENERATED[page].splitlines()) > 100
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert f"/docs/{page}" in ignored and not (DOCS / page).exists()
 
 
 def test_every_option_has_one_entry() -> None:

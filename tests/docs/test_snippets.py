@@ -2,7 +2,7 @@
 
 Blocks without a language, and `text`, are output. Nothing is started: commands that train are parsed and validated as
 a configuration, other commands run in an empty directory, where the run that they name does not exist.
-tests/docs/test_walk.py runs the commands of the pages for beginners.
+tests/docs/test_walk.py runs the commands of the first page.
 """
 
 from __future__ import annotations
@@ -180,13 +180,13 @@ def check_command(snippet: Snippet, words: list[str], capsys: pytest.CaptureFixt
 
 # ---- commands that train, as printed, up to the start ----------------------------------------------------------------
 
+MODEL = re.compile(r"--hf-checkpoint [\w/.-]+ .*--(eval-)?prompt-data ")  # commands without `...` and champions
 PRINTED = [
     (f"{snippet}", words[1:])
     for snippet in of_language("bash")
-    if "howto" in str(snippet) or snippet.page.name in ("README.md", "first-curve.md", "tour.md")
-    if "examples" not in str(snippet)
+    if not str(snippet).startswith("examples/") or "gsm8k" in str(snippet)
     for words in commands_of(snippet)
-    if words[0].endswith("penstock") and words[1] in FLOWS and not {"--rescore", "--compare"} & set(words)
+    if words[0].endswith("penstock") and words[1] in FLOWS and MODEL.search(" ".join(words))
 ]
 PRINTED += [(f"penstock {name} --help", text.example.split()[1:]) for name, text in SHORT.items()]
 ROW = {
@@ -230,7 +230,10 @@ def stocked_workplace(workplace: Path, tiny_model: Path) -> Path:
     ("place", "words"),
     [
         pytest.param(
-            place, words, marks=[] if "--help" in place or "one-gpu" in place else pytest.mark.full, id=f"{place} {n}"
+            place,
+            words,
+            marks=[] if "--help" in place or "docs/start.md" in place else pytest.mark.full,
+            id=f"{place} {n}",
         )
         for n, (place, words) in enumerate(PRINTED)
     ],
@@ -295,7 +298,7 @@ def test_sql_is_valid(snippet: Snippet) -> None:
     assert duckdb.extract_statements(snippet.text)
 
 
-# ---- functions of the how-to pages, executed -------------------------------------------------------------------------
+# ---- functions of the pages, executed -------------------------------------------------------------------------
 
 
 def module_of(page: str, name: str) -> dict[str, Any]:
@@ -307,14 +310,14 @@ def module_of(page: str, name: str) -> dict[str, Any]:
     return names
 
 
-def test_reward_of_the_how_to_page_grades() -> None:
-    grade = module_of("howto/own-reward.md", "my_reward.py")["grade"]
+def test_reward_of_the_page_on_rewards_grades() -> None:
+    grade = module_of("rewards.md", "my_reward.py")["grade"]
     answers = {"45<|end|>": 1.0, "46<|end|>": 0.25, "": 0.0, "no": 0.0}
     assert {text: grade(None, SimpleNamespace(response=text, label="45")) for text in answers} == answers
 
 
-def test_reward_of_the_page_on_one_gpu_grades() -> None:
-    grade = module_of("howto/one-gpu.md", "my_reward.py")["grade"]
+def test_reward_of_the_first_page_for_one_gpu_grades() -> None:
+    grade = module_of("start.md", "my_reward.py")["grade"]
     answers = {r"15 + 27 = \boxed{42}.<|im_end|>": 1.0, "41": 0.1, "": 0.0}
     assert {text: grade(None, SimpleNamespace(response=text, label="42")) for text in answers} == answers
 
@@ -322,8 +325,8 @@ def test_reward_of_the_page_on_one_gpu_grades() -> None:
 @pytest.mark.parametrize(
     "replies, results", [(["<call>12+30.5</call>", "42.5"], ["<result>42.5</result>"]), (["42"], [])]
 )
-def test_generate_function_of_the_how_to_page_calls_its_tool(replies: list[str], results: list[str]) -> None:
-    generate = module_of("howto/tools.md", "calculator.py")["generate"]
+def test_generate_function_of_the_page_on_tools_calls_its_tool(replies: list[str], results: list[str]) -> None:
+    generate = module_of("generation.md", "calculator.py")["generate"]
     appended: list[str] = []
 
     class Engine:
@@ -353,16 +356,16 @@ def test_adapters_of_the_migration_pages_call_the_rewards(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "my_verl_reward", verl)
     monkeypatch.setitem(sys.modules, "my_trl_reward", trl)
     metadata = {"data_source": "s", "ground_truth": 4, "extra_info": {"a": 1}}
-    grade = module_of("howto/from-verl.md", "adapter.py")["grade"]
+    grade = module_of("coming-from.md", "verl_adapter.py")["grade"]
     rewards = [grade(None, SimpleNamespace(response=text, metadata=metadata)) for text in ("r", "r<|im_end|>")]
     assert rewards == [1.0, 0.0]
     sample = SimpleNamespace(prompt="p", response="abc", metadata={"n": 2})
-    assert module_of("howto/from-trl.md", "adapter.py")["grade"](None, sample) == 6.0
+    assert module_of("coming-from.md", "trl_adapter.py")["grade"](None, sample) == 6.0
 
 
 def test_conversion_of_trl_data_sets(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "2+2?"}], "solution": "4", "level": 1}]
-    module_of("howto/from-trl.md", "trl_to_jsonl.py")["write_rows"](rows, str(tmp_path / "train.jsonl"), "solution")
+    module_of("coming-from.md", "trl_to_jsonl.py")["write_rows"](rows, str(tmp_path / "train.jsonl"), "solution")
     [row] = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert row == {"prompt": rows[0]["prompt"], "label": "4", "metadata": {"solution": "4", "level": 1}}
 
@@ -374,7 +377,7 @@ def test_conversion_of_verl_files(
     row = {"data_source": "sums", "prompt": prompt, "reward_model": {"ground_truth": 4}, "extra_info": {"index": 7}}
     parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
     monkeypatch.setattr(sys, "argv", ["verl_to_jsonl.py", str(tmp_path / "train.parquet")])
-    module_of("howto/from-verl.md", "verl_to_jsonl.py")
+    module_of("coming-from.md", "verl_to_jsonl.py")
     written = json.loads(capsys.readouterr().out)
     metadata = {"data_source": "sums", "ground_truth": 4, "extra_info": {"index": 7}}
     assert written == {"prompt": prompt, "label": 4, "metadata": metadata}

@@ -1,5 +1,5 @@
-"""Pages for beginners, typed into a terminal as they are printed: every command succeeds, and every line of output on
-the page has the form of a line that the commands print."""
+"""The first page, typed into a terminal as it is printed: every command succeeds, and every line of output on the page
+has the form of a line that the commands print."""
 
 from __future__ import annotations
 
@@ -19,23 +19,17 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.mark.integration
 @pytest.mark.full
-def test_tour_works_as_printed(checkout: Path) -> None:
-    printed, missing = walk(list(snippets_of(ROOT / "docs" / "tour.md")), checkout)
+def test_first_page_works_as_printed_without_a_gpu(checkout: Path) -> None:
+    page = ROOT / "docs" / "start.md"
+    end = page.read_text(encoding="utf-8").partition("## Your own model on one GPU")[0].count("\n")
+    printed, missing = walk([snippet for snippet in snippets_of(page) if snippet.line <= end], checkout)
     assert missing == [], printed[-20000:]
     assert "Killed" in printed, "kill -9 did not end the run"
     assert printed.count("16 of 16 rounds are equal bit for bit") == 1
-    assert len(re.findall(r"^round +\d+ \(\d+/30\)", printed, re.MULTILINE)) >= 30
     assert (checkout / "penstock-demo/store").is_dir() and (checkout / "tiny-model/config.json").is_file()
-
-
-@pytest.mark.integration
-@pytest.mark.full
-def test_first_curve_works_as_printed(checkout: Path) -> None:
-    printed, missing = walk(list(snippets_of(ROOT / "docs" / "first-curve.md")), checkout)
-    assert missing == [], printed[-20000:]
     rewards = [float(reward) for reward in re.findall(r"^round +\d+ \(\d+/20\) +reward (\S+)", printed, re.MULTILINE)]
-    demo, own = rewards[:20], rewards[-20:]
-    assert len(rewards) >= 40 and min(sum(curve[-3:]) / 3 - curve[0] for curve in (demo, own)) > 0.1
+    demo, own = rewards[:20], rewards[20:]  # the line of the round in which the kill comes may be missing
+    assert len(own) >= 18 and min(sum(curve[-3:]) / 3 - curve[0] for curve in (demo, own)) > 0.1
 
 
 # ---- the walk itself, without engines --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.engines.families.shape import Experts, LatentAttention, ModelShape
-from penstock.engines.megatron.memory.plan import (
+from penstock.engines.megatron.memory_plan import (
     TrainerOptions,
     count_stage_parameters,
     estimate_trainer_memory,
@@ -69,8 +69,8 @@ def built_bytes(
     """Return the bytes of this rank's weights, gradients, and optimizer tensors that are not model weights and not
     offloaded."""
     from penstock.engines.megatron.engine import MegatronEngine
-    from penstock.engines.megatron.memory.optimizer_offload import optimizer_tensors_on_device
     from penstock.engines.megatron.optimizer import inner_optimizers
+    from penstock.engines.megatron.optimizer_offload import optimizer_tensors_on_device
 
     weights = gradients = optimizer = 0
     for role in ("policy", "value") if critic else ("policy",):

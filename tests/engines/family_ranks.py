@@ -58,8 +58,8 @@ CASES = {
     "grouped": Case(ParallelLayout(), MIXTURES, GROUPED),
     "grouped experts": Case(ParallelLayout(expert=2), MIXTURES, GROUPED),
     "grouped tensor": Case(ParallelLayout(tensor=2, sequence_parallel=True), MIXTURES, GROUPED),
-    "uneven": Case(ParallelLayout(pipeline=2), ["moonlight"], {"decoder_first_pipeline_num_layers": 1}),
-    "uneven last": Case(ParallelLayout(pipeline=2), ["qwen3"], {"decoder_last_pipeline_num_layers": 1}),
+    "uneven": Case(ParallelLayout(pipeline=2), ["moonlight"], {"num_layers_in_first_pipeline_stage": 1}),
+    "uneven last": Case(ParallelLayout(pipeline=2), ["qwen3"], {"num_layers_in_last_pipeline_stage": 1}),
 }
 
 

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.engines.families import read_shape, tensor_layout
-from penstock.engines.families.peft import from_peft, to_peft
-from penstock.engines.lora import LoraOptions
+from penstock.engines.lora import LoraOptions, from_peft, to_peft
 from penstock.engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
 from tests.engines.family_ranks import OPTIMIZER, PACKS, loss_of, packs_and_loss, save_alone, under_megatron_names
 from tests.families import hf_model, make_family

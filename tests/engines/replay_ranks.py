@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.model.router_replay import UNKNOWN
+from penstock.engines.megatron.model.expert_routing import UNKNOWN
 from penstock.engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
 from tests.engines.megatron_reference import OPTIMIZER, make_pack, targets_of
 from tests.families import make_family

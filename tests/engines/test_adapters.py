@@ -10,9 +10,15 @@ import pytest
 import torch
 from aiohttp import web
 
-from penstock.engines.families.peft import peft_config, served_config, served_modules, served_tensors
 from penstock.engines.generation import EngineRefused, PublishedAdapter, WeightTransport
-from penstock.engines.lora import LoraOptions, adapter_targets
+from penstock.engines.lora import (
+    LoraOptions,
+    adapter_targets,
+    peft_config,
+    served_config,
+    served_modules,
+    served_tensors,
+)
 from penstock.engines.options import EngineOptions, ServedAdapters
 from penstock.engines.serving import adapter_requests
 from penstock.engines.serving.adapter_requests import BASE, AdapterNames

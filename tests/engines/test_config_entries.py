@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from penstock.engines.families import FAMILIES, read_shape, shape_from_config
 from penstock.engines.families.entries import FOREIGN
 from penstock.engines.families.shape import YarnScaling
-from penstock.engines.megatron.model.rotary import rope_dim, rope_frequencies, yarn_attention_factor
+from penstock.engines.megatron.model.norm_and_rope import rope_dim, rope_frequencies, yarn_attention_factor
 from penstock.storage.errors import ModelError
 
 # read by transformers' code of these families, and without effect on logits

@@ -5,17 +5,16 @@ from typing import Any
 
 import pytest
 
-from penstock.engines.megatron.check_parallelism import FIRST_STAGE_FLAG, LAST_STAGE_FLAG, check_pipeline, split_layers
-from penstock.engines.megatron.options.model_options import check_model_options
 from penstock.engines.megatron.parallel import ParallelLayout
+from penstock.engines.parallel_layout import FIRST_STAGE_FLAG, LAST_STAGE_FLAG, check_pipeline, split_layers
 from penstock.flows.options import flags
-from penstock.storage.errors import LayoutError, OptionError
+from penstock.storage.errors import LayoutError
 from tests.engines.megatron_reference import SHAPE
 
 
 def options_of(text: str) -> dict[str, Any]:
     """Return the Megatron options of a part of a command line."""
-    return flags.parse_config(["--hf-checkpoint", "x", *text.split()]).train.megatron
+    return flags.parse_config(["--hf-checkpoint", "x", *text.split()]).train.megatron.model_dump()
 
 
 @pytest.mark.parametrize(
@@ -38,11 +37,10 @@ def test_split_layers_equals_megatrons_split(num_layers: int, pipeline: int, tex
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
     shape, options = SHAPE.model_copy(update={"num_layers": num_layers}), options_of(text)
-    check_model_options(shape, options)
     check_pipeline(shape, pipeline, None, options)
     config = transformer_config(shape, ParallelLayout(pipeline=pipeline), overrides=options)
     assert [get_num_layers_to_build(config, pp_rank=rank) for rank in range(pipeline)] == stages
-    first, last = (options.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+    first, last = (options.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
     assert split_layers(num_layers, pipeline, first, last) == stages
 
 
@@ -77,13 +75,13 @@ def test_error_for_61_layers_on_two_stages_suggests_a_smaller_last_stage() -> No
 @pytest.mark.parametrize(
     ("pipeline", "options"),
     [
-        (1, {"decoder_first_pipeline_num_layers": 2}),
-        (2, {"decoder_first_pipeline_num_layers": 0}),
-        (2, {"decoder_first_pipeline_num_layers": "two"}),
-        (2, {"decoder_last_pipeline_num_layers": 60}),
-        (2, {"decoder_last_pipeline_num_layers": 59, "num_layers_in_first_pipeline_stage": 2}),
-        (2, {"decoder_last_pipeline_num_layers": 1, "account_for_loss_in_pipeline_split": True}),
-        (8, {"decoder_last_pipeline_num_layers": 6}),
+        (1, {"num_layers_in_first_pipeline_stage": 2}),
+        (2, {"num_layers_in_first_pipeline_stage": 0}),
+        (2, {"num_layers_in_first_pipeline_stage": "two"}),
+        (2, {"num_layers_in_last_pipeline_stage": 60}),
+        (2, {"num_layers_in_last_pipeline_stage": 59, "num_layers_in_first_pipeline_stage": 2}),
+        (2, {"num_layers_in_last_pipeline_stage": 1, "account_for_loss_in_pipeline_split": True}),
+        (8, {"num_layers_in_last_pipeline_stage": 6}),
     ],
 )
 def test_impossible_split_is_an_error(pipeline: int, options: dict[str, Any]) -> None:
@@ -94,8 +92,3 @@ def test_impossible_split_is_an_error(pipeline: int, options: dict[str, Any]) ->
         check_pipeline(shape, pipeline, None, options)
     with pytest.raises(LayoutError):
         transformer_config(shape, ParallelLayout(pipeline=pipeline), overrides=options)
-
-
-def test_unknown_option_is_an_option_error() -> None:
-    with pytest.raises(OptionError, match="decoder_first_pipeline_num_layers"):
-        check_pipeline(SHAPE, 2, None, {"decoder_first_pipeline_layers": 2})

@@ -195,8 +195,8 @@ def test_nan_gradients_raise_before_weights_change(engine: Any) -> None:
     "options",
     [
         {"overrides": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}},
-        {"overrides": {"recompute_activations": True}},
-        {"overrides": {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}},
+        {"overrides": {"recompute_granularity": "selective"}},
+        {"overrides": {"overlap_grad_reduce": True, "bucket_size": 3000}},
         {"deterministic": True},
     ],
     ids=["full recompute", "selective recompute", "several buckets", "deterministic"],

@@ -12,10 +12,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import Experts, LatentAttention, ModelShape, Rotary
-from penstock.engines.megatron.check_parallelism import check_model_parallel
 from penstock.engines.megatron.checkpoints.layout import checkpoint_layout
 from penstock.engines.megatron.checkpoints.safe_load import read_metadata
 from penstock.engines.megatron.parallel import ParallelLayout
+from penstock.engines.parallel_layout import check_model_parallel
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.storage.errors import OptionError
 from tests.engines.family_ranks import SOME
@@ -28,43 +28,6 @@ LATENT = LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, q
 
 
 # ---- configuration ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "option", "message"),
-    [
-        ({}, {"num_experts": 8}, "num_moe_experts = 8.*has None"),
-        ({}, {"multi_latent_attention": True}, "multi_latent_attention"),
-        ({}, {"rotary_base": 500000}, "rotary_base = 500000.*10000.0"),
-        ({"latent": LATENT}, {"kv_lora_rank": 512}, "kv_lora_rank = 512.*20"),
-        ({"experts": MIXTURE}, {"moe_router_topk": 8}, "moe_router_topk = 8.*2"),
-        ({"experts": MIXTURE}, {"moe_aux_loss_coeff": 0.01}, "moe_aux_loss_coeff = 0.01.*0.0"),
-        ({"experts": MIXTURE}, {"moe_router_bias_update_rate": 1e-3}, "moe_router_bias_update_rate"),
-        ({"experts": MIXTURE}, {"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor"),
-        ({"experts": MIXTURE}, {"moe_layer_freq": 2}, "moe_layer_freq"),
-    ],
-    ids=lambda value: next(iter(value), "dense") if isinstance(value, dict) else None,
-)
-def test_options_that_contradict_the_model_are_refused(
-    change: dict[str, Any], option: dict[str, Any], message: str
-) -> None:
-    from penstock.engines.megatron.model.transformer_config import transformer_config
-
-    with pytest.raises(ValueError, match=message):
-        transformer_config(SHAPE.model_copy(update=change), overrides=option)
-
-
-def test_options_that_agree_with_the_model_are_accepted() -> None:
-    from penstock.engines.megatron.model.transformer_config import transformer_config
-
-    told = dict(
-        moe_router_topk=2, moe_layer_freq=1, moe_aux_loss_coeff=0, moe_router_load_balancing_type="seq_aux_loss"
-    )
-    config = transformer_config(SHAPE.model_copy(update={"experts": MIXTURE}), overrides=told)
-    assert config.moe_layer_freq == [1] * SHAPE.num_layers and config.moe_router_dtype == "fp32"
-    told = dict(kv_channels=128, rotary_interleaved=True, q_lora_rank=24)  # latent attention ignores the first two
-    config = transformer_config(SHAPE.model_copy(update={"latent": LATENT, "num_query_groups": 4}), overrides=told)
-    assert (config.q_lora_rank, config.v_head_dim, config.rotary_interleaved) == (24, 12, False)
 
 
 @pytest.mark.parametrize(

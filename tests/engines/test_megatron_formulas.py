@@ -11,14 +11,14 @@ from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from penstock.engines.families.shape import Experts, LatentAttention, Llama3Scaling, Rotary, YarnScaling
-from penstock.engines.megatron.model.rotary import (
+from penstock.engines.megatron.model.expert_routing import select_experts
+from penstock.engines.megatron.model.norm_and_rope import (
     apply_rope_unfused,
     rope_cos_sin,
     rope_frequencies,
     softmax_scale,
     yarn_attention_factor,
 )
-from penstock.engines.megatron.model.router import select_experts
 from tests.engines.megatron_reference import SHAPE
 
 LATENT = LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)

@@ -24,7 +24,7 @@ import_megatron()
 from penstock.engines.families.shape import Rotary  # noqa: E402
 from penstock.engines.megatron.model import attention  # noqa: E402
 from penstock.engines.megatron.model.attention import bucketed_attention, causal_attention, packed_attention  # noqa: E402
-from penstock.engines.megatron.model.rotary import apply_rope_unfused, rope_cos_sin  # noqa: E402
+from penstock.engines.megatron.model.norm_and_rope import apply_rope_unfused, rope_cos_sin  # noqa: E402
 from penstock.engines.megatron.packing import make_buckets, pack_stream  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -48,7 +48,7 @@ def sizes(engine: Any) -> dict[StateKind, set[int]]:
 def test_training_with_offloads_between_steps_gives_identical_bits(
     dtype: str, shape: ModelShape, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.engines.megatron.memory import residency
+    from penstock.engines.megatron import residency
 
     monkeypatch.setattr(residency, "BUFFER_BYTES", 10_000)  # storages that lie in several host buffers
     plain, moved = make_engine(shape, dtype, **overrides), make_engine(shape, dtype, **overrides)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engines.megatron.model.rotary import apply_rope, apply_rope_unfused
+from penstock.engines.megatron.model.norm_and_rope import apply_rope, apply_rope_unfused
 from tests.triton_interpreter import run_in_interpreter
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -29,7 +29,7 @@ def gradients(out: Tensor, grad: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 
 def check(shape: tuple[int, int, int], kind: str, dtype: torch.dtype, device: str) -> None:
     """Compare results and gradients for heads that are a part of a larger tensor. In bf16 the reference is fp32."""
-    from penstock.engines.megatron.kernels.norm import normalize_and_rotate
+    from penstock.engines.megatron.triton_kernels import normalize_and_rotate
 
     torch.manual_seed(0)
     whole = torch.randn(*shape[:2], 3 * shape[2], device=device).to(dtype)

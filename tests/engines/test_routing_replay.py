@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.model.router_replay import UNKNOWN, RoutingRecord, StreamRouting
+from penstock.engines.megatron.model.expert_routing import UNKNOWN, RoutingRecord, StreamRouting
 from tests.engines.replay_ranks import make_engine, random_record, replay_packs
 from tests.families import hf_model, make_family
 

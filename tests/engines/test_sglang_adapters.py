@@ -16,9 +16,8 @@ from families import hf_model, make_family
 
 from penstock.engines.backends import engine_backend
 from penstock.engines.families import read_shape, tensor_layout
-from penstock.engines.families.peft import PREFIX, served_config, served_modules, served_tensors
 from penstock.engines.generation import EngineRefused, Generation, PublishedAdapter, WeightTransport
-from penstock.engines.lora import LoraOptions
+from penstock.engines.lora import PREFIX, LoraOptions, served_config, served_modules, served_tensors
 from penstock.engines.options import EngineOptions, ServedAdapters
 from penstock.engines.serving import adapter_requests, endpoints
 from penstock.engines.serving.adapter_requests import BASE, AdapterNames

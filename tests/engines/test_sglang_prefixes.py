@@ -26,7 +26,7 @@ from penstock.engines.sglang.client import SGLangClient, parse_generation
 from penstock.engines.sglang.router import SGLangRouter
 from penstock.flows.commands.demo_model import make_tiny_model, make_tokenizer
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.plugins.engine_handle import EngineHandle
+from penstock.stages.rollout.plugins.custom_generation import EngineHandle
 from penstock.stages.rollout.plugins.user_sample import UserSample
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.prompts.source import PromptSource

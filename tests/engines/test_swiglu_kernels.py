@@ -12,7 +12,7 @@ ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 
 
 def check(ffn: int, dtype: torch.dtype, device: str) -> None:
-    from penstock.engines.megatron.kernels.swiglu import swiglu, swiglu_back, weighted_swiglu, weighted_swiglu_back
+    from penstock.engines.megatron.triton_kernels import swiglu, swiglu_back, weighted_swiglu, weighted_swiglu_back
 
     torch.manual_seed(0)
     gate_up, grad = (torch.randn(7, size, device=device).to(dtype) for size in (2 * ffn, ffn))
@@ -61,7 +61,7 @@ def test_megatron_uses_the_kernels() -> None:
     import_megatron()
     from megatron.core.fusions import fused_bias_swiglu
 
-    from penstock.engines.megatron.kernels import swiglu
+    from penstock.engines.megatron import triton_kernels
 
     for name in ("swiglu", "weighted_swiglu", "swiglu_back", "weighted_swiglu_back"):
-        assert getattr(fused_bias_swiglu, name) is getattr(swiglu, name)
+        assert getattr(fused_bias_swiglu, name) is getattr(triton_kernels, name)

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.engines.families import read_shape, tensor_layout
-from penstock.engines.families.ops import GateUp, InterleavedQKV, PaddedVocab
 from penstock.engines.families.shape import ModelShape, Rotary
+from penstock.engines.families.tensor_rows import GateUp, InterleavedQKV, PaddedVocab
 from penstock.storage.errors import ModelError
 from tests.families import FAMILIES, make_family
 

@@ -15,9 +15,8 @@ from penstock.engines.options import EngineOptions
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.weights.check import update_and_check
-from penstock.engines.weights.routes import ProcessPlace
-from penstock.engines.weights.upload import upload_weights
+from penstock.engines.weights.routes import ProcessPlace, upload_weights
+from penstock.engines.weights.weight_check import update_and_check
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.processes import Processes
 from penstock.storage.errors import StoreError

@@ -16,8 +16,7 @@ import torch
 from penstock.engines.generation import WeightTransport
 from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.sglang.weights.payload import FlatBucket
-from penstock.engines.weights.buckets import split_into_buckets
-from penstock.engines.weights.hf_directory import write_weights
+from penstock.engines.weights.buckets import split_into_buckets, write_weights
 from penstock.storage.errors import EngineError
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import open_run
-from penstock.stages.eval.score import compute_eval_metrics
+from penstock.stages.eval.scores import compute_eval_metrics
 from penstock.stages.rewards.grading import Grader
-from penstock.stages.rewards.settings import RewardSettings
+from penstock.stages.rewards.hub import RewardSettings
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.storage.refs import CheckpointRef, Commit, RunKeys
 from penstock.storage.samples.sample import Sample, Status

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from penstock.stages.eval import intervals as module
-from penstock.stages.eval.intervals import bootstrap_intervals
+from penstock.stages.eval import scores as module
+from penstock.stages.eval.scores import bootstrap_intervals
 
 
 def test_intervals_of_many_prompts_match_the_normal_approximation() -> None:

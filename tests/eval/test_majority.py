@@ -5,8 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from penstock.stages.eval.majority import MAX_SUBSETS, majority_pass_rate, majority_rates, voted_answer
-from penstock.stages.eval.score import compute_eval_metrics
+from penstock.stages.eval.scores import (
+    MAX_SUBSETS,
+    compute_eval_metrics,
+    majority_pass_rate,
+    majority_rates,
+    voted_answer,
+)
 from penstock.storage.samples.sample import Sample, Status
 
 

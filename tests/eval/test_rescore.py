@@ -14,7 +14,7 @@ from penstock.flows.inspect.show import evaluation_rows
 from penstock.flows.reporting.progress import describe_progress, evaluation_rewards
 from penstock.flows.runtime.runs import read_existing_record
 from penstock.flows.terminal.lines import seconds_by_stage, summary_rows
-from penstock.stages.eval.rescore import Scoring
+from penstock.stages.eval.rescoring import Scoring
 from penstock.storage.commits import read_commits
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.query import execute, open_connection

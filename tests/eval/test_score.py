@@ -7,7 +7,7 @@ import random
 import pytest
 
 from penstock.stages.eval.config import EvalConfig, is_eval_metric
-from penstock.stages.eval.score import compute_eval_metrics, pass_at_k, pass_rates
+from penstock.stages.eval.scores import compute_eval_metrics, pass_at_k, pass_rates
 from penstock.storage.samples.sample import Sample, Status
 
 

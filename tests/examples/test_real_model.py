@@ -59,7 +59,7 @@ def test_conversion_is_exact_and_log_probs_equal_transformers(
     model: Path, prefect_api: dict[str, str], tmp_path: Path
 ) -> None:
     from penstock.engines.families import read_config
-    from penstock.stages.convert.logits import choose_part_to_compare, compare_logits
+    from penstock.stages.convert.conversion_check import choose_part_to_compare, compare_logits
 
     words = ["--hf-checkpoint", str(model), "--save", str(tmp_path / "converted"), "--verify"]
     converted = penstock("convert", *words, "--check-logits", "false", env=prefect_api)

@@ -26,11 +26,7 @@ STARTS = {
     "os.spawn",
     "socket.connect",
 }
-PREFLIGHT = (
-    "penstock.stages.rewards.check_custom_reward",
-    "template_process",
-    "penstock.stages.rewards.worker",
-)  # look at what users give, in a process each
+PREFLIGHT = "penstock.stages.worker_process"  # looks at what users give, in a process each
 MAX_CHARACTERS = 400
 
 
@@ -44,7 +40,7 @@ class Watch:
     on = False
 
     def __call__(self, event: str, arguments: tuple[object, ...]) -> None:
-        looks = event == "subprocess.Popen" and any(name in str(arguments[1]) for name in PREFLIGHT)
+        looks = event == "subprocess.Popen" and PREFLIGHT in str(arguments[1])
         if self.on and event in STARTS and not looks:
             raise Tripwire(f"{event} {str(arguments)[:300]}")
 

@@ -97,12 +97,15 @@ def test_engine_flags_reach_their_engines() -> None:
             "0.4",
             "--recompute-granularity",
             "full",
-            "--moe-token-dispatcher-type",
-            "alltoall",
+            "--decoder-first-pipeline-num-layers",
+            "3",
         ]
     )
     assert config.rollout.engine_options == {"mem_fraction_static": 0.4}
-    assert config.train.megatron == {"recompute_granularity": "full", "moe_token_dispatcher_type": "alltoall"}
+    assert config.train.megatron.model_dump() == {
+        "recompute_granularity": "full",
+        "num_layers_in_first_pipeline_stage": 3,
+    }
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_custom_config_sets_options_of_all_families_and_arguments_of_functions(t
     assert (config.train.lr, config.rollout.rollout_temperature) == (1e-4, 0.7)  # overrides the flag
     assert config.rollout.rollout_stop == ["a", "b"]
     assert config.rollout.engine_options == {"log_level": "info", "mem_fraction_static": 0.4}
-    assert config.train.megatron == {"recompute_granularity": "full"}
+    assert config.train.megatron.model_dump() == {"recompute_granularity": "full"}
     assert config.rollout.plugin_args == {"search_url": "http://127.0.0.1:1", "tools": {"python": {"limit": 3}}}
     assert config.debug.custom_config_path is None  # the run records the values
     again = parse_config([*BASE, "--lr", "1e-4", "--rollout-temperature", "0.7", "--rollout-stop", "a", "b",
@@ -177,8 +177,8 @@ def test_missing_custom_config_is_refused() -> None:
 
 def test_functions_of_users_get_plugin_args_as_attributes(tmp_path: Path) -> None:
     from penstock.stages.rollout.group import make_grader
-    from penstock.stages.rollout.plugins.custom_source import open_data_source
     from penstock.stages.rollout.plugins.hooks import Hooks
+    from penstock.stages.rollout.prompts.data_source import open_data_source
     from penstock.storage.samples.sample import Sample, Status
 
     file = tmp_path / "functions.py"

@@ -86,7 +86,7 @@ def test_recipe_has_a_consistent_plan_for_8_64_and_512_gpus(path: Path, tiny_mod
     assert peaks == sorted(peaks, reverse=True)
 
 
-OPTIONS = {  # letters of docs/howto/one-gpu.md -> options
+OPTIONS = {  # letters of docs/start.md -> options
     "C": "--colocate --sglang-mem-fraction-static 0.7",
     "M": "--max-tokens-per-gpu 8192",
     "R": FULL,
@@ -99,7 +99,7 @@ MODELS = {
     "4B": "qwen3-4B",
     "7B to 8B": "qwen3-8B",
 }
-PAGE = (RECIPES.parents[1] / "docs/howto/one-gpu.md").read_text(encoding="utf-8")
+PAGE = (RECIPES.parents[1] / "docs/start.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("parameters", MODELS)
@@ -167,7 +167,7 @@ def test_doctor_prints_the_plan_of_the_recipe(
 
 
 def test_4b_model_trains_on_one_80_gib_gpu(model_dir: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The command of docs/engines.md; a critic, a reference and a teacher fit, too, most of their state on the host."""
+    """The command of docs/memory.md; a critic, a reference and a teacher fit, too, most of their state on the host."""
     words = ["--hf-checkpoint", model_dir("qwen3-4B"), "--gpu-memory-gib", "80", "--max-tokens-per-gpu", "16384"]
     words += ["--colocate", *FULL.split(), "--optimizer-cpu-offload", "--grad-reduce-in-bf16"]
     assert main(["doctor", "--plan", *words]) == 0

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from penstock.engines.families import read_shape
-from penstock.engines.megatron.options.model_options import model_options
+from penstock.engines.megatron.model.transformer_config import model_options
 from penstock.flows.cli import main
-from penstock.flows.options.flags import megatron_flag_names, parse_config
+from penstock.flows.options.flags import parse_config
+from penstock.flows.slime.flag_table import OF_MODEL, REFUSED
 from penstock.flows.slime.recipe import format_recipe, import_script
 from penstock.flows.slime.shell import compute, read_script, split_statements
 from penstock.storage.errors import ModelError, OptionError
@@ -65,7 +66,7 @@ def test_script_of_every_model_plans(model: str, tmp_path: Path, capsys: pytest.
     words = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f" '{value}'")
         for name, value in model_options(read_shape(directory)).items()
-        if value and name in megatron_flag_names().values()
+        if value and REFUSED.get(f"--{name.replace('_', '-')}") == OF_MODEL
     ]
     (tmp_path / "models").mkdir()
     write_script(tmp_path / f"models/{model}.sh", f"MODEL_ARGS=({' '.join(words)})")
@@ -155,7 +156,7 @@ def test_missing_script_and_existing_output_are_refused(tmp_path: Path, capsys: 
         ("--use-slime-router", ["use_router = true"]),
         (
             "--fp8-format e4m3",
-            ["# Dropped: --fp8-format e4m3: --fp8-format e4m3 is not supported: fp8 and fp4 training"],
+            ["# Dropped: --fp8-format e4m3: --fp8-format is not supported: fp8 and fp4 training"],
         ),
         (
             "--sglang-enable-ep-moe",
@@ -225,10 +226,10 @@ def test_missing_file_of_the_model_is_a_comment(tmp_path: Path) -> None:
 def test_model_file_is_found_in_the_scripts_of_the_tree(tmp_path: Path) -> None:
     (tmp_path / "scripts" / "models").mkdir(parents=True)
     (tmp_path / "examples" / "a").mkdir(parents=True)
-    write_script(tmp_path / "scripts" / "models" / "qwen3-4B.sh", "MODEL_ARGS=(--moe-router-bias-update-rate 0.5)")
+    write_script(tmp_path / "scripts" / "models" / "qwen3-4B.sh", "MODEL_ARGS=(--recompute-granularity full)")
     text = "source /root/slime/scripts/models/qwen3-4B.sh\npython train.py ${MODEL_ARGS[@]}"
     recipe = import_script(write_script(tmp_path / "examples" / "a" / "run.sh", text))
-    assert recipe.config.train.megatron == {"moe_router_bias_update_rate": 0.5}
+    assert recipe.config.train.megatron.recompute_granularity == "full"
 
 
 # ---- bash ------------------------------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ def test_worst_samples_come_first_and_the_limit_holds(store: Store, capsys: pyte
 def test_printed_commands_for_a_run_that_diverges_work_on_every_run(
     line: int, rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "howto" / "diverging.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
     commands = page.partition("```bash\n")[2].partition("```")[0].splitlines()
     assert len(commands) == 3 and all("my-run" in command for command in commands)
     monkeypatch.chdir(tmp_path)

@@ -15,7 +15,7 @@ from penstock.flows.commands.fork import forked_config
 from penstock.flows.options.flags import parse_config
 from penstock.flows.promotion import promote_policy, with_champion
 from penstock.flows.runtime.preflight import check_promotion_options
-from penstock.stages.eval.promotion import Gate
+from penstock.stages.eval.comparison import Gate
 from penstock.storage.errors import DataError, OptionError, PromotionRefused, RunError
 from penstock.storage.refs import RunKeys, commit_key
 from penstock.storage.registry import Decision, champion, read_decisions, record_decision

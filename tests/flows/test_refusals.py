@@ -94,8 +94,8 @@ def fp8_model(bf16_model: Path, tmp_path: Path) -> Path:
     """`bf16_model` with projections in block fp8."""
     from safetensors.torch import load_file
 
-    from penstock.engines.weights.fp8 import QUANTIZATION, quantize_weights, should_quantize
-    from penstock.engines.weights.hf_directory import write_weights
+    from penstock.engines.weights.buckets import write_weights
+    from penstock.engines.weights.fp8_blocks import QUANTIZATION, quantize_weights, should_quantize
 
     weights = load_file(bf16_model / "model.safetensors")
     names = {name for name, tensor in weights.items() if should_quantize(name, tuple(tensor.shape))}
@@ -130,7 +130,7 @@ def test_online_quantization_is_refused_for_training(good, capsys) -> None:
     ids=str,
 )
 def test_other_quantized_checkpoints_are_refused_for_training(good, change, fp8_model: Path, capsys) -> None:
-    from penstock.engines.weights.fp8 import QUANTIZATION
+    from penstock.engines.weights.fp8_blocks import QUANTIZATION
 
     change_quantization(fp8_model, QUANTIZATION | change)
     message = refusal(good | {"--hf-checkpoint": str(fp8_model)}, capsys)
@@ -180,7 +180,7 @@ def test_options_that_need_gpus_are_refused_on_a_machine_without_gpus(
 
 
 def test_training_with_fp8_engines_starts_from_ref_load(good, fp8_model: Path, bf16_model: Path, tmp_path) -> None:
-    from penstock.engines.weights.check import INITIAL
+    from penstock.engines.weights.weight_check import INITIAL
     from penstock.flows import tasks
     from penstock.flows.options.flags import parse_config
     from penstock.flows.runtime.processes import Processes

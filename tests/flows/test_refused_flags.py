@@ -14,7 +14,7 @@ from penstock.flows.options.argv import MAX_LINE
 from penstock.flows.options.flags import parse_config, parse_values, penstock_flags
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.preflight import check_layout
-from penstock.stages.rollout.plugins.eval_function import find_evaluation_function
+from penstock.stages.rollout.plugins.rollout_function import find_evaluation_function
 from penstock.storage.errors import OptionError
 
 MODEL = ["--hf-checkpoint", "model"]

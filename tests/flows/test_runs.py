@@ -256,19 +256,19 @@ def test_memory_options_that_change_no_result_may_change_on_resume(tmp_path: Pat
     open_run(store, "post_train", first)
     commit_round(store, first)
     flow, again = read_flow_and_resumed_config("r", ["--store", str(tmp_path), *MEMORY])
-    assert again.train.megatron["recompute_granularity"] == "full" and again.train.max_tokens_per_gpu == 99
+    assert again.train.megatron.recompute_granularity == "full" and again.train.max_tokens_per_gpu == 99
     open_run(store, flow, again)
     open_run(store, flow, config(tmp_path, *base, "--recompute-activations", "--log-interval", "7"))
     assert config_hash(again) == config_hash(first)
     assert training_options(again) == training_options(first)
     assert store.list(f"{KEYS.prefix}/changes") == []
-    assert "recompute_granularity" not in read_flow_and_config(first.run, "r")[1].train.megatron
+    assert read_flow_and_config(first.run, "r")[1].train.megatron.recompute_granularity is None
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--grad-reduce-in-bf16"], r"--grad-reduce-in-bf16 None, this command has True"),
+        (["--grad-reduce-in-bf16"], r"--grad-reduce-in-fp32 None, this command has False"),
         (["--attention-backend", "flash"], r"--attention-backend 'torch', this command has 'flash'"),
         (
             ["--recompute-granularity", "selective", "--recompute-modules", "layernorm", "mlp"],

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from penstock.stages.rewards.hub import REWARDS
-from penstock.stages.rewards.instructions.registry import CHECKS
+from penstock.stages.rewards.instructions.text import CHECKS
 from penstock.storage.samples.sample import Sample
 from tests.rewards.test_instructions import CASES
 

@@ -1,7 +1,7 @@
 from typing import Any
 
 from penstock.stages.rewards.grading import Grader
-from penstock.stages.rewards.settings import RewardSettings
+from penstock.stages.rewards.hub import RewardSettings
 
 
 def make_grader(

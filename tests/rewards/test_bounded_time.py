@@ -17,8 +17,7 @@ import pytest
 
 from penstock.stages.rewards.builtin.math_answer import MAX_LENGTH, same_answer
 from penstock.stages.rewards.hub import get_builtin_reward
-from penstock.stages.rewards.instructions.registry import CHECKS
-from penstock.stages.rewards.instructions.text import sentences
+from penstock.stages.rewards.instructions.text import CHECKS, sentences
 from penstock.storage.errors import RewardError
 from penstock.storage.samples.sample import Sample
 from tests.rewards.adversarial import adversarial_texts, builtin_graders

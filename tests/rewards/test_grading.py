@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock.stages import worker_process
 from penstock.stages.plugins import load_function
-from penstock.stages.rewards import process
 from penstock.storage.errors import PluginError, RewardError
 from penstock.storage.samples.sample import Sample, Status
 from tests.rewards.make_grader import make_grader
@@ -143,23 +143,48 @@ def test_rm_type_of_a_row_selects_its_reward() -> None:
             grader.grade([unknown])
 
 
-@pytest.mark.full
-def test_hanging_process_dies_with_its_parent(file: Path) -> None:
-    program = f"""
+HANGING = {
+    "a reward": """
 from penstock.stages.rewards.grading import Grader
-from penstock.stages.rewards.settings import RewardSettings
+from penstock.stages.rewards.hub import RewardSettings
 from penstock.storage.samples.sample import Sample
 grader = Grader(RewardSettings(custom_rm_path="{file}:misbehave", timeout=3600), num_workers=1)
 grader.grade([Sample("0", "g", "0", 0, response="ok")])
 grader.submit(Sample("1", "g", "1", 0, response="hang in C"))
+""",
+    "the import of a reward": """
+import pathlib, threading
+from penstock.stages.rewards.custom_reward import check_custom_reward
+pathlib.Path("{folder}/slow.py").write_text("import time; time.sleep(3600)")
+threading.Thread(target=check_custom_reward, args=("{folder}/slow.py:f",), daemon=True).start()
+""",
+    "a template": """
+import threading
+from penstock.stages.rollout.text.templates import RenderLimits, TemplateRenderer
+loop = "{{% for i in range(10**5) %}}{{% for j in range(10**5) %}}{{% endfor %}}{{% endfor %}}"
+render = TemplateRenderer(RenderLimits(cpu_seconds=3600.0)).render
+threading.Thread(target=render, args=(loop, [([], None, False)]), daemon=True).start()
+""",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("what", HANGING)
+def test_hanging_process_dies_with_its_parent(what: str, file: Path) -> None:
+    program = (
+        HANGING[what].format(file=file, folder=file.parent)
+        + """
 import psutil, time
+while not psutil.Process().children():
+    time.sleep(0.01)
 print(psutil.Process().children()[0].pid, flush=True)
 time.sleep(3600)
 """
+    )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
     assert parent.stdout is not None
     worker = psutil.Process(int(parent.stdout.readline()))
-    time.sleep(0.3)  # until it hangs
+    time.sleep(2)  # until it hangs
     parent.kill()
     parent.wait()
     psutil.wait_procs([worker], timeout=10)
@@ -181,6 +206,6 @@ def test_process_that_cannot_start_fails_the_pending_jobs(file: Path, monkeypatc
         raise OSError("cannot allocate memory")
 
     with make_grader(custom_rm_path=f"{file}:misbehave") as grader:
-        monkeypatch.setattr(process.subprocess, "Popen", refuse)
+        monkeypatch.setattr(worker_process.subprocess, "Popen", refuse)
         with pytest.raises(OSError, match="cannot allocate memory"):
             grader.grade(samples("ok"))

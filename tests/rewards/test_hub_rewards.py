@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.stages.rewards.builtin.answer_text import answer_text
-from penstock.stages.rewards.builtin.math_answer import same_answer
+from penstock.stages.rewards.builtin.math_answer import answer_text, same_answer
 from penstock.stages.rewards.grading import check_reward_options
 from penstock.stages.rewards.hub import REWARDS, get_builtin_reward
 from penstock.stages.rollout.config import RolloutConfig

@@ -6,9 +6,7 @@ import pytest
 
 from penstock.stages.rewards.builtin.ifbench import ifbench
 from penstock.stages.rewards.hub import REWARDS
-from penstock.stages.rewards.instructions.language import LANGUAGES, language_of
-from penstock.stages.rewards.instructions.registry import CHECKS
-from penstock.stages.rewards.instructions.text import count_syllables, sentences, words
+from penstock.stages.rewards.instructions.text import CHECKS, LANGUAGES, count_syllables, language_of, sentences, words
 from penstock.storage.errors import RewardError
 from penstock.storage.samples.sample import Sample
 

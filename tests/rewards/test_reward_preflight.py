@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from penstock.stages.rewards import process
-from penstock.stages.rewards.builtin.exact_number import exact_number
+from penstock.stages.rewards import grading_process
 from penstock.stages.rewards.builtin.gpqa import gpqa
-from penstock.stages.rewards.preflight import (
+from penstock.stages.rewards.builtin.simple import exact_number
+from penstock.stages.rewards.reward_preflight import (
     RewardRow,
     check_reward_rows,
     try_reward_on_test_samples,
@@ -201,7 +201,7 @@ def test_allow_row_code_that_is_not_a_package_name_is_rejected(package: str) -> 
 def test_reward_that_fails_every_test_sample_is_rejected(
     tmp_path: Path, body: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "GRACE_PERIOD", 0.0)
+    monkeypatch.setattr(grading_process, "GRACE_PERIOD", 0.0)
     path = tmp_path / "mine.py"
     path.write_text(f"def reward_func(args, sample):\n    {body}\n")
     with pytest.raises(RewardError) as error:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from penstock.stages.rewards.builtin.boxed import last_boxed
-from penstock.stages.rewards.builtin.math_answer import same_answer
+from penstock.stages.rewards.builtin.math_answer import last_boxed, same_answer
 from penstock.stages.rewards.hub import REWARDS, get_builtin_reward
 from penstock.stages.rewards.math.latex import ExpressionError, parse_expression
 from penstock.stages.rewards.math.tokens import tokenize

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,10 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.stages.rewards.settings import RewardSettings
+from penstock.stages.rewards.hub import RewardSettings
+from penstock.stages.rollout.text.templates import RenderLimits
 from penstock.storage.samples.sample import Sample
 
 ROOT = Path(__file__).parents[2]
+COMMAND = (sys.executable, "-m", "penstock.stages.worker_process")
+GRADING = "penstock.stages.rewards.grading_process:prepare_grading"
+RENDERING = "penstock.stages.rollout.text.templates:prepare_rendering"
+READY = (None, True, None)
 Worker = tuple[subprocess.Popen[str], Connection]
 SYNC = "import time\ndef reward_func(args, sample, **options):\n    time.sleep(0.5)\n    return 1.0\n"
 ASYNC = (
@@ -30,7 +37,15 @@ BAD = "import time\ntime.sleep(1)\nraise ValueError('bad')\n"
 def worker() -> Iterator[Worker]:
     connection, child = Pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.stages.rewards.worker", str(child.fileno())],
+        [
+            sys.executable,
+            "-m",
+            "penstock.stages.worker_process",
+            str(child.fileno()),
+            GRADING,
+            "pickle",
+            str(os.getpid()),
+        ],
         pass_fds=[child.fileno()],
         cwd=ROOT,
         stderr=subprocess.PIPE,
@@ -58,7 +73,7 @@ def test_parent_that_closes_the_pipe_during_a_job_gets_no_traceback(
 ) -> None:
     process, connection = worker
     connection.send(settings(tmp_path, source))
-    assert connection.recv() == ("ready", "")
+    assert connection.recv() == READY
     connection.send((0, [Sample("s", "g", "t", 0, prompt="p", label="1", response="1")]))
     time.sleep(0.1)
     connection.close()
@@ -85,26 +100,35 @@ def test_parent_that_ends_before_it_sends_the_settings_gets_no_traceback(worker:
 def test_ctrl_c_is_left_to_the_parent(worker: Worker, tmp_path: Path) -> None:
     process, connection = worker
     connection.send(settings(tmp_path, SYNC))
-    assert connection.recv() == ("ready", "")
+    assert connection.recv() == READY
     connection.send((0, [Sample("s", "g", "t", 0, prompt="p", label="1", response="1")]))
     process.send_signal(signal.SIGINT)
-    number, outcomes = connection.recv()
-    assert number == 0 and outcomes[0].reward == 1.0
+    number, is_result, outcomes = connection.recv()
+    assert number == 0 and is_result and outcomes[0].reward == 1.0
     connection.close()
     assert ended_silently(process)
 
 
 def test_rendering_process_whose_parent_has_ended_prints_no_traceback() -> None:
+    connection, child = Pipe()
     with subprocess.Popen(
-        [sys.executable, "-m", "penstock.stages.rollout.text.template_process", "60", str(8 << 30), "1000"],
+        [
+            sys.executable,
+            "-m",
+            "penstock.stages.worker_process",
+            str(child.fileno()),
+            RENDERING,
+            "json",
+            str(os.getpid()),
+        ],
+        pass_fds=[child.fileno()],
         cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        process.stdout.close()
-        process.stdin.write('{"template": "x", "mark": "", "options": {}, "chats": [[[], null, false]]}\n')
-        process.stdin.close()
-        assert process.stderr.read() == "" and process.wait() == 0
+        child.close()
+        connection.send(RenderLimits(memory_bytes=8 << 30))
+        head = json.dumps({"template": "x", "mark": "", "options": {}, "now": 0})
+        connection.send((0, (head, "[[], null, false]")))
+        connection.close()
+        assert ended_silently(process)

@@ -9,7 +9,7 @@ from scripted_engine import ScriptedClient
 
 from penstock.engines.generation import Generation
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.plugins.engine_handle import EngineHandle
+from penstock.stages.rollout.plugins.custom_generation import EngineHandle
 from penstock.stages.rollout.plugins.user_sample import UserSample
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.storage.samples.sample import Sample

@@ -10,7 +10,7 @@ from scripted_engine import write_jsonl
 from sft_templates import GLM45, LLAMA31, QWEN3, QWEN25
 
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.prompts.check import check_prompt_data, check_rendered_rows
+from penstock.stages.rollout.prompts.prompt_check import check_prompt_data, check_rendered_rows
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.text.chat_format import ChatFormat
 from penstock.stages.rollout.text.tokenizer import check_vocabulary

@@ -1,6 +1,7 @@
 """User-defined generate functions: every form, exact tokens and masks, and errors that fail only their sample."""
 
 import asyncio
+import gc
 import subprocess
 import sys
 import time
@@ -540,3 +541,20 @@ def test_preflight(bench: Bench, code: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         load_generate_function(bench.path(code))
     load_generate_function(bench.path(CALCULATOR))
+
+
+def test_cancelled_call_logs_no_unread_error(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stop_a_call() -> None:
+        runner = plugin_runner.PluginRunner("f", is_async=True)
+        call = asyncio.create_task(runner.run(lambda: asyncio.sleep(60), 30))
+        await asyncio.sleep(0.05)
+        await runner.stop()
+        with pytest.raises(plugin_runner.Cancelled):
+            await call
+        del call
+        await asyncio.sleep(0.05)
+        gc.collect()
+
+    monkeypatch.setattr(plugin_runner, "GRACE", 0.05)
+    asyncio.run(stop_a_call())
+    assert "never retrieved" not in caplog.text

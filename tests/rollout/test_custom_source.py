@@ -9,15 +9,16 @@ import pytest
 from scripted_engine import write_jsonl
 
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.plugins.custom_source import (
+from penstock.stages.rollout.prompts.data_source import (
+    Dataset,
     RolloutDataSource,
     RolloutDataSourceWithBuffer,
+    RolloutRound,
     load_data_source,
     open_data_source,
+    take_checked_groups,
 )
-from penstock.stages.rollout.prompts.data_source import Dataset, RolloutRound, take_checked_groups
-from penstock.stages.rollout.prompts.lengths import LengthFilter
-from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.prompts.source import LengthFilter, PromptSource
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import PluginError
 
@@ -30,7 +31,7 @@ SEED = """
             pass
 """
 SEED_WITH_BUFFER = """
-    from penstock.stages.rollout.plugins.custom_source import RolloutDataSource
+    from penstock.stages.rollout.prompts.data_source import RolloutDataSource
 
     class RolloutDataSourceWithBuffer(RolloutDataSource):
         def __init__(self):
@@ -168,7 +169,7 @@ def test_buffer_filter_may_remove_selected_groups(bed: Bed, removes: bool) -> No
 
 def test_state_of_subclass_is_stored_with_position(bed: Bed) -> None:
     code = """
-        from penstock.stages.rollout.plugins.custom_source import RolloutDataSource
+        from penstock.stages.rollout.prompts.data_source import RolloutDataSource
 
         class Curriculum(RolloutDataSource):
             def __init__(self, args):
@@ -200,7 +201,7 @@ def test_state_of_subclass_is_stored_with_position(bed: Bed) -> None:
 @pytest.mark.parametrize("cls", [RolloutDataSource, RolloutDataSourceWithBuffer])
 @pytest.mark.parametrize("separator", [".", ":"])
 def test_data_source_of_penstock_loads(cls: type, separator: str) -> None:
-    assert load_data_source(f"penstock.stages.rollout.plugins.custom_source{separator}{cls.__name__}") is cls
+    assert load_data_source(f"penstock.stages.rollout.prompts.data_source{separator}{cls.__name__}") is cls
 
 
 @pytest.mark.parametrize(

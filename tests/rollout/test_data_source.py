@@ -9,7 +9,7 @@ import pytest
 from scripted_engine import write_jsonl
 
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.prompts.check import check_prompt_data
+from penstock.stages.rollout.prompts.prompt_check import check_prompt_data
 from penstock.stages.rollout.prompts.source import Prompt, PromptSource
 from penstock.storage.errors import DataError
 

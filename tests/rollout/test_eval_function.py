@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from penstock.stages.eval.score import compute_eval_metrics
-from penstock.stages.rollout.plugins.check import check_rollout_functions
-from penstock.stages.rollout.plugins.eval_function import find_evaluation_function
+from penstock.stages.eval.scores import compute_eval_metrics
+from penstock.stages.rollout.plugins.function_check import check_rollout_functions
+from penstock.stages.rollout.plugins.rollout_function import find_evaluation_function
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer

@@ -15,9 +15,9 @@ from sft_templates import FAMILIES
 from penstock.stages.eval.config import EvalConfig
 from penstock.stages.rollout.agents.conversation import Conversation
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.prompts.check import check_prompt_data
 from penstock.stages.rollout.prompts.data_source import Dataset, RolloutRound
-from penstock.stages.rollout.prompts.files import read_entry
+from penstock.stages.rollout.prompts.prompt_check import check_prompt_data
+from penstock.stages.rollout.prompts.prompt_files import read_entry
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.text.loss_masks import split_trained_text
 from penstock.stages.rollout.text.messages import normalize_messages

@@ -15,8 +15,8 @@ from aiohttp import web
 from chat_templates import QWEN3
 from scripted_replies import handle_with, pending, text, trained
 
+from penstock.stages.rollout.agents.conversation import AgentSession
 from penstock.stages.rollout.agents.endpoint import OpenAIEndpoint
-from penstock.stages.rollout.agents.session import AgentSession
 from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
 from penstock.storage.errors import EngineError
 from penstock.storage.samples.sample import Status

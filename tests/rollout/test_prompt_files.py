@@ -16,9 +16,9 @@ import pytest
 from scripted_engine import write_jsonl
 
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.prompts import files as prompt_files
-from penstock.stages.rollout.prompts.check import check_prompt_data
-from penstock.stages.rollout.prompts.files import parse_slice, read_entry
+from penstock.stages.rollout.prompts import prompt_files
+from penstock.stages.rollout.prompts.prompt_check import check_prompt_data
+from penstock.stages.rollout.prompts.prompt_files import parse_slice, read_entry
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.prompts.spool import STRIDE, SpooledRows
 

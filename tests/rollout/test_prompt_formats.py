@@ -24,8 +24,8 @@ from sft_templates import QWEN3
 from test_prompt_files import MEASURE, rows_of, texts
 
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.prompts import files as prompt_files
-from penstock.stages.rollout.prompts.check import check_prompt_data
+from penstock.stages.rollout.prompts import prompt_files
+from penstock.stages.rollout.prompts.prompt_check import check_prompt_data
 from penstock.storage.errors import DataError, RewardError
 
 Rows = list[dict[str, Any]]

@@ -11,9 +11,8 @@ from scripted_engine import write_jsonl
 
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import max_response_tokens
-from penstock.stages.rollout.prompts.check import check_prompt_data
-from penstock.stages.rollout.prompts.lengths import LengthFilter, max_prompt_tokens
-from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.prompts.prompt_check import check_prompt_data
+from penstock.stages.rollout.prompts.source import LengthFilter, PromptSource, max_prompt_tokens
 from penstock.stages.rollout.text.templates import Messages
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokenizer
 from penstock.storage.errors import TemplateError

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from penstock.stages.rollout.prompts.order import WHOLE, permutation, permuted_index, select_sources, weights_to_shares
+from penstock.stages.rollout.prompts.source import WHOLE, permutation, permuted_index, select_sources, weights_to_shares
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 1000, 70_000])

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from penstock.engines.families import read_shape
-from penstock.engines.families.shape import ModelShape
+from penstock.engines.families.shape import ModelShape, experts_format
 from penstock.engines.generation import Generation
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang.backend import SGLangServer
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.training import experts_format
 from penstock.stages.train.batching import EngineChoices
 from penstock.storage.refs import Commit
 from penstock.storage.samples.sample import Sample, Status

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.plugins.check import check_rollout_functions
-from penstock.stages.rollout.plugins.train_data import make_train_data
+from penstock.stages.rollout.plugins.function_check import check_rollout_functions
+from penstock.stages.rollout.plugins.hooks import make_train_data
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.stages.train.algorithms.advantages import estimate_advantages
 from penstock.stages.train.algorithms.experience import Experience

@@ -10,8 +10,7 @@ import pytest
 from scripted_engine import write_jsonl
 
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.prompts.source import Prompt, PromptSource
-from penstock.stages.rollout.prompts.state import SourceState
+from penstock.stages.rollout.prompts.source import Prompt, PromptSource, SourceState
 
 
 def source_of(*sizes: int, weights: Sequence[float] = (), shuffle: bool = True) -> PromptSource:

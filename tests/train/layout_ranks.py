@@ -189,7 +189,7 @@ def config_of(model: str, rollout_id: int, case: Case) -> TrainConfig:
     layout = case.layout
     return TrainConfig(
         **OPTIMIZER | chosen,
-        megatron={"init_method_std": 0.12, **case.megatron},
+        megatron=case.megatron,
         params_dtype="fp32",
         deterministic_mode=torch.cuda.is_available(),  # a CPU always is
         use_routing_replay=model != "dense" and rollout_id == 1,
@@ -324,7 +324,9 @@ def save_base(directory: Path, model: str) -> None:
     from penstock.engines.megatron.weights import local_parameters
 
     config = config_of(model, 0, ALONE)
-    engine = MegatronEngine(MODELS[model], dtype="fp32", optimizer=config.optimizer_options, overrides=config.megatron)
+    engine = MegatronEngine(
+        MODELS[model], dtype="fp32", optimizer=config.optimizer_options, overrides={"init_method_std": 0.12}
+    )
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for _, tensor in local_parameters(engine.chunks[0]):

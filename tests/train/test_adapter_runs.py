@@ -14,11 +14,10 @@ import torch
 from random_rollouts import commit_rollouts
 
 from penstock.engines.families import read_shape
-from penstock.engines.families.peft import CONFIG, WEIGHTS, check_peft_directory, open_peft
-from penstock.stages.convert.adapters import export_peft, import_peft
-from penstock.stages.convert.export_plan import Origin
-from penstock.stages.convert.hf.weights import HFWeights
-from penstock.stages.convert.to_hf import export_hf
+from penstock.engines.lora import CONFIG, WEIGHTS, check_peft_directory, open_peft
+from penstock.stages.convert.exported_adapters import export_peft, import_peft
+from penstock.stages.convert.hf_checkpoint import HFWeights
+from penstock.stages.convert.to_hf import Origin, export_hf
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.stages.train.actor import TrainActor
 from penstock.stages.train.build import build_models
@@ -212,8 +211,7 @@ def test_peft_directory_that_differs_from_the_options_is_refused(
     from safetensors.torch import save_file
 
     from penstock.engines.families import tensor_layout
-    from penstock.engines.families.peft import peft_config, to_peft
-    from penstock.engines.lora import adapter_targets
+    from penstock.engines.lora import adapter_targets, peft_config, to_peft
 
     shape, layout = read_shape(tiny_model), tensor_layout(read_shape(tiny_model))
     own = TrainConfig(**LORA).lora

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from penstock.engines.families import read_shape
-from penstock.engines.families.shape import Experts
-from penstock.engines.training import experts_format
+from penstock.engines.families.shape import Experts, experts_format
 from penstock.stages.train.batching import Batch, EngineChoices
 from penstock.stages.train.build import Models
 from penstock.stages.train.config import TrainConfig

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.safe_load import COMMON
 from penstock.engines.megatron.compat import import_megatron
-from penstock.engines.megatron.options.model_options import training_args
+from penstock.engines.megatron.model.transformer_config import training_args
 from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
 
 MegatronNames = Literal["local", "te"]
@@ -106,11 +106,7 @@ class CheckpointLayout:
     def adapt_to_stored_keys(self, stored_keys: Container[str]) -> CheckpointLayout:
         """Return this layout with the keys that occur in a checkpoint: those of Megatron's local modules or of
         TransformerEngine, layers stacked or one tensor per layer. Slices whose tensor is not in the checkpoint stay
-        unchanged.
-
-        Args:
-            stored_keys: keys of the checkpoint's tensors.
-        """
+        unchanged."""
         local_keys = {te: local for local, te in self.te_keys.items()}
 
         def find_stored_slice(piece: ShardSlice) -> ShardSlice:

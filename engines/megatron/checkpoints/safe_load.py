@@ -99,11 +99,7 @@ def read_metadata(directory: str | Path) -> metadata.Metadata:
 
 
 def read_common(directory: str | Path) -> dict[str, Any]:
-    """Return the contents of `common.pt`, which all ranks share: options, counters, hyperparameters.
-
-    Raises:
-        ModelError: the file is missing or damaged, or contains a class that is not plain data.
-    """
+    """Return the contents of `common.pt`, which all ranks share: options, counters, hyperparameters."""
     path = Path(directory) / COMMON
     try:
         with open(path, "rb") as file:
@@ -122,9 +118,6 @@ def read_object(stream: IO[bytes], where: str | Path) -> Any:
     Args:
         stream: positioned at the first byte of the object.
         where: name of the file or entry, for error messages.
-
-    Raises:
-        ModelError: the data is damaged or contains a class that is not plain data.
     """
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(stream)  # type: ignore[arg-type]

@@ -41,17 +41,15 @@ from penstock.engines.megatron.checkpoints.layout import to_transformer_engine_k
 from penstock.engines.megatron.checkpoints.safe_load import SafeReader, read_common, read_metadata, read_object
 from penstock.engines.megatron.checkpoints.writer import ParallelWriter
 from penstock.engines.megatron.host_memory import hash_tensors
-from penstock.engines.megatron.lora.adapter import reset_adapters
-from penstock.engines.megatron.lora.state import adapter_state, load_adapter_state
-from penstock.engines.megatron.memory.optimizer_offload import main_param
-from penstock.engines.megatron.model.gpt import HEAD, PolicyModel
-from penstock.engines.megatron.model.value_model import VALUE_HEAD, ValueModel
+from penstock.engines.megatron.lora_layers import adapter_state, load_adapter_state, reset_adapters
+from penstock.engines.megatron.model.gpt import HEAD, VALUE_HEAD, PolicyModel, ValueModel
 from penstock.engines.megatron.optimizer import (
     inner_optimizers,
     load_moments_and_steps,
     set_scheduler_to_step,
     zero_adam_state,
 )
+from penstock.engines.megatron.optimizer_offload import main_param
 from penstock.engines.megatron.parallel import ParallelLayout, device
 from penstock.storage.errors import ModelError, PenstockError
 from penstock.storage.failpoints import failpoint
@@ -168,11 +166,7 @@ class RankState:
         return _save_sharded(self._model_state(), directory)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
-        """Load a checkpoint that `save` wrote and return its `step_state`.
-
-        Raises:
-            ModelError: the directory is not a checkpoint, is damaged, or has no optimizer state.
-        """
+        """Load a checkpoint that `save` wrote and return its `step_state`."""
         _check_complete(directory)
         common = read_common(directory)
         if "step_state" not in common:
@@ -200,11 +194,7 @@ class RankState:
 
     def load_weights(self, directory: str | Path) -> None:
         """Load only the model weights of a converted model or training checkpoint; reset adapters, optimizer and
-        scheduler.
-
-        Raises:
-            ModelError: the directory is not a checkpoint, is damaged, or belongs to another model.
-        """
+        scheduler."""
         _check_complete(directory)
         state, keys = self._model_state(), read_metadata(directory).state_dict_metadata
         for entry in (entry for chunk in state.values() for entry in chunk.values() if entry.key not in keys):
@@ -259,20 +249,19 @@ class RankState:
     def _training_state(self, is_loading: bool) -> dict[str, Any]:
         """Return Megatron's sharded state dict of the trained model weights and the optimizer."""
         if self.adapter_seed is not None:
-            adapters = adapter_state(self.chunks)
-            return {"adapters": adapters, "optimizer": self._optimizer_state(adapters, is_loading)}
-        state = self._model_state()
-        trained = state
-        if any(not param.requires_grad for chunk in self.chunks for param in chunk.parameters()):
+            trained = adapter_state(self.chunks)
+            state = {"adapters": trained}
+        else:
+            state = trained = self._model_state()
+        if self.adapter_seed is None and any(
+            not param.requires_grad for chunk in self.chunks for param in chunk.parameters()
+        ):
             # Keys per layer: a tensor that stacks all layers would lack the optimizer state of the frozen ones.
             metadata = {**_content_metadata(), "non_homogeneous_layers": True}
             trained = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in self._chunks_by_key().items()}
         model = trained["model"] if "model" in trained else dict(trained)
-        return {**state, "optimizer": self._optimizer_state(model, is_loading)}
-
-    def _optimizer_state(self, trained: dict[str, Any], is_loading: bool) -> Any:
-        """Return Megatron's sharded state dict of the optimizer, given that of the trained parameters."""
-        return self.optimizer.sharded_state_dict(trained, is_loading=is_loading, metadata=_content_metadata())
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_content_metadata())
+        return {**state, "optimizer": optimizer}
 
     def _load_model(self, loaded: dict[str, Any]) -> None:
         for key, chunk in self._chunks_by_key().items():

@@ -76,12 +76,7 @@ def is_weight(key: str) -> bool:
 class ArchiveFile:
     """A file of archives of `torch.save`, one for each tensor, with its hash. `torch.save` is called with an
     uninitialized placeholder; when it writes the placeholder's bytes, the tensor's content is written instead, and
-    everything else is written unchanged. The placeholder's pages are never touched and therefore never allocated.
-
-    Args:
-        file: file opened for writing.
-        on_bytes: called with the size in bytes of every written chunk of a tensor.
-    """
+    everything else is written unchanged. The placeholder's pages are never touched and therefore never allocated."""
 
     def __init__(self, file: BinaryIO, on_bytes: Callable[[int], object] = lambda num_bytes: None) -> None:
         self.file, self.on_bytes = file, on_bytes

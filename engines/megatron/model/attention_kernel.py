@@ -24,9 +24,6 @@ def choose_attention_kernel(backend: str | None, dtype: str, shape: ModelShape) 
     "auto", "flash", "fused" and None: in bf16 on a GPU "fa4" if it is installed and supports the GPU and the widths of
     the heads, else "torch"; without a GPU or in fp32 "padded". "unfused" and "local": "padded". "torch" and "fa4" name
     a kernel.
-
-    Raises:
-        OptionError: the named kernel does not work on this machine, with this dtype or with this model.
     """
     if backend in ("unfused", "local"):
         return "padded"

@@ -50,7 +50,7 @@ class StackedWeight(nn.Module):
             torch.empty(num_experts, size_out, size_in, dtype=config.params_dtype, device=device)
         )
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=sharded_axis, stride=1)
-        self.adapter: Callable[[Tensor, Tensor], Tensor | None] | None = None  # see `lora/adapter.py`
+        self.adapter: Callable[[Tensor, Tensor], Tensor | None] | None = None  # see `lora_layers.py`
 
     def multiply(self, x: Tensor, ends: Tensor) -> Tensor:
         """Return x W^T of each row's expert, plus the output of its adapter. [n, in] -> [n, out]

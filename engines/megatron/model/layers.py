@@ -1,5 +1,5 @@
 """Transformer layers that Megatron-core does not have or implements differently from Hugging Face: sandwich norms
-(GLM-4), and MoE layers with Hugging Face's routing (`router.py`) and routing replay (`router_replay.py`).
+(GLM-4), and MoE layers with Hugging Face's routing and routing replay (`expert_routing.py`).
 
 `transformer_block_spec` combines these layers, `norm.RMSNorm` and `attention.CoreAttention` with Megatron's
 local layers.
@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from penstock.engines.families.shape import Experts, ModelShape
 from penstock.engines.megatron.model.attention import CoreAttention, HeadNormAttention
+from penstock.engines.megatron.model.expert_routing import StreamRouting, select_experts
 from penstock.engines.megatron.model.grouped_experts import GroupedExperts, set_token_dispatcher
 from penstock.engines.megatron.model.mla import MLASelfAttention
-from penstock.engines.megatron.model.norm import HeadNorm, RMSNorm
-from penstock.engines.megatron.model.router import select_experts
-from penstock.engines.megatron.model.router_replay import StreamRouting
+from penstock.engines.megatron.model.norm_and_rope import HeadNorm, RMSNorm
 
 
 def transformer_block_spec(shape: ModelShape, config: TransformerConfig, stage: int | None) -> Any:

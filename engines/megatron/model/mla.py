@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.model.attention import causal_attention
-from penstock.engines.megatron.model.norm import RMSNorm
-from penstock.engines.megatron.model.rotary import apply_rope, softmax_scale
+from penstock.engines.megatron.model.norm_and_rope import RMSNorm, apply_rope, softmax_scale
 from penstock.engines.megatron.packing import PackedStream
 
 NORM_EPSILON = 1e-6  # of the norms inside MLA; Hugging Face also ignores `rms_norm_eps` there

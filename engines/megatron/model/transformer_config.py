@@ -1,8 +1,7 @@
 """Build Megatron-core's `TransformerConfig` of a model.
 
 The configuration's fields come from the checkpoint and the parallel layout (fixed), from Penstock's defaults, and from
-user-defined `megatron` options, which may change the defaults but must not contradict the fixed values. `gpt.py` builds
-the model, `optimizer.py` the optimizer.
+`MegatronOptions`, which may change the defaults. `gpt.py` builds the model, `optimizer.py` the optimizer.
 """
 
 from __future__ import annotations
@@ -13,19 +12,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.check_parallelism import (
+from penstock.engines.families.shape import Llama3Scaling, ModelShape, YarnScaling
+from penstock.engines.megatron.compat import import_megatron
+from penstock.engines.megatron.model.attention_kernel import runs_hopper_kernels
+from penstock.engines.megatron.parallel import ParallelLayout
+from penstock.engines.parallel_layout import (
     can_group_experts,
     check_grouped_experts,
     check_model_parallel,
     check_pipeline,
     has_grouped_experts,
 )
-from penstock.engines.megatron.compat import import_megatron
-from penstock.engines.megatron.model.attention_kernel import runs_hopper_kernels
-from penstock.engines.megatron.options.args import normalize_megatron_args
-from penstock.engines.megatron.options.model_options import check_model_options, model_options
-from penstock.engines.megatron.parallel import ParallelLayout
 from penstock.storage.errors import OptionError
 
 import_megatron()
@@ -33,7 +30,6 @@ import_megatron()
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-UNUSED_IN_MLA = ("kv_channels", "add_qkv_bias", "rotary_interleaved")  # Megatron-LM scripts set them; ignored for MLA
 # MoE fields with which the trained model would differ from the engine's (dropped tokens, noise), and load-balancing
 # losses, which Megatron scales for means over tokens, while Penstock's losses are plain sums.
 MOE_FIXED: dict[str, Any] = dict(
@@ -76,20 +72,12 @@ def transformer_config(
         shape: shape of the model.
         layout: parallel sizes; None means that all are 1.
         dtype: "fp32" or "bf16".
-        overrides: user-defined Megatron options, in any of Megatron's spellings; those that are not fields of this
-            configuration are ignored.
-
-    Raises:
-        LayoutError: the model cannot be sharded with the parallel sizes.
-        OptionError: an override contradicts the model or is not supported.
+        overrides: Megatron options, which replace Penstock's defaults; those that are not fields of this configuration
+            are ignored, and the checkpoint and the layout win.
     """
-    layout, overrides = layout or ParallelLayout(), normalize_megatron_args(overrides or {})
+    layout, overrides = layout or ParallelLayout(), dict(overrides or {})
     check_pipeline(shape, layout.pipeline, layout.virtual_pipeline, overrides)
     check_model_parallel(shape, layout.tensor, layout.expert, layout.expert_tensor, layout.sequence_parallel)
-    check_model_options(shape, overrides)
-    from_checkpoint = model_options(shape)
-    for name in (*from_checkpoint, *(UNUSED_IN_MLA if shape.latent else ())):
-        overrides.pop(name, None)  # checked above
     cuda = torch.cuda.is_available()
     on_gpus = ("bias_activation_fusion", "gradient_accumulation_fusion")
     defaults = dict(**DEFAULTS, **dict.fromkeys(on_gpus, cuda), use_cpu_initialization=not cuda)
@@ -97,10 +85,26 @@ def transformer_config(
         defaults["moe_grouped_gemm"] = True
     overrides.pop("moe_permute_fusion", None)  # `grouped_experts.TokenDispatcher` fuses; Megatron needs another package
     fixed = {
-        **from_checkpoint,
+        **model_options(shape),
         **dict(activation_func=F.silu, softmax_scale=None),
         **(MOE_FIXED if shape.experts else {}),
-        **_layout_fields(layout, dtype),
+        **dict(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+            context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
+            sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
+            params_dtype=DTYPES[dtype],
+            pipeline_dtype=DTYPES[dtype],
+            bf16=dtype == "bf16",
+            variable_seq_lengths=layout.pipeline > 1,  # micro-batches differ in length
+            # With gloo every other combination of these two computes wrong results without an error.
+            overlap_p2p_comm=layout.virtual_pipeline is not None,
+            batch_p2p_comm=layout.virtual_pipeline is None,
+            calculate_per_token_loss=True,  # Megatron sums gradients without scaling; the loss function normalizes
+        ),
     }
     config_class = MLATransformerConfig if shape.latent else TransformerConfig
     return config_class(**merge_overrides(config_class, defaults, overrides, fixed))
@@ -108,11 +112,7 @@ def transformer_config(
 
 def uses_grouped_experts(shape: ModelShape, expert_tensor: int, dtype: str, overrides: dict[str, Any]) -> bool:
     """Return whether a model's experts are computed by grouped GEMMs: if an option says so, else on GPUs with tested
-    kernels.
-
-    Raises:
-        OptionError: an option turns them on, but they do not work with this model or on this GPU.
-    """
+    kernels."""
     size, has_kernel = DTYPES[dtype].itemsize, runs_hopper_kernels(dtype)
     default = has_kernel and can_group_experts(shape, expert_tensor, size)
     is_grouped = has_grouped_experts(shape, overrides, default)
@@ -133,36 +133,128 @@ def merge_overrides(
 
     `overrides` replace `defaults`, and `fixed` values always apply; names that are not fields of the dataclass are left
     out.
-
-    Raises:
-        OptionError: an override differs from a fixed value.
     """
-    for name, value in overrides.items():
-        if name in fixed and value != fixed[name]:
-            raise OptionError(
-                f"megatron option {name} = {value!r} contradicts {fixed[name]!r}, the value that the checkpoint or "
-                "Penstock's own options determine: drop the option"
-            )
     known = {field.name for field in dataclasses.fields(config_class)}
     return {name: value for name, value in {**defaults, **overrides, **fixed}.items() if name in known}
 
 
-def _layout_fields(layout: ParallelLayout, dtype: str) -> dict[str, Any]:
-    """Return the fields of `TransformerConfig` that the parallel sizes and the dtype determine."""
+CONSTANT: dict[str, Any] = dict(  # options with the same value in every supported model family
+    add_bias_linear=False,
+    gated_linear_unit=True,
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    use_rotary_position_embeddings=True,
+    no_position_embedding=True,  # no learned position embeddings
+    mtp_num_layers=None,  # multi-token prediction layers are kept in checkpoints, but not trained
+)
+
+
+def model_options(shape: ModelShape) -> dict[str, Any]:
+    """Return every Megatron option that the model's checkpoint determines, as a dictionary option name -> value."""
+    latent = shape.latent
+    if latent is None:
+        attention: dict[str, Any] = dict(
+            group_query_attention=shape.num_query_groups < shape.num_attention_heads,
+            num_query_groups=shape.num_query_groups,
+            kv_channels=shape.head_dim,
+            qk_layernorm=shape.qk_layernorm,
+            add_qkv_bias=shape.qkv_bias,
+            rotary_interleaved=shape.rotary.interleaved,
+            multi_latent_attention=False,
+            q_lora_rank=None,
+            kv_lora_rank=None,
+        )
+    else:  # kv_channels, add_qkv_bias and rotary_interleaved have no effect in MLA, so any value is accepted
+        attention = dict(
+            multi_latent_attention=True,
+            q_lora_rank=latent.q_lora_rank,
+            kv_lora_rank=latent.kv_lora_rank,
+            qk_head_dim=latent.qk_nope_head_dim,
+            qk_pos_emb_head_dim=latent.qk_rope_head_dim,
+            v_head_dim=latent.v_head_dim,
+            qk_layernorm=True,
+            num_query_groups=shape.num_query_groups,
+        )
+    return {
+        **CONSTANT,
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "untie_embeddings_and_output_weights": not shape.tied_embeddings,
+        "layernorm_epsilon": shape.norm_epsilon,
+        "post_self_attn_layernorm": shape.sandwich_norms,
+        "post_mlp_layernorm": shape.sandwich_norms,
+        "num_attention_heads": shape.num_attention_heads,
+        **attention,
+        "rotary_base": shape.rotary.base,
+        "rotary_percent": shape.rotary.fraction,
+        **_rope_scaling_options(shape),
+        **_moe_options(shape),
+    }
+
+
+def training_args(shape: ModelShape) -> dict[str, Any]:
+    """Return the arguments that a Megatron-LM training script for this model on one rank would store in its
+    checkpoints."""
+    options = model_options(shape)
+    return {
+        **options,
+        "norm_epsilon": shape.norm_epsilon,
+        "num_experts": shape.experts.num_experts if shape.experts else None,
+        "swiglu": True,
+        "kv_channels": options.get("kv_channels", shape.head_dim),
+        "q_lora_rank": shape.latent.q_lora_rank if shape.latent else None,
+        "seq_length": shape.max_position_embeddings,
+        "padded_vocab_size": shape.vocab_size,
+        "make_vocab_size_divisible_by": 1,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "data_parallel_size": 1,
+        "world_size": 1,
+        "ckpt_format": "torch_dist",
+    }
+
+
+def _rope_scaling_options(shape: ModelShape) -> dict[str, Any]:
+    """Return the Megatron options for the model's RoPE scaling."""
+    scaling = shape.rotary.scaling
+    if isinstance(scaling, Llama3Scaling):
+        return {"use_rope_scaling": True, "rope_scaling_factor": scaling.factor}
+    if not isinstance(scaling, YarnScaling):
+        return {"use_rope_scaling": False, "rope_type": "rope", "rotary_scaling_factor": 1.0}
     return dict(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-        sequence_parallel=layout.sequence_parallel and layout.tensor > 1,
-        params_dtype=DTYPES[dtype],
-        pipeline_dtype=DTYPES[dtype],
-        bf16=dtype == "bf16",
-        variable_seq_lengths=layout.pipeline > 1,  # micro-batches differ in length
-        # With gloo every other combination of these two computes wrong results without an error.
-        overlap_p2p_comm=layout.virtual_pipeline is not None,
-        batch_p2p_comm=layout.virtual_pipeline is None,
-        calculate_per_token_loss=True,  # Megatron sums gradients without scaling; the loss function normalizes
+        use_rope_scaling=False,
+        rope_type="yarn",
+        rotary_scaling_factor=scaling.factor,
+        original_max_position_embeddings=scaling.original_max_positions,
+        beta_fast=scaling.beta_fast,
+        beta_slow=scaling.beta_slow,
+        mscale=scaling.mscale,
+        mscale_all_dim=scaling.mscale_all_dim,
+    )
+
+
+def _moe_options(shape: ModelShape) -> dict[str, Any]:
+    """Return the Megatron options for the model's experts and their router."""
+    experts = shape.experts
+    if experts is None:
+        return {"num_moe_experts": None}
+    return dict(
+        num_moe_experts=experts.num_experts,
+        moe_layer_freq=[int(layer >= experts.num_dense_layers) for layer in range(shape.num_layers)],
+        moe_ffn_hidden_size=experts.ffn_hidden_size,
+        moe_shared_expert_intermediate_size=experts.shared_ffn_hidden_size or None,
+        moe_router_topk=experts.top_k,
+        moe_router_score_function=experts.score,
+        # whether the scores are computed over all experts, before the selection of the top k
+        moe_router_pre_softmax=experts.score == "sigmoid" or not experts.normalized,
+        moe_router_num_groups=experts.num_groups,
+        moe_router_group_topk=experts.top_groups,
+        moe_router_topk_scaling_factor=experts.scaling,
+        moe_router_enable_expert_bias=experts.bias,
+        moe_router_bias_update_rate=0.0,  # the checkpoint's correction bias is frozen
     )

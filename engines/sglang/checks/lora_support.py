@@ -9,7 +9,7 @@ from penstock.engines.generation import EngineRefused
 from penstock.engines.lora import TARGETS
 from penstock.engines.sglang import control, older_release
 from penstock.engines.sglang.checks.speculative import is_speculative
-from penstock.engines.weights.fp8 import fp8_weights
+from penstock.engines.weights.fp8_blocks import fp8_weights
 from penstock.storage.errors import EngineError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.engines.sglang.passthrough import package_directory
 from penstock.engines.sources import parse_source
-from penstock.engines.weights.fp8 import BLOCK, fp8_weights
+from penstock.engines.weights.fp8_blocks import BLOCK, fp8_weights
 from penstock.storage.errors import EngineError, LayoutError
 
 if TYPE_CHECKING:

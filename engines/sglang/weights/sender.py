@@ -26,10 +26,9 @@ from penstock.engines.generation import REFERENCE, EngineRoute, WeightTransport
 from penstock.engines.network import listen_at, serve_store
 from penstock.engines.sglang.weights.payload import FlatBucket, check_shared_memory
 from penstock.engines.sglang.weights.update import GROUP_NAME, AdapterUpdate, WeightUpdate
-from penstock.engines.weights.buckets import NamedTensor, split_into_buckets
-from penstock.engines.weights.fp8 import quantize_weights
-from penstock.engines.weights.hf_directory import write_adapter, write_weights
-from penstock.engines.weights.upload import upload_weights
+from penstock.engines.weights.buckets import NamedTensor, split_into_buckets, write_adapter, write_weights
+from penstock.engines.weights.fp8_blocks import quantize_weights
+from penstock.engines.weights.routes import upload_weights
 from penstock.storage.errors import EngineError
 from penstock.storage.failpoints import failpoint
 

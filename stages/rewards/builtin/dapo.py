@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal, InvalidOperation
 
-from penstock.stages.rewards.builtin.answer_text import strip_end_tokens
+from penstock.stages.rewards.builtin.math_answer import strip_end_tokens
 from penstock.storage.errors import RewardError
 from penstock.storage.samples.sample import Sample
 
@@ -43,11 +43,8 @@ _REPLACEMENTS = [
 
 
 def dapo(sample: Sample) -> dict[str, float]:
-    """Return {"score": 1 or -1, "acc": 1 or 0}; `--reward-key` selects one of the two as the reward.
-
-    Raises:
-        RewardError: the label is not a number.
-    """
+    """Return {"score": 1 or -1, "acc": 1 or 0}; `--reward-key` selects one of the two as the reward. Raises
+    RewardError."""
     correct = last_answer(sample.response) == to_minerva_number(sample.label)
     return {"score": 1.0 if correct else -1.0, "acc": float(correct)}
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.stages.rewards.builtin.answer_text import answer_text
+from penstock.stages.rewards.builtin.math_answer import answer_text
 from penstock.storage.errors import RewardError
 from penstock.storage.samples.sample import Sample
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from penstock.stages.rewards.builtin.answer_text import answer_text
+from penstock.stages.rewards.builtin.math_answer import answer_text
 from penstock.stages.rewards.instructions import ifbench_formats, ifbench_words, ifeval  # noqa: F401 - register CHECKS
-from penstock.stages.rewards.instructions.registry import CHECKS
+from penstock.stages.rewards.instructions.text import CHECKS
 from penstock.storage.errors import RewardError
 from penstock.storage.near_names import nearest_name
 from penstock.storage.samples.sample import Sample
@@ -20,11 +20,7 @@ _NEEDS_MODEL = {"words:start_verb": "a part-of-speech tagger"}
 
 
 def ifbench(sample: Sample) -> float:
-    """Return 1 if the answer (the text after </think>) follows all instructions, else 0.
-
-    Raises:
-        RewardError: the row has no instruction, an unknown instruction, or an instruction without a required argument.
-    """
+    """Return 1 if the answer (the text after </think>) follows all instructions, else 0. Raises RewardError."""
     text = answer_text(sample.response)
     instructions = read_instructions(sample.metadata)
     return float(bool(text.strip()) and all([CHECKS[name](text, **arguments) for name, arguments in instructions]))

@@ -57,7 +57,7 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
 async def _post(url: str, body: dict[str, str], seconds: float) -> Any:
     global _session
     if _session is None:
-        _session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))  # worker.py limits the concurrency
+        _session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))  # worker_process.py limits them
     try:
         async with _session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=seconds)) as response:
             if response.status >= 500 or response.status in _TRANSIENT_STATUS:

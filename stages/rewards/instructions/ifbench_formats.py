@@ -11,8 +11,15 @@ import unicodedata
 from calendar import monthrange
 from itertools import pairwise
 
-from penstock.stages.rewards.instructions.registry import register_check
-from penstock.stages.rewards.instructions.text import EDGES, is_increasing, sentences, words, words_without_punctuation
+from penstock.stages.rewards.instructions.text import (
+    CHECKS,
+    EDGES,
+    is_increasing,
+    register_check,
+    sentences,
+    words,
+    words_without_punctuation,
+)
 
 _EMOJI = re.compile(
     r"[\u2190-\u21ff\u2300-\u27bf\u2b00-\u2bff\u3030\u303d\u3297\u3299\u00a9\u00ae\U0001f000-\U0001faff]"
@@ -95,21 +102,11 @@ def _ends_sentences_with_emoji(text: str) -> bool:
     )
 
 
-@register_check("format:line_indent")
-def _has_increasing_indent(text: str) -> bool:
-    return is_increasing(len(line) - len(line.lstrip(" ")) for line in text.split("\n") if line.strip())
-
-
 @register_check("format:quote_unquote")
 def _has_text_after_each_quote(text: str) -> bool:
     """Check that no quotation directly follows another quotation, and that the text does not end with a quotation."""
     text = "".join(text.translate(_STRAIGHT).replace("'\"'", "").split())
     return '""' not in text and not text.strip("".join(set(EDGES) - {'"'}) + "0123456789").endswith('"')
-
-
-@register_check("format:list")
-def _has_list_with_separator(text: str, sep: str) -> bool:
-    return text.count(sep) >= 2
 
 
 @register_check("format:thesis")
@@ -137,23 +134,6 @@ def _has_sentences_then_bullets(text: str) -> bool:
     )
 
 
-@register_check("format:title_case")
-def _is_title_case(text: str) -> bool:
-    return not any(
-        word[0].islower() and (len(word) == 1 or word[1:].islower() or word[1:].isupper()) for word in words(text)
-    )
-
-
-@register_check("format:output_template")
-def _has_output_template(text: str) -> bool:
-    return all(part in text for part in ("My Answer:", "My Conclusion:", "Future Outlook:"))
-
-
-@register_check("format:no_whitespace")
-def _has_no_whitespace(text: str) -> bool:
-    return not any(character.isspace() for character in text)
-
-
 # ---- repeat ----------------------------------------------------------------------------------------------------------
 
 
@@ -163,11 +143,6 @@ def _repeats_with_changed_first_word(text: str, prompt_to_repeat: str) -> bool:
     return words_of_text[:1] != words_of_prompt[:1] and words_of_text[1:] == words_of_prompt[1:]
 
 
-@register_check("repeat:repeat_simple")
-def _is_fixed_sentence(text: str) -> bool:
-    return text.strip().lower() == _SENTENCE.lower()
-
-
 @register_check("repeat:repeat_span")
 def _repeats_span_of_prompt(text: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
     """Check that the text is words n_start to n_end of the prompt, both inclusive, counted from 0."""
@@ -175,11 +150,6 @@ def _repeats_span_of_prompt(text: str, prompt_to_repeat: str, n_start: int, n_en
 
 
 # ---- custom ----------------------------------------------------------------------------------------------------------
-
-
-@register_check("custom:multiples")
-def _lists_multiples_of_seven(text: str) -> bool:
-    return re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"]
 
 
 @register_check("custom:mcq_count_length")
@@ -212,26 +182,6 @@ def _to_ascii(text: str) -> str:
     return "".join(unicodedata.normalize("NFKD", character) for character in text).encode("ascii", "ignore").decode()
 
 
-@register_check("custom:word_reverse")
-def _has_reversed_words(text: str) -> bool:
-    return "bald eagle" in " ".join(reversed(words_without_punctuation(text.lower())))
-
-
-@register_check("custom:character_reverse")
-def _has_reversed_characters(text: str) -> bool:
-    return "elgae dlab" in text.lower()
-
-
-@register_check("custom:sentence_alphabet")
-def _starts_sentences_from_a_to_z(text: str) -> bool:
-    return [sentence.lstrip(EDGES)[:1].lower() for sentence in sentences(text)] == list("abcdefghijklmnopqrstuvwxyz")
-
-
-@register_check("custom:european_capitals_sort")
-def _lists_capitals_by_latitude(text: str) -> bool:
-    return [city.strip() for city in _to_ascii(text).split(",") if city.strip()] == _CAPITALS.split()
-
-
 def _parse_csv(text: str, delimiter: str = ",") -> list[list[str]]:
     """Parse CSV text into rows of fields; the quotes are kept as part of a field. Return no rows if it is invalid."""
     reader = csv.reader(text.replace('"', '"""').splitlines(), delimiter=delimiter)
@@ -244,11 +194,6 @@ def _parse_csv(text: str, delimiter: str = ",") -> list[list[str]]:
 def _is_table(rows: list[list[str]], header: str, num_rows: int) -> bool:
     has_shape = len(rows) == num_rows + 1 and all(len(row) == 5 for row in rows)
     return has_shape and [field.strip('"') for field in rows[0]] == header.split()
-
-
-@register_check("custom:csv_city")
-def _is_city_csv(text: str) -> bool:
-    return _is_table(_parse_csv(text), "ID Country City Year Count", 7)
 
 
 @register_check("custom:csv_special_character")
@@ -278,3 +223,31 @@ def _is_list_of_dates(text: str) -> bool:
         if not (1769 <= year <= 1821 and 1 <= month <= 12 and 1 <= day <= monthrange(year, month)[1]):
             return False
     return True
+
+
+CHECKS |= {
+    "format:line_indent": lambda text: is_increasing(
+        len(line) - len(line.lstrip(" ")) for line in text.split("\n") if line.strip()
+    ),
+    "format:list": lambda text, sep: text.count(sep) >= 2,
+    "format:title_case": lambda text: (
+        not any(
+            word[0].islower() and (len(word) == 1 or word[1:].islower() or word[1:].isupper()) for word in words(text)
+        )
+    ),
+    "format:output_template": lambda text: all(
+        part in text for part in ("My Answer:", "My Conclusion:", "Future Outlook:")
+    ),
+    "format:no_whitespace": lambda text: not any(character.isspace() for character in text),
+    "repeat:repeat_simple": lambda text: text.strip().lower() == _SENTENCE.lower(),
+    "custom:multiples": lambda text: re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"],
+    "custom:word_reverse": lambda text: "bald eagle" in " ".join(reversed(words_without_punctuation(text.lower()))),
+    "custom:character_reverse": lambda text: "elgae dlab" in text.lower(),
+    "custom:sentence_alphabet": lambda text: (
+        [sentence.lstrip(EDGES)[:1].lower() for sentence in sentences(text)] == list("abcdefghijklmnopqrstuvwxyz")
+    ),
+    "custom:european_capitals_sort": lambda text: (
+        [city.strip() for city in _to_ascii(text).split(",") if city.strip()] == _CAPITALS.split()
+    ),
+    "custom:csv_city": lambda text: _is_table(_parse_csv(text), "ID Country City Year Count", 7),
+}

@@ -9,13 +9,14 @@ import itertools
 import re
 from collections import Counter
 
-from penstock.stages.rewards.instructions.registry import register_check
 from penstock.stages.rewards.instructions.text import (
+    CHECKS,
     EDGES,
     count_occurrences,
     count_syllables,
     count_words,
     is_increasing,
+    register_check,
     sentences,
     words,
     words_stripped_at_edges,
@@ -59,26 +60,6 @@ def _count_last_characters(text: str) -> Counter[str]:
 # ---- count -----------------------------------------------------------------------------------------------------------
 
 
-@register_check("count:word_count_range")
-def _has_word_count_in_range(text: str, min_words: int, max_words: int) -> bool:
-    return min_words <= count_words(text) <= max_words
-
-
-@register_check("count:unique_word_count")
-def _has_unique_words(text: str, N: int) -> bool:
-    return len(set(words_stripped_at_edges(text.lower()))) >= N
-
-
-@register_check("count:conjunctions")
-def _has_distinct_conjunctions(text: str, small_n: int) -> bool:
-    return len(_CONJUNCTIONS & set(words_stripped_at_edges(text.lower()))) >= small_n
-
-
-@register_check("count:person_names")
-def _has_person_names(text: str, N: int) -> bool:
-    return len(set(_NAMES.split()) & set(re.findall(r"\w+", text))) >= N
-
-
 @register_check("count:numbers")
 def _has_exact_count_of_numbers(text: str, N: int) -> bool:
     return len(re.findall(r"\d+", " ".join(words_without_punctuation(text)))) == N  # 3.14 and 1,000 are one number each
@@ -97,11 +78,6 @@ def _has_japanese_every_nth_word(text: str, N: int) -> bool:
     return all(_JAPANESE.search(word) for word in nth_words if word and not word.isdigit())
 
 
-@register_check("count:pronouns")
-def _has_pronouns(text: str, N: int) -> bool:
-    return sum(word in _PRONOUNS for word in re.findall(r"[a-z]+", text.lower())) >= N
-
-
 @register_check("count:keywords_multiple")
 def _has_five_keyword_counts(
     text: str, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str
@@ -117,16 +93,6 @@ def _has_five_keyword_counts(
 def _has_few_stop_words(text: str, percentage: float) -> bool:
     tokens = re.findall(r"\w+", text.lower())
     return bool(tokens) and 100 * sum(token in _STOP_WORDS for token in tokens) <= percentage * len(tokens)
-
-
-@register_check("ratio:sentence_type")
-def _has_two_statements_per_question(text: str) -> bool:
-    return _count_last_characters(text)["."] == 2 * _count_last_characters(text)["?"]
-
-
-@register_check("ratio:sentence_balance")
-def _has_balanced_sentence_types(text: str) -> bool:
-    return _count_last_characters(text)["."] == _count_last_characters(text)["?"] == _count_last_characters(text)["!"]
 
 
 @register_check("ratio:overlap")
@@ -153,30 +119,10 @@ def _starts_words_in_alphabetical_order(text: str) -> bool:
     return bool(letters) and 0 <= letters[0] < 26 and all((a + 1) % 26 == b for a, b in itertools.pairwise(letters))
 
 
-@register_check("words:vowel")
-def _has_at_most_three_distinct_vowels(text: str) -> bool:
-    return "\n" not in text.strip() and len(set(text.lower()) & set("aeiou")) <= 3
-
-
-@register_check("words:consonants")
-def _has_consonant_cluster_in_each_word(text: str) -> bool:
-    return all(_CLUSTER.search(word) for word in text.lower().split())
-
-
-@register_check("words:palindrome")
-def _has_ten_palindromes(text: str) -> bool:
-    return sum(len(word) >= 5 and word == word[::-1] for word in words_without_punctuation(text.lower())) >= 10
-
-
 @register_check("words:prime_lengths")
 def _has_prime_word_lengths(text: str) -> bool:
     lengths = {len(word) for word in words_without_punctuation(text)}
     return all(n > 1 and all(n % divisor for divisor in range(2, int(n**0.5) + 1)) for n in lengths)
-
-
-@register_check("words:repeats")
-def _repeats_no_word_too_often(text: str, small_n: int) -> bool:
-    return max(Counter(words_without_punctuation(text.lower())).values(), default=0) <= small_n
 
 
 @register_check("words:odd_even_syllables")
@@ -230,12 +176,33 @@ def _has_increasing_alliteration(text: str) -> bool:
     return is_increasing(counts)
 
 
-@register_check("sentence:keyword")
-def _has_word_in_nth_sentence(text: str, word: str, N: int) -> bool:
-    return any(count_occurrences(word, sentence) for sentence in sentences(text)[N - 1 : N])
-
-
 @register_check("sentence:increment")
 def _has_sentences_growing_by(text: str, small_n: int) -> bool:
     counts = [len(words_without_punctuation(sentence)) for sentence in sentences(text)]
     return all(right == left + small_n for left, right in itertools.pairwise(counts))
+
+
+CHECKS |= {
+    "count:word_count_range": lambda text, min_words, max_words: min_words <= count_words(text) <= max_words,
+    "count:unique_word_count": lambda text, N: len(set(words_stripped_at_edges(text.lower()))) >= N,
+    "count:conjunctions": lambda text, small_n: (
+        len(_CONJUNCTIONS & set(words_stripped_at_edges(text.lower()))) >= small_n
+    ),
+    "count:person_names": lambda text, N: len(set(_NAMES.split()) & set(re.findall(r"\w+", text))) >= N,
+    "count:pronouns": lambda text, N: sum(word in _PRONOUNS for word in re.findall(r"[a-z]+", text.lower())) >= N,
+    "ratio:sentence_type": lambda text: _count_last_characters(text)["."] == 2 * _count_last_characters(text)["?"],
+    "ratio:sentence_balance": lambda text: (
+        _count_last_characters(text)["."] == _count_last_characters(text)["?"] == _count_last_characters(text)["!"]
+    ),
+    "words:vowel": lambda text: "\n" not in text.strip() and len(set(text.lower()) & set("aeiou")) <= 3,
+    "words:consonants": lambda text: all(_CLUSTER.search(word) for word in text.lower().split()),
+    "words:palindrome": lambda text: (
+        sum(len(word) >= 5 and word == word[::-1] for word in words_without_punctuation(text.lower())) >= 10
+    ),
+    "words:repeats": lambda text, small_n: (
+        max(Counter(words_without_punctuation(text.lower())).values(), default=0) <= small_n
+    ),
+    "sentence:keyword": lambda text, word, N: any(
+        count_occurrences(word, sentence) for sentence in sentences(text)[N - 1 : N]
+    ),
+}

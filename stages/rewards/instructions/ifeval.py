@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 
-from penstock.stages.rewards.instructions.language import LANGUAGES, is_latin, language_of
-from penstock.stages.rewards.instructions.registry import register_check
-from penstock.stages.rewards.instructions.text import count_occurrences, count_words, sentences, words
+from penstock.stages.rewards.instructions.text import (
+    CHECKS,
+    LANGUAGES,
+    count_occurrences,
+    count_words,
+    is_latin,
+    language_of,
+    register_check,
+    sentences,
+    words,
+)
 from penstock.storage.errors import RewardError
 
 _ALLOWED_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -31,26 +38,6 @@ def _may_be_english(text: str) -> bool:
     return language == "en" or (language is None and is_latin(text))
 
 
-@register_check("keywords:existence")
-def _has_all_keywords(text: str, keywords: Sequence[str]) -> bool:
-    return all(keyword.lower() in text.lower() for keyword in keywords)
-
-
-@register_check("keywords:frequency")
-def _has_keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
-    return _satisfies_relation(text.lower().count(keyword.strip().lower()), relation, frequency)
-
-
-@register_check("keywords:forbidden_words")
-def _has_no_forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
-    return not any(count_occurrences(word, text) for word in forbidden_words)
-
-
-@register_check("keywords:letter_frequency")
-def _has_letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return _satisfies_relation(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
-
-
 @register_check("language:response_language")
 def _is_in_language(text: str, language: str) -> bool:
     if language not in LANGUAGES:
@@ -58,16 +45,6 @@ def _is_in_language(text: str, language: str) -> bool:
             f"language {language!r} cannot be detected (only {', '.join(LANGUAGES)}): remove rows with this language"
         )
     return language_of(text) == language
-
-
-@register_check("length_constraints:number_sentences")
-def _has_number_of_sentences(text: str, num_sentences: int, relation: str) -> bool:
-    return _satisfies_relation(len(sentences(text)), relation, num_sentences)
-
-
-@register_check("length_constraints:number_words")
-def _has_number_of_words(text: str, num_words: int, relation: str) -> bool:
-    return _satisfies_relation(count_words(text), relation, num_words)
 
 
 @register_check("length_constraints:number_paragraphs")
@@ -108,22 +85,12 @@ def _has_number_of_bullets(text: str, num_bullets: int) -> bool:
     return sum(line.startswith("-") or bool(re.match(r"\*[^*]", line)) for line in lines) == num_bullets
 
 
-@register_check("detectable_format:constrained_response")
-def _has_allowed_answer(text: str) -> bool:
-    return any(answer in text for answer in _ALLOWED_ANSWERS)
-
-
 @register_check("detectable_format:number_highlighted_sections")
 def _has_highlighted_sections(text: str, num_highlights: int) -> bool:
     """Check that the text has at least `num_highlights` nonempty highlights; *single* and **double** count as one."""
     single = [part for part in re.findall(r"\*[^\n*]*\*", text) if part.strip("*").strip()]
     double = [part for part in re.findall(r"\*\*[^\n*]*\*\*", text) if part[2:-2].strip()]
     return len(single) + len(double) >= num_highlights
-
-
-@register_check("detectable_format:multiple_sections")
-def _has_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
 
 
 @register_check("detectable_format:json_format")
@@ -136,11 +103,6 @@ def _is_json(text: str) -> bool:
     return True
 
 
-@register_check("detectable_format:title")
-def _has_title(text: str) -> bool:
-    return any(line.partition("<<")[2].rpartition(">>")[0].strip("<> ") for line in text.split("\n"))
-
-
 @register_check("combination:two_responses")
 def _has_two_different_responses(text: str) -> bool:
     parts = [part.strip() for part in text.split("******")]
@@ -148,37 +110,46 @@ def _has_two_different_responses(text: str) -> bool:
     return all(parts[1:-1]) and len(responses) == 2 and responses[0] != responses[1]
 
 
-@register_check("combination:repeat_prompt")
-def _starts_with_prompt(text: str, prompt_to_repeat: str) -> bool:
-    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-@register_check("startend:end_checker")
-def _ends_with_phrase(text: str, end_phrase: str) -> bool:
-    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
-@register_check("change_case:capital_word_frequency")
-def _has_capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
-    return _satisfies_relation(sum(word.isupper() for word in words(text)), capital_relation, capital_frequency)
-
-
-@register_check("change_case:english_capital")
-def _is_english_upper_case(text: str) -> bool:
-    return text.isupper() and _may_be_english(text)
-
-
-@register_check("change_case:english_lowercase")
-def _is_english_lower_case(text: str) -> bool:
-    return text.islower() and _may_be_english(text)
-
-
-@register_check("punctuation:no_comma")
-def _has_no_comma(text: str) -> bool:
-    return "," not in text
-
-
 @register_check("startend:quotation")
 def _is_in_quotation_marks(text: str) -> bool:
     text = text.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+CHECKS |= {
+    "keywords:existence": lambda text, keywords: all(keyword.lower() in text.lower() for keyword in keywords),
+    "keywords:frequency": lambda text, keyword, frequency, relation: _satisfies_relation(
+        text.lower().count(keyword.strip().lower()), relation, frequency
+    ),
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(count_occurrences(word, text) for word in forbidden_words)
+    ),
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: _satisfies_relation(
+        text.lower().count(letter.strip().lower()), let_relation, let_frequency
+    ),
+    "length_constraints:number_sentences": lambda text, num_sentences, relation: _satisfies_relation(
+        len(sentences(text)), relation, num_sentences
+    ),
+    "length_constraints:number_words": lambda text, num_words, relation: _satisfies_relation(
+        count_words(text), relation, num_words
+    ),
+    "detectable_format:constrained_response": lambda text: any(answer in text for answer in _ALLOWED_ANSWERS),
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
+    ),
+    "detectable_format:title": lambda text: any(
+        line.partition("<<")[2].rpartition(">>")[0].strip("<> ") for line in text.split("\n")
+    ),
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: _satisfies_relation(
+        sum(word.isupper() for word in words(text)), capital_relation, capital_frequency
+    ),
+    "change_case:english_capital": lambda text: text.isupper() and _may_be_english(text),
+    "change_case:english_lowercase": lambda text: text.islower() and _may_be_english(text),
+    "punctuation:no_comma": lambda text: "," not in text,
+}

@@ -1,7 +1,11 @@
-"""Split a text into sentences, words and syllables by rules, without a model or a download.
+"""Register the checks of IFEval's and IFBench's instructions; split texts into sentences, words and syllables by rules,
+and detect their language, without a model or a download.
 
-The published checkers of IFEval and IFBench use NLTK's trained splitter and a syllable dictionary; the rules here give
-other results for unusual punctuation and rare words.
+To add an instruction, write a function with the decorator `register_check` in a module of this folder that
+builtin/ifbench.py imports. The published checkers use NLTK's trained splitter, a syllable dictionary and an n-gram
+model (langdetect); the rules here give other results for unusual punctuation and rare words, and detect only the
+languages that IFEval uses, in texts of at least one sentence: by script, and by common words and letters for scripts
+that several languages share (Latin, Cyrillic, Arabic and Devanagari).
 """
 
 from __future__ import annotations
@@ -9,7 +13,29 @@ from __future__ import annotations
 import itertools
 import re
 import string
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+Check = Callable[..., bool]
+CHECKS: dict[str, Check] = {}  # instruction id in the data set -> function that checks an answer
+
+
+def register_check(instruction_id: str) -> Callable[[Check], Check]:
+    """Return a decorator that registers a function as the check of an instruction.
+
+    The function takes the answer's text and, under their names in the data set, the arguments of the instruction; it
+    returns whether the answer follows the instruction.
+    """
+
+    def register(function: Check) -> Check:
+        CHECKS[instruction_id] = function
+        return function
+
+    return register
+
+
+# ---- sentences, words and syllables ----------------------------------------------------------------------------------
+
 
 EDGES = string.punctuation + string.whitespace
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -83,3 +109,108 @@ def is_increasing(numbers: Iterable[int]) -> bool:
     """Return whether every number is greater than the previous number."""
     numbers = list(numbers)
     return all(left < right for left, right in itertools.pairwise(numbers))
+
+
+# ---- languages -------------------------------------------------------------------------------------------------------
+
+
+LANGUAGES = (
+    "ar", "bg", "bn", "de", "en", "es", "fa", "fi", "fr", "gu", "he", "hi", "it", "ja", "kn", "ko", "ml", "mr", "ne",
+    "pa", "pl", "pt", "ru", "sw", "ta", "te", "th", "uk", "ur", "vi", "zh", "el",
+)  # fmt: skip
+
+_SCRIPTS = {
+    "hiragana": r"[\u3040-\u30ff]", "han": r"[\u4e00-\u9fff]", "hangul": r"[\uac00-\ud7af\u1100-\u11ff]",
+    "thai": r"[\u0e00-\u0e7f]", "bengali": r"[\u0980-\u09ff]", "tamil": r"[\u0b80-\u0bff]",
+    "telugu": r"[\u0c00-\u0c7f]", "kannada": r"[\u0c80-\u0cff]", "gujarati": r"[\u0a80-\u0aff]",
+    "gurmukhi": r"[\u0a00-\u0a7f]", "malayalam": r"[\u0d00-\u0d7f]", "hebrew": r"[\u0590-\u05ff]",
+    "greek": r"[\u0370-\u03ff]", "devanagari": r"[\u0900-\u097f]", "arabic": r"[\u0600-\u06ff]",
+    "cyrillic": r"[\u0400-\u04ff]", "latin": r"[A-Za-z\u00c0-\u024f\u1e00-\u1eff]",
+}  # fmt: skip
+_LANGUAGE_OF_SCRIPT = {
+    "hangul": "ko", "thai": "th", "bengali": "bn", "tamil": "ta", "telugu": "te", "kannada": "kn", "gujarati": "gu",
+    "gurmukhi": "pa", "malayalam": "ml", "hebrew": "he", "greek": "el",
+}  # fmt: skip
+# Language code -> words that are in nearly every sentence of the language, and rare in similar languages.
+_COMMON_TEXT = {
+    "en": (
+        "the and of to in is that it for was with as are this be have from not you by an at which or but will can "
+        "his her they we my"
+    ),
+    "de": (
+        "der die das und ist nicht ein eine zu den mit sich auf für von dem im es ich sie wir auch als aus bei "
+        "nach wird sind"
+    ),
+    "fr": (
+        "le la les et est des une dans que qui pour pas sur avec ce il elle au du en je nous vous sont plus par "
+        "mais ou"
+    ),
+    "es": "el la los las y es de que en un una por con para no se del al lo su como más pero está son muy mi yo",
+    "it": "il la le e è di che un una per con non si del della nel sono gli lo come più ma anche questo ho alla i da",
+    "pt": "o a os as e é de que em um uma por com para não se do da no na ao dos das mais mas como são muito eu seu",
+    "pl": "i w na z się nie jest do to że o jak ale po co tak za od są przez był czy dla tym już jego może",
+    "fi": "ja on ei se että hän oli mutta kun niin olen ovat tai myös joka kuin jos minä sen tämä ole voi hyvin",
+    "vi": "và là của có không cho một trong được với các những người này đã để khi tôi bạn đó ở như thì",
+    "sw": "na ya wa ni kwa katika za la cha hii kama si hiyo kuwa watu yake mimi au lakini huo pia sana kila",
+    "hi": "है हैं का की के में और को से यह नहीं था कि पर हो एक मैं ने भी लिए",
+    "mr": "आहे आहेत आणि च्या मध्ये हा ही हे नाही होते तर मी एक ला ते या साठी",
+    "ru": "и в не на что с по это как но из для есть был так мы вы она они его все уже или когда бы",
+    "bg": "и в не на че с по това как но от за е да се са беше той тя те като ще или когато си му",
+    "uk": "і в не на що з по це як але від для є був так ми ви вона вони його та вже або коли щоб у й",
+    "ne": "छ छन् र को मा हो भने गर्न लागि यो पनि थियो हुन्छ म तपाईं गर्छ एक",
+}  # fmt: skip
+_LETTERS = {
+    "de": "äöüß", "fr": "éèêàçùœ", "es": "ñ¿¡áíóú", "it": "èòàù", "pt": "ãõçáê", "pl": "ąęłńśźżć", "fi": "äö",
+    "vi": "ăđơưạảấầậếềệọồộớờợụủứừựị", "uk": "іїєґ", "ru": "ыэё", "bg": "ъ", "ur": "ٹڈڑںھہے", "fa": "پچژگکی", "mr": "ळ",
+}  # fmt: skip
+_COMMON = {code: text.split() for code, text in _COMMON_TEXT.items()}
+_LANGUAGES_OF_SCRIPT = {
+    "latin": ("en", "de", "fr", "es", "it", "pt", "pl", "fi", "vi", "sw"),
+    "devanagari": ("hi", "mr", "ne"),
+    "cyrillic": ("ru", "uk", "bg"),
+    "arabic": ("ar", "ur", "fa"),
+}
+
+
+def language_of(text: str) -> str | None:
+    """Return the ISO 639-1 code of the text's language, or None if the language cannot be determined."""
+    counts = {script: len(re.findall(pattern, text)) for script, pattern in _SCRIPTS.items()}
+    if not any(counts.values()):
+        return None
+    if counts["hiragana"] + counts["han"] >= sum(counts.values()) / 2:
+        return "ja" if counts["hiragana"] * 10 >= counts["han"] else "zh"
+    script = max(counts, key=lambda name: counts[name])
+    if script in _LANGUAGE_OF_SCRIPT:
+        return _LANGUAGE_OF_SCRIPT[script]
+    if script == "arabic":
+        return _detect_by_letters(text, {"ar": 0.0, "ur": 4.0, "fa": 1.0}) or "ar"
+    return _detect_by_words(text, _LANGUAGES_OF_SCRIPT.get(script, ()))
+
+
+def is_latin(text: str) -> bool:
+    """Return whether the text contains Latin letters, and no letters of other scripts."""
+    return all(bool(re.search(pattern, text)) == (name == "latin") for name, pattern in _SCRIPTS.items())
+
+
+def _detect_by_letters(text: str, weight_by_language: dict[str, float]) -> str | None:
+    letters = Counter(text.lower())
+    scores = {
+        code: weight * sum(letters[letter] for letter in _LETTERS.get(code, ""))
+        for code, weight in weight_by_language.items()
+    }
+    best = max(scores, key=lambda code: scores[code])
+    return best if scores[best] else None
+
+
+def _detect_by_words(text: str, language_codes: tuple[str, ...]) -> str | None:
+    counts = Counter(re.findall(r"[^\s\d.,;:!?\"'’()\[\]*|।-]+", text.lower()))
+    letters = Counter(text.lower())
+    scores = {
+        code: sum(counts[word] for word in _COMMON[code])
+        + 0.5 * sum(letters[letter] for letter in _LETTERS.get(code, ""))
+        for code in language_codes
+    }
+    best = max(scores, key=lambda code: scores[code], default=None)
+    if best is None or not scores[best] or list(scores.values()).count(scores[best]) > 1:
+        return None
+    return best

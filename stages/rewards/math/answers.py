@@ -320,6 +320,9 @@ def _read_group(tokens: tuple[str, ...]) -> ParsedAnswer | None:
             return ParsedAnswer("matrix", tokens, sum((item.items for item in items), ()), f"{len(items)}")
         return ParsedAnswer("tuple", tokens, items, brackets)
     if inner and (tokens[0] == "{" or (tokens[0] in ("(", "[") and inner[0] in _MATRICES)):
+        # Of braces in braces only the innermost pair has a meaning; a recursion for each would take quadratic time.
+        while inner[:2] == ("{", "{") and _index_of_closing_bracket(inner[1:-1]) == len(inner) - 3:
+            inner = inner[1:-1]
         return _parse(inner)
     return None
 

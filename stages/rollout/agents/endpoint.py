@@ -1,5 +1,5 @@
 """Serve the engines to agents through an OpenAI-compatible HTTP API: chat completions with tools, whole or streamed,
-and the list of models. An agent needs no code for training: session.py turns its requests
+and the list of models. An agent needs no code for training: conversation.py turns its requests
 into samples.
 
 The server listens on 127.0.0.1 in its own thread and event loop, so an agent that blocks its event loop does not block
@@ -21,7 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
-from penstock.stages.rollout.agents.session import AgentSession, Answer, ContextLengthError, SessionClosed
+from penstock.stages.rollout.agents.conversation import AgentSession, Answer, ContextLengthError, SessionClosed
 from penstock.stages.rollout.plugins.engine_calls import EngineCalls
 from penstock.stages.rollout.plugins.user_sample import UserSample
 from penstock.stages.rollout.text.messages import normalize_messages
@@ -46,12 +46,7 @@ IGNORED = {
 
 
 class OpenAIEndpoint:
-    """An OpenAI-compatible HTTP server for agents. The server starts when the first session is created.
-
-    Args:
-        handle: sends requests to the engines of the round.
-        port: port on 127.0.0.1; 0 selects a free port.
-    """
+    """An OpenAI-compatible HTTP server for agents. The server starts when the first session is created."""
 
     def __init__(self, handle: EngineCalls, port: int = 0) -> None:
         config = handle.config
@@ -84,7 +79,7 @@ class OpenAIEndpoint:
         name = secrets.token_urlsafe(16)
         url = f"http://127.0.0.1:{self._port}/{name}/v1"
         key = secrets.token_urlsafe(32)
-        session = AgentSession(self._handle, sample, url, key, on_close=lambda: self._remove_session(name))
+        session = AgentSession(self._handle, sample, url, key, on_close=lambda: self._sessions.pop(name, None))
         self._sessions[name] = session
         return session
 
@@ -105,9 +100,6 @@ class OpenAIEndpoint:
             thread.join()
         for session in list(self._sessions.values()):
             session.close()
-
-    def _remove_session(self, name: str) -> None:
-        self._sessions.pop(name, None)
 
     def _start_server(self) -> None:
         listening: Future[int] = Future()
@@ -196,7 +188,11 @@ class OpenAIEndpoint:
             body = await request.json()
         except json.JSONDecodeError as error:
             raise ValueError(f"the body of the request is not JSON ({error}): send a JSON object") from None
-        messages = _parse_messages_of_request(body)
+        messages = normalize_messages(body.get("messages") if isinstance(body, dict) else None)
+        if body.get("n") not in (None, 1):
+            raise ValueError(f"n is {body['n']}, but only one choice per request is supported: send n=1")
+        # "developer" is OpenAI's newer name of the system role, which chat templates of open models do not know.
+        messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
         self._warn_of_ignored_parameters(body)
         sampling: dict[str, Any] = {}  # sampling parameters that a request may set, under the engine's names
         if (limit := body.get("max_completion_tokens") or body.get("max_tokens")) is not None:
@@ -254,15 +250,6 @@ class OpenAIEndpoint:
             "choices": [choice],
             "usage": {"prompt_tokens": start, "completion_tokens": end - start, "total_tokens": end},
         }
-
-
-def _parse_messages_of_request(body: Any) -> list[dict[str, Any]]:
-    """Return the messages of a chat request, after checking them. Raises ValueError for an invalid request."""
-    messages = normalize_messages(body.get("messages") if isinstance(body, dict) else None)
-    if body.get("n") not in (None, 1):
-        raise ValueError(f"n is {body['n']}, but only one choice per request is supported: send n=1")
-    # "developer" is OpenAI's newer name of the system role, which chat templates of open models do not know.
-    return [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
 
 
 def _error_response(status: int, message: str, kind: str, code: str | None = None) -> web.Response:

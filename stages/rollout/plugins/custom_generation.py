@@ -7,12 +7,20 @@
 `async` is optional. In every form, a parameter named `engine` gets the `EngineHandle`, which is also `args.engine`.
 Return values are checked (user_sample.py). If the function raises, exceeds its timeout or returns an invalid value,
 only the samples of that call fail, with the reason in `metadata["error"]`. If an engine fails, the round fails.
+
+    async def generate(args, sample, sampling_params, engine):
+        for _ in range(args.max_turns):
+            text = await engine.generate(sample, stop=["</call>"])     # tokens of the model: trained, with log-probs
+            if "</call>" not in text or not engine.append(sample, answer(text)):    # tokens of the tool: not trained
+                break
+        return sample
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,9 +30,11 @@ from typing import Any
 from penstock.engines.generation import EngineClient, TokenCounts
 from penstock.stages.plugins import DEFAULT_NAMES, check_signature, describe_path, load_function, with_function_name
 from penstock.stages.rewards.outcome import failed_outcome, parse_reward
+from penstock.stages.rollout.agents.conversation import AgentSession, Conversation
+from penstock.stages.rollout.agents.endpoint import OpenAIEndpoint
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import sampling_params_for
-from penstock.stages.rollout.plugins.engine_handle import EngineHandle
+from penstock.stages.rollout.plugins.engine_calls import EngineCalls
 from penstock.stages.rollout.plugins.plugin_runner import Cancelled, PluginRunner
 from penstock.stages.rollout.plugins.user_sample import ANSWERS, EngineAnswer, UserSample, checked_sample
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample
@@ -59,11 +69,7 @@ class GenerateFunction:
 
 
 def load_generate_function(path: str) -> GenerateFunction:
-    """Load the user-defined generate function that `path` names.
-
-    Raises:
-        PluginError: the function cannot be loaded, or its signature is not supported (docs/generation.md, Forms).
-    """
+    """Load the user-defined generate function that `path` names. Raises PluginError."""
     path = with_function_name(path, DEFAULT_NAMES["custom_generate_function_path"])
     function, name = load_function(path), describe_path(path)
     if inspect.isclass(function):
@@ -96,17 +102,7 @@ def load_generate_function(path: str) -> GenerateFunction:
 
 class CustomGeneration:
     """Generates the samples of a group with a user-defined generate function. Use it as an async context manager, in
-    the event loop of `client`.
-
-    Args:
-        config: names the function; all options are passed to the function as attributes of `args`.
-        client: client of the engines.
-        tokenizer: tokenizer of the policy.
-        round: the round for which samples are generated.
-
-    Raises:
-        PluginError: the function does not load, or its signature is not supported (docs/generation.md, Forms).
-    """
+    the event loop of `client`. Raises PluginError."""
 
     def __init__(
         self, config: RolloutConfig, client: EngineClient, tokenizer: PromptTokenizer, round: RolloutRound
@@ -173,7 +169,11 @@ class CustomGeneration:
 
         def call() -> Any:
             ANSWERS.set(answers)
-            views[:] = [self._sample_for_function(sample) for sample in origins]
+            views[:] = [UserSample.of(sample, sample.metadata.get("num_prompt_tokens")) for sample in origins]
+            for view in views:
+                view.metadata.pop("num_prompt_tokens", None)
+                if any(view.loss_mask) and not self.function.continues_partial:  # it cannot continue the response
+                    view.restart(view.prompt, view.token_ids[: view.prompt_length])
             return self.function.function(self._args, list(views) if self.function.takes_list else views[0], **options)
 
         try:
@@ -194,15 +194,6 @@ class CustomGeneration:
             [_failed_copy(sample, part)] if isinstance(part, str) else self._checked_trajectory(sample, part, answers)
             for sample, part in zip(origins, parts)
         ]
-
-    def _sample_for_function(self, sample: Sample) -> UserSample:
-        """Return a copy of `sample` for the user-defined function. The tokens of an aborted response are removed if the
-        function cannot continue it (`continues_partial`)."""
-        view = UserSample.of(sample, sample.metadata.get("num_prompt_tokens"))
-        view.metadata.pop("num_prompt_tokens", None)
-        if any(view.loss_mask) and not self.function.continues_partial:
-            view.restart(view.prompt, view.token_ids[: view.prompt_length])
-        return view
 
     def _split_by_origin(self, origins: Group, returned: Any) -> list[Group | str]:
         """Return, for every sample of `origins`, the samples that the function returned for it, or an error text."""
@@ -292,3 +283,35 @@ def _failed_copy(sample: Sample, reason: str) -> Sample:
     sample = copy_sample(sample)
     failed_outcome(reason).apply(sample)
     return sample
+
+
+# ---- the `engine` argument -------------------------------------------------------------------------------------------
+
+
+class EngineHandle(EngineCalls):
+    """Gives user-defined generate functions access to the engines of one round."""
+
+    _endpoint: OpenAIEndpoint | None = None
+    _lock = threading.Lock()
+
+    def conversation(self, sample: UserSample, **options: Any) -> Conversation:
+        """Return a chat that takes and returns messages, and records their tokens in `sample`."""
+        return Conversation(self, sample, **options)
+
+    def openai(self, sample: UserSample) -> AgentSession:
+        """Return a session (URL and API key) for one execution of an agent that uses an OpenAI client. The session
+        records the agent's requests as samples (agents/conversation.py)."""
+        with self._lock:
+            if self._endpoint is None:
+                self._endpoint = OpenAIEndpoint(self, self.config.agent_endpoint_port)
+        return self._endpoint.session(sample)
+
+    def end(self, trajectory_id: str) -> None:
+        """Close the agent sessions of this trajectory; further requests are refused."""
+        if self._endpoint is not None:
+            self._endpoint.end(trajectory_id)
+
+    def close(self) -> None:
+        """Stop the OpenAI-compatible endpoint, if it is running."""
+        if self._endpoint is not None:
+            self._endpoint.close()

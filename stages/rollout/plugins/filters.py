@@ -66,10 +66,6 @@ def load_filter(path: str, args: Any) -> Filter:
 
     A user-defined filter blocks the calling thread; from an event loop, use `asyncio.to_thread`.
 
-    Args:
-        path: file.py, file.py:name, pkg.module:name or pkg.module.name.
-        args: first argument of the filter: a namespace with all options of the rollout.
-
     Raises:
         PluginError: the filter does not load or has the wrong signature. The returned function raises PluginError if
             the filter raises, exceeds the timeout, or returns neither a truth value nor a DynamicFilterOutput.

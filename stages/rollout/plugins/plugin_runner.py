@@ -37,12 +37,7 @@ class _LoopReplaced(Exception):
 
 
 class PluginRunner:
-    """Runs the calls of one user-defined function.
-
-    Args:
-        name: name of the function, for messages.
-        is_async: run the calls in the shared event loop instead of a new thread each.
-    """
+    """Runs the calls of one user-defined function, each in a new thread or, if `is_async`, in the shared event loop."""
 
     def __init__(self, name: str, *, is_async: bool) -> None:
         self.name = name
@@ -62,7 +57,7 @@ class PluginRunner:
             loop = _PluginLoop.current()
             call = _Call(function, loop)
             self._calls.add(call)
-            waiting = asyncio.wrap_future(call.result)
+            waiting = _wait_for(call.result)
             call.start(in_thread=not self.is_async)
             try:
                 await asyncio.wait({waiting}, timeout=limit_seconds)
@@ -97,9 +92,17 @@ class PluginRunner:
         """Start no further calls, and cancel the calls that have not returned after `GRACE` seconds."""
         self._stopping = True
         if self._calls:
-            await asyncio.wait({asyncio.wrap_future(call.result) for call in self._calls}, timeout=GRACE)
+            await asyncio.wait({_wait_for(call.result) for call in self._calls}, timeout=GRACE)
         for call in self._calls:
             call.set_result_once(error=Cancelled())
+
+
+def _wait_for(result: Future[Any]) -> asyncio.Future[Any]:
+    """Return a future of this event loop that is done when `result` is. The caller reads the error of `result`; asyncio
+    would log that of the returned future, which nobody reads."""
+    waiting = asyncio.wrap_future(result)
+    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return waiting
 
 
 class _Call:
@@ -131,7 +134,7 @@ class _Call:
         """Cancel the call; its result is no longer needed."""
         self._abandoned = True
         self.plugin_loop.calls.discard(self)
-        self.plugin_loop.loop.call_soon_threadsafe(self._cancel_task)
+        self.plugin_loop.loop.call_soon_threadsafe(lambda: self.task is not None and self.task.cancel())
 
     def _run_in_thread(self) -> None:
         try:
@@ -156,10 +159,6 @@ class _Call:
             self.set_result_once(
                 error=RuntimeError("the call was cancelled") if isinstance(error, asyncio.CancelledError) else error
             )
-
-    def _cancel_task(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
 
 
 class _PluginLoop:

@@ -6,26 +6,37 @@
 groups back for later rounds. The function returns --rollout-batch-size groups that it got in this round. Samples
 without a reward are graded afterwards. A group that it neither returns nor hands back is dropped, with this reason.
 
-`args` has the rollout's options, `args.engine` (engine_handle.py), and `args.rollout`, the parts of the built-in
-rollout, which adapters (stages/plugins.py) call. Evaluations may call a function, too (eval_function.py).
+`args` has the rollout's options, `args.engine` (EngineHandle), and `args.rollout`, the parts of the built-in
+rollout, which adapters (stages/plugins.py) call.
+
+With `evaluation=True` or --eval-function-path, the function generates an evaluation and returns a RolloutFnEvalOutput,
+the dictionary of one, or groups. It is called once for each data set, whose name and path are `args.eval_prompt_data`,
+gets all prompts from `data_source.get_samples(n)` with n = len(data_source.dataset), and returns all of them, so that
+evaluations stay comparable prompt by prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Protocol, Self, TypeVar
 
-from penstock.stages.plugins import DEFAULT_NAMES, describe_path, load_checked_function, with_function_name
+from penstock.stages.plugins import (
+    BUILT_IN_EVALUATION,
+    DEFAULT_NAMES,
+    describe_path,
+    load_checked_function,
+    with_function_name,
+)
 from penstock.stages.rewards.outcome import parse_reward
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import GroupRunner
-from penstock.stages.rollout.plugins.engine_handle import EngineHandle
-from penstock.stages.rollout.plugins.eval_function import samples_of_evaluation
+from penstock.stages.rollout.plugins.custom_generation import EngineHandle
 from penstock.stages.rollout.plugins.hooks import numbers_of
 from penstock.stages.rollout.plugins.plugin_runner import PluginRunner
 from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
@@ -117,16 +128,19 @@ class RolloutTools:
 
     def generate_rollout(self, source: FunctionSource) -> list[list[UserSample]]:
         """Return the groups that the built-in rollout keeps."""
-        return asyncio.run(self._await_in_loop(self._generate_rollout(source)))
+
+        async def collect() -> Collected:
+            return await self._collect(source.take)
+
+        collected = asyncio.run(self._await_in_loop(collect()))
+        self.collected.append(collected)
+        return [[UserSample.of(sample) for sample in group] for group in collected.kept]
 
     async def generate_group(
         self, group: list[UserSample], sampling: dict[str, Any], *, grade: bool
     ) -> list[UserSample]:
-        """Return a group, or a single sample in a list, with responses and, if `grade`, with rewards.
-
-        Raises:
-            PluginError: the sampling parameters differ from those of the run.
-        """
+        """Return a group, or a single sample in a list, with responses and, if `grade`, with rewards. Raises
+        PluginError."""
         own = self.config.sampling_params()
         if changed := [name for name, value in own.items() if sampling.get(name, value) != value]:
             raise PluginError(
@@ -138,11 +152,6 @@ class RolloutTools:
             sample.status = Status(view.status)
         done = await self._await_in_loop(self._runner.run_samples(samples, grade=grade))
         return [UserSample.of(sample) for sample in done]
-
-    async def _generate_rollout(self, source: FunctionSource) -> list[list[UserSample]]:
-        collected = await self._collect(source.take)
-        self.collected.append(collected)
-        return [[UserSample.of(sample) for sample in group] for group in collected.kept]
 
     async def _await_in_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if asyncio.get_running_loop() is self._loop:
@@ -185,11 +194,7 @@ class RolloutFunctionCall:
 
     async def run(self, num_groups: int) -> tuple[list[Group], list[Group], list[tuple[Group, str]]]:
         """Call the function; return the groups to train on, the groups for later rounds, and the dropped groups with
-        the reasons.
-
-        Raises:
-            PluginError: the function raises, or returns something else than `num_groups` groups of this round.
-        """
+        the reasons. Raises PluginError."""
         args = SimpleNamespace(**self.config.plugin_arguments(), engine=self.handle, rollout=self.tools)
         args.sglang_router_ip, args.sglang_router_port = self.handle.address
         if self.data_set is not None:
@@ -323,3 +328,58 @@ def _flatten(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return [item for part in value for item in _flatten(part)]
     return [value]
+
+
+# ---- evaluations -----------------------------------------------------------------------------------------------------
+
+
+def find_evaluation_function(config: RolloutConfig) -> str | None:
+    """Return the path of the function that generates evaluations: --eval-function-path, by default
+    --rollout-function-path if the function has the parameter `evaluation`; None: the built-in evaluation. Raises
+    PluginError."""
+    path = config.eval_function_path or config.rollout_function_path
+    if path in (None, BUILT_IN_EVALUATION):
+        return None
+    function = load_checked_function(path, DEFAULT_NAMES["eval_function_path"], ("args", "rollout_id", "data_source"))
+    is_for_evaluations = config.eval_function_path or "evaluation" in inspect.signature(function).parameters
+    return path if is_for_evaluations else None
+
+
+def samples_of_evaluation(returned: Any, data_set: str, name: str) -> tuple[Any, dict[int, float]]:
+    """Return the samples in what a function returned from an evaluation, and the rewards given beside them. Raises
+    PluginError.
+
+    Returns:
+        The samples, perhaps in nested lists; and id() of a sample -> its reward.
+    """
+    data = getattr(returned, "data", returned)
+    if not isinstance(data, Mapping):
+        return getattr(returned, "samples", returned), {}
+    if set(data) != {data_set}:
+        raise PluginError(
+            f"{name} returned results of {', '.join(map(str, data)) or 'no data set'} from the evaluation on "
+            f"{data_set}: return those of the data set in args.eval_prompt_data; it is called once for each"
+        )
+    entry = data[data_set]
+    if not isinstance(entry, Mapping) or "samples" not in entry:
+        raise PluginError(
+            f'{name} returned results of {data_set} without "samples", which an evaluation records: add the list of '
+            "samples"
+        )
+    samples, rewards = entry["samples"], entry.get("rewards")
+    if rewards is None:
+        return samples, {}
+    if len(rewards) != len(samples) or not all(isinstance(sample, Sample) for sample in samples):
+        raise PluginError(
+            f'{name} returned {len(rewards)} "rewards" beside {len(samples)} "samples": return one reward for each '
+            "sample of a flat list, or no rewards"
+        )
+    numbers = {}
+    for sample, reward in zip(samples, rewards):
+        try:
+            numbers[id(sample)] = float(reward)
+        except (TypeError, ValueError):
+            numbers[id(sample)] = math.nan
+        if not math.isfinite(numbers[id(sample)]):
+            raise PluginError(f'{name} returned {reward!r:.80} in "rewards": return finite numbers')
+    return samples, numbers

@@ -251,16 +251,13 @@ class UserSample(Sample):
 
 def checked_sample(sample: Sample, prompt_length: int | None = None) -> Sample:
     """Check a sample that a user-defined function has returned, and return it as a plain `Sample` whose loss mask and
-    log-probs have one entry per token.
+    log-probs have one entry per token. Raises PluginError.
 
     If the function has not set the loss mask, all response tokens are trained. Status `pending` becomes `completed`.
 
     Args:
         sample: the returned sample.
         prompt_length: number of prompt tokens, if `sample` is not a UserSample; see `UserSample.of`.
-
-    Raises:
-        PluginError: the sample cannot be trained on or written to a shard; the message says why.
     """
     if not isinstance(sample, UserSample):
         sample = UserSample.of(sample, prompt_length)

@@ -2,8 +2,8 @@
 
 `get_samples(num_samples)` returns groups; a group is the list of pending samples of one prompt. `add_samples(samples)`
 takes back groups that the round has requested but not used. The default data source first returns groups that were
-handed back, then groups for the next prompts of --prompt-data. User-defined data sources (plugins/custom_source.py) may
-derive from the classes here.
+handed back, then groups for the next prompts of --prompt-data. A user-defined data source (`--data-source-path`)
+is a class with `get_samples(num_samples)`; methods that it does not define come from the classes here.
 
 The position of a data source (`state_dict`, JSON) and its buffer (`buffered_samples`) are written to the commit of a
 round and restored before every attempt at the next round, so a retried round gets the same samples.
@@ -15,11 +15,12 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
-from penstock.stages.rollout.config import PromptConfig
-from penstock.stages.rollout.prompts.source import Prompt, PromptFilter, PromptSource
-from penstock.stages.rollout.prompts.state import SourceState
+from penstock.stages.plugins import DEFAULT_NAMES, load_function
+from penstock.stages.rollout.config import PromptConfig, RolloutConfig
+from penstock.stages.rollout.prompts.source import Prompt, PromptFilter, PromptSource, SourceState
 from penstock.stages.rollout.text.templates import Messages
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import PluginError
@@ -156,15 +157,7 @@ def group_by_group_id(samples: Iterable[Any]) -> list[Group]:
 
 
 class Dataset:
-    """The prompts of --prompt-data, and the current data position. Data sources get a Dataset as `self.dataset`.
-
-    Args:
-        config: `n_samples_per_prompt` is the number of samples per group.
-        prompts: the rows of --prompt-data and their order.
-        tokenizer: renders and tokenizes the prompts.
-        round: the round for which samples are created.
-        prompt_filter: decides which prompts are used, and which are skipped; None: all are used.
-    """
+    """The prompts of --prompt-data, and the current data position. Data sources get a Dataset as `self.dataset`."""
 
     def __init__(
         self,
@@ -297,11 +290,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
 def take_checked_groups(source: RolloutDataSource, num_groups: int) -> list[Group]:
     """Return `num_groups` groups from `source.get_samples`, after checking that every group has all its samples and was
-    created by `source.dataset`.
-
-    Raises:
-        PluginError: `get_samples` raises or returns an invalid value; the message names the class of the data source.
-    """
+    created by `source.dataset`. Raises PluginError."""
     name = f"{type(source).__qualname__}.get_samples"
     try:
         samples = source.get_samples(num_groups)
@@ -434,3 +423,79 @@ class PromptIntake:
     def num_skipped(self) -> int:
         """Number of prompts skipped in this round because they were too long."""
         return self.source.dataset.state.skipped - self._skipped_before
+
+
+# ---- user-defined data sources and buffer filters --------------------------------------------------------------------
+
+
+__all__ = [  # user-defined data sources import the first two classes from here
+    "RolloutDataSource",
+    "RolloutDataSourceWithBuffer",
+    "load_buffer_filter",
+    "load_data_source",
+    "open_data_source",
+]
+
+
+def load_data_source(path: str) -> type[RolloutDataSource]:
+    """Load the class that --data-source-path names. If the class does not derive from RolloutDataSource, return a
+    subclass that inherits missing methods from RolloutDataSource. Raises PluginError."""
+    cls = load_function(path, DEFAULT_NAMES["data_source_path"])
+    if not isinstance(cls, type):
+        raise PluginError(f"--data-source-path {path} is not a class: name a class with get_samples(num_samples)")
+    base = RolloutDataSourceWithBuffer if hasattr(cls, "buffer_filter") else RolloutDataSource
+    for name, arguments, parameters in (
+        ("get_samples", (0,), "num_samples"),
+        ("add_samples", ([],), "samples"),
+        ("buffer_filter", (None, [], 0), "args, buffer, num_samples"),
+    ):
+        method = getattr(cls, name, None)
+        if method is not None and not accepts_arguments(method, None, *arguments):
+            raise PluginError(
+                f"--data-source-path {path}: the method {name} has the wrong parameters: write def {name}(self, "
+                f"{parameters})"
+            )
+    if not hasattr(cls, "get_samples") and base is RolloutDataSource:
+        raise PluginError(
+            f"--data-source-path {path}: the class has no get_samples: write def get_samples(self, num_samples)"
+        )
+    return cls if issubclass(cls, base) else type(cls.__name__, (cls, base), {"__module__": cls.__module__})
+
+
+def load_buffer_filter(path: str) -> BufferFilter:
+    """Load the function that --buffer-filter-path names. Raises PluginError."""
+    function = load_function(path, DEFAULT_NAMES["buffer_filter_path"])
+    if not (accepts_arguments(function, None, 0, [], 0) or accepts_arguments(function, None, [], 0)):
+        raise PluginError(
+            f"--buffer-filter-path {path} has the wrong parameters: write def "
+            f"buffer_filter(args, rollout_id, buffer, num_samples)"
+        )
+    return function
+
+
+def open_data_source(
+    config: RolloutConfig, dataset: Dataset, buffer_filter: BufferFilter | None = None
+) -> RolloutDataSource:
+    """Create the data source of a round: an instance of the user-defined class (--data-source-path), or of
+    RolloutDataSourceWithBuffer. Raises PluginError.
+
+    Args:
+        config: names the class; its options are passed to the class's `__init__` as attributes of `args` if `__init__`
+            takes an argument.
+        dataset: the prompts of --prompt-data and the current data position.
+        buffer_filter: function to use instead of the data source's method `buffer_filter`.
+    """
+    cls = load_data_source(config.data_source_path) if config.data_source_path else RolloutDataSourceWithBuffer
+    source, args = cls.__new__(cls), SimpleNamespace(**config.plugin_arguments())
+    source.dataset, source.args = dataset, args
+    try:
+        source.__init__(*([args] if accepts_arguments(cls.__init__, source, args) else []))  # type: ignore[misc]
+    except Exception as error:
+        raise PluginError(
+            f"--data-source-path {config.data_source_path}: __init__ raised {type(error).__name__}: {error}; correct "
+            "__init__"
+        ) from error
+    if isinstance(source, RolloutDataSourceWithBuffer):
+        source.buffer = getattr(source, "buffer", [])  # a user-defined __init__ need not set `buffer`
+        source.filter = buffer_filter
+    return source

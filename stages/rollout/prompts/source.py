@@ -9,26 +9,68 @@ of the content). Rows or files appended before a resume form new segments with s
 of the epoch; the permutations of existing segments never change.
 
 Without weights, an epoch visits the entries of --prompt-data one after another; with weights, every entry counts its
-own epochs. files.py reads the rows, order.py computes the permutations.
+own epochs. prompt_files.py reads the rows.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import xxhash
 
 from penstock.stages.rollout.config import PromptConfig
-from penstock.stages.rollout.prompts.files import read_prompt_files
-from penstock.stages.rollout.prompts.order import permutation, permuted_index, select_sources, weights_to_shares
+from penstock.stages.rollout.prompts.prompt_files import read_prompt_files
 from penstock.stages.rollout.prompts.spool import SpooledRows
-from penstock.stages.rollout.prompts.state import Segment, SourcePosition, SourceState
 from penstock.stages.rollout.text.templates import Messages
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import DataError
+from penstock.storage.refs import Frozen
+
+
+class Segment(Frozen):
+    """Consecutive rows of one entry of --prompt-data that were added together: the rows that the entry had in the run's
+    first round, or the rows appended to it before a later round."""
+
+    file: int  # index of the entry in --prompt-data (paths may change, the order of the entries must not)
+    start: int  # number of the first row
+    rows: int  # number of rows
+    digest: str  # xxh3-64 of the rows
+    order: Literal["stored", "computed"]  # shuffled by order.permutation (stored) or order.permuted_index
+
+
+class SourcePosition(Frozen):
+    """The data position in one weighted entry of --prompt-data."""
+
+    epoch: int = 0
+    cursor: int = 0  # number of prompts of this epoch already visited (issued or skipped)
+    credit: int = 0  # credit in the weighted round robin (order.select_sources); order.WHOLE is one prompt
+
+
+class SourceState(Frozen):
+    """The data position of a run: the epoch, the number of prompts already visited in it, and all rows of --prompt-data
+    when the position was recorded."""
+
+    epoch: int = 0  # current epoch without weights; with weights, see `places`
+    cursor: int = 0  # number of prompts of this epoch already visited (issued or skipped)
+    issued: int = 0  # number of prompts issued in the run
+    skipped: int = 0  # number of prompts skipped in the run because they were too long
+    segments: tuple[Segment, ...]  # all rows of --prompt-data when this state was recorded
+    places: tuple[SourcePosition, ...] = ()  # with weights, one position per entry of --prompt-data; else empty
+
+    @property
+    def num_rows(self) -> int:
+        """Number of prompts in an epoch that takes each row once (without --prompt-data-weights)."""
+        return sum(segment.rows for segment in self.segments)
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
 
 LARGE = 1 << 22  # maximum rows of a segment whose permutation is kept in memory; above, it is computed row by row
 
@@ -281,3 +323,109 @@ class PromptSource:
                 "earlier round, but rows may only be appended: restore the rows, or use the new data in a fork "
                 "(penstock fork ... --prompt-data ...)"
             )
+
+
+# ---- order: pure functions of seeds and counters, which must never change, because a resumed run continues with it ---
+
+
+WHOLE = 1 << 32  # sum of the shares of all sources: a share is a sampling weight as an integer fraction of WHOLE
+_ROUNDS = 6  # rounds of the Feistel network
+
+
+def permutation(seed: int, epoch: int, segment: int, rows: int) -> np.ndarray:
+    """Return a random permutation of 0 .. rows - 1, seeded with (seed, epoch, segment). [rows], uint32."""
+    # RandomState, not Generator: NumPy guarantees that RandomState's stream never changes (NEP 19). Shuffled in place:
+    # RandomState.permutation returns the same order, but with 8 bytes per row.
+    order = np.arange(rows, dtype=np.uint32)
+    np.random.RandomState([seed, epoch, segment]).shuffle(order)
+    return order
+
+
+def permuted_index(position: int, seed: int, epoch: int, segment: int, rows: int) -> int:
+    """Return element `position` of a random permutation of 0 .. rows - 1 without computing the whole permutation. It is
+    not the permutation that `permutation` returns.
+
+    A Feistel network permutes all numbers of 2 x `half` bits. While the result is `rows` or more, the network is
+    applied to the result again (cycle walking: Black and Rogaway, Ciphers with arbitrary finite domains, 2002).
+    """
+    half = ((rows - 1).bit_length() + 1) // 2 or 1
+    mask = (1 << half) - 1
+    while True:
+        left, right = position >> half, position & mask
+        for number in range(_ROUNDS):
+            key = struct.pack("<5Q", seed, epoch, segment, number, right)
+            left, right = right, left ^ (xxhash.xxh3_64_intdigest(key) & mask)
+        position = left << half | right
+        if position < rows:
+            return position
+
+
+def weights_to_shares(weights: Sequence[float]) -> list[int]:
+    """Convert sampling weights to integers (shares) that sum to WHOLE, so that arithmetic with shares is exact."""
+    total = sum(weights)
+    rounded = [round(weight / total * WHOLE) for weight in weights]
+    largest = rounded.index(max(rounded))
+    rounded[largest] += WHOLE - sum(rounded)
+    return rounded
+
+
+def select_sources(credits: Sequence[int], shares: Sequence[int], count: int) -> tuple[list[int], list[int]]:
+    """Return the source (index of an entry of --prompt-data) for each of the next `count` prompts, and the credit of
+    every source after these prompts (smooth weighted round robin).
+
+    For every prompt, the credit of each source grows by its share; the source with the highest credit provides the
+    prompt, and its credit falls by WHOLE. So every source provides its share of the prompts as evenly as possible. If
+    the shares change in a resumed run, the new shares apply to future prompts only.
+    """
+    now = list(credits)
+    active = [source for source, share in enumerate(shares) if share]
+    order = []
+    for _ in range(count):
+        for source in active:
+            now[source] += shares[source]
+        chosen = max(active, key=lambda source: (now[source], -source))
+        now[chosen] -= WHOLE
+        order.append(chosen)
+    return order, now
+
+
+# ---- length limits ---------------------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger(__name__)
+
+
+def max_prompt_tokens(config: PromptConfig) -> int | None:
+    """Return the maximum number of prompt tokens, which leaves room for at least one response token; None: no limit."""
+    context = None if config.rollout_max_context_len is None else config.rollout_max_context_len - 1
+    return min((limit for limit in (config.rollout_max_prompt_len, context) if limit is not None), default=None)
+
+
+class LengthFilter:
+    """Prompt filter for `PromptSource.take` that rejects prompts above the length limit. Only the first rejected prompt
+    is logged; PromptSource counts all of them."""
+
+    def __init__(self, config: PromptConfig, tokenizer: PromptTokenizer) -> None:
+        self.config = config
+        self.limit = max_prompt_tokens(config)
+        self.tokenizer = tokenizer
+        self._logged = False
+
+    def __call__(self, prompts: Sequence[Prompt]) -> list[bool]:
+        if self.limit is None:
+            return [True] * len(prompts)
+        texts = self.tokenizer.render([prompt.content for prompt in prompts], [prompt.tools for prompt in prompts])
+        lengths = [len(ids) for ids in self.tokenizer.encode(texts)]
+        for prompt, length in zip(prompts, lengths):
+            if length > self.limit and not self._logged:
+                self._logged = True
+                logger.warning(
+                    "row %d of %s has %d tokens, more than the prompt limit of %d (--rollout-max-prompt-len, or "
+                    "--rollout-max-context-len - 1); skipping all prompts above this limit (counted in "
+                    "rollout/num_skipped_prompts)",
+                    prompt.row,
+                    self.config.prompt_data[prompt.file],
+                    length,
+                    self.limit,
+                )
+        return [length <= self.limit for length in lengths]

@@ -24,14 +24,14 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from penstock.stages.rollout.prompts.rows import FIRST_ROW_KEYS, Columns, Rows, fill_first_row_numbers
+from penstock.stages.rollout.prompts.prompt_rows import FIRST_ROW_KEYS, Columns, Rows, fill_first_row_numbers
 from penstock.storage.errors import DataError
 
 FORMAT = 3  # version of the cached files; must also be incremented when the rows change
 STRIDE = 16  # the index stores the byte offset of every STRIDE-th row
 _CHUNK = 1 << 20  # bytes of one read or write
 
-Spooled = tuple["SpooledRows", dict[str, int | None]]  # rows, and FIRST_ROW_KEYS -> row number (see rows.py)
+Spooled = tuple["SpooledRows", dict[str, int | None]]  # rows, and FIRST_ROW_KEYS -> row number (see prompt_rows.py)
 
 
 class SpooledRows(Sequence[bytes]):
@@ -103,7 +103,7 @@ def open_spooled_rows(
     parts: Callable[[], Iterable[Rows]], entry: str, columns: Columns, fingerprints: Sequence[str], cache: str | None
 ) -> Spooled:
     """Return the rows of an entry of --prompt-data from the cache; write the rows to the cache first if it does not
-    have them.
+    have them. Raises DataError.
 
     Args:
         parts: parses the rows from the source files.
@@ -111,9 +111,6 @@ def open_spooled_rows(
         columns: the columns that are read.
         fingerprints: one string per source file, which changes when the file changes.
         cache: cache directory (`--data-cache`); None: `penstock/prompts` in the user's cache directory.
-
-    Raises:
-        DataError: the cache directory is not writable or full, or `parts` raises DataError.
     """
     user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     disk = _Cache(Path(cache or Path(user_cache, "penstock/prompts")))

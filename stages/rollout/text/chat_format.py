@@ -31,11 +31,7 @@ def chat_format(tokenizer: PromptTokenizer) -> ChatFormat:
 
 
 class ChatFormat:
-    """Renders conversations turn by turn with the chat template of a tokenizer.
-
-    Raises:
-        TemplateError: the tokenizer has no chat template.
-    """
+    """Renders conversations turn by turn with the chat template of a tokenizer. Raises TemplateError."""
 
     def __init__(self, tokenizer: PromptTokenizer) -> None:
         self._prompts, self._tokenizer = tokenizer, tokenizer.inner
@@ -52,16 +48,7 @@ class ChatFormat:
     def render_opening(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, options: dict[str, Any] | None = None
     ) -> str:
-        """Render the messages before the model's first reply, including the generation prompt.
-
-        Args:
-            messages: messages in OpenAI's format.
-            tools: tool definitions for the template.
-            options: additional variables of the template, e.g. enable_thinking.
-
-        Raises:
-            TemplateError: the template rejects the messages.
-        """
+        """Render the messages before the model's first reply, including the generation prompt. Raises TemplateError."""
         return self._render(messages, tools, options or {}, open_reply=True)
 
     def render_between_replies(
@@ -103,13 +90,8 @@ class ChatFormat:
         return closing, _text_after_placeholder(render([*opening, plain, *messages], open_reply=True))
 
     def encode_between_replies(self, closing_text: str, between_text: str, last_reply_token: int | None) -> list[int]:
-        """Return the token ids of `between_text`, without its leading end-of-turn token if the reply ends with one.
-
-        Args:
-            closing_text: first text returned by `render_between_replies`.
-            between_text: second text returned by `render_between_replies`.
-            last_reply_token: last token id of the reply; None if the reply was truncated.
-        """
+        """Return the token ids of `between_text`, without its leading end-of-turn token if the reply ends with one
+        (`last_reply_token`; None if the reply was truncated)."""
         ids, ends = (
             self._tokenizer(part, add_special_tokens=False)["input_ids"] for part in (between_text, closing_text)
         )

@@ -57,7 +57,7 @@ def split_trained_text(messages: Messages, tokenizer: PromptTokenizer, tools: To
     spans = (
         conversation.generation_block_spans(trained)
         if _GENERATION.search(template)
-        else [conversation.trained_span(i) for i in trained]
+        else [(conversation.span_start(i), conversation.span_end(i)) for i in trained]
     )
     pieces, position = [], 0
     for start, end in spans:
@@ -71,16 +71,13 @@ def split_trained_text(messages: Messages, tokenizer: PromptTokenizer, tools: To
 def join_pieces(
     pieces: Sequence[Piece], encoded: Sequence[list[int]], max_seq_len: int | None
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids and the loss mask (0 or 1 per token) of a conversation.
+    """Return the token ids and the loss mask (0 or 1 per token) of a conversation. Raises DataError.
 
     Args:
         pieces: the conversation, from `split_trained_text`.
         encoded: the token ids of each piece. Pieces are tokenized separately, so that a prompt has the same ids as in
             generation.
         max_seq_len: maximum sequence length of the model in tokens; None: not checked.
-
-    Raises:
-        DataError: the conversation is longer than `max_seq_len`, or none of its tokens is trained.
     """
     token_ids = [token for ids in encoded for token in ids]
     loss_mask = [int(is_trained) for (_, is_trained), ids in zip(pieces, encoded, strict=True) for _ in ids]
@@ -173,11 +170,8 @@ class _Conversation:
             f"the template writes {len(spans)} {{% generation %}} blocks for {len(answers)} assistant messages"
         )
 
-    def trained_span(self, index: int) -> Span:
-        """Return the span in `text` of the assistant message `messages[index]` that SFT trains on."""
-        return self._span_start(index), self._span_end(index)
-
-    def _span_start(self, index: int) -> int:
+    def span_start(self, index: int) -> int:
+        """Return the start in `text` of the span of the assistant message `messages[index]` that SFT trains on."""
         if index == 0:
             return self._first_span_start()
         prompt = self._render(self.messages[:index], prompt=True)
@@ -223,7 +217,8 @@ class _Conversation:
         except TemplateError:  # for example, DeepSeek V3 writes tool calls only beside null content
             return self._locate_marks(index, _mark_texts(self.messages[index]))[0], False
 
-    def _span_end(self, index: int) -> int:
+    def span_end(self, index: int) -> int:
+        """Return the end of this span."""
         marked, _, position = self._mark_and_locate(index)
         closing = rest = self.text[position:]
         if index + 1 < len(self.messages):

@@ -26,11 +26,7 @@ def thought_end_tag(tag: str) -> str:
 
 def normalize_messages(messages: Any) -> Messages:
     """Return messages whose content is text, or null beside tool calls. Text parts are joined, and null fields, which
-    Parquet adds, are removed.
-
-    Raises:
-        DataError: a message has no role or content, or content that is not text, or a malformed tool call.
-    """
+    Parquet adds, are removed. Raises DataError."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{preview(messages)} has no messages: give a list of messages with role and content")
     result = []

@@ -6,13 +6,15 @@ All prompts are tokenized here. Responses are never tokenized: the engine return
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import logging
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from penstock.stages.rollout.text.messages import CALL_FORMS, CallForm, convert_tool_calls, normalize_messages
@@ -30,16 +32,12 @@ GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class,
 
 
 class PromptTokenizer:
-    """The tokenizer and chat template of a checkpoint.
+    """The tokenizer and chat template of a checkpoint. Raises ModelError or TemplateError.
 
     Args:
         directory: Hugging Face model directory.
         apply_chat_template: render prompts with the chat template.
         template_options: additional variables of the template (`--apply-chat-template-kwargs`).
-
-    Raises:
-        ModelError: the tokenizer is missing or does not load.
-        TemplateError: `apply_chat_template` is set, but the tokenizer has no chat template.
     """
 
     template_options: Mapping[str, Any] = MappingProxyType({})
@@ -81,14 +79,11 @@ class PromptTokenizer:
 
     def render(self, prompts: Sequence[str | Messages], tools: Sequence[Tools] | None = None) -> list[str]:
         """Return prompts as text for the model. With the chat template, a plain-text prompt is rendered as one user
-        message; without the template, prompts are unchanged.
+        message; without the template, prompts are unchanged. Raises TemplateError.
 
         Args:
             prompts: plain texts, or lists of messages (these need the chat template).
             tools: tool definitions of every prompt; None: no prompt has tools.
-
-        Raises:
-            TemplateError: the template rejects a conversation, or rendering it exceeds RenderLimits.
         """
         if not self.apply_chat_template:
             assert all(isinstance(prompt, str) for prompt in prompts), (
@@ -108,16 +103,13 @@ class PromptTokenizer:
         tools: Sequence[Tools] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Render conversations as text with the chat template.
+        """Render conversations as text with the chat template. Raises TemplateError.
 
         Args:
             chats: the messages of every conversation.
             add_generation_prompt: append the start of the assistant's turn.
             tools: tool definitions of every conversation; None: no conversation has tools.
             options: variables of the template that override `template_options`.
-
-        Raises:
-            TemplateError: the template rejects a conversation, or rendering it exceeds RenderLimits.
         """
         texts = []
         all_tools = tools or [None] * len(chats)
@@ -140,15 +132,12 @@ class PromptTokenizer:
         self, chats: Sequence[Chat], options: Mapping[str, Any] | None = None, mark: str = ""
     ) -> list[str | TemplateError]:
         """Render conversations as text with the chat template; return the text of every conversation, or the error that
-        rendering it raised.
+        rendering it raised. Raises DataError.
 
         Args:
             chats: (messages, tools, whether to add a generation prompt) of every conversation.
             options: variables of the template that override `template_options`.
             mark: text that is written before and after every `{% generation %}` block.
-
-        Raises:
-            DataError: a message is malformed, or its content is not text.
         """
         results: list[str | TemplateError] = [""] * len(chats)
         for with_tools in (False, True):
@@ -166,11 +155,7 @@ class PromptTokenizer:
 
     def prepare(self, messages: Messages, *, tools: bool = False, options: Mapping[str, Any] | None = None) -> Messages:
         """Return messages as the chat template gets them: normalized, tool calls in the form that the template expects,
-        and without `step_loss_mask`, which is not for the template.
-
-        Raises:
-            DataError: a message is malformed, or its content is not text.
-        """
+        and without `step_loss_mask`, which is not for the template. Raises DataError."""
         messages = [
             {key: value for key, value in message.items() if key != STEP_LOSS_MASK}
             for message in normalize_messages(messages)
@@ -185,11 +170,7 @@ class PromptTokenizer:
 
     def chat_template_source(self, *, tools: bool = False) -> str:
         """Return the Jinja source of the chat template. If the checkpoint has several templates, `tools` selects the
-        template for tool use.
-
-        Raises:
-            TemplateError: the tokenizer has no chat template.
-        """
+        template for tool use. Raises TemplateError."""
         templates = self.inner.chat_template
         if isinstance(templates, dict):
             templates = (templates.get("tool_use") if tools else None) or templates.get("default")
@@ -210,12 +191,7 @@ class PromptTokenizer:
 @functools.lru_cache(maxsize=64)
 def _find_call_form(template: str, variables: str) -> CallForm:
     """Return the first of CALL_FORMS in which a template writes the arguments of a tool call; if it writes none, the
-    first that it accepts.
-
-    Args:
-        template: Jinja source of the chat template.
-        variables: additional variables of the template, as JSON.
-    """
+    first that it accepts."""
     word = f"argument-{secrets.token_hex(8)}"
     call = {"id": "call00000", "type": "function", "function": {"name": "function", "arguments": {word: word}}}
     probe: Messages = [
@@ -231,7 +207,7 @@ def _find_call_form(template: str, variables: str) -> CallForm:
 def _tokenizer_class(directory: Path) -> Any:
     """Return the class that loads the tokenizer: PreTrainedTokenizerFast if tokenizer_config.json names this class,
     else AutoTokenizer, whose import loads the code of every model (2 s and 290 MB of memory)."""
-    _import_without_torch()
+    _import_gguf_module()
     config = directory / "tokenizer_config.json"
     named = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else None
     if named in GENERIC_CLASSES:
@@ -243,19 +219,27 @@ def _tokenizer_class(directory: Path) -> Any:
     return AutoTokenizer
 
 
-def _import_without_torch() -> None:
-    """Import the only module below transformers' tokenizers that imports torch, with torch hidden from it: it reads
-    GGUF files, and the import of torch takes seconds."""
-    import transformers.tokenization_utils_base  # the modules that it imports must see torch
-    from transformers import utils
+class _TorchOnUse(ModuleType):
+    """Stands for torch in a module that rarely needs it: imports torch when one of its attributes is read."""
 
-    transformers_utils: Any = utils
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("torch"), name)
+
+
+def _import_gguf_module() -> None:
+    """Import the only module below transformers' tokenizers that imports torch, so that it does so when it reads a GGUF
+    file: the import of torch takes seconds."""
+    if "transformers.modeling_gguf_pytorch_utils" in sys.modules:
+        return
+    importlib.import_module("transformers.tokenization_utils_base")  # the modules that it imports must see torch
+    transformers_utils: Any = importlib.import_module("transformers.utils")
     is_available = transformers_utils.is_torch_available
     transformers_utils.is_torch_available = lambda: False
     try:
-        import transformers.modeling_gguf_pytorch_utils  # noqa: F401
+        module: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
     finally:
         transformers_utils.is_torch_available = is_available
+    module.torch = _TorchOnUse("torch")
 
 
 def check_tokenizer(
@@ -294,16 +278,8 @@ def check_tokenizer(
 
 
 def check_same_tokens(policy: PromptTokenizer, teacher: PromptTokenizer, directory: str | Path) -> None:
-    """Check that a teacher knows every token of the policy under the same id; it may have further tokens.
-
-    Args:
-        policy: tokenizer of the policy.
-        teacher: tokenizer of the teacher.
-        directory: model directory of the teacher, for the error message.
-
-    Raises:
-        ModelError: a token of the policy is missing or has another id.
-    """
+    """Check that a teacher knows every token of the policy under the same id; it may have further tokens. Raises
+    ModelError."""
     ids = teacher.inner.get_vocab()
     for token, id in policy.inner.get_vocab().items():
         if ids.get(token) != id:
@@ -315,11 +291,7 @@ def check_same_tokens(policy: PromptTokenizer, teacher: PromptTokenizer, directo
 
 def read_token_ids(path: Path, name: str) -> list[int]:
     """Return the token ids of an entry of config.json or generation_config.json: a number, a list of numbers, or null.
-    The file may be missing.
-
-    Raises:
-        ModelError: the file is not a JSON object, or the entry is not a token id.
-    """
+    The file may be missing. Raises ModelError."""
     if not path.exists():
         return []
     try:
@@ -336,16 +308,7 @@ def read_token_ids(path: Path, name: str) -> list[int]:
 def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str | Path) -> None:
     """Check that the model has an embedding for every token of the tokenizer, and for the tokens that the model's
     configuration names, and that tokenizer.json has the ids that the tokenizer uses. Warn if the tokenizer's end token
-    does not end a generation.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        vocab_size: number of rows of the embedding (`vocab_size` in config.json).
-        directory: model directory, for the error message.
-
-    Raises:
-        ModelError: a token id is `vocab_size` or more, or is not the one in tokenizer.json.
-    """
+    does not end a generation. Raises ModelError."""
     used: dict[str, int] = tokenizer.inner.get_vocab()
     token, largest = max(used.items(), key=lambda entry: entry[1], default=("", -1))
     if largest >= vocab_size:
@@ -353,7 +316,9 @@ def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str
             f"the tokenizer in {directory} has token id {largest} ({token[:40]!r}), but vocab_size in config.json is "
             f"{vocab_size}: use the tokenizer files and config.json of the same model"
         )
-    for token, written in _ids_in_file(Path(directory) / "tokenizer.json").items():
+    file = Path(directory) / "tokenizer.json"
+    added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") if file.is_file() else None
+    for token, written in ((entry["content"], entry["id"]) for entry in added or ()):
         if used.get(token, written) != written:
             raise ModelError(
                 f"{directory}/tokenizer.json gives the token {token[:40]!r} the id {written}, but it is loaded with "
@@ -378,11 +343,3 @@ def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str
             tokenizer.end_token_id,
             ", ".join(f"{tokenizer.inner.convert_ids_to_tokens(number)!r} (id {number})" for number in end_ids),
         )
-
-
-def _ids_in_file(path: Path) -> dict[str, int]:
-    """Return the ids of the added tokens in tokenizer.json: token -> id. {} without such a file."""
-    if not path.is_file():
-        return {}
-    added = json.loads(path.read_text(encoding="utf-8")).get("added_tokens") or []
-    return {token["content"]: token["id"] for token in added}

@@ -1,0 +1,165 @@
+"""The options of Megatron-core that have an effect here: `[train.megatron]` in a file, its flags on the command line.
+All others are fixed by the checkpoint, by Penstock's own options or by its kernels. Does not import megatron or torch.
+
+A field is None if it is not given: `transformer_config.py` and `optimizer.py` have the defaults. The mutability
+"placement" means that an option only moves, delays or recomputes data and changes no bit of a result, so a resumed run
+may change it. Evidence: tests/engines/test_megatron_optimizer.py and gather_ranks.py; offloaded optimizer states are
+updated on the GPU by the ordinary kernel (`optimizer_offload.py`). `overlap_grad_reduce` and `bucket_size` can
+change the order in which gradients are summed over more than two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from pydantic import ConfigDict, model_serializer, model_validator
+
+from penstock.storage.config import StageConfig, field_meta, option
+from penstock.storage.errors import OptionError
+from penstock.storage.near_names import nearest_name
+
+# A value of recompute_modules that changes results: gradients of a norm's input are summed in another order.
+ROUNDING_MODULE = "layernorm"
+# Spelling on Megatron-LM's command line -> the field that the option sets, and its value; `...`: the option's value.
+ALIASES: dict[str, tuple[str, Any]] = {
+    "recompute_activations": ("recompute_granularity", "selective"),
+    "no_bias_gelu_fusion": ("bias_activation_fusion", False),
+    "no_bias_swiglu_fusion": ("bias_activation_fusion", False),
+    "no_bias_dropout_fusion": ("bias_dropout_fusion", False),
+    "no_gradient_accumulation_fusion": ("gradient_accumulation_fusion", False),
+    "no_check_for_nan_in_loss_and_grad": ("check_for_nan_in_grad", False),
+    "accumulate_allreduce_grads_in_fp32": ("grad_reduce_in_fp32", True),
+    "grad_reduce_in_bf16": ("grad_reduce_in_fp32", False),
+    "ddp_bucket_size": ("bucket_size", ...),
+    "decoder_first_pipeline_num_layers": ("num_layers_in_first_pipeline_stage", ...),
+    "decoder_last_pipeline_num_layers": ("num_layers_in_last_pipeline_stage", ...),
+}
+RecomputableModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
+
+
+class MegatronOptions(StageConfig):
+    """The section [train.megatron]. It is dumped without the options that are not given."""
+
+    model_config = ConfigDict(strict=True)
+
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local", "fa4", "torch"] | None = option(None)
+    """Attention kernel."""
+    num_layers_in_first_pipeline_stage: int | None = option(None)
+    """Layers of the first pipeline stage."""
+    num_layers_in_last_pipeline_stage: int | None = option(None)
+    """Layers of the last pipeline stage."""
+    account_for_embedding_in_pipeline_split: bool | None = option(None)
+    """Count the embedding as a layer when layers are split over stages."""
+    account_for_loss_in_pipeline_split: bool | None = option(None)
+    """Count the LM head as a layer when layers are split over stages."""
+    recompute_granularity: Literal["full", "selective"] | None = option(None, mutability="placement")
+    """Activation recomputation: full or selective."""
+    recompute_method: Literal["uniform", "block"] | None = option(None, mutability="placement")
+    """With full recomputation: uniform or block."""
+    recompute_num_layers: int | None = option(None, mutability="placement", ge=1)
+    """With full recomputation: layers per block."""
+    recompute_modules: list[RecomputableModule] | None = option(None, mutability="placement")
+    """With selective recomputation: the modules."""
+    bias_activation_fusion: bool | None = option(None)
+    """Fuse the activation of the MLP; on GPUs."""
+    bias_dropout_fusion: bool | None = option(None)
+    """Compile the residual addition."""
+    gradient_accumulation_fusion: bool | None = option(None)
+    """Accumulate weight gradients in the GEMM; on GPUs."""
+    moe_grouped_gemm: bool | None = option(None)
+    """Compute the experts of a rank by grouped GEMMs."""
+    moe_permute_fusion: bool | None = option(None)
+    """Compute the experts of a rank by grouped GEMMs, with fused permutation."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = option(None)
+    """Data type of the router's scores: fp32 or fp64."""
+    bf16: bool | None = option(None)
+    """Train in bf16, as --params-dtype bf16."""
+    overlap_param_gather: bool | None = option(None, mutability="placement")
+    """Overlap the all-gather of parameters with the forward pass."""
+    overlap_grad_reduce: bool | None = option(None)
+    """Overlap the reduction of gradients with the backward pass."""
+    grad_reduce_in_fp32: bool | None = option(None)
+    """Reduce gradients in fp32."""
+    bucket_size: int | None = option(None, ge=1)
+    """Gradient elements per reduction."""
+    check_for_nan_in_grad: bool | None = option(None)
+    """Fail on a NaN gradient before weights are updated."""
+    optimizer_cpu_offload: bool | None = option(None, mutability="placement")
+    """Keep optimizer states and main weights in host memory."""
+    optimizer_offload_fraction: float | None = option(None, mutability="placement", ge=0, le=1)
+    """Share of the optimizer states in host memory."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_spellings(cls, options: Any) -> Any:
+        """Return the options under the names of the fields. Raises OptionError if Penstock does not have an option."""
+        if not isinstance(options, dict):
+            return options
+        fields: dict[str, Any] = {}
+        for spelling, value in options.items():
+            name = str(spelling).lstrip("-").replace("-", "_")
+            if name not in cls.model_fields and name not in ALIASES:
+                near = nearest_name(name, [*cls.model_fields, *ALIASES])
+                hint = (
+                    f"did you mean {near}?" if near else "`penstock train --help-all` lists those that have an effect"
+                )
+                raise OptionError(f"[train.megatron] {name[:80]}: no such option: {hint}")
+            field, fixed = ALIASES.get(name, (name, ...))
+            if fixed is not ... and not isinstance(value, bool):
+                raise OptionError(f"{_flag(name)} is a switch and takes no value; found {str(value)[:80]!r}")
+            if fixed is ... or value:  # False: the switch is not set
+                fields[field] = value if fixed is ... else fixed
+        if isinstance(fields.get("recompute_modules"), str):  # one module on a command line
+            fields["recompute_modules"] = [fields["recompute_modules"]]
+        return fields
+
+    @model_serializer(mode="wrap")
+    def _dump_given(self, dump: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if value is not None}
+
+    def check(self) -> None:
+        """Check that the options which are given together have an effect. Raises OptionError."""
+        is_full, has_block = self.recompute_granularity == "full", (self.recompute_method, self.recompute_num_layers)
+        for is_violated, message in (
+            (
+                self.bucket_size is not None and not self.overlap_grad_reduce,
+                "--ddp-bucket-size has an effect only with --overlap-grad-reduce: add this option, or drop "
+                "--ddp-bucket-size",
+            ),
+            (
+                self.moe_permute_fusion and self.moe_grouped_gemm is False,
+                "--moe-permute-fusion permutes tokens for grouped GEMMs, but moe_grouped_gemm is false: drop one of "
+                "them",
+            ),
+            (
+                is_full and None in has_block,
+                "--recompute-granularity full needs --recompute-method (uniform or block) and --recompute-num-layers: "
+                "add them",
+            ),
+            (
+                not is_full and has_block != (None, None),
+                "--recompute-method and --recompute-num-layers have an effect only with --recompute-granularity full: "
+                "add this option, or drop both",
+            ),
+            (
+                self.recompute_modules and self.recompute_granularity != "selective",
+                "--recompute-modules has an effect only with --recompute-granularity selective: add this option, or "
+                "drop --recompute-modules",
+            ),
+        ):
+            if is_violated:
+                raise OptionError(message)
+
+
+def options_that_change_results(options: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the given options (a dump of `MegatronOptions`) that can change a bit of the results; a resumed
+    run keeps them. Of recompute_modules only layernorm is returned."""
+    fields = MegatronOptions.model_fields
+    kept = {name: value for name, value in options.items() if field_meta(fields[name]).mutability == "identity"}
+    rounds = ROUNDING_MODULE in (options.get("recompute_modules") or ())
+    return kept | ({"recompute_modules": [ROUNDING_MODULE]} if rounds else {})
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,352 @@
+"""Estimate the GPU memory of a trainer's rank before a run starts: weights, gradients, optimizer and activations.
+
+Parameters are counted from the tensor shapes of the model family, so weights, gradients and optimizer states are exact
+except for the padding of Megatron's buffers (at most 64 elements per tensor). Activations are estimated
+(`layer_activations`). Does not import torch, because preflight uses this module.
+
+The formulas of the activations that one layer keeps for its backward pass are those of Korthikanti et al. 2022,
+"Reducing Activation Recomputation in Large Transformer Models" (sections 4 and 5), adapted to the layers of `model/`:
+no dropout, RMSNorm, SwiGLU with a fused activation, grouped-query or latent attention, flash attention (no attention
+matrix), and packed sequences. Per token and layer of a dense model with hidden size h, query width q, key and value
+width k each, MLP width f, and n bytes per element:
+
+    n (4 h  +  3 q + 4 k  +  q with QK norms  +  3 f) + 4 bytes x attention heads
+
+that is the inputs and outputs of both norms; the QKV projection (q + 2 k), its copy of the queries for the QK norm, the
+rotated queries and keys, the output of attention; the output of the first MLP matrix (2 f) and of SwiGLU (f).
+Tensor parallelism divides the attention and MLP terms; the terms in h are divided only with sequence parallelism.
+Tokens are counted per rank, after context parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock.engines.families import EMBEDDING, HEAD, RankParameters, count_rank_parameters, tensor_layout
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.lora import EXPERT, LoraOptions, adapter_targets
+from penstock.engines.parallel_layout import ParallelLayout, has_grouped_experts, split_layers
+
+GIB = 1 << 30
+FP32 = 4  # bytes
+BYTES = {"fp32": 4, "bf16": 2}
+MOMENTS = 2 * FP32  # bytes per parameter
+# CUDA context, libraries, workspaces and fragmentation of the caching allocator. Three totals measured on an H100
+# exceed the estimate of the tensors by 5.2 to 5.6 GiB (tests/engines/test_memory_plan.py).
+RUNTIME = 5 * GIB
+# Parameter elements of a chunk of --optimizer-cpu-offload: 384 MiB of state. A larger parameter is a chunk of its own.
+CHUNK_NUMEL = 2**25
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """Options of the trainer that determine its memory."""
+
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    max_tokens: int = 8192  # of a micro-batch, on one rank
+    log_probs_chunk_size: int = 4096  # tokens whose logits are computed at a time
+    fp32_head: bool = False  # --fp32-lm-head
+    critic: bool = False  # whether every rank also trains a critic
+    num_frozen: int = 0  # reference and teacher models, whose weights are in host memory
+    lora: LoraOptions | None = None  # adapters; the model's own weights then have no gradients and optimizer state
+    megatron: dict[str, Any] = field(default_factory=dict)  # a dump of `MegatronOptions`
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Memory of one rank, in bytes."""
+
+    stage: int  # pipeline stage of the rank
+    parameters: int  # of policy and critic
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int  # of all micro-batches in flight
+    temporary: int  # peak of the backward pass above `activations`: logits and their gradient, or one layer
+    update: int  # peak of the optimizer step above resident_bytes: fp32 copies of gradients, chunks of offloaded state
+    host: int  # in host memory: reference, teacher and offloaded optimizer state; not counted above
+
+    @property
+    def resident_bytes(self) -> int:
+        """Return the GPU bytes that are in use all the time: weights, gradients and optimizer state."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the GPU bytes in use at the peak of a training step: in the backward pass or in the optimizer step."""
+        return self.resident_bytes + max(self.activations + self.temporary, self.update) + RUNTIME
+
+
+def estimate_trainer_memory(
+    shape: ModelShape, layout: ParallelLayout, num_ranks: int, options: TrainerOptions | None = None
+) -> TrainerMemory:
+    """Return the estimated memory of the trainer rank that needs most."""
+    layout.data_parallel_size(num_ranks)  # raises LayoutError
+    options = options or TrainerOptions()
+    stages = range(layout.pipeline)
+    return max(
+        (estimate_stage_memory(shape, layout, num_ranks, options, stage) for stage in stages),
+        key=lambda m: m.peak_bytes,
+    )
+
+
+def estimate_stage_memory(
+    shape: ModelShape, layout: ParallelLayout, num_ranks: int, options: TrainerOptions, stage: int
+) -> TrainerMemory:
+    """Return the estimated memory of a rank of one pipeline stage. Optimizer state is sharded over data- and
+    context-parallel ranks, that of experts over the ranks with the same experts; an fp32 model has no second copy of
+    its weights."""
+    megatron, size = options.megatron, BYTES[options.dtype]
+    layers = stage_layers(shape.num_layers, layout, megatron)[stage]
+    models = [count_stage_parameters(shape, layout, layers, stage)]
+    if options.critic:
+        models.append(count_stage_parameters(shape, layout, layers, stage, critic=True))
+    parameters = sum(model.total for model in models)
+    trained = models
+    if options.lora is not None:
+        trained = [count_adapter_parameters(shape, layers, options.lora, layout.expert)]
+        parameters += trained[0].total
+    gradient_size = FP32 if megatron.get("grad_reduce_in_fp32", True) else size
+    offloaded = megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
+    state_size = (FP32 if options.dtype != "fp32" else 0) + MOMENTS
+    replicas = num_ranks // (layout.tensor * layout.pipeline)
+    expert_replicas = num_ranks // ((layout.expert_tensor or layout.tensor) * layout.expert * layout.pipeline)
+    shards = [
+        model.dense / replicas + model.expert / expert_replicas for model in trained
+    ]  # parameters of an optimizer
+    state = state_size * sum(shards)
+    # models are updated one after another, and each frees the copies of its gradients
+    update = FP32 * max(shards) if gradient_size < FP32 else 0.0
+    if offloaded:
+        largest = max(shape.vocab_size, 2 * shape.ffn_hidden_size) * shape.hidden_size // layout.tensor
+        if has_grouped_experts(shape, megatron, default=options.dtype == "bf16"):
+            largest = max(largest, largest_stack(shape, layout) // expert_replicas)
+        update += state_size * min(max(shards), CHUNK_NUMEL + max(CHUNK_NUMEL, largest))
+    activations, temporary = activation_bytes(shape, layout, options, layers, stage)
+    return TrainerMemory(
+        stage=stage,
+        parameters=parameters,
+        weights=size * parameters,
+        gradients=gradient_size * sum(model.total for model in trained),
+        optimizer=round((1 - offloaded) * state),
+        activations=round(activations),
+        temporary=round(temporary),
+        update=round(update),
+        host=round(offloaded * state) + options.num_frozen * size * models[0].total,
+    )
+
+
+def count_adapter_parameters(
+    shape: ModelShape, layers: Sequence[int], options: LoraOptions, expert: int
+) -> RankParameters:
+    """Return the number of parameters of the adapters of a rank, as if none were sharded over tensor-parallel ranks."""
+    counts, hf_shapes = {True: 0, False: 0}, tensor_layout(shape).hf_shapes
+    for name, target in adapter_targets(shape, options.target_modules).items():
+        if int(name.split(".")[2]) in layers:
+            rows = [hf_shapes[f"{module}.weight"] for module in target.hf_modules]
+            counts[EXPERT in name] += options.rank * (sum(out for out, _ in rows) + sum(size for _, size in rows))
+    return RankParameters(counts[False], counts[True] // expert)
+
+
+def largest_stack(shape: ModelShape, layout: ParallelLayout) -> int:
+    """Return the number of elements of gate and up projections of all experts of a rank, which are one parameter if
+    they are computed by grouped GEMMs."""
+    assert shape.experts is not None
+    width = shape.experts.ffn_hidden_size // (layout.expert_tensor or layout.tensor)
+    return shape.experts.num_experts // layout.expert * 2 * width * shape.hidden_size
+
+
+def count_stage_parameters(
+    shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], stage: int, critic: bool = False
+) -> RankParameters:
+    """Return the number of parameters of a rank of a pipeline stage.
+
+    Args:
+        shape: shape of the model.
+        layout: parallel sizes.
+        layers: indices of the stage's layers.
+        stage: index of the pipeline stage. The first has the embedding; the last has the final norm and the head, which
+            is a copy of the embedding if both are tied and on different stages.
+        critic: count a critic, which has a value head of one row instead of the LM head.
+    """
+    first, last = stage == 0, stage == layout.pipeline - 1
+    outer = {EMBEDDING} if first else set()
+    if last:
+        outer.add("decoder.final_layernorm.weight")
+        if not critic:
+            outer.add(EMBEDDING if shape.tied_embeddings else HEAD)
+    count = count_rank_parameters(
+        shape,
+        layers,
+        tensor=layout.tensor,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+        outer=outer,
+    )
+    return RankParameters(count.dense + (shape.hidden_size if critic and last else 0), count.expert)
+
+
+def stage_layers(num_layers: int, layout: ParallelLayout, megatron: dict[str, Any]) -> list[list[int]]:
+    """Return the indices of the layers of every pipeline stage, as Megatron splits them."""
+    stages, virtual = layout.pipeline, layout.virtual_pipeline or 1
+    first, last = (megatron.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
+    embedding, loss = (bool(megatron.get(f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss"))
+    sizes = split_layers(num_layers + embedding + loss, stages, first, last)
+    if sizes is None:
+        embedding = loss = False
+        sizes = [num_layers // stages + (stage < num_layers % stages) for stage in range(stages)]
+        virtual = 1
+    chunks = [sizes[stage] // virtual for _ in range(virtual) for stage in range(stages)]
+    chunks[0] -= embedding
+    chunks[-1] -= loss
+    layers: list[list[int]] = [[] for _ in range(stages)]
+    start = 0
+    for index, count in enumerate(chunks):
+        layers[index % stages] += range(start, start + count)
+        start += count
+    return layers
+
+
+def activation_bytes(
+    shape: ModelShape, layout: ParallelLayout, options: TrainerOptions, layers: Sequence[int], stage: int
+) -> tuple[float, float]:
+    """Return the bytes of the activations of all micro-batches in flight, and of the largest temporary tensors.
+
+    The first of p stages keeps the activations of p micro-batches (1F1B), later stages those of fewer. With m virtual
+    chunks per stage it keeps p + (p - 1) / m (Korthikanti et al. 2022, section 4.2).
+    """
+    size, tokens, virtual = BYTES[options.dtype], options.max_tokens, layout.virtual_pipeline or 1
+    activations = layer_activations(shape, layers, layout, size, options.megatron)
+    later = layout.pipeline - 1 - stage
+    in_flight = later + 1 if virtual == 1 else (2 * later + (virtual - 1) * layout.pipeline + 1) / virtual
+    stored, temporary = tokens * activations.stored * in_flight, tokens * (activations.recomputed + activations.largest)
+    if stage == layout.pipeline - 1:
+        vocabulary = -(-shape.vocab_size // layout.tensor)
+        chunk = min(tokens, options.log_probs_chunk_size)
+        logits = (FP32 if options.fp32_head else size) * vocabulary * chunk
+        temporary = max(temporary, 2 * logits + size * vocabulary * shape.hidden_size)  # logits, gradients, head's
+        residual = size * shape.hidden_size * tokens
+        # the head's input, and input and output of the final norm
+        stored += residual + 2 * residual / (layout.tensor if layout.sequence_parallel else 1)
+    return stored, temporary
+
+
+def colocated_peak_bytes(
+    trainer: TrainerMemory, engine_bytes: int, *, offload_train: bool = False, offload_rollout: bool = False
+) -> int:
+    """Return the peak memory use, in bytes, of a GPU that trainer and engine share.
+
+    Args:
+        trainer: memory of the trainer's rank.
+        engine_bytes: bytes of the engine's weights and KV cache.
+        offload_train: whether the trainer's weights, gradients and optimizer are in host memory during a rollout.
+        offload_rollout: whether the engine's weights and KV cache are released during training.
+    """
+    training = trainer.peak_bytes + (0 if offload_rollout else engine_bytes)
+    rollout = engine_bytes + RUNTIME + (0 if offload_train else trainer.resident_bytes)
+    return max(training, rollout)
+
+
+MLP_PARTS = ("router", "moe", "moe_act", "shared_experts")  # recomputed together by `--recompute-modules moe`
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Activation memory of consecutive layers on one rank, in bytes per token that the rank processes."""
+
+    stored: float  # kept from the forward pass to the backward pass
+    recomputed: float  # additional peak while a part of the layers is recomputed
+    largest: float  # activations of the layer that has most, without recomputation
+
+
+def layer_activations(
+    shape: ModelShape, layers: Sequence[int], layout: ParallelLayout, bytes_per_element: int, megatron: dict[str, Any]
+) -> LayerActivations:
+    """Return the activation memory of the layers of a pipeline stage, per token.
+
+    Args:
+        shape: shape of the model.
+        layers: indices of the layers.
+        layout: parallel sizes.
+        bytes_per_element: bytes of an activation's element.
+        megatron: a dump of `MegatronOptions`; only the recomputation options are used.
+    """
+    parts = {layer: activation_bytes_by_module(shape, layer, layout, bytes_per_element) for layer in layers}
+    full = [sum(parts[layer].values()) for layer in layers]
+    largest = max(full, default=0.0)
+    granularity, group = megatron.get("recompute_granularity"), megatron.get("recompute_num_layers") or 1
+    if granularity == "full":
+        inputs = [parts[layer]["input"] for layer in layers]
+        if megatron.get("recompute_method") == "block":
+            return LayerActivations(sum(inputs[:group]) + sum(full[group:]), largest, largest)
+        return LayerActivations(sum(inputs[::group]), group * largest, largest)
+    if granularity == "selective":
+        modules = megatron.get("recompute_modules") or ["core_attn"]
+        dropped = {*modules, *(MLP_PARTS if "moe" in modules else ())}
+        stored = [sum(size for name, size in parts[layer].items() if name not in dropped) for layer in layers]
+        return LayerActivations(sum(stored), max((a - b for a, b in zip(full, stored)), default=0.0), largest)
+    return LayerActivations(sum(full), 0.0, largest)
+
+
+def activation_bytes_by_module(
+    shape: ModelShape, layer: int, layout: ParallelLayout, bytes_per_element: int
+) -> dict[str, float]:
+    """Return the activation memory of one layer in bytes per token, by module. Keys that are values of
+    --recompute-modules ("core_attn", "mlp", ...) can be recomputed selectively; the other keys ("input", "attention",
+    ...) cannot, except "router" as a part of "moe"."""
+    residual = bytes_per_element * shape.hidden_size / _sequence_ranks(layout)
+    parts = {"input": residual, "residual": residual, "layernorm": 2 * residual}
+    if shape.sandwich_norms:
+        parts["sandwich"] = 2 * residual
+    if shape.latent:
+        parts |= _latent_parts(shape, layout, bytes_per_element)
+    else:
+        query = shape.num_attention_heads * shape.head_dim / layout.tensor
+        key = max(1.0, shape.num_query_groups / layout.tensor) * shape.head_dim
+        stored = (query + 2 * key) + (query if shape.qk_layernorm else 0) + (query + key) + query
+        exchanged = query if layout.context > 1 else 0.0  # the output before and after the exchange of heads
+        log_sums = FP32 * shape.num_attention_heads / layout.tensor
+        parts["attention"] = bytes_per_element * stored
+        parts["core_attn"] = bytes_per_element * exchanged + log_sums
+    if shape.experts is None or layer < shape.experts.num_dense_layers:
+        return {**parts, "mlp": 3 * bytes_per_element * shape.ffn_hidden_size / layout.tensor}
+    return {**parts, **_expert_parts(shape, layout, bytes_per_element)}
+
+
+def _latent_parts(shape: ModelShape, layout: ParallelLayout, bytes_per_element: int) -> dict[str, float]:
+    """Return the activation memory of latent attention, in bytes per token, by module. Flash attention pads values to
+    the width of queries and keys."""
+    latent, heads = shape.latent, shape.num_attention_heads / layout.tensor
+    assert latent is not None
+    width, padding = shape.head_dim, max(0, shape.head_dim - latent.v_head_dim)
+    low_rank = 2 * (latent.q_lora_rank or 0) + 2 * latent.kv_lora_rank + latent.qk_rope_head_dim
+    padded = padding + (width if padding else 0)  # values, and the output before it is cut
+    exchanged = 2 * (width + latent.v_head_dim) if layout.context > 1 else 0  # queries, keys, values and output
+    return {
+        "attention": bytes_per_element * (low_rank / _sequence_ranks(layout) + heads * latent.v_head_dim),
+        "mla_up_proj": bytes_per_element * heads * (2 * width + latent.v_head_dim),
+        "core_attn": bytes_per_element * heads * (padded + exchanged) + FP32 * heads,
+    }
+
+
+def _expert_parts(shape: ModelShape, layout: ParallelLayout, bytes_per_element: int) -> dict[str, float]:
+    """Return the activation memory of a mixture of experts, in bytes per token, by module, if all experts get equally
+    many tokens."""
+    experts, sequence = shape.experts, _sequence_ranks(layout)
+    assert experts is not None
+    ranks = layout.expert_tensor or layout.tensor
+    copies = experts.top_k * ranks / sequence  # of each token, over the rank's experts
+    width = experts.ffn_hidden_size / ranks
+    return {
+        "router": 3 * FP32 * experts.num_experts / sequence,
+        "moe": bytes_per_element * copies * (shape.hidden_size + 2 * width),
+        "moe_act": bytes_per_element * copies * width,
+        "shared_experts": 3 * bytes_per_element * experts.shared_ffn_hidden_size / layout.tensor,
+    }
+
+
+def _sequence_ranks(layout: ParallelLayout) -> int:
+    """Return the number of ranks over which sequence parallelism splits norms and residuals."""
+    return layout.tensor if layout.sequence_parallel else 1

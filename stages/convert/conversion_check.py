@@ -1,0 +1,382 @@
+"""Verify a conversion: both formats have the same tensors, shapes match config.json, and converting back reproduces
+every bit.
+
+Compare logits of a converted model with those of transformers. This verifies that names, shapes and config.json are
+interpreted correctly; equal weights, bit for bit, do not prove that.
+
+Both models compute a few tokens in fp32 on this machine, one after the other. Of a large model only a part is compared,
+with its own weights: the first and last layers, some experts, some rows of the vocabulary. This bounds time and memory.
+If this part does not fit into memory either, the comparison is skipped, and its result states the reason.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from penstock.engines.families import family_of, read_config, read_shape, shape_from_config, tensor_layout
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.families.tensor_rows import TensorLayout
+from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, checkpoint_layout
+from penstock.engines.megatron.parallel import device, init_parallel, shutdown_parallel
+from penstock.engines.weights.hf_headers import check_tensors
+from penstock.stages.convert.hf_checkpoint import HFWeights
+from penstock.stages.convert.torch_dist_reader import TorchDistWeights
+from penstock.storage.disk import map_in_threads
+from penstock.storage.errors import ModelError, PenstockError
+from penstock.storage.refs import Commit
+from penstock.storage.store import Store
+
+NUM_THREADS = 2  # each thread holds up to three copies of a parameter
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """Result of a successful verification."""
+
+    num_tensors: int  # number of compared Hugging Face tensors
+    num_bytes: int
+    logits: str = ""  # result of the logits comparison, as text
+
+    def report_rows(self) -> list[tuple[str, str]]:
+        """Return (title, text) pairs for the terminal."""
+        return [
+            ("names", f"{self.num_tensors} tensors, the same in both formats"),
+            ("shapes", "all match config.json"),
+            ("bits", f"{self.num_bytes:,} bytes are identical after the round trip"),
+            ("logits", self.logits),
+        ]
+
+
+def verify_existing(
+    store: Store, commit: Commit, hf_dir: str | Path, family_path: str | None = None
+) -> ConversionReport:
+    """Compare names, shapes, bits and logits of a converted model with its Hugging Face source. Checks that the commit
+    records as done during the conversion are not repeated."""
+    with HFWeights(hf_dir) as weights, store.reading(commit) as directory:
+        shape, summary = read_shape(hf_dir, family_path), commit.summary
+        if "convert/num_tensors" in summary:
+            report = ConversionReport(int(summary["convert/num_tensors"]), int(summary["convert/num_bytes"]))
+        else:
+            layout, checkpoint = tensor_layout(shape), checkpoint_layout(shape)
+            check_source_tensors(layout, checkpoint, weights)
+            report = verify_conversion(weights, directory, layout, checkpoint)
+        if "convert/logits_difference" in summary:
+            return replace(report, logits=commit.state["logits"])
+        return replace(report, logits=str(compare_logits(directory, Path(hf_dir), family_path=family_path)))
+
+
+def check_source_tensors(layout: TensorLayout, checkpoint: CheckpointLayout, weights: HFWeights) -> None:
+    """Check that the tensors of a Hugging Face directory match config.json. Reads only file headers, except for
+    duplicates of tensors (a tied head), whose contents are compared."""
+    assert set(layout.megatron_names()) == set(checkpoint.slices), (
+        "`TensorLayout` and model have different names: "
+        f"{sorted(set(layout.megatron_names()) ^ set(checkpoint.slices))}"
+    )
+    check_tensors(weights.directory, {name: info.shape for name, info in weights.info.items()}, layout)
+
+    dtypes: dict[str, torch.dtype] = {}  # by checkpoint key; one tensor stacks the parameters of all layers
+    for name, pieces in checkpoint.slices.items():
+        joined = layout.to_megatron(
+            name, lambda hf: torch.empty(weights.info[hf].shape, dtype=weights.info[hf].dtype, device="meta")
+        )
+        assert joined.shape == checkpoint.shape(name), f"{name}: `TensorLayout` and model have different shapes"
+        expected = dtypes.setdefault(pieces[0].key, joined.dtype)
+        if expected != joined.dtype:
+            raise ModelError(
+                f"{weights.directory}: {layout.hf_names_of(name)[0]} has dtype {joined.dtype}, but the same tensor "
+                f"of another layer has {expected}: save the checkpoint in one dtype"
+            )
+    for copy, original in layout.copies.items():
+        if copy not in weights.info:
+            continue
+        chunks = zip(weights.read_rows(copy), weights.read_rows(original), strict=True)
+        if weights.info[copy] != weights.info[original] or any(bytes(left) != bytes(right) for left, right in chunks):
+            raise ModelError(
+                f"{weights.directory}: {copy} differs from {original}, but config.json says that they are tied: "
+                'set "tie_word_embeddings": false in config.json if they are not'
+            )
+
+
+def verify_conversion(
+    weights: HFWeights,
+    directory: Path,
+    layout: TensorLayout,
+    checkpoint: CheckpointLayout,
+    on_bytes: Callable[[int], object] = lambda count: None,
+) -> ConversionReport:
+    """Read every parameter back from the checkpoint, split it into Hugging Face tensors, and compare these with the
+    source bit for bit.
+
+    Verification is independent of writing: it reads torch's index of the checkpoint and uses `TensorLayout.to_hf`,
+    whereas writing uses `TensorLayout.to_megatron`.
+
+    Args:
+        weights: weights of the Hugging Face source.
+        directory: directory of the torch_dist checkpoint.
+        layout: mapping between the model's Hugging Face and Megatron tensors.
+        checkpoint: checkpoint layout of the model.
+        on_bytes: called with the size in bytes of every compared tensor.
+    """
+    converted = TorchDistWeights(directory, checkpoint)
+
+    def check_parameter(name: str) -> list[tuple[str, int]]:
+        with converted.open_parameter(name) as parameter:
+            tensors = layout.to_hf(name, parameter)
+            for hf_name, tensor in tensors:
+                check_bits_equal_source(hf_name, weights, tensor)
+                on_bytes(tensor.nbytes)
+            return [(hf_name, tensor.nbytes) for hf_name, tensor in tensors]
+
+    sizes = dict(
+        entry for entries in map_in_threads(check_parameter, layout.megatron_names(), NUM_THREADS) for entry in entries
+    )
+    assert sizes.keys() == layout.hf_names()
+    return ConversionReport(len(sizes), sum(sizes.values()))
+
+
+def check_bits_equal_source(name: str, weights: HFWeights, tensor: Tensor) -> None:
+    """Raise ModelError unless `tensor` has the dtype, shape and bits of the source tensor `name`. Bits are compared,
+    not values: a NaN equals itself, and -0.0 differs from 0.0."""
+    info, at = weights.info[name], 0
+    if (info.dtype, info.shape) != (tensor.dtype, tuple(tensor.shape)):
+        raise ModelError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)} after the round trip, but {info.dtype} "
+            f"{list(info.shape)} in the source: please report this as a bug"
+        )
+    content = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    for chunk in weights.read_rows(name):
+        if not np.array_equal(content[at : at + len(chunk)], np.frombuffer(chunk, dtype=np.uint8)):
+            raise ModelError(
+                f"{name} has different bits after the round trip: check disk and memory, or report this as a bug"
+            )
+        at += len(chunk)
+
+
+# ---- logits ----------------------------------------------------------------------------------------------------------
+
+NUM_TOKENS = 48
+# maximum difference of log-probabilities; fp32 rounding gives 1e-6 in a tiny model and 1e-4 in a large one
+TOLERANCE = 1e-3
+MAX_WHOLE_PARAMETERS = 100_000_000  # of larger models only a part is compared
+MAX_PARAMETERS = 1_000_000_000  # a larger part is compared without the last layer
+MAX_VOCABULARY = 4096
+BYTES_PER_PARAMETER = 10  # of memory: fp32 weight, source tensor (at most fp32), and 25% reserve
+UNUSED = {"sklearn.metrics": "roc_curve"}  # only for assisted generation; importing it takes 0.9 s of CPU time
+
+
+@dataclass(frozen=True)
+class LogitsComparison:
+    """Result of comparing a converted model's logits with those of transformers."""
+
+    difference: float | None = None  # maximum difference of log-probabilities; None: not compared
+    reason: str = ""  # why logits were not compared
+    part: str = "the whole model"  # what was compared
+
+    def __str__(self) -> str:
+        if self.difference is None:
+            return f"not compared: {self.reason}"
+        return (
+            f"log-probabilities of {NUM_TOKENS} tokens, computed with {self.part}, differ by at most "
+            f"{self.difference:.1e} from those of transformers"
+        )
+
+
+@dataclass(frozen=True)
+class PartialModel:
+    """A model that consists of some layers, experts and vocabulary rows of another (the whole) model."""
+
+    values: dict[str, Any]  # entries of its config.json
+    shape: ModelShape
+    layers: tuple[int, ...]  # indices in the whole model, ascending
+    is_whole: bool
+
+    def name_in_whole_model(self, name: str) -> str:
+        """Return the name in the whole model of a Megatron tensor of this partial model."""
+        return re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(self.layers[int(match[0])]), name)
+
+    def hf_names_in_whole_model(self, whole: ModelShape) -> dict[str, str]:
+        """Return a map from the Hugging Face tensor names of this partial model to those of the whole model."""
+        layout, whole_layout = tensor_layout(self.shape), tensor_layout(whole)
+        return {
+            name: source
+            for megatron in layout.megatron_names()
+            for name, source in zip(
+                layout.hf_names_of(megatron), whole_layout.hf_names_of(self.name_in_whole_model(megatron)), strict=True
+            )
+        }
+
+    def __str__(self) -> str:
+        if self.is_whole:
+            return "the whole model"
+        experts = f", {self.shape.experts.num_experts} experts" if self.shape.experts else ""
+        return f"layers {', '.join(map(str, self.layers))}{experts} and {self.shape.vocab_size} rows of the vocabulary"
+
+
+@dataclass
+class _Pack:
+    """One token sequence in the format of `pack_stream`."""
+
+    token_ids: Tensor  # [T]
+    position_ids: Tensor  # [T]
+    cu_seqlens: Tensor  # [2]
+    max_seqlen: int
+
+
+def compare_logits(
+    converted: Path, hf_dir: Path, part: PartialModel | None = None, family_path: str | None = None
+) -> LogitsComparison:
+    """Compare the logits of a converted model with those that transformers computes from its Hugging Face source.
+
+    Args:
+        converted: directory of the torch_dist checkpoint.
+        hf_dir: Hugging Face directory that it was converted from.
+        part: part of the model to compare; default: chosen by `choose_part_to_compare`.
+        family_path: `--model-family-path`.
+    """
+    shape = read_shape(hf_dir, family_path)
+    part = part or choose_part_to_compare(read_config(hf_dir / "config.json"), family_path=family_path)
+    needed, available = part.shape.num_parameters * BYTES_PER_PARAMETER, psutil.virtual_memory().available
+    if available < needed:
+        return LogitsComparison(
+            reason=f"the comparison takes {needed / 1e9:.1f} GB of memory, but only {available / 1e9:.1f} GB are free"
+        )
+    with _hide_modules(UNUSED):
+        import transformers
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        model_class = getattr(transformers, shape.architecture, None)
+    if model_class is None:
+        return LogitsComparison(reason=f"transformers does not have {shape.architecture}")
+    token_ids = (torch.arange(NUM_TOKENS) * 7919 + 13) % part.shape.vocab_size  # [T], spread over the vocabulary
+    try:
+        expected = _transformers_log_probs(model_class, hf_dir, shape, part, token_ids)
+    except PenstockError:
+        raise
+    except Exception as error:  # transformers may raise any exception for an invalid model
+        reason = " ".join(str(error).split())[:120]
+        raise ModelError(f"{hf_dir}: transformers cannot load this model ({reason}): correct config.json") from error
+    difference = float((_megatron_log_probs(converted, shape, part, token_ids) - expected).abs().max())
+    if not difference <= TOLERANCE:
+        raise ModelError(
+            f"{converted}: log-probabilities computed with {part} differ by {difference:.1e} from those of "
+            f"transformers (tolerance {TOLERANCE:.0e}): please report this as a bug"
+        )
+    return LogitsComparison(difference, part=str(part))
+
+
+def choose_part_to_compare(
+    values: dict[str, Any], max_whole_parameters: int = MAX_WHOLE_PARAMETERS, family_path: str | None = None
+) -> PartialModel:
+    """Return the part of a model whose logits are compared: the whole model if it is small.
+
+    Args:
+        values: entries of the model's config.json.
+        max_whole_parameters: maximum number of parameters of a model that is compared as a whole.
+        family_path: `--model-family-path`.
+    """
+    values = {key: value for key, value in values.items() if key not in ("quantization_config", "auto_map")}
+    values |= {"num_nextn_predict_layers": 0} if values.get("num_nextn_predict_layers") else {}
+    whole = shape_from_config(values, family_path=family_path)
+    if whole.num_parameters <= max_whole_parameters or (whole.experts and not family_of(whole).expert_entries):
+        return PartialModel(values, whole, tuple(range(whole.num_layers)), True)
+    first_sparse = whole.experts.num_dense_layers if whole.experts else 0
+    part = _part_with_layers(values, whole, {0, first_sparse, whole.num_layers - 1})
+    if part.shape.num_parameters <= MAX_PARAMETERS:
+        return part
+    return _part_with_layers(values, whole, {0, first_sparse or whole.num_layers - 1})
+
+
+def _part_with_layers(values: dict[str, Any], whole: ModelShape, chosen: set[int]) -> PartialModel:
+    """Return the part of a model with the layers `chosen`, some of the experts and the first vocabulary rows."""
+    layers, experts = tuple(sorted(chosen)), whole.experts
+    num_dense = sum(layer < (experts.num_dense_layers if experts else whole.num_layers) for layer in layers)
+    vocab_size = min(whole.vocab_size, MAX_VOCABULARY)
+    values = values | {"num_hidden_layers": len(layers), "vocab_size": vocab_size, "pad_token_id": None}
+    if values.get("layer_types"):
+        values["layer_types"] = values["layer_types"][: len(layers)]
+    family = family_of(whole)
+    if family.expert_entries:
+        values |= family.expert_entries(num_dense, len(layers))
+    if experts:  # equal groups with more experts than top-k, so that routing has a choice
+        group_size = max(2, -(-experts.top_k // experts.top_groups) + 1)
+        name = "num_experts" if "num_experts" in family.defaults else "n_routed_experts"
+        num_experts = min(experts.num_experts, experts.num_groups * group_size)
+        values |= dict.fromkeys((name, "num_local_experts"), num_experts)
+    return PartialModel(values, shape_from_config(values, family_path=whole.family_path), layers, False)
+
+
+@torch.no_grad()
+def _transformers_log_probs(
+    model_class: Any, directory: Path, shape: ModelShape, part: PartialModel, token_ids: Tensor
+) -> Tensor:
+    """Return the log-probabilities that transformers computes, [T, V]."""
+    # the class is chosen by architecture: transformers does not know some of the hub's model types (kimi_k2)
+    config = model_class.config_class(**{key: value for key, value in part.values.items() if key != "model_type"})
+    sizes, sources = tensor_layout(part.shape).hf_shapes, part.hf_names_in_whole_model(shape)
+    with HFWeights(directory) as weights:
+        tensors = {name: weights.fetch(sources[name], size[0]).float() for name, size in sizes.items()}
+    model, report = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",  # grouped GEMM needs row sizes that are multiples of 16 bytes
+        output_loading_info=True,
+    )
+    missing = sorted(set(report["missing_keys"]) - ({"lm_head.weight"} if part.shape.tied_embeddings else set()))
+    if missing or report["unexpected_keys"]:
+        raise ValueError(f"{len(missing)} weights missing, {len(report['unexpected_keys'])} unexpected")
+    return model.eval()(token_ids[None]).logits[0].log_softmax(-1)
+
+
+@torch.no_grad()
+def _megatron_log_probs(directory: Path, shape: ModelShape, part: PartialModel, token_ids: Tensor) -> Tensor:
+    """Return the log-probabilities that Megatron computes from a torch_dist checkpoint, [T, V]."""
+    weights = TorchDistWeights(directory, checkpoint_layout(shape))
+    with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
+        init_parallel(0, 1, f"file://{scratch}/world", threads=torch.get_num_threads())
+        try:
+            from penstock.engines.megatron.model.gpt import build_model
+            from penstock.engines.megatron.packing import pack_stream
+            from penstock.engines.megatron.weights import local_parameters
+
+            [model] = build_model(part.shape)
+            for name, tensor in local_parameters(model):
+                with weights.open_parameter(part.name_in_whole_model(name)) as parameter:
+                    tensor.copy_(parameter[: tensor.shape[0]])
+            cu_seqlens = torch.tensor([0, NUM_TOKENS], dtype=torch.int32)
+            pack = _Pack(token_ids, torch.arange(NUM_TOKENS), cu_seqlens, NUM_TOKENS)
+            return model.head(model.eval()(pack_stream(pack, device()))).log_softmax(-1).cpu()
+        finally:
+            shutdown_parallel()
+
+
+@contextmanager
+def _hide_modules(unused: dict[str, str]) -> Iterator[None]:
+    """Replace every module in `unused` (module -> name that others import from it) by an empty module in which that
+    name is None, so that the real module is not loaded. Modules that are already imported are kept."""
+    hidden = {name for name in unused if name not in sys.modules}
+    for name in hidden:
+        module: Any = ModuleType(name)
+        setattr(module, unused[name], None)
+        sys.modules[name] = module
+    try:
+        yield
+    finally:
+        for name in hidden:
+            sys.modules.pop(name, None)

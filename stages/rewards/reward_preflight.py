@@ -1,0 +1,246 @@
+"""Check the reward before a run starts: validate the rows of the prompt data, and call user-defined rewards on
+test responses.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from penstock.stages.rewards.builtin.dapo import to_minerva_number
+from penstock.stages.rewards.builtin.gpqa import check_correct_option, specifies_correct_option
+from penstock.stages.rewards.builtin.ifbench import read_instructions
+from penstock.stages.rewards.builtin.simple import to_integer
+from penstock.stages.rewards.grading import Grader
+from penstock.stages.rewards.hub import (
+    BOXED_PREFIX,
+    builtin_reward_name,
+    get_builtin_reward,
+    get_checked_builtin_reward,
+    row_reward_path,
+)
+from penstock.stages.rewards.outcome import Outcome
+from penstock.stages.rollout.config import RolloutConfig
+from penstock.storage.errors import InputError, RewardError
+from penstock.storage.samples.sample import Sample, Status
+
+NUM_SAMPLES = 3  # number of test samples
+_CONNECT_TIMEOUT = 5.0  # seconds
+# Built-in reward -> what a response must contain to get more than the lowest reward.
+_GRADED_FORMAT = {"math": r"\boxed", "deepscaler": r"\boxed", "dapo": "Answer:"}
+_WITHOUT_LABEL = ("random", "remote_rm", "ifbench", "gpqa")  # gpqa's answer may be in the metadata instead
+
+
+_COMPARES_LABEL = ("math", "deepscaler", "dapo", "f1", "gpqa", "exact_number")
+
+
+@dataclass(frozen=True)
+class RewardRow:
+    """The fields of a prompt data row that a reward reads."""
+
+    where: str  # file and row, for error messages
+    label: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    prompt: str = ""
+
+
+_CHECK_LABEL: dict[str, Callable[[RewardRow], object]] = {
+    "dapo": lambda row: to_minerva_number(row.label),
+    "exact_number": lambda row: to_integer(row.label),
+    "gpqa": lambda row: check_correct_option(row.label, row.metadata),
+}
+
+
+def check_reward_rows(options: RolloutConfig, rows: Iterable[RewardRow]) -> None:
+    """Check that every row has a reward that exists and is allowed, and a label if the reward needs a label.
+
+    Raises:
+        RewardError: a row has no reward, an unknown `rm_type`, or no label; the message names the row.
+        PluginError: --allow-row-code does not allow the `custom_rm_path` of a row.
+    """
+    for row in rows:
+        try:
+            _check_reward_of_row(options, row)
+        except InputError as error:
+            raise type(error)(f"{row.where}: {error}") from None
+
+
+def _check_reward_of_row(options: RolloutConfig, row: RewardRow) -> None:
+    if row_reward_path(row.metadata, options.allow_row_code) or options.custom_rm_path:
+        return
+    name = builtin_reward_name(row.metadata, options.rm_type)
+    if name is None:
+        raise RewardError(
+            "no reward is given: give --rm-type or --custom-rm-path, or an rm_type in the metadata of every row"
+        )
+    get_checked_builtin_reward(name, options.rm_url, options.reward_key)
+    base_name = name.removeprefix(BOXED_PREFIX)
+    if base_name == "ifbench":
+        read_instructions(row.metadata)
+    if base_name == "gpqa":
+        has_label = specifies_correct_option(row.label, row.metadata)
+    else:
+        has_label = base_name in _WITHOUT_LABEL or bool(row.label.strip())
+    if not has_label:
+        column = f"fill its column {options.label_key!r}, or name another column with --label-key"
+        fix = column if options.label_key else "name the column with the labels with --label-key"
+        raise RewardError(f"the row has no label, which the reward {name} needs: {fix}")
+    if base_name in _COMPARES_LABEL and _is_json_of_texts(row.label):
+        raise RewardError(
+            f"the label {row.label:.100} is a JSON value with several texts, and the reward {name} compares one text: "
+            "name an entry of the column with --label-key COLUMN.ENTRY, or use --custom-rm-path"
+        )
+    if base_name in _CHECK_LABEL:
+        _CHECK_LABEL[base_name](row)
+
+
+def _is_json_of_texts(label: str) -> bool:
+    """Return whether a label is a JSON object, or a JSON array with texts: a label of such a column is JSON text."""
+    try:
+        value = json.loads(label) if label.strip()[:1] in ("{", "[") else None
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(part, str | dict) for part in value))
+
+
+def unrequested_format_warning(options: RolloutConfig, rows: Sequence[RewardRow], template: str = "") -> str | None:
+    r"""Return a warning if a built-in reward grades only the answer in \boxed{} (`dapo`: after "Answer:"), but neither
+    the prompts nor the chat template ask for it. Otherwise return None.
+
+    Args:
+        options: the rollout's configuration.
+        rows: rows of the prompt data.
+        template: source of the chat template, whose default system message may ask for the format.
+    """
+    graded = [row for row in rows if not (options.custom_rm_path or row.metadata.get("custom_rm_path"))]
+    rewards = [builtin_reward_name(row.metadata, options.rm_type) or "" for row in graded]
+    for name in dict.fromkeys(rewards):
+        text = r"\boxed" if name.startswith(BOXED_PREFIX) else _GRADED_FORMAT.get(name)
+        prompts = [row.prompt for row, reward in zip(graded, rewards) if reward == name]
+        if text and not any(text.lstrip("\\") in source for source in [template, *prompts]):
+            return (
+                f"the reward {name} grades only the answer that a response has in {text}, and none of the first "
+                f"{len(prompts)} prompts contains {text}: unless the model writes it without being asked, all rewards "
+                "will be equal and nothing is learned; ask for it in the prompts, or use another reward"
+            )
+    return None
+
+
+def unrewarded_labels_warning(options: RolloutConfig, rows: Sequence[RewardRow]) -> str | None:
+    """Return a warning if a built-in reward gives none of the rows more than the lowest reward, not even to a response
+    that consists of the label. Otherwise return None."""
+    graded = [
+        (row, name)
+        for row in rows
+        if not (options.custom_rm_path or row.metadata.get("custom_rm_path"))
+        and (name := (builtin_reward_name(row.metadata, options.rm_type) or "").removeprefix(BOXED_PREFIX))
+        in _COMPARES_LABEL
+    ]
+    if not graded or any(_is_rewarded(name, row) for row, name in graded):
+        return None
+    row, name = graded[0]
+    return (
+        f"the reward {name} rewards none of the first {len(graded)} labels, not even if the response is the label "
+        f"itself (the first is {row.label[:100]!r} in {row.where}): name the column of the answers with --label-key, "
+        "or use another reward"
+    )
+
+
+def _is_rewarded(name: str, row: RewardRow) -> bool:
+    """Return whether a response that states the label, in one of the graded formats, gets more than the lowest
+    reward."""
+    for response in (row.label, rf"</think>\boxed{{{row.label}}}", f"Answer: {row.label}"):
+        value = get_builtin_reward(name).function(
+            Sample("preflight", "preflight", "preflight", 0, response=response, label=row.label, metadata=row.metadata)
+        )
+        if max(value.values() if isinstance(value, dict) else [value]) > 0:
+            return True
+    return False
+
+
+def try_reward_on_test_samples(
+    options: RolloutConfig, rows: Sequence[RewardRow], arguments: dict[str, Any] | None = None
+) -> list[tuple[str, Outcome]]:
+    """Check the reward: call it on test samples made from the first row, or connect to the server at --rm-url.
+
+    The response of a test sample is empty, the label, or the label in \\boxed{}.
+
+    Args:
+        options: the rollout's configuration.
+        rows: rows of the prompt data; the first is used.
+        arguments: attributes of the `args` passed to a user-defined reward: `RolloutConfig.plugin_arguments()`.
+
+    Returns:
+        The response and the outcome of each test sample; none if the reward is a server's. An outcome may be an error:
+        test samples may differ from real ones.
+
+    Raises:
+        RewardError: no test sample got a finite reward, or the connection to --rm-url failed.
+        PluginError: the user-defined reward does not load, or has the wrong signature.
+    """
+    samples = _make_test_samples(rows, same_group=options.group_rm)
+    if not samples:
+        return []
+    if not options.custom_rm_path and not any(sample.metadata.get("custom_rm_path") for sample in samples):
+        names = {str(sample.metadata.get("rm_type") or options.rm_type or "") for sample in samples}
+        if "remote_rm" in {name.removeprefix(BOXED_PREFIX) for name in names}:
+            _check_connection(options.rm_url or "")
+            return []
+    with Grader.from_options(options, 1, arguments) as grader:
+        futures = grader.submit_group(samples) if options.group_rm else [grader.submit(sample) for sample in samples]
+        outcomes: list[Outcome] = [future.result() for future in futures]
+    for outcome in outcomes:
+        if outcome.request_error is not None:
+            raise RewardError(outcome.request_error)
+    reasons = [outcome.error for outcome in outcomes if outcome.error is not None]
+    if len(reasons) == len(outcomes):
+        raise RewardError(
+            f"the reward failed on all {len(reasons)} test samples, the first with {reasons[0]:.200}: fix the reward"
+        )
+    return [(sample.response, outcome) for sample, outcome in zip(samples, outcomes, strict=True)]
+
+
+def _make_test_samples(rows: Sequence[RewardRow], *, same_group: bool) -> list[Sample]:
+    """Return NUM_SAMPLES completed test samples, with 4 prompt tokens and one token per character of the response."""
+    if not rows:
+        return []
+    samples, row = [], rows[0]
+    for index in range(NUM_SAMPLES):
+        response = ("", row.label, rf"\boxed{{{row.label}}}")[index % 3]
+        num_tokens = max(1, len(response))
+        samples.append(
+            Sample(
+                f"preflight-{index}",
+                f"preflight-{0 if same_group else index}",
+                f"preflight-{index}",
+                0,
+                prompt=row.prompt,
+                response=response,
+                label=row.label,
+                token_ids=[1] * (4 + num_tokens),
+                loss_mask=[0] * 4 + [1] * num_tokens,
+                rollout_logprobs=[0.0] * (4 + num_tokens),
+                status=Status.COMPLETED,
+                metadata=dict(row.metadata),
+            )
+        )
+    return samples
+
+
+def _check_connection(url: str) -> None:
+    """Check that a TCP connection to the reward server succeeds. The check does not retry, because a wrong address is
+    more likely than a server that is still starting. Raises RewardError."""
+    try:
+        parts = urlsplit(url)
+        address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection(address, timeout=_CONNECT_TIMEOUT).close()
+    except (OSError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        host = urlsplit(url).hostname if "@" in url else url
+        raise RewardError(
+            f"--rm-url {host} does not answer ({reason:.100}): start the reward server first, or correct the URL"
+        ) from None

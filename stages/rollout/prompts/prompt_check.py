@@ -1,0 +1,189 @@
+"""Check prompt data before the run starts: parse every row, and render some rows of every entry of --prompt-data."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from penstock.stages.rewards.reward_preflight import RewardRow, check_reward_rows
+from penstock.stages.rollout.config import GenerationConfig, PromptConfig, RolloutConfig
+from penstock.stages.rollout.prompts.prompt_files import PromptEntry, parse_slice, read_entry, read_prompt_files
+from penstock.stages.rollout.prompts.prompt_rows import FIRST_ROW_KEYS
+from penstock.stages.rollout.prompts.source import max_prompt_tokens
+from penstock.stages.rollout.text.loss_masks import (
+    Piece,
+    check_messages_are_written,
+    join_pieces,
+    split_trained_text,
+)
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.errors import DataError, OptionError, TemplateError
+
+NUM_TRIED_ROWS = 64  # approximate number of rows of each entry of --prompt-data that are rendered as a test
+
+
+def check_prompt_data(
+    config: GenerationConfig,
+    *,
+    is_sft: bool = False,
+    grading: RolloutConfig | None = None,
+    tokenizer: PromptTokenizer | None = None,
+    max_seq_len: int | None = None,
+) -> int:
+    """Parse all rows of --prompt-data, check every prompt, and render some rows. Return the number of rows.
+
+    Args:
+        config: names the prompt files and their columns.
+        is_sft: rows are conversations to train on (SFT), not prompts to answer.
+        grading: options of the reward that grades the responses: every row needs a reward, and a label if its reward
+            compares responses with labels; None: rows are not graded.
+        tokenizer: renders up to 97 rows of each entry of --prompt-data; None: no row is rendered.
+        max_seq_len: maximum sequence length of the model in tokens, which a prompt plus the longest response must not
+            exceed; None: lengths are not checked.
+
+    Raises:
+        OptionError: options contradict each other, or a prompt plus the longest response exceeds `max_seq_len`.
+        DataError: a row is invalid; the message names the first such row.
+        RewardError: a row cannot be graded; the message names the first such row.
+        TemplateError: the chat template fails for a row.
+    """
+    if config.tool_key and not (config.apply_chat_template or is_sft):
+        raise OptionError(
+            f"--tool-key {config.tool_key} has no effect without a chat template: give --apply-chat-template"
+        )
+    num_rows = 0
+    for entry in read_prompt_files(config):
+        _check_entry(entry, config, is_sft=is_sft)
+        if grading is not None:
+            check_reward_rows(grading, _reward_rows(entry.name, entry.rows))
+        if tokenizer is not None:
+            check_rendered_rows(
+                entry.name,
+                entry.rows,
+                config,
+                tokenizer,
+                is_sft=is_sft,
+                max_seq_len=max_seq_len,
+            )
+        num_rows += len(entry.rows)
+    return num_rows
+
+
+def check_rendered_rows(
+    path: str,
+    rows: Sequence[bytes],
+    config: GenerationConfig,
+    tokenizer: PromptTokenizer,
+    *,
+    is_sft: bool = False,
+    max_seq_len: int | None = None,
+) -> None:
+    """Render some rows of an entry of --prompt-data as a check: the first 32 rows, 33 rows evenly spaced from first to
+    last, and the 32 longest rows.
+
+    Args:
+        path: name of the entry, for error messages.
+        rows: rows of the entry in canonical JSON, as returned by `read_entry`.
+        config: options of the rollout.
+        tokenizer: tokenizer of the model.
+        is_sft: rows are conversations to train on (SFT).
+        max_seq_len: maximum sequence length of the model; None: lengths are not checked.
+
+    Raises:
+        TemplateError: the chat template fails for a row.
+        DataError: a row cannot be trained on, because it is too long or trains no token.
+        OptionError: a prompt plus the longest response exceeds `max_seq_len`.
+    """
+    half, last = NUM_TRIED_ROWS // 2, len(rows) - 1
+    longest = heapq.nlargest(half, range(len(rows)), key=lambda number: len(rows[number]))
+    for number in sorted({*range(min(half, len(rows))), *(last * i // half for i in range(half + 1)), *longest}):
+        content, _, _, *rest = json.loads(rows[number])
+        tools = rest[0] if rest else None
+        uses_template = is_sft or config.apply_chat_template
+        try:
+            if tools and uses_template and "tools" not in tokenizer.chat_template_source(tools=True):
+                raise TemplateError(
+                    "the chat template does not write tool definitions: use a template that does, or ignore the tools "
+                    "with --tool-key ''"
+                )
+            if is_sft:
+                pieces = split_trained_text(content, tokenizer, tools)
+                join_pieces(pieces, tokenizer.encode([text for text, _ in pieces]), max_seq_len)
+                continue
+            text = content
+            if config.apply_chat_template:
+                chat = [{"role": "user", "content": content}] if isinstance(content, str) else content
+                [text] = tokenizer.render_chats([chat], add_generation_prompt=True, tools=[tools])
+                check_messages_are_written(chat, tokenizer, tools)
+        except DataError as error:  # includes TemplateError
+            raise type(error)(f"{path} row {number}: {error}") from error
+        if max_seq_len is not None:
+            _check_sequence_length(f"{path} row {number}", len(tokenizer.encode([text])[0]), config, max_seq_len)
+
+
+def read_first_rows(config: PromptConfig) -> list[RewardRow]:
+    """Return the first 64 rows of each entry of --prompt-data."""
+    config = config.model_copy(update={"streaming_data": False})
+    rows = list[RewardRow]()
+    for path in config.prompt_data:
+        part = path if parse_slice(path)[1:] != (None, None) else f"{path}@[:{NUM_TRIED_ROWS}]"
+        rows += _reward_rows(path, read_entry(part, config).rows[:NUM_TRIED_ROWS])
+    return rows
+
+
+def _reward_rows(path: str, rows: Sequence[bytes]) -> Iterator[RewardRow]:
+    """Yield what a reward reads of rows in canonical JSON; messages are JSON text."""
+    for number, row in enumerate(rows):
+        content, label, metadata, *_ = json.loads(row)
+        text = content if isinstance(content, str) else json.dumps(content)
+        yield RewardRow(f"{path} row {number}", label, metadata, text)
+
+
+def render_first_prompt(config: PromptConfig, tokenizer: PromptTokenizer) -> tuple[str, str]:
+    """Return the first prompt of --prompt-data as the model gets it, and its label."""
+    content, label, _, *rest = _read_first_row(config)
+    [text] = tokenizer.render([content], [rest[0] if rest else None])
+    return text, label
+
+
+def split_first_conversation(config: PromptConfig, tokenizer: PromptTokenizer) -> list[Piece]:
+    """Return the first conversation of --prompt-data as (text, whether it is trained) pieces."""
+    content, _, _, *rest = _read_first_row(config)
+    return split_trained_text(content, tokenizer, rest[0] if rest else None)
+
+
+def _read_first_row(config: PromptConfig) -> list[Any]:
+    path = config.prompt_data[0]
+    part = path if parse_slice(path)[1:] != (None, None) else f"{path}@[:1]"
+    row: list[Any] = json.loads(read_entry(part, config.model_copy(update={"streaming_data": False})).rows[0])
+    return row
+
+
+def _check_entry(entry: PromptEntry, config: PromptConfig, *, is_sft: bool) -> None:
+    chat, unanswered = (entry.first[key] for key in FIRST_ROW_KEYS)
+    if is_sft and unanswered is not None:
+        raise DataError(
+            f"{entry.name} row {unanswered}: column {config.input_key!r} is not a conversation with an assistant "
+            "message, and SFT trains only on assistant messages: name the column of messages with --input-key"
+        )
+    if not is_sft and chat is not None and not config.apply_chat_template:
+        raise DataError(
+            f"{entry.name} row {chat}: column {config.input_key!r} holds chat messages, which need a chat template: "
+            "give --apply-chat-template"
+        )
+
+
+def _check_sequence_length(where: str, num_tokens: int, config: GenerationConfig, max_seq_len: int) -> None:
+    limit, context = max_prompt_tokens(config), config.rollout_max_context_len
+    if limit is not None and num_tokens > limit:
+        return  # the rollout skips this prompt
+    total = num_tokens + config.rollout_max_response_len
+    if (total if context is None else min(total, context)) > max_seq_len:
+        raise OptionError(
+            f"--rollout-max-response-len {config.rollout_max_response_len} and the prompt of {num_tokens} tokens in "
+            f"{where} exceed the model's maximum sequence length of {max_seq_len} tokens: reduce "
+            f"--rollout-max-response-len, or give --rollout-max-context-len {max_seq_len} (long prompts then get "
+            "shorter responses)"
+        )

@@ -1,0 +1,384 @@
+"""Validate rows of prompt files and convert them to canonical JSON. Errors name the file and line.
+
+A row becomes one line of canonical JSON, `[prompt, label, metadata]`, or `[prompt, label, metadata, tools]` if the row
+has tools; other columns are ignored. PromptSource hashes these lines to check that a resumed run reads the same data.
+The same rows give the same lines in every format.
+
+With `--num-data-workers`, worker processes convert the blocks. The rows and their order do not depend on the number of
+processes: blocks are distributed round robin, and results are returned in order. A worker has one block at a time, so
+that the memory is bounded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from decimal import Decimal
+from functools import lru_cache, partial
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+from pyarrow import types
+
+from penstock.stages.rollout.config import PromptConfig
+from penstock.stages.rollout.text.messages import normalize_messages, preview
+from penstock.stages.worker_process import WorkerLost, WorkerProcess
+from penstock.storage.errors import DataError
+
+_ROLE = re.compile(r"""["']role["']\s*:""")
+MAX_PROMPT = 4 << 20  # characters, about a million tokens; tokenizers need 200 bytes of memory for each
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of the columns of a prompt file that are read; None: not read."""
+
+    prompt: str
+    label: str | None
+    metadata: str
+    tools: str | None
+
+    @classmethod
+    def from_config(cls, config: PromptConfig) -> Columns:
+        """Return the column names that the options name (`--input-key`, `--label-key`, ...)."""
+        tools = "tools" if config.tool_key is None else config.tool_key or None
+        return cls(config.input_key, config.label_key, config.metadata_key, tools)
+
+
+@dataclass(frozen=True)
+class JsonRows:
+    """A block of consecutive rows of a JSON file, not parsed yet."""
+
+    names: list[str]  # file and line of every row; the number of the row in an array
+    rows: list[bytes]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select_rows(self, start: int, stop: int | None) -> JsonRows:
+        """Return rows `start` to `stop` - 1 of this block (counted from 0); None: to the end of the block."""
+        return JsonRows(self.names[start:stop], self.rows[start:stop])
+
+    def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (file and line, column -> value) of every row. Raises DataError if a row is not a JSON object."""
+        for where, row in zip(self.names, self.rows):
+            try:
+                record = json.loads(row)
+            except ValueError as error:  # JSON or UTF-8
+                raise DataError(
+                    f"{where}: malformed line ({error}); every line must be one JSON object: repair or remove the line"
+                ) from None
+            if not isinstance(record, dict):
+                raise DataError(
+                    f"{where}: found a JSON {type(record).__name__}; every row must be one JSON object: "
+                    "repair or remove the row"
+                )
+            yield where, record
+
+
+@dataclass(frozen=True)
+class ArrowRows:
+    """A block of consecutive rows of a columnar file."""
+
+    path: str
+    first: int  # number of the first row in the file, from 0
+    batch: pa.RecordBatch  # its columns have the names that `Columns` has: `a.b` is field `b` of column `a`
+
+    def __len__(self) -> int:
+        return int(self.batch.num_rows)
+
+    def select_rows(self, start: int, stop: int | None) -> ArrowRows:
+        """Return rows `start` to `stop` - 1 of this block (counted from 0); None: to the end of the block."""
+        length = (len(self) if stop is None else min(stop, len(self))) - start
+        return ArrowRows(self.path, self.first + start, self.batch.slice(start, length))
+
+    def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (file and row, column -> value) of every row. Raises DataError if a value cannot be read."""
+        names = self.batch.schema.names
+        columns = [read_values(column, self.path, self.first, name) for name, column in zip(names, self.batch.columns)]
+        for number in range(len(self)):
+            yield (
+                f"{self.path} row {self.first + number}",
+                {name: values[number] for name, values in zip(names, columns)},
+            )
+
+
+Block = JsonRows | ArrowRows
+
+
+@dataclass
+class Rows:
+    """Rows in canonical JSON, and the number (from 0) of the first row with each property; None: no such row."""
+
+    rows: list[bytes] = field(default_factory=list)
+    first_chat: int | None = None  # first row whose prompt is a list of messages
+    first_unanswered: int | None = None  # first row that is not a conversation with an assistant message
+
+
+# Fields of Rows with the number of the first row that has a certain property.
+FIRST_ROW_KEYS = ("first_chat", "first_unanswered")
+
+
+def fill_first_row_numbers(first_row_numbers: dict[str, int | None], part: Rows, num_before: int) -> None:
+    """Set the entries of `first_row_numbers` (keys: FIRST_ROW_KEYS) that are still None from `part`. Row 0 of `part` is
+    row `num_before` of the whole entry."""
+    for key in FIRST_ROW_KEYS:
+        if first_row_numbers[key] is None and (number := getattr(part, key)) is not None:
+            first_row_numbers[key] = num_before + number
+
+
+def to_canonical_rows(block: Block, columns: Columns) -> Rows:
+    """Parse and validate a block of rows; return the rows in canonical JSON. Raises DataError."""
+    result = Rows()
+    for number, (where, record) in enumerate(block.records()):
+        prompt = _read_prompt(record, where, columns)
+        if isinstance(prompt, list) and result.first_chat is None:
+            result.first_chat = number
+        if result.first_unanswered is None and not (
+            isinstance(prompt, list) and any(m["role"] == "assistant" for m in prompt)
+        ):
+            result.first_unanswered = number
+        label = _read_label(record, where, columns)
+        metadata = _parse_metadata(_value(record, columns.metadata), where, columns.metadata)
+        row = [(columns.prompt, prompt), (columns.label, label), (columns.metadata, metadata)]
+        if columns.tools and (tools := _parse_tools(_value(record, columns.tools), where, columns.tools)):
+            row.append((columns.tools, tools))
+        parts = [_to_json(value, where, key) for key, value in row]
+        result.rows.append(f"[{','.join(parts)}]".encode(errors="surrogatepass"))
+    return result
+
+
+def find_column(record: Mapping[str, Any], key: str) -> list[str] | None:
+    """Return the keys that lead to a column, or None if it is missing: `a.b` is the column `a.b` or, without such a
+    column, the entry `b` of the column `a`."""
+    if key in record:
+        return [key]
+    for name, inner in record.items():
+        if not key.startswith(f"{name}."):
+            continue
+        if inner is None:  # null has no entries: the value of each is null
+            return [name]
+        if isinstance(inner, dict) and (rest := find_column(inner, key[len(name) + 1 :])):
+            return [name, *rest]
+    return None
+
+
+def check_columns(record: Mapping[str, Any], where: str, columns: Columns) -> None:
+    """Check that a record has the columns of prompt and label. Raises DataError."""
+    for key, flag in ((columns.prompt, "--input-key"), (columns.label, "--label-key")):
+        if key and find_column(record, key) is None:
+            inner = record.get(key.partition(".")[0])
+            names = [f"{key.partition('.')[0]}.{name}" for name in inner] if isinstance(inner, dict) else list(record)
+            raise DataError(
+                f"{where} has no column {key!r}; it has {', '.join(map(repr, names)) or 'none'}: name one of them with "
+                f"{flag}"
+            )
+
+
+def _value(record: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a column, or None if the record does not have the column."""
+    path = find_column(record, key)
+    if path is None:
+        return None
+    value: Any = record
+    for name in path:
+        value = value[name]
+    return value
+
+
+def _read_prompt(record: dict[str, Any], where: str, columns: Columns) -> str | list[dict[str, Any]]:
+    check_columns(record, where, columns)
+    prompt = _value(record, columns.prompt)
+    # Messages may be JSON text: CSV cannot hold them otherwise.
+    if isinstance(prompt, str) and prompt.strip()[:1] == "[" and prompt.strip()[-1:] == "]" and _ROLE.search(prompt):
+        prompt = _parse_json_text(prompt, where, columns.prompt, "--input-key")
+    if isinstance(prompt, str) and prompt:
+        _check_length(len(prompt), where, columns)
+        return prompt
+    if not isinstance(prompt, list) or not prompt:
+        raise DataError(
+            f"{where}: column {columns.prompt!r} holds {preview(prompt)}; a prompt is text, or a list of "
+            "messages with role and content: repair the row, or name another column with --input-key"
+        )
+    try:
+        messages = normalize_messages(prompt)
+    except DataError as error:
+        raise DataError(f"{where}: column {columns.prompt!r}: {error}; repair the row") from None
+    _check_length(sum(len(message["content"] or "") for message in messages), where, columns)
+    return messages
+
+
+def _check_length(num_characters: int, where: str, columns: Columns) -> None:
+    if num_characters > MAX_PROMPT:
+        raise DataError(
+            f"{where}: column {columns.prompt!r} holds {num_characters} characters, but a prompt has at most "
+            f"{MAX_PROMPT}: remove the row"
+        )
+
+
+def _read_label(record: dict[str, Any], where: str, columns: Columns) -> str:
+    """Return the label as text; a label that is missing (null, NaN) is empty."""
+    label = _value(record, columns.label) if columns.label else None
+    if label is None or (isinstance(label, float) and math.isnan(label)):
+        return ""
+    if isinstance(label, str):
+        return label
+    if isinstance(label, Decimal):
+        return format(label, "f")
+    return _to_json(label, where, columns.label, separators=None, allow_nan=False)
+
+
+def _parse_metadata(value: Any, where: str, key: str) -> dict[str, Any]:
+    """Return the metadata of a row as a dictionary; JSON text is parsed, and None becomes {}."""
+    value = _parse_json_text(value, where, key, "--metadata-key")
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{where}: column {key!r} holds a {type(value).__name__}; metadata must be a dictionary: repair the row, "
+            "or name another column with --metadata-key"
+        )
+    return value
+
+
+def _parse_tools(value: Any, where: str, key: str) -> list[dict[str, Any]]:
+    """Return the tool definitions of a row as a list; JSON text is parsed, and None becomes []."""
+    value = _parse_json_text(value, where, key, "--tool-key")
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError(
+            f"{where}: column {key!r} holds {preview(value)}; tools must be a list of JSON schemas: "
+            "repair the row, name another column with --tool-key, or ignore tools with --tool-key ''"
+        )
+    return value
+
+
+def _parse_json_text(value: Any, where: str, key: str, flag: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{where}: column {key!r} is text but not JSON ({error}): repair the row, or name another column with "
+            f"{flag}"
+        ) from None
+
+
+def _to_json(value: Any, where: str, key: str | None, **style: Any) -> str:
+    style = {"separators": (",", ":"), **style}
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_decimal_to_number, **style)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: column {key!r} holds what JSON text cannot ({error}): convert the column") from None
+
+
+def _decimal_to_number(value: Any) -> int | float:
+    if not isinstance(value, Decimal):
+        raise TypeError(f"a {type(value).__name__}")
+    number: int | float = json.loads(format(value, "f"))  # as if the row were JSON
+    return number
+
+
+# ---- values of Arrow -------------------------------------------------------------------------------------------------
+
+
+Convert = Callable[[Any], Any]
+
+
+def read_values(column: pa.Array, path: str, first: int, name: str) -> list[Any]:
+    """Return the values of a column. Raises DataError."""
+    convert = _converter(column.type)
+    try:
+        values = column.to_pylist()
+        return values if convert is None else [None if value is None else convert(value) for value in values]
+    except (ValueError, TypeError) as error:  # text that is not UTF-8, a struct with two fields of one name
+        if len(column) > 1:
+            rows = (read_values(column.slice(row, 1), path, first + row, name) for row in range(len(column)))
+            return [value for values in rows for value in values]
+        raise DataError(
+            f"{path} row {first}: column {name!r} of type {column.type} cannot be read ({error}): convert the column"
+        ) from None
+
+
+@lru_cache(maxsize=256)
+def _converter(kind: pa.DataType) -> Convert | None:
+    """Return the function that converts values, except None, of an Arrow type; None: values stay as they are."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _converter(kind.storage_type)
+    if types.is_struct(kind):
+        inner_of = {field.name: _converter(field.type) for field in kind}
+        return lambda struct: {
+            name: _apply(inner_of[name], value) for name, value in struct.items() if value is not None
+        }
+    if types.is_map(kind):
+        inner = _converter(kind.item_type)
+        return lambda entries: {str(key): _apply(inner, value) for key, value in entries}
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind) or _is_list(kind):
+        inner = _converter(kind.value_type)
+        return inner if inner is None or not _is_list(kind) else lambda values: [_apply(inner, v) for v in values]
+    if types.is_float32(kind) or types.is_float16(kind):
+        scalar = np.float32 if types.is_float32(kind) else np.float16
+        return lambda value: float(str(scalar(value)))
+    if types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind):
+        return lambda value: value.isoformat()
+    return None
+
+
+def _apply(convert: Convert | None, value: Any) -> Any:
+    return value if convert is None or value is None else convert(value)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    is_view = types.is_list_view(kind) or types.is_large_list_view(kind)
+    return is_view or types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
+# ---- worker processes ------------------------------------------------------------------------------------------------
+
+
+def parse_blocks(blocks: Iterable[Block], columns: Columns, num_workers: int) -> Iterator[Rows]:
+    """Parse blocks of rows, and yield the canonical rows of every block in order. With one worker or one block, parse
+    in this process. Raises DataError."""
+    rest = iter(blocks)
+    first = list(islice(rest, 2 if num_workers > 1 else 0))
+    blocks = chain(first, rest)
+    if len(first) < 2:
+        yield from (to_canonical_rows(block, columns) for block in blocks)
+        return
+    with ExitStack() as stack:
+        workers: list[WorkerProcess] = []
+        running: deque[Future[Rows]] = deque()
+        for number, block in enumerate(blocks):
+            if len(workers) < num_workers:
+                workers.append(WorkerProcess(prepare_parsing, columns))
+                stack.callback(workers[-1].close)
+            else:
+                yield _rows_of(running.popleft())
+            running.append(workers[number % num_workers].submit(block, math.inf))
+        while running:
+            yield _rows_of(running.popleft())
+
+
+def prepare_parsing(columns: Columns) -> Callable[[Block], Rows]:
+    """Return the function that parses a block in a worker process."""
+    return partial(to_canonical_rows, columns=columns)
+
+
+def _rows_of(job: Future[Rows]) -> Rows:
+    try:
+        return job.result()
+    except WorkerLost:
+        raise RuntimeError(
+            "a parsing process (--num-data-workers) died: resume the run, with fewer workers if memory is short"
+        ) from None
