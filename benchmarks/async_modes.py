@@ -28,7 +28,7 @@ import psutil
 
 from penstock.flows.commands.demo import make_model_and_data
 from penstock.flows.commands.demo_model import make_tiny_model
-from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store

@@ -20,7 +20,7 @@ from typing import get_args
 
 from penstock.flows.commands.demo import RECIPES, make_model_and_data
 from penstock.stages.train.config import TrainConfig
-from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
 
 ESTIMATORS = get_args(TrainConfig.model_fields["advantage_estimator"].annotation)

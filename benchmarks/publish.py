@@ -39,7 +39,7 @@ from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.stages.train.restore import PolicyRestorer
 from penstock.stages.train.spec import TrainerSpec
 from penstock.stages.train.trainer_group import TrainerGroup
-from penstock.storage.refs import CheckpointRef, RunKeys
+from penstock.storage.commit import CheckpointRef, RunKeys
 from penstock.storage.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent))

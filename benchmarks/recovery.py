@@ -21,7 +21,7 @@ from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
 from penstock.flows.config import PostTrainConfig, RunConfig, read_toml, validate_config
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
-from penstock.storage.refs import CheckpointRef, RunKeys
+from penstock.storage.commit import CheckpointRef, RunKeys
 
 
 def main() -> None:

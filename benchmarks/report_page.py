@@ -29,10 +29,9 @@ from chromium import Page, browser, installed_browser
 from penstock.flows.inspect.report import make_report
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import open_run
-from penstock.storage.refs import Commit, RunKeys, commit_key
+from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import Sample, Status
-from penstock.storage.samples.shards import write_shards
-from penstock.storage.samples.trained_tokens import write_trained_tokens
+from penstock.storage.samples.shards import write_shards, write_trained_tokens
 from penstock.storage.store import Store
 
 GROUPS, GROUP_SIZE, PROMPTS = 128, 8, 1700

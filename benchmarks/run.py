@@ -21,7 +21,7 @@ from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
 from penstock.flows.config import PostTrainConfig, read_toml, validate_config
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.runs import open_store
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
 WARM_UP_ROUNDS = 5

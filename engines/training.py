@@ -33,7 +33,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
-from penstock.storage.refs import Frozen
+from penstock.storage.commit import Frozen
 
 if TYPE_CHECKING:
     import torch

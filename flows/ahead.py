@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from penstock.flows import tasks
 from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.session import Session
+from penstock.storage.commit import Commit, RolloutRef
 from penstock.storage.preemption import Preempted
-from penstock.storage.refs import Commit, RolloutRef
 
 if TYPE_CHECKING:
     from penstock.stages.rollout.stream import RolloutStream

@@ -15,17 +15,13 @@ import select
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from penstock.flows.options.refused import TRAINERS
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.signals import report_stop, stop_signals
-from penstock.storage.errors import InstallError, OptionError, PenstockError
+from penstock.storage.errors import OptionError, PenstockError
 from penstock.storage.preemption import Preempted
 from penstock.storage.secrets import redact
-
-if TYPE_CHECKING:
-    from penstock.flows.config import PostTrainConfig
 
 Command = Callable[[list[str]], int]  # arguments -> exit code
 
@@ -67,6 +63,7 @@ USAGE = f"""usage: penstock COMMAND [options]
 `penstock COMMAND --help` explains a command, `penstock train --help-all` lists every option. `--config FILE.toml` reads
 them from a file; --verbose shows Prefect's log lines, and the traceback of an error."""
 
+_OWN_MODULES = {"", "penstock", *sys.stdlib_module_names}  # one of them is missing: a bug
 USER_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}  # errors without a file's name
 
 
@@ -86,24 +83,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             logging.lastResort.setFormatter(logging.Formatter("warning: %(message)s"))
     from penstock.flows.terminal.escape import escaped_output
 
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         with escaped_output():
-            return _run_and_report(list(sys.argv[1:] if argv is None else argv))
+            try:
+                code = run_command(arguments)
+                sys.stdout.flush()
+                return code
+            except (KeyboardInterrupt, Preempted, Exception) as error:
+                # A library may have turned the exception of a signal handler into one of its own.
+                if stop_signals.received or not isinstance(error, Exception):
+                    return report_stop(resumable=bool(arguments) and arguments[0] in RESUMABLE)
+                return _report_error(error, arguments)
     finally:
         if argv is None:
             stop_signals.exits = True
-
-
-def _run_and_report(arguments: list[str]) -> int:
-    try:
-        code = run_command(arguments)
-        sys.stdout.flush()
-        return code
-    except (KeyboardInterrupt, Preempted, Exception) as error:
-        # A library may have turned the exception of a signal handler into one of its own.
-        if stop_signals.received or not isinstance(error, Exception):
-            return report_stop(resumable=bool(arguments) and arguments[0] in RESUMABLE)
-        return _report_error(error, arguments)
 
 
 def run_command(argv: list[str]) -> int:
@@ -127,62 +121,39 @@ def asks_for_help(argv: Sequence[str]) -> bool:
     return bool({"--help", "-h", "--help-all"} & {*argv})
 
 
-def print_flow_help(command: str, argv: Sequence[str]) -> int:
-    """Print the help of a command that takes the options of a run: the short one or, with --help-all, every option.
-    Return 0."""
-    from penstock.flows.options.help import flow_usage, full_help, short_help
-
-    print(full_help(command, flow_usage(command)) if "--help-all" in argv else short_help(command))
-    return 0
-
-
 # ---- the commands ----------------------------------------------------------------------------------------------------
 
 
-def _flow_command(name: str) -> Command:
-    """Return a command that parses its arguments into a config and runs the flow `name` with it."""
+def _flow_command(flow: str, name: str) -> Command:
+    """Return the command `name`, which parses its arguments into a config and runs a flow with it or, with --dry-run,
+    prints its plan.
+
+    `penstock train-async` is `penstock train` with one rollout ahead of the trainer, unless --async-buffer-size or
+    --async-mode says otherwise.
+    """
 
     def call(argv: list[str]) -> int:
         from penstock.flows.config import validate_config, with_sft_loss
         from penstock.flows.options import flags
 
         if asks_for_help(argv):
-            return print_flow_help({"post_train": "train", "evaluate": "eval"}.get(name, name), argv)
-        values = flags.parse_values(_without(argv, "--dry-run"))
+            from penstock.flows.options.help import flow_usage, full_help, short_help
+
+            print(full_help(name, flow_usage(name)) if "--help-all" in argv else short_help(name))
+            return 0
+        values = flags.parse_values([argument for argument in argv if argument != "--dry-run"])
+        if name == "train-async" and (run := values.setdefault("run", {})).get("async_mode") != "streaming":
+            run.setdefault("async_buffer_size", 1)
         config = validate_config(with_sft_loss(values) if name == "sft" else values)
-        return _run_or_plan(name, config, dry_run="--dry-run" in argv)
+        if "--dry-run" in argv:
+            from penstock.flows.inspect.dry_run import dry_run
 
-    return call
-
-
-def _run_or_plan(flow: str, config: PostTrainConfig, *, dry_run: bool) -> int:
-    """Run a flow, or print its plan with --dry-run. Return the exit code."""
-    if not dry_run:
+            return dry_run(flow, config)
         from penstock.flows.runtime.runner import run_flow
 
         return run_flow(flow, config)
-    from penstock.flows.inspect import dry_run as planning
 
-    return planning.dry_run(flow, config)
-
-
-def _without(argv: Sequence[str], switch: str) -> list[str]:
-    return [argument for argument in argv if argument != switch]
-
-
-def run_train_async(argv: list[str]) -> int:
-    """Run `penstock train-async`: `penstock train`, with one rollout ahead of the trainer unless --async-buffer-size or
-    --async-mode says otherwise."""
-    from penstock.flows.config import validate_config
-    from penstock.flows.options import flags
-
-    if asks_for_help(argv):
-        return print_flow_help("train-async", argv)
-    values = flags.parse_values(_without(argv, "--dry-run"))
-    run = values.setdefault("run", {})
-    if run.get("async_mode") != "streaming":
-        run.setdefault("async_buffer_size", 1)
-    return _run_or_plan("post_train", validate_config(values), dry_run="--dry-run" in argv)
+    return call
 
 
 def _module_command(name: str) -> Command:
@@ -208,18 +179,16 @@ def _module_command(name: str) -> Command:
 
 def run_eval_command(argv: list[str]) -> int:
     """Run `penstock eval`. With --rescore or --compare run that command on stored evaluations instead of the flow."""
-    flags = {argument.partition("=")[0] for argument in argv}
-    for name in ("rescore", "compare"):  # these start neither engines nor a flow
-        if f"--{name}" in flags:
-            return _module_command(f"commands.{name}")(argv)
-    return _flow_command("evaluate")(argv)
+    of_stored = {"--rescore", "--compare"} & {argument.partition("=")[0] for argument in argv}
+    command = _module_command("commands.stored_evals") if of_stored else _flow_command("evaluate", "eval")
+    return command(argv)
 
 
 COMMANDS: dict[str, Command] = {
     "demo": _module_command("commands.demo"),
-    "train": _flow_command("post_train"),
-    "train-async": run_train_async,
-    "sft": _flow_command("sft"),
+    "train": _flow_command("post_train", "train"),
+    "train-async": _flow_command("post_train", "train-async"),
+    "sft": _flow_command("sft", "sft"),
     **{f"import-{name}": _module_command(f"{name}.recipe") for name in TRAINERS},
     "convert": _module_command("convert"),
     "export": _module_command("inspect.export"),
@@ -227,17 +196,17 @@ COMMANDS: dict[str, Command] = {
     "resume": _module_command("commands.resume"),
     "replay": _module_command("replay"),
     "fork": _module_command("commands.fork"),
-    "promote": _module_command("commands.promote"),
+    "promote": _module_command("promotion"),
     "rm": _module_command("commands.rm"),
-    "verify": _module_command("commands.verify"),
+    "verify": _module_command("commands.verify_run"),
     "gc": _module_command("commands.gc"),
     "deploy": _module_command("services.deploy"),
     "runs": _module_command("inspect.run_table"),
     "show": _module_command("inspect.show"),
-    "lineage": _module_command("inspect.lineage"),
+    "lineage": _module_command("inspect.lineage_trees"),
     "cost": _module_command("inspect.cost"),
-    "samples": _module_command("inspect.samples"),
-    "query": _module_command("inspect.query"),
+    "samples": _module_command("inspect.read_samples"),
+    "query": _module_command("inspect.sql_query"),
     "report": _module_command("inspect.report"),
     "track": _module_command("inspect.track"),
     "setup": _module_command("install.command"),
@@ -252,51 +221,29 @@ RESUMABLE = ("demo", "train", "train-async", "sft", "convert", "eval", "resume")
 
 def _report_error(error: Exception, argv: list[str]) -> int:
     """Report the exception that ended a command. Return the exit code."""
-    if isinstance(error, BrokenPipeError):
-        return _silence_closed_pipe() if _stdout_is_closed() else _report_bug(error, argv)
-    of_file = isinstance(error, OSError) and (error.filename is not None or error.errno in USER_ERRNOS)
-    if isinstance(error, PenstockError) or of_file:
-        return _report_user_error(error, argv)
-    if isinstance(error, ModuleNotFoundError):
-        return _report_missing_module(error, argv)
-    return _report_bug(error, argv)
+    from penstock.flows.options.argv import penstock_command, to_one_line
 
-
-def _report_missing_module(error: ModuleNotFoundError, argv: list[str]) -> int:
-    """Report an incomplete installation, or a bug if the missing module is Penstock's own or of Python itself."""
-    from penstock.flows.options.argv import penstock_command
-
-    if (error.name or "").partition(".")[0] in {"", "penstock", *sys.stdlib_module_names}:
-        return _report_bug(error, argv)
-    advice = f"run `{penstock_command()} setup`; with --check it only lists what is missing"
-    return _report_user_error(InstallError(f"the module {error.name} is not installed: {advice}"), argv)
-
-
-def _report_user_error(error: Exception, argv: list[str]) -> int:
-    from penstock.flows.options.argv import to_one_line
-
-    if isinstance(error, OSError) and not isinstance(error, PenstockError):
+    verbose = "--verbose" in argv
+    if isinstance(error, BrokenPipeError) and _stdout_is_closed():  # `penstock runs | head`
+        # Without the redirection the interpreter's flush at exit would fail and print an error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    code, message = 2, str(error)
+    if isinstance(error, PenstockError):
+        pass
+    elif isinstance(error, OSError) and (error.filename is not None or error.errno in USER_ERRNOS):
         paths = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
         message = f"{paths or 'operating system'}: {(error.strerror or str(error)).lower()}"
+    elif isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] not in _OWN_MODULES:
+        advice = f"run `{penstock_command()} setup`; with --check it only lists what is missing"
+        message = f"the module {error.name} is not installed: {advice}"
     else:
-        message = str(error)
+        code, message = 1, f"unexpected {type(error).__name__}: {error}"[:240]
+        message += "" if verbose else "; add --verbose for the traceback, and please report this bug"
     print(f"penstock: {to_one_line(message)}", file=sys.stderr)
-    _print_traceback(error, argv)
-    return 2
-
-
-def _report_bug(error: Exception, argv: list[str]) -> int:
-    from penstock.flows.options.argv import to_one_line
-
-    advice = "" if "--verbose" in argv else "; add --verbose for the traceback, and please report this bug"
-    print(f"penstock: {to_one_line(f'unexpected {type(error).__name__}: {error}'[:240] + advice)}", file=sys.stderr)
-    _print_traceback(error, argv)
-    return 1
-
-
-def _print_traceback(error: Exception, argv: list[str]) -> None:
-    if "--verbose" in argv:
+    if verbose:
         print(redact("".join(traceback.format_exception(error))), file=sys.stderr, end="")
+    return code
 
 
 def _stdout_is_closed() -> bool:
@@ -307,15 +254,6 @@ def _stdout_is_closed() -> bool:
         return any(event & select.POLLERR for _, event in poll.poll(0))
     except (OSError, ValueError):  # closed in this process, or without a file descriptor
         return True
-
-
-def _silence_closed_pipe() -> int:
-    """Redirect standard output to /dev/null and return the exit code of a closed pipe (`penstock runs | head`).
-
-    Without the redirection the interpreter's flush at exit would fail and print an error.
-    """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 141
 
 
 if __name__ == "__main__":

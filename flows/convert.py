@@ -15,16 +15,21 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from penstock.flows.config import PostTrainConfig, validate_config
 from penstock.flows.options.argv import format_bytes
-from penstock.flows.runtime.conversion import ProgressCallback, run_conversion, run_export
+from penstock.flows.runtime.conversion import (
+    ProgressCallback,
+    existing_conversion,
+    existing_export,
+    run_conversion,
+    run_export,
+)
 from penstock.flows.runtime.prefect_api import wait_for_api
 from penstock.flows.runtime.preflight import preflight
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.flows.terminal.console import TerminalConsole
 from penstock.stages.convert.config import ConvertConfig
 from penstock.stages.convert.targets import ASSETS_DIRECTORY, megatron_directory, open_parent_store, read_record
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key, is_run_name
 from penstock.storage.errors import OptionError
-from penstock.storage.keys import is_run_name
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 
 USAGE = """penstock convert --hf-checkpoint A [--save B] [--verify] [--mtp keep] [--convert-ranks N]
 penstock convert --load CHECKPOINT --save B [--origin-hf-dir A] [--export-dtype fp8] [--vocab-size N]
@@ -64,34 +69,23 @@ SPELLINGS |= {"--output-dir": "--convert-save", "--input-dir": "--convert-load"}
 
 
 def main(argv: list[str]) -> int:
-    """Run the command: a conversion as a flow, an export in this process. Return the exit code.
-
-    Raises:
-        InputError: an argument is invalid.
-    """
+    """Run the command: a conversion as a flow, an export in this process. Return the exit code."""
     from penstock.flows.options import flags
     from penstock.flows.runtime.runner import run_flow
 
     config = with_hf_checkpoint(flags.parse_config(translate_flags(argv)))
     preflight("convert", config)
-    existing = None if config.convert.convert_verify else find_result(config)
-    if existing is None and config.convert.convert_load is None:
+    options, store = config.convert, open_store(config.run, probe=False)
+    existing: CheckpointRef | None = None  # the result of an earlier command with the same files and options
+    if options.convert_load is not None:
+        existing = existing_export(store, find_checkpoint(config), options)
+    elif options.convert_verify or (existing := existing_conversion(store, options)) is None:
         return run_flow("convert", config)
     start = time.monotonic()
     with progress_bar() as report:
         ref = existing or export_checkpoint(config, report)
     print("\n".join(describe_result(config, ref, read_result_commit(config, ref), time.monotonic() - start)))
     return 0
-
-
-def find_result(config: PostTrainConfig) -> CheckpointRef | None:
-    """Return the result of an earlier command with the same files and options; None if there is none."""
-    from penstock.flows.runtime.conversion import existing_conversion, existing_export
-
-    store = open_store(config.run, probe=False)
-    if config.convert.convert_load is None:
-        return existing_conversion(store, config.convert)
-    return existing_export(store, find_checkpoint(config), config.convert)
 
 
 def translate_flags(argv: Sequence[str]) -> list[str]:
@@ -107,11 +101,7 @@ def translate_flags(argv: Sequence[str]) -> list[str]:
 
 def with_hf_checkpoint(config: PostTrainConfig) -> PostTrainConfig:
     """Return the config with `hf_checkpoint` set. For an export it is `origin_hf_dir`, else `hf_checkpoint`, else
-    the Hugging Face directory that the checkpoint `convert_load` has recorded.
-
-    Raises:
-        OptionError: the checkpoint does not exist or records no directory, or options contradict each other.
-    """
+    the Hugging Face directory that the checkpoint `convert_load` has recorded."""
     options = config.convert
     if options.convert_save and "://" not in options.convert_save:
         options.convert_save = str(Path(options.convert_save).resolve())  # workers have other working directories
@@ -154,11 +144,7 @@ def check_megatron_names_options(options: ConvertConfig) -> None:
 
 @flow(name="convert", validate_parameters=True)
 def convert(config: PostTrainConfig) -> State[None]:
-    """Convert from or to Hugging Face files.
-
-    Args:
-        config: only `convert` and the store options are used.
-    """
+    """Convert from or to Hugging Face files."""
     config = with_hf_checkpoint(config)
     preflight("convert", config)
     start = time.monotonic()
@@ -201,19 +187,16 @@ def describe_result(config: PostTrainConfig, ref: CheckpointRef, commit: Commit,
 # ---- tasks -----------------------------------------------------------------------------------------------------------
 
 
-def _conversion_task_decorator(name: str) -> Any:
-    """Return the decorator of a Prefect task with two retries, except after a ValueError."""
-    return task(
-        name=name,
-        retries=2,
-        retry_delay_seconds=2,
-        retry_condition_fn=lambda task, run, state: not isinstance(state.data, ValueError),
-        persist_result=False,
-        cache_policy=NO_CACHE,
-    )
+_TASK: dict[str, Any] = {  # two retries, except after a ValueError
+    "retries": 2,
+    "retry_delay_seconds": 2,
+    "retry_condition_fn": lambda task, run, state: not isinstance(state.data, ValueError),
+    "persist_result": False,
+    "cache_policy": NO_CACHE,
+}
 
 
-@_conversion_task_decorator("convert")
+@task(name="convert", **_TASK)
 def convert_checkpoint(config: PostTrainConfig, report: ProgressCallback | None) -> CheckpointRef:
     """Convert Hugging Face -> torch_dist, or return the result of an earlier conversion."""
     with ray_cluster(config) as cluster:
@@ -229,7 +212,7 @@ def export_checkpoint(config: PostTrainConfig, report: ProgressCallback | None) 
         return run_export(cluster, open_store(config.run), find_checkpoint(config), config.convert, report=report)
 
 
-@_conversion_task_decorator("verify")
+@task(name="verify", **_TASK)
 def verify_checkpoint(config: PostTrainConfig, ref: CheckpointRef, commit: Commit) -> list[tuple[str, str]]:
     """Compare a converted model with its Hugging Face files. Return the lines of the report as (title, text)."""
     from penstock.stages.convert.conversion_check import verify_existing
@@ -278,11 +261,7 @@ def progress_bar() -> Iterator[ProgressCallback | None]:
 
 
 def find_checkpoint(config: PostTrainConfig) -> Commit | str:
-    """Return the checkpoint `convert_load`: the path of a directory, or the commit of RUN or RUN/VERSION.
-
-    Raises:
-        OptionError: there is neither such a directory nor such a commit.
-    """
+    """Return the checkpoint `convert_load`: the path of a directory, or the commit of RUN or RUN/VERSION."""
     name = config.convert.convert_load or ""
     path = Path(name)
     if path.is_dir():

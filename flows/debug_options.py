@@ -8,10 +8,10 @@ import importlib.util
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.flows.config import PostTrainConfig, flag_of_field
 from penstock.flows.debugging.config import DebugConfig
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError
+from penstock.storage.maintenance.deletion import is_removed
 from penstock.storage.maintenance.prompt_audit import max_staleness
-from penstock.storage.maintenance.removal import is_removed
-from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
 

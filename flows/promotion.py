@@ -1,19 +1,105 @@
-"""Promote a policy to champion of a named model if the conditions hold, and start runs from the champion."""
+"""`penstock promote`: make an evaluated policy the champion of a named model, if it is better than the current one; and
+start runs from the champion."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
-from penstock.flows.commands.compare import find_evaluations_of_version
+from penstock.flows.commands.stored_evals import find_evaluations_of_version
 from penstock.flows.config import PostTrainConfig
+from penstock.flows.options.argv import parse_number, short_repr, split_args
+from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import keys_of_run, open_store
+from penstock.flows.terminal.console import print_table
 from penstock.stages.eval.comparison import Gate, check_gate
 from penstock.stages.eval.config import EvalConfig
-from penstock.storage.errors import RunError
+from penstock.storage.champions import Decision, Policy, champion, read_decisions, record_decision
+from penstock.storage.commit import RunKeys, commit_key
+from penstock.storage.errors import OptionError, RunError
 from penstock.storage.history.run_record import read_run_record
-from penstock.storage.refs import RunKeys, commit_key
-from penstock.storage.registry import Decision, Policy, champion, read_decisions, record_decision
 from penstock.storage.store import Store
+from penstock.storage.tracking.mlflow.mlflow_tracker import update_mlflow_registry
+
+USAGE = """penstock promote RUN/VERSION --to MODEL --data-set NAME [--margin X] [--guard NAME=X,...] [--store URI ...]
+penstock promote --to MODEL [--rollback]
+
+  Makes policy VERSION of a run the champion of MODEL if, on the data set, the lower bound of the 95 % interval of the
+  difference to the champion's reward, paired over the prompts, is above --margin (0). Otherwise it prints the numbers
+  and exits with 1. Both must have been evaluated on the same rows. Every decision is recorded in the store.
+  Without RUN/VERSION: prints all decisions. A run starts from the champion with --hf-checkpoint champion:MODEL.
+
+  --guard        data sets on which the candidate may be worse by less than X:  --guard math=0.02,code=0.01
+  --min-reward   the mean reward of the first champion must be above this
+  --force        promote although a condition does not hold
+  --rollback     make the previous champion champion again"""
+
+_OWN = {
+    **dict.fromkeys(("--to", "--data-set", "--margin", "--guard", "--min-reward"), True),
+    **dict.fromkeys(("--force", "--rollback"), False),
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run the command. Return 0, or 1 if the promotion was refused."""
+    positional, own, rest = split_args(argv, _OWN)
+    if len(positional) > 1 or "--to" not in own or (positional and "--rollback" in own):
+        found = short_repr(" ".join(argv))
+        raise OptionError(f"penstock promote needs RUN/VERSION and --to MODEL, or --to MODEL --rollback; found {found}")
+    store = open_store(parse_store_options(rest, "promote"), probe=False)
+    model = own["--to"]
+    if not positional and "--rollback" not in own:
+        return print_decisions(store, model)
+    if "--rollback" in own:
+        decision = roll_back(store, model)
+    else:
+        decision = promote_policy(store, model, positional[0], parse_gate(own), force="--force" in own)
+    champion_name = decision.champion.name if decision.champion else "none"
+    candidate = f"{decision.candidate.name} " if decision.candidate else ""
+    forced = ", forced" if decision.forced else ""
+    print(f"{model}: {candidate}{decision.action}{forced}; champion: {champion_name}")
+    for condition in decision.conditions:
+        print(f"  {condition}")
+    policy = decision.candidate or decision.champion
+    if policy and (problem := update_mlflow_registry(store, model, policy.run)):
+        print(f"MLflow does not show this decision yet ({problem}): `penstock track {policy.run} --to mlflow` sends it")
+    return 1 if decision.action == "refused" else 0
+
+
+def parse_gate(own: dict[str, str]) -> Gate:
+    """Return the conditions that the command line gives."""
+    if "--data-set" not in own:
+        raise OptionError("penstock promote needs --data-set NAME, the evaluation that decides")
+    guards = {}
+    for pair in filter(None, own.get("--guard", "").split(",")):
+        name, equals, tolerance = pair.partition("=")
+        if not equals:
+            raise OptionError(f"--guard takes NAME=X pairs, separated by commas; found {short_repr(pair)}")
+        guards[name.strip()] = parse_number("--guard", tolerance)
+    least = parse_number("--min-reward", own["--min-reward"]) if "--min-reward" in own else None
+    return Gate(own["--data-set"], parse_number("--margin", own.get("--margin", "0")), guards, least)
+
+
+def print_decisions(store: Store, model: str) -> int:
+    """Print all decisions about a model. Return 0."""
+    rows = [
+        (
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.at)),
+            decision.action + (" (forced)" if decision.forced else ""),
+            decision.candidate.name if decision.candidate else "-",
+            decision.champion.name if decision.champion else "-",
+            "; ".join(map(str, decision.conditions)),
+        )
+        for decision in read_decisions(store, model)
+    ]
+    if rows:
+        print_table(("at", "decision", "candidate", "champion", "conditions"), rows)
+    else:
+        print(f"no decisions about model {model} in {store.uri}")
+    return 0
+
+
+# ---- the decision ----------------------------------------------------------------------------------------------------
 
 CHAMPION = "champion:"  # `--hf-checkpoint champion:MODEL`
 
@@ -22,10 +108,6 @@ def promote_policy(store: Store, model: str, reference: str, gate: Gate, *, forc
     """Decide whether the policy `RUN/VERSION` becomes the champion of `model`, and record the decision.
 
     Promoting the champion again changes nothing and returns the decision that promoted it.
-
-    Raises:
-        RunError: the policy has no checkpoint or no evaluation, or another process has promoted meanwhile.
-        DataError: candidate and champion were not evaluated on the same rows of the same data sets.
     """
     decisions = read_decisions(store, model)
     title, evaluations = find_evaluations_of_version(store, reference)
@@ -54,11 +136,7 @@ def gate_of(config: EvalConfig) -> Gate:
 
 
 def roll_back(store: Store, model: str) -> Decision:
-    """Make the policy champion again that was champion before the current one, and record the decision.
-
-    Raises:
-        RunError: there was no champion before.
-    """
+    """Make the policy champion again that was champion before the current one, and record the decision."""
     decisions = read_decisions(store, model)
     stack: list[Policy] = []  # champions, as if rollbacks had removed those that they replaced
     for decision in decisions:
@@ -74,11 +152,7 @@ def roll_back(store: Store, model: str) -> Decision:
 
 
 def find_policy(store: Store, reference: str) -> Policy:
-    """Return the policy `RUN/VERSION`, which must have a checkpoint.
-
-    Raises:
-        RunError: it has none.
-    """
+    """Return the policy `RUN/VERSION`, which must have a checkpoint."""
     run, _, version = reference.rpartition("/")
     keys, number = RunKeys(run), int(version)
     if number == 0 or store.committed(keys.checkpoint_prefix(number)) is None:
@@ -95,29 +169,23 @@ def find_policy(store: Store, reference: str) -> Policy:
 
 def with_champion(config: PostTrainConfig) -> PostTrainConfig:
     """Return the config with the champion's export in place of `--hf-checkpoint champion:MODEL`. A run that has started
-    keeps the model that it started with.
-
-    Raises:
-        RunError: there is no champion, or it has no export in a local store.
-    """
+    keeps the model that it started with."""
     checkpoint = config.convert.hf_checkpoint
     if not checkpoint.startswith(CHAMPION):
         return config
     store = open_store(config.run, probe=False)
-    record = read_run_record(store, keys_of_run(config.run.run))
-    path = record.config["convert"]["hf_checkpoint"] if record else export_of_champion(store, checkpoint)
+    if record := read_run_record(store, keys_of_run(config.run.run)):
+        path = record.config["convert"]["hf_checkpoint"]
+    else:
+        model = checkpoint.removeprefix(CHAMPION)
+        policy = champion(store, model)
+        if policy is None:
+            raise RunError(f"model {model!r} has no champion in {store.uri}: promote one with `penstock promote`")
+        commit = store.committed(policy.export.removesuffix(commit_key(""))) if policy.export else None
+        if commit is None or commit.attempt is None or not store.is_local:
+            raise RunError(
+                f"{policy.name}, the champion of {model!r}, has no export in a local store: promote the last version "
+                "of a run, which is exported, or give --hf-checkpoint a directory"
+            )
+        path = str(Path(store.path(commit.attempt)))
     return config.model_copy(update={"convert": config.convert.model_copy(update={"hf_checkpoint": path})})
-
-
-def export_of_champion(store: Store, reference: str) -> str:
-    model = reference.removeprefix(CHAMPION)
-    policy = champion(store, model)
-    if policy is None:
-        raise RunError(f"model {model!r} has no champion in {store.uri}: promote one with `penstock promote`")
-    commit = store.committed(policy.export.removesuffix(commit_key(""))) if policy.export else None
-    if commit is None or commit.attempt is None or not store.is_local:
-        raise RunError(
-            f"{policy.name}, the champion of {model!r}, has no export in a local store: promote the last version of a "
-            "run, which is exported, or give --hf-checkpoint a directory"
-        )
-    return str(Path(store.path(commit.attempt)))

@@ -27,10 +27,10 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.engine_options import run_placement
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
+from penstock.storage.commit import CheckpointRef, RunKeys, commit_key
 from penstock.storage.config import field_meta
 from penstock.storage.errors import InputError, OptionError, RunError
 from penstock.storage.history.run_record import read_run_record
-from penstock.storage.refs import CheckpointRef, RunKeys, commit_key
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:
@@ -51,15 +51,11 @@ with the placement and the hardware of the run. Exit code 1 if any round differs
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return the exit code: 0 if all rounds agree, 1 if a round differs or the replay failed.
-
-    Raises:
-        InputError: an argument is invalid, or the run cannot be replayed.
-    """
+    """Run the command. Return the exit code: 0 if all rounds agree, 1 if a round differs or the replay failed."""
     positional, own, rest = split_args(argv, {"--from": True, "--to": True, "--json": True})
     run, options, given = parse_run_argument("replay", positional), parse_own_flags(own), parse_config(rest)
     placement = placement_options(given)
-    check_replay(run, given.run, placement, **options)
+    check_replay(run, given.run, placement, options.get("first", 0), options.get("last"))
     from penstock.stages.train.restore import ReplayError
 
     try:
@@ -93,18 +89,11 @@ def replay(
         first: policy version to start at, or the newest checkpoint before it.
         last: policy version to end at; default the last committed one.
         json_file: file to write each round's verdict, weight digest and metrics to.
-
-    Raises:
-        ReplayError: a round differs from its commit.
     """
-    from penstock.stages.train.restore import ReplayError, newest_checkpoint
+    from penstock.stages.train.restore import ReplayError
 
-    config = _replay_config(run, where, placement or {})
+    config, begin, last = check_replay(run, where, placement or {}, first, last)
     store, keys = open_store(config.run, probe=False), RunKeys(run)
-    trained = len(store.committed_indices(f"{keys.prefix}/steps"))
-    last = trained if last is None else last
-    begin = newest_checkpoint(store, keys, first)
-    _check_versions_are_replayable(store, keys, config, first, last, trained, begin)
     origin = f"checkpoint {begin}" if begin else "the initial weights"
     print(f"replaying {run}: rounds {begin} to {last - 1}, from {origin}; waiting for the trainer", flush=True)
     rounds: list[ReplayResult] = []
@@ -154,18 +143,10 @@ def parse_own_flags(own: dict[str, str]) -> dict[str, Any]:
 
 
 def check_replay(
-    run: str,
-    where: RunConfig,
-    placement: dict[str, Any],
-    first: int = 0,
-    last: int | None = None,
-    json_file: str | None = None,
-) -> None:
-    """Check that a run can be replayed, before any process starts. The arguments are those of `replay`.
-
-    Raises:
-        InputError: the run or the rounds do not exist, or the parallel sizes do not fit the model.
-    """
+    run: str, where: RunConfig, placement: dict[str, Any], first: int = 0, last: int | None = None
+) -> tuple[PostTrainConfig, int, int]:
+    """Check that a run can be replayed from policy version `first` to `last`, before any process starts. Return the
+    config of the replay, the checkpoint to start at, and the last version."""
     from penstock.flows.runtime.preflight import check_layout
     from penstock.stages.train.restore import newest_checkpoint
 
@@ -173,19 +154,17 @@ def check_replay(
     config.train.megatron.check()
     store, keys = open_store(config.run, probe=False), RunKeys(run)
     trained = len(store.committed_indices(f"{keys.prefix}/steps"))
-    _check_versions_are_replayable(
-        store, keys, config, first, trained if last is None else last, trained, newest_checkpoint(store, keys, first)
-    )
+    last = trained if last is None else last
+    begin = newest_checkpoint(store, keys, first)
+    _check_versions_are_replayable(store, keys, config, first, last, trained, begin)
     check_layout(_read_model_shape(store, keys), config.train)
+    return config, begin, last
 
 
 def placement_options(given: PostTrainConfig) -> dict[str, Any]:
     """Return the trainer's placement options among those given on the command line.
 
     The options of Megatron are compared with the recorded ones later (`_replay_config`).
-
-    Raises:
-        OptionError: another option of the trainer is given; a replay uses the recorded value.
     """
     derived = {"global_batch_size", "num_steps_per_rollout"}  # filled in by the config's validator, not given
     placement = {}
@@ -204,11 +183,7 @@ def _fixed_option_error(name: str) -> OptionError:
 
 
 def _replay_config(run: str, where: RunConfig, placement: dict[str, Any]) -> PostTrainConfig:
-    """Return the run's recorded config with the placement and the Ray address of the replay.
-
-    Raises:
-        OptionError: an option of Megatron that can change the result differs from the recorded one.
-    """
+    """Return the run's recorded config with the placement and the Ray address of the replay."""
     values = read_flow_and_config(where, run)[1].model_dump(mode="json")
     recorded = values["train"]["megatron"]
     megatron = recorded | (placement["megatron"].model_dump() if "megatron" in placement else {})

@@ -7,15 +7,13 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from penstock.storage.commit import MAX_RUN_NAME, RUN_NAME
 from penstock.storage.config import StageConfig, option
 from penstock.storage.errors import OptionError
-from penstock.storage.keys import MAX_RUN_NAME, RUN_NAME
-from penstock.storage.secrets import is_reference
-
-DIRECTORY_NAME = r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$"  # one or more levels, none of them hidden or `..`
+from penstock.storage.tracking.trackers import TrackerOptions
 
 
-class RunConfig(StageConfig):
+class RunOptions(StageConfig):
     """Options of the run as a whole: name, store, number of rounds, checkpoints, Ray, trackers."""
 
     run: str = option("", aliases=("run-name",), pattern=rf"^({RUN_NAME})?$", max_length=MAX_RUN_NAME)
@@ -35,7 +33,7 @@ class RunConfig(StageConfig):
     """Declare that only one process writes to the store; required for stores without conditional create."""
 
     num_rollout: int = option(0, mutability="schedule", ge=0)
-    """Number of rounds to train; with 0, `penstock train` only evaluates."""
+    """Number of rounds to train. With 0, `penstock train` only evaluates."""
 
     num_epoch: int | None = option(None, mutability="schedule", ge=1)
     """Number of passes over the rows of --prompt-data, instead of --num-rollout: the number of rounds is N x rows //
@@ -76,59 +74,12 @@ class RunConfig(StageConfig):
     node_timeout: float = option(600.0, mutability="placement", ge=0)
     """Seconds to wait for a node of the Ray cluster that died during the run before the stage fails."""
 
-    mlflow_tracking_uri: str | None = option(None, mutability="placement", secret=True)
-    """MLflow server or database; default MLFLOW_TRACKING_URI, else an SQLite file in the store."""
-
-    mlflow_trace_samples: int = option(4, mutability="placement", ge=0)
-    """Number of samples of each round that MLflow shows as traces: turns, tool calls and parts of the reward."""
-
     price_per_device_hour: float | None = option(None, mutability="placement", ge=0)
     """Price of one GPU (without GPUs: of one process) for one hour, in any currency. MLflow then shows what the run has
     cost."""
 
     report: bool = option(True, mutability="placement")
     """At the end write the HTML report of the run (`penstock report`) into the store, and give it to the trackers."""
-
-    use_tensorboard: bool = option(False, mutability="placement")
-    """Also write metrics to TensorBoard event files; needs the extra `tensorboard`."""
-
-    tb_dir: str | None = option(None, mutability="placement")
-    """With --use-tensorboard: local directory with one directory of event files per run; default TENSORBOARD_DIR, else
-    `tensorboard` in the store."""
-
-    tb_project_name: str | None = option(None, mutability="placement", pattern=DIRECTORY_NAME)
-    """With --use-tensorboard: directory in --tb-dir for the runs of a project."""
-
-    tb_experiment_name: str | None = option(None, mutability="placement", pattern=DIRECTORY_NAME)
-    """With --use-tensorboard: directory in that of --tb-project-name for the runs of an experiment."""
-
-    use_wandb: bool = option(False, mutability="placement")
-    """Also send metrics to Weights & Biases; needs the extra `wandb`."""
-
-    wandb_project: str = option("penstock", mutability="placement", min_length=1)
-    """With --use-wandb: project of the W&B run."""
-
-    wandb_team: str | None = option(None, mutability="placement")
-    """With --use-wandb: user or team that owns the project; default: that of the API key."""
-
-    wandb_group: str | None = option(None, mutability="placement")
-    """With --use-wandb: group of the W&B run."""
-
-    wandb_mode: Literal["online", "offline", "disabled"] = option("online", mutability="placement")
-    """With --use-wandb: offline writes files for `wandb sync`; disabled sends nothing."""
-
-    wandb_dir: str | None = option(None, mutability="placement")
-    """With --use-wandb: local directory in which W&B creates its directory `wandb`; default WANDB_DIR, else the
-    store."""
-
-    wandb_host: str | None = option(None, mutability="placement", secret=True)
-    """With --use-wandb: URL of your own W&B server; default WANDB_BASE_URL, else W&B's."""
-
-    wandb_key: str | None = option(None, mutability="placement", secret=True)
-    """With --use-wandb: the API key, as env:NAME or secret-file:PATH; default WANDB_API_KEY, else ~/.netrc."""
-
-    wandb_run_id: str | None = option(None, mutability="placement", pattern=r"^[\w-]{1,64}$")
-    """With --use-wandb: id of the W&B run, new or existing; default: the unique id of the Penstock run."""
 
     update_weight_transport: Literal["tensor", "nccl", "disk"] | None = option(None, mutability="placement")
     """How weights reach the engines: tensor (shared memory or GPU), nccl (network) or disk. Default: tensor if trainer
@@ -210,7 +161,7 @@ class RunConfig(StageConfig):
         return {**values, "save": None, "store": store or "/", "run": run}
 
     @model_validator(mode="after")
-    def _check_save_hf(self) -> RunConfig:
+    def _check_save_hf(self) -> RunOptions:
         """Check that --save-hf gives every checkpoint its own path."""
         path = self.save_hf
         if path is not None and ("{rollout_id}" not in path or set("{}") & set(path.replace("{rollout_id}", ""))):
@@ -218,23 +169,6 @@ class RunConfig(StageConfig):
                 f"--save-hf {path} gives several checkpoints one path, or has other braces: write {{rollout_id}} where "
                 "the number of the rollout belongs, as in /models/hf_{rollout_id}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_trackers(self) -> RunConfig:
-        """Check that options of a tracker come with it, and that the API key is a reference."""
-        if self.wandb_key is not None and not is_reference(self.wandb_key):
-            raise OptionError(
-                "--wandb-key takes a reference to the API key, since options are recorded; found something else: give "
-                "env:NAME or secret-file:PATH, or set WANDB_API_KEY and omit --wandb-key"
-            )
-        tensorboard = ("--use-tensorboard", self.use_tensorboard, ("tb_",))
-        wandb = ("--use-wandb", self.use_wandb, ("wandb_",))
-        for switch, used, prefixes in (tensorboard, wandb):
-            for name in sorted(self.model_fields_set) if not used else ():
-                if name.startswith(prefixes) and getattr(self, name) != RunConfig.model_fields[name].default:
-                    flag = f"--{name.replace('_', '-')}"
-                    raise OptionError(f"{flag} has no effect without {switch}: add this, or omit it")
         return self
 
     def hf_path(self, version: int) -> str:
@@ -270,3 +204,7 @@ class RunConfig(StageConfig):
     def staleness_limit(self) -> int:
         """Return by how many policy versions the tokens of a rollout may be older than the policy that they train."""
         return self.max_staleness if self.streams else self.async_buffer_size + self.update_weights_interval - 1
+
+
+class RunConfig(TrackerOptions, RunOptions):
+    """The section `run`: the options of the run as a whole, then those of its trackers."""

@@ -23,11 +23,11 @@ from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.engine_options import teacher_options
 from penstock.flows.runtime.session import Session
 from penstock.flows.runtime.stage import stage
+from penstock.storage.commit import CheckpointRef, Commit, EvalRef, RolloutRef, StepRef, commit_key
 from penstock.storage.errors import PromotionRefused
 from penstock.storage.history.run_record import read_run_record
-from penstock.storage.maintenance.retention import expire_checkpoints
+from penstock.storage.maintenance.deletion import expire_checkpoints
 from penstock.storage.preemption import Preempted
-from penstock.storage.refs import CheckpointRef, Commit, EvalRef, RolloutRef, StepRef, commit_key
 
 if TYPE_CHECKING:
     from penstock.stages.rollout.rollout import RolloutContext

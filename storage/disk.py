@@ -20,8 +20,8 @@ from typing import BinaryIO, TypeVar
 
 import xxhash
 
+from penstock.storage.commit import FileRecord
 from penstock.storage.errors import StoreError, StoreFull
-from penstock.storage.refs import FileRecord
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -80,33 +80,25 @@ def replace(target: Path, data: bytes) -> None:
 
 def _publish(target: Path, data: bytes, publish: Callable[[Path], T], *, sync: bool) -> T:
     """Write a temporary file beside `target`, and return the result of `publish`, which makes it visible as `target`.
-    Repeated if `penstock gc` in another process deletes the temporary file before."""
+    Repeated if another process deletes the temporary file (`penstock gc`) or the new, still empty directory (`delete`)
+    before."""
     for tries_left in reversed(range(_NUM_TRIES)):
         temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:12]}.tmp")
         try:
-            with _open_in_new_directory(temporary) as file:
+            make_directory(target.parent)
+            with temporary.open("wb") as file:
                 file.write(data)
                 if sync:
                     file.flush()
                     os.fsync(file.fileno())
             return publish(temporary)
-        except FileNotFoundError:
+        except (FileNotFoundError, FileExistsError):
             if not tries_left:
                 raise
         finally:
-            temporary.unlink(missing_ok=True)
+            with suppress(NotADirectoryError):
+                temporary.unlink(missing_ok=True)
     raise AssertionError("unreachable: the last try returns or raises")
-
-
-def _open_in_new_directory(path: Path) -> BinaryIO:
-    """Create the directory of `path` if necessary, and open `path` for writing. Repeated if `delete` in another process
-    removes the directory while it is empty."""
-    for _ in range(_NUM_TRIES):
-        with suppress(FileNotFoundError, FileExistsError):
-            make_directory(path.parent)
-            return open(path, "wb")
-    make_directory(path.parent)
-    return open(path, "wb")
 
 
 @contextmanager
@@ -150,11 +142,7 @@ def fsync_files(files: Sequence[Path], top: Path) -> None:
 
 
 def delete(paths: Iterable[Path], root: Path) -> None:
-    """Delete files durably, and the directories below `root` that become empty. Missing files are skipped.
-
-    Raises:
-        StoreError: a path leads out of `root` by a symbolic link, or the user is not permitted to delete a file.
-    """
+    """Delete files durably, and the directories below `root` that become empty. Missing files are skipped."""
     top, parents = Path(os.path.realpath(root)), set[Path]()
     for path in paths:
         if path.parent not in parents and not Path(os.path.realpath(path.parent)).is_relative_to(top):
@@ -182,13 +170,9 @@ def remove_empty_directories(top: Path) -> None:
 
 def _remove_if_empty(directory: Path) -> bool:
     """Remove a directory if it is empty. Return whether it no longer exists."""
-    try:
+    with suppress(OSError):  # it is not empty, or another process has removed it
         directory.rmdir()
-    except FileNotFoundError:
-        return True
-    except OSError:  # not empty
-        return False
-    return True
+    return not directory.exists()
 
 
 def _fsync_nearest(directory: Path) -> None:
@@ -266,11 +250,7 @@ def file_records(files: Sequence[Path], top: Path, attempt: str, hashes: Mapping
 
 
 def verify_files(files: Sequence[tuple[Path, FileRecord]]) -> None:
-    """Check in parallel that files have the committed sizes and hashes.
-
-    Raises:
-        StoreError: a file is missing, or its size or hash differs from its FileRecord.
-    """
+    """Check in parallel that files have the committed sizes and hashes."""
 
     def verify(job: tuple[Path, FileRecord]) -> None:
         path, record = job

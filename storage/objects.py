@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.registry import known_implementations
 
+from penstock.storage.commit import FileRecord
 from penstock.storage.disk import (
     CHUNK,
     hash_file,
@@ -33,7 +34,6 @@ from penstock.storage.disk import (
     translate_disk_full,
 )
 from penstock.storage.errors import StoreError, StoreFull
-from penstock.storage.refs import FileRecord
 
 T = TypeVar("T")
 
@@ -52,10 +52,7 @@ _MAX_PARTS = 10_000  # S3's limit of parts per upload
 _PERMANENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _PERMANENT += (NotImplementedError, ValueError, TypeError, LookupError, AttributeError, AssertionError)  # type: ignore[assignment]
 _CREDENTIAL_ERRORS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}  # of botocore
-_PERMANENT_NAMES = _CREDENTIAL_ERRORS | {
-    "ParamValidationError",
-    "UnknownRegionError",
-}
+_PERMANENT_NAMES = _CREDENTIAL_ERRORS | {"ParamValidationError", "UnknownRegionError"}
 _TRANSIENT_STATUS = (408, 409, 425, 429)
 _TRANSIENT_CODES = {
     "RequestTimeout",
@@ -74,11 +71,7 @@ _jitter = random.Random()  # separate, so that the run's seeded generators are n
 
 
 def open_file_system(uri: str, options: dict[str, Any]) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Return the fsspec file system of a URI, and the URI's path in that file system.
-
-    Raises:
-        StoreError: the scheme is unknown, or its driver is not installed.
-    """
+    """Return the fsspec file system of a URI, and the URI's path in that file system."""
     protocol = uri.split("://", 1)[0] if "://" in uri else "file"
     try:
         if protocol in ("s3", "s3a"):
@@ -233,9 +226,7 @@ def upload(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[Path, str, int]]
         except FileExistsError:  # adlfs does not overwrite; an earlier try has left a file, perhaps incomplete
             fs.rm_file(path)
             raise OSError(errno.EAGAIN, "a file of an earlier upload existed and was deleted") from None
-        except (
-            FileNotFoundError
-        ) as error:  # NoSuchUpload: the response to the completion of a multipart upload was lost
+        except FileNotFoundError as error:  # NoSuchUpload: the response to the completion of an upload was lost
             if not source.exists():
                 raise
             raise OSError(errno.EAGAIN, f"the multipart upload does not exist or has ended: {error}") from error
@@ -252,9 +243,6 @@ def download(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[str, FileRecor
 
     Args:
         files: path in the store, committed record, local target.
-
-    Raises:
-        StoreError: a file is missing, has a wrong size, or has a wrong hash after _NUM_DOWNLOADS downloads.
     """
 
     def fetch(path: str, target: Path, start: int, num_bytes: int) -> None:
@@ -312,11 +300,7 @@ def size(fs: fsspec.AbstractFileSystem, path: str) -> int | None:
 
 
 def modification_time(info: dict[str, Any]) -> float:
-    """Return the modification time of a file, in seconds since the epoch, or 0 if the driver does not report it.
-
-    Args:
-        info: from fsspec's `info` or `find`.
-    """
+    """Return the modification time of a file, in seconds since the epoch, or 0 if the driver does not report it."""
     for name in ("LastModified", "last_modified", "mtime", "updated", "created"):  # s3fs, adlfs, gcsfs, gcsfs, memory
         value = info.get(name)
         if isinstance(value, datetime):
@@ -330,11 +314,7 @@ def modification_time(info: dict[str, Any]) -> float:
 
 
 def temporary_directory(num_bytes: int = 0) -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary local directory for files to upload, or for `num_bytes` of downloads.
-
-    Raises:
-        StoreFull: the disk has less than `num_bytes` free.
-    """
+    """Return a temporary local directory for files to upload, or for `num_bytes` of downloads."""
     place = tempfile.gettempdir()
     free = shutil.disk_usage(place).free
     if num_bytes > free:

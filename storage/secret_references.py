@@ -66,7 +66,13 @@ def resolve_secrets(value: Any) -> Any:
     if not isinstance(value, str) or not is_reference(value):
         return value
     if value.startswith(FILE):
-        return register_secret(_read_secret(value.removeprefix(FILE)))
+        path = Path(value.removeprefix(FILE)).expanduser()
+        try:
+            if path.stat().st_mode & 0o077:
+                raise OptionError(f"{value} can be read by other users: chmod 600 {value.removeprefix(FILE)}")
+            return register_secret(read_file(path, _MAX_SECRET_BYTES).decode("utf-8").strip())
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError(f"{value} cannot be read ({type(error).__name__}): check the path") from error
     name = value.removeprefix(ENV)
     secret = _hidden.get(name) or os.environ.get(name)
     if not secret:
@@ -75,13 +81,3 @@ def resolve_secrets(value: Any) -> Any:
             "set it, or pass the option with the secret again"
         )
     return register_secret(secret)
-
-
-def _read_secret(name: str) -> str:
-    path = Path(name).expanduser()
-    try:
-        if path.stat().st_mode & 0o077:
-            raise OptionError(f"secret-file:{name} can be read by other users: chmod 600 {name}")
-        return read_file(path, _MAX_SECRET_BYTES).decode("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"secret-file:{name} cannot be read ({type(error).__name__}): check the path") from error

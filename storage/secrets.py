@@ -106,12 +106,7 @@ def register_credentials(url: str) -> str:
 
 
 def mask_secrets(value: Any, name: str = "") -> Any:
-    """Return a config value with its secrets replaced by `***`. References to secrets are kept.
-
-    Args:
-        value: a string, or nested lists and dicts.
-        name: name of the option that has this value.
-    """
+    """Return a config value with its secrets replaced by `***`. References to secrets are kept."""
     if isinstance(value, dict):
         return {key: mask_secrets(item, key) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -6,6 +6,7 @@ import atexit
 import errno
 import fcntl
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -34,6 +35,17 @@ os.environ.pop("PREFECT_API_URL", None)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode every process starts 2 s later
 atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: Ray and SGLang need the cores too
+
+
+class Loggers(dict[str, Any]):
+    """The loggers of this process. pytest iterates over them at every phase of a test, without a lock, while threads of
+    trackers import packages that create loggers: RuntimeError, dictionary changed size during iteration."""
+
+    def values(self) -> list[Any]:  # type: ignore[override]
+        return list(super().values())
+
+
+logging.root.manager.loggerDict = Loggers(logging.root.manager.loggerDict)
 
 
 @pytest.fixture(scope="session", autouse=True)

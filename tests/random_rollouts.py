@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import write_shards
 from penstock.storage.store import Store

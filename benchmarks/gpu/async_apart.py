@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store
 

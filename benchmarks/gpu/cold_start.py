@@ -31,7 +31,7 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.flows.runtime.runs import open_store
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

@@ -28,7 +28,7 @@ from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import open_store
 from penstock.stages.convert.to_hf import Origin, export_to
 from penstock.stages.convert.to_torch_dist import convert_hf
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

@@ -25,7 +25,7 @@ from torch import Tensor
 from penstock.engines.families import read_shape
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import environment
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.samples.shards import read_table
 from penstock.storage.store import Store
 

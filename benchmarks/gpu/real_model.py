@@ -31,8 +31,8 @@ from typing import Any, TextIO
 
 from scaling_runs import KILLS, PENSTOCK, POLL_SECONDS, kill_one
 
-from penstock.flows.commands.demo_kill import EQUAL, num_trained
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys
+from penstock.flows.commands.demo import EQUAL, num_trained
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys
 from penstock.storage.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

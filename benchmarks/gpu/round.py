@@ -20,7 +20,7 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import open_store
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

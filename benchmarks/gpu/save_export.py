@@ -34,7 +34,7 @@ from penstock.stages.train.actor import TrainActor
 from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.spec import Build, SaveResult, TrainerSpec
 from penstock.storage import disk
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 from penstock.storage.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv with this checkout and everything that it needs, on a machine with CUDA or without. Safe to run again: it continues where
-# it was interrupted. The steps are those of `penstock setup` (flows/install/steps.py).
+# it was interrupted. The steps are those of `penstock setup` (flows/install/command.py).
 #
 # Variables: VENV, PYTHON, and SETUP_OPTIONS for `penstock setup`, such as --cpu or --torch-index URL.
 set -euo pipefail

@@ -31,7 +31,7 @@ def import_megatron() -> None:
             f"found megatron-core {installed}, but Penstock patches its source and needs exactly {MEGATRON_VERSION}: "
             f"pip install megatron-core=={MEGATRON_VERSION}"
         )
-    early = next((name for name in sys.modules if name.startswith("megatron.core")), None)
+    early = next((name for name in list(sys.modules) if name.startswith("megatron.core")), None)
     if early:
         raise RuntimeError(
             f"{early} was imported before import_megatron() was called: import megatron.core only after importing "

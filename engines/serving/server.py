@@ -27,8 +27,8 @@ from penstock.engines.network import LOOPBACK, interface_of, join_address, node_
 from penstock.engines.ports import HIGHEST, is_free, reserve_free_port
 from penstock.engines.scratch import end_with_parent, own_temp_directory
 from penstock.engines.serving import endpoints
+from penstock.storage.commit import Commit
 from penstock.storage.errors import EngineError
-from penstock.storage.refs import Commit
 from penstock.storage.secrets import redact, register_secret
 from penstock.storage.store import Store
 

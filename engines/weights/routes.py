@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engines.generation import EngineGone, EngineRoute, WeightTransport, WeightUpload
+from penstock.storage.commit import Commit
 from penstock.storage.errors import EngineError
-from penstock.storage.refs import Commit
 from penstock.storage.store import Store
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store
 

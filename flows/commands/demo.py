@@ -11,17 +11,43 @@ import argparse
 import json
 import random
 import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import NoReturn
 
+import psutil
+from rich.console import Console
+from rich.text import Text
+
 import penstock
+from penstock.engines.backends import engine_backend
+from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
 from penstock.flows.config import PostTrainConfig, read_toml, validate_config
 from penstock.flows.options.argv import activate_command, penstock_command
-from penstock.storage.errors import OptionError, RunError
-from penstock.storage.maintenance.leases import describe_live_drivers
-from penstock.storage.refs import RunKeys
+from penstock.flows.runtime.runner import run_flow
+from penstock.flows.runtime.runs import open_store
+from penstock.flows.terminal.console import TerminalConsole
+from penstock.flows.terminal.panel import end_wait, show_wait
+from penstock.storage.commit import RunKeys
+from penstock.storage.errors import OptionError, PenstockError, RunError
+from penstock.storage.leases import describe_live_drivers
+from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.store import Store
+
+POLL_SECONDS = 0.2
+EQUAL = "equal bit for bit"
+TARGETS: dict[str, Callable[[str], bool]] = {  # in the order of the kills: what -> whether a command line is that
+    "engine": lambda command: engine_backend().start_check()[0][0] in command,  # its launcher
+    "trainer": lambda command: command.startswith("ray::TrainActor"),
+    "driver": lambda command: False,  # the process itself
+}
+KILLED = {"engine": "the inference engine", "trainer": "the trainer", "driver": "the driver, and started it again"}
 
 DIRECTORY = "penstock-demo"
 NUM_ROUNDS = 60  # GRPO rounds, as in demo-grpo.toml
@@ -46,11 +72,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str]) -> int:
-    """Parse the demo's options and run it. Return the exit code.
-
-    Raises:
-        OptionError: an option is invalid.
-    """
+    """Parse the demo's options and run it. Return the exit code."""
     parser = _Parser(prog="penstock demo", description="Make a tiny model and watch it learn.", allow_abbrev=False)
     parser.add_argument("--seed", type=int, default=0, help="seed of model, data order and prompt sampling (default 0)")
     parser.add_argument("--directory", type=Path, help=f"output directory (default {DIRECTORY}; with --kill its own)")
@@ -74,8 +96,6 @@ def main(argv: list[str]) -> int:
     if options.fresh:
         remove_demo(directory)
     if options.kill:
-        from penstock.flows.commands.demo_kill import run_demo_with_kills
-
         run, rounds = demo_run_name("grpo", options.seed), options.num_rollout or NUM_ROUNDS
         return run_demo_with_kills(directory, run, seed=options.seed, num_rollout=rounds)
     return run_demo(directory, seed=options.seed, num_rollout=options.num_rollout)
@@ -83,9 +103,6 @@ def main(argv: list[str]) -> int:
 
 def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> int:
     """Create the model and the data, run the SFT flow and then the GRPO flow. Return the exit code."""
-    from penstock.flows.runtime.runner import run_flow
-    from penstock.flows.terminal.startup import end_wait, show_wait
-
     start_time = time.monotonic()
     create_marked_demo_directory(directory)
     print(
@@ -113,29 +130,9 @@ def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) 
 
 
 def remove_demo(directory: Path) -> None:
-    """Remove the files of an earlier demo from its directory; other files are kept. Links are removed, not followed.
-
-    Raises:
-        OptionError: the directory has no marker file of the demo, is a link, or contains the home or the current
-        directory.
-        RunError: a run in the directory has a live driver.
-    """
+    """Remove the files of an earlier demo from its directory; other files are kept. Links are removed, not followed."""
     if not directory.exists() and not directory.is_symlink():
         return
-    check_removable_demo(directory)
-    for name in SUBDIRECTORIES:
-        subdirectory = directory / name
-        if subdirectory.is_symlink():
-            subdirectory.unlink()
-        elif subdirectory.exists():
-            shutil.rmtree(subdirectory)
-    (directory / MARKER).unlink()
-    if not any(directory.iterdir()):
-        directory.rmdir()
-
-
-def check_removable_demo(directory: Path) -> None:
-    """Check that a directory was created by a demo that is not running. Raises the same errors as `remove_demo`."""
     resolved = directory.resolve()
     if directory.is_symlink() or any(other.resolve().is_relative_to(resolved) for other in (Path.home(), Path.cwd())):
         raise OptionError(
@@ -156,14 +153,19 @@ def check_removable_demo(directory: Path) -> None:
                     f"run {run!r} in {directory / 'store'} has a running driver, {drivers[0]}: stop the driver, then "
                     "repeat --fresh"
                 )
+    for name in SUBDIRECTORIES:
+        subdirectory = directory / name
+        if subdirectory.is_symlink():
+            subdirectory.unlink()
+        elif subdirectory.exists():
+            shutil.rmtree(subdirectory)
+    (directory / MARKER).unlink()
+    if not any(directory.iterdir()):
+        directory.rmdir()
 
 
 def create_marked_demo_directory(directory: Path) -> None:
-    """Create the demo's directory and, if it is empty, the marker file that allows --fresh to remove it.
-
-    Raises:
-        OptionError: the directory cannot be written.
-    """
+    """Create the demo's directory and, if it is empty, the marker file that allows --fresh to remove it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if not any(directory.iterdir()):
@@ -179,8 +181,6 @@ def make_model_and_data(directory: Path, seed: int) -> tuple[Path, Path]:
 
     Each directory is written under a temporary name and then renamed, so that a killed demo leaves no partial one.
     """
-    from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
-
     model, data = directory / f"model-seed{seed}", directory / f"data-seed{seed}"
     for target, make in ((data, make_tiny_data), (model, lambda path: make_tiny_model(path, seed=seed))):
         if not target.exists():
@@ -236,9 +236,144 @@ def grpo_config(directory: Path, model: Path, data: Path, seed: int, num_rollout
 
 def export_directory(config: PostTrainConfig) -> Path:
     """Return the directory of a finished run's exported model."""
-    from penstock.flows.runtime.runs import open_store
-
     store = open_store(config.run)
     commit = store.committed(RunKeys(config.run.run).export_prefix(config.run.num_rollout))
     assert commit is not None and commit.attempt is not None, "the sft flow ended without an export"
     return Path(store.path(commit.attempt))
+
+
+# ---- penstock demo --kill --------------------------------------------------------------------------------------------
+#
+# The demo runs in a process of its own, whose output is printed here. Nothing in it knows of the kills.
+
+
+class DemoProcess:
+    """`penstock demo` in a process of its own, restarted with the same command after its driver is killed."""
+
+    def __init__(self, words: list[str], console: Console) -> None:
+        self.words = words
+        self.console = console
+        self.start()
+
+    def start(self) -> None:
+        """Start the command."""
+        self._process = subprocess.Popen(
+            self.words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace"
+        )
+        self._reader = Thread(target=print_lines, args=(self._process, self.console), daemon=True)
+        self._reader.start()
+
+    def exit_code(self) -> int | None:
+        """Return the exit code, after the last line is printed; None while the command runs."""
+        code = self._process.poll()
+        if code is not None:
+            self._reader.join()
+        return code
+
+    def kill(self, target: str) -> list[int]:
+        """Kill the processes of a target with SIGKILL. Return their process ids; none if there are no such processes at
+        the moment. A killed driver is restarted when its children have ended."""
+        try:
+            driver = psutil.Process(self._process.pid)
+            children = driver.children(recursive=True)
+            victims = [child for child in children if TARGETS[target](command_line(child))]
+            victims = [driver] if target == "driver" else victims
+            for victim in victims:
+                victim.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:  # it has ended by itself
+            return []
+        if target == "driver":
+            self._process.wait()
+            self._reader.join()
+            psutil.wait_procs(children, timeout=60)
+            self.start()
+        return [victim.pid for victim in victims]
+
+    def stop(self) -> None:
+        """Stop the command, if it still runs. SIGTERM, because children of a shell's background jobs ignore SIGINT."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait()
+
+
+def run_demo_with_kills(directory: Path, run: str, *, seed: int, num_rollout: int) -> int:
+    """Run the demo, kill its processes, check its commits, and replay every round. Return the exit code: 0 if nothing
+    was lost and every round is equal bit for bit."""
+    console = TerminalConsole(highlight=False, soft_wrap=True)
+    store, keys = str(directory / "store"), RunKeys(run)
+    kills = {target: num_rollout * (number + 1) // 4 for number, target in enumerate(TARGETS)}
+    done = num_trained(store, keys)
+    if done >= kills["engine"]:
+        raise OptionError(
+            f"the demo in {directory} has trained {done} of {num_rollout} rounds, and its first kill comes after "
+            f"{kills['engine']}: add --fresh, or give another --directory"
+        )
+    words = ("--directory", str(directory), "--seed", str(seed), "--num-rollout", str(num_rollout))
+    demo = DemoProcess(penstock_words("demo", *words), console)
+    try:
+        while (code := demo.exit_code()) is None:
+            time.sleep(POLL_SECONDS)
+            target = next(iter(kills), None)
+            if target is not None and num_trained(store, keys) >= kills[target] and (pids := demo.kill(target)):
+                del kills[target]
+                killed = f"✗ kill -9 {' '.join(map(str, pids))}: {KILLED[target]}"
+                console.print(Text(killed, style="bold red"))
+    finally:
+        demo.stop()
+    if code or kills:
+        missed = f"; not killed: {', '.join(kills)}" if kills else ""
+        console.print(f"the demo ended with exit code {code}{missed}")
+        return code or 1
+    return check_and_replay(store, keys, console)
+
+
+def check_and_replay(store: str, keys: RunKeys, console: Console) -> int:
+    """Check all commits of a run and replay its rounds. Return 0 if nothing is wrong and all rounds are equal."""
+    result = audit_run(Store(store, probe=False), keys)
+    for problem in result.problems:
+        console.print(Text(f"WRONG: {problem}", style="bold red"))
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory) / "replay.json"
+        words = penstock_words("replay", keys.run, "--store", store, "--json", str(report))
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8")
+        print_lines(process, console)
+        code = process.wait()
+        rounds = json.loads(report.read_text()) if report.exists() else {}
+    num_equal = sum(replayed["verdict"] == EQUAL for replayed in rounds.values())
+    good = not code and not result.problems and num_equal == len(rounds) == result.num_commits.get("step")
+    console.print(
+        Text(
+            f"\nkilled engine, trainer and driver: {len(result.problems)} problems in {result.num_samples:,} samples, "
+            f"{num_equal} of {len(rounds)} rounds {EQUAL}",
+            style="bold green" if good else "bold red",
+        )
+    )
+    return 0 if good else 1
+
+
+def penstock_words(*words: str) -> list[str]:
+    """Return the command `penstock WORDS` of this installation."""
+    return [sys.executable, "-m", "penstock", *words]
+
+
+def num_trained(store: str, keys: RunKeys) -> int:
+    """Return the number of trained rounds of a run; 0 if the store does not exist yet."""
+    try:
+        return len(Store(store, probe=False).committed_indices(f"{keys.prefix}/steps"))
+    except (PenstockError, OSError):  # it is being created
+        return 0
+
+
+def print_lines(process: subprocess.Popen[str], console: Console) -> None:
+    """Print the output of a process until it ends."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        console.print(Text(line.rstrip("\n")))
+
+
+def command_line(process: psutil.Process) -> str:
+    """Return the command line of a process; empty if it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""

@@ -88,12 +88,8 @@ def make_tiny_model(
 
 def make_tokenizer(max_length: int = MAX_LENGTH, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character and six special tokens; its chat template turns a problem into
-    `<|user|>37+8=<|end|><|assistant|>`.
-
-    Args:
-        max_length: maximum number of tokens of a text.
-        words: additional tokens, at most ten (the free rows of the tiny model's vocabulary).
-    """
+    `<|user|>37+8=<|end|><|assistant|>`. `words` are additional tokens, at most ten (the free rows of the tiny model's
+    vocabulary)."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -123,31 +119,21 @@ def make_tiny_data(directory: str | Path) -> dict[str, Path]:
     sft_skill: `{"messages"}`, every training problem once with its correct answer.
     sft_habit: `{"messages"}`, every training problem four times, each with the correct or the rounded answer.
     """
-    train, heldout = make_train_and_heldout_problems()
+    problems = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(100) for b in range(10)]
+    problems += [{"prompt": f"{a}-{b}=", "label": str(a - b)} for a in range(100) for b in range(10) if b <= a]
+    random.Random(SPLIT_SEED).shuffle(problems)
+    train, heldout = problems[NUM_HELDOUT:], problems[:NUM_HELDOUT]
+
+    def to_chat(row: Row, answer: str) -> Row:
+        return {"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": answer}]}
+
     rng = random.Random(SPLIT_SEED + 1)
-    habit = [to_sft_row(row, random_right_or_rounded_answer(row["label"], rng)) for _ in range(4) for row in train]
-    skill = [to_sft_row(row, row["label"]) for row in train]
+    answers = [(row, row["label"], row["label"][:-1] + "0") for _ in range(4) for row in train]  # exact, units dropped
+    habit = [to_chat(row, exact if rng.random() < 0.3 else rounded) for row, exact, rounded in answers]
+    skill = [to_chat(row, row["label"]) for row in train]
     Path(directory).mkdir(parents=True, exist_ok=True)
     files = {}
     for name, rows in {"train": train, "heldout": heldout, "sft_skill": skill, "sft_habit": habit}.items():
         files[name] = Path(directory) / f"{name}.jsonl"
         files[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
     return files
-
-
-def make_train_and_heldout_problems() -> tuple[list[Row], list[Row]]:
-    """Return training and held-out problems: all a+b and a-b with a in 0..99, b in 0..9 and a result >= 0, shuffled."""
-    rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(100) for b in range(10)]
-    rows += [{"prompt": f"{a}-{b}=", "label": str(a - b)} for a in range(100) for b in range(10) if b <= a]
-    random.Random(SPLIT_SEED).shuffle(rows)
-    return rows[NUM_HELDOUT:], rows[:NUM_HELDOUT]
-
-
-def random_right_or_rounded_answer(label: str, rng: random.Random) -> str:
-    """Return the exact answer with probability 0.3, else the answer with its units dropped (45 becomes 40)."""
-    return label if rng.random() < 0.3 else label[:-1] + "0"
-
-
-def to_sft_row(row: Row, answer: str) -> Row:
-    """Return a problem and an answer as chat messages."""
-    return {"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": answer}]}

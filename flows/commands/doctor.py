@@ -12,17 +12,20 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
 from penstock.flows.commands import plan
-from penstock.flows.install.uses import Targets, Use, planned_uses
+from penstock.flows.commands.local_processes import ListeningPort, listening_ports
+from penstock.flows.install.command import find_distribution
+from penstock.flows.install.uses import USES, Targets, Use
 from penstock.flows.options.argv import penstock_command, short_repr, split_args
-from penstock.flows.runtime.display import print_table
-from penstock.flows.terminal.console import TerminalConsole
-from penstock.storage.errors import OptionError
+from penstock.flows.options.flags import STORE_FLAGS, parse_store_options, split_flags
+from penstock.flows.terminal.console import TerminalConsole, print_table
+from penstock.storage.errors import OptionError, StoreError
+from penstock.storage.store import Store
 
 USAGE = """penstock doctor [--store URI ...] [--ray-address HOST:PORT] [--mlflow-tracking-uri URL]
 penstock doctor --plan --hf-checkpoint DIR [--config FILE.toml] [options of `penstock train`] [--gpu-memory-gib N]
@@ -61,21 +64,21 @@ class Finding:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0 if all checks passed or the planned run fits, 1 if not.
-
-    Raises:
-        InputError: an option is invalid, or is given without --plan.
-    """
+    """Run the command. Return 0 if all checks passed or the planned run fits, 1 if not."""
     _, own, _ = split_args(argv, plan.FLAGS)
     if "--plan" in own:
         return plan.main(argv)
     if argv == ["--ports"]:
-        print_ports()
+        rows = [(port.address, port.command, port.owner, port.protection or "none") for port in listening_ports()]
+        if rows:
+            print_table(("port", "command", "process", "authentication"), rows, width=TerminalConsole().width)
+        else:
+            print("no run or service of this user is active")
         return 0
     targets = parse_targets(argv)
     console = TerminalConsole()
     with ThreadPoolExecutor() as pool, console.status("checking (the engines are imported, about 20 s)"):
-        uses = pool.submit(planned_uses, targets)
+        uses = pool.submit(lambda: [check(targets) for check in USES])
         findings = [finding for future in [pool.submit(check) for check in CHECKS] for finding in future.result()]
     rows = [
         ("[green]ok[/]", finding.what, finding.found, "")
@@ -92,13 +95,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse_targets(argv: list[str]) -> Targets:
-    """Return the services that the options name.
-
-    Raises:
-        InputError: an option is invalid, or is for --plan.
-    """
-    from penstock.flows.options.flags import STORE_FLAGS, parse_store_options, split_flags
-
+    """Return the services that the options name."""
     positional, own, rest = split_args(argv, TARGETS)
     other = [*positional, *(name for name, _ in split_flags(rest) if name not in STORE_FLAGS)]
     if other:
@@ -121,14 +118,8 @@ def print_uses(uses: Sequence[Use]) -> None:
     print()
 
 
-def check_python() -> list[Finding]:
-    """Check the version of the interpreter."""
-    good = (3, 11) <= sys.version_info[:2] <= (3, 12)
-    return [Finding("Python", good, sys.version.split()[0], "use Python 3.11 or 3.12 (docs/install.md)")]
-
-
 def check_packages() -> list[Finding]:
-    """Check that the packages Penstock needs are installed in a supported version."""
+    """Check the interpreter, and that the packages Penstock needs are installed in a supported version."""
     # package -> required prefix of its version, None for any version
     prefixes: dict[str, str | None] = {
         "megatron-core": "0.16.1",
@@ -137,40 +128,18 @@ def check_packages() -> list[Finding]:
         "sglang-router": "0.3.",
     }
     prefixes |= dict.fromkeys(("torch", "transformers", "ray", "pyarrow", "fsspec"))
-    findings = []
+    python = (3, 11) <= sys.version_info[:2] <= (3, 12)
+    findings = [Finding("Python", python, sys.version.split()[0], "use Python 3.11 or 3.12 (docs/install.md)")]
     for name, prefix in prefixes.items():
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            if name == "mlflow":  # mlflow-skinny is sufficient
-                try:
-                    findings.append(Finding(name, True, f"skinny {version('mlflow-skinny')}"))
-                    continue
-                except PackageNotFoundError:
-                    pass  # neither is installed: reported below
+        installed = find_distribution(name)
+        if installed is None and name == "mlflow" and (skinny := find_distribution("mlflow-skinny")):  # is sufficient
+            findings.append(Finding(name, True, f"skinny {skinny.version}"))
+        elif installed is None:
             findings.append(Finding(name, False, "not installed", SETUP))
-            continue
-        findings.append(Finding(name, prefix is None or found.startswith(prefix), found, f"needs {prefix}x: {SETUP}"))
+        else:
+            fits = installed.version.startswith(prefix or "")
+            findings.append(Finding(name, fits, installed.version, f"needs {prefix}x: {SETUP}"))
     return findings
-
-
-def check_torch() -> list[Finding]:
-    """Check that torch can be imported, and list the GPUs that it detects."""
-    code = (
-        "import torch; n = torch.cuda.device_count(); "
-        "print(torch.__version__, '|', ', '.join(torch.cuda.get_device_name(i) for i in range(n)) or 'no GPU')"
-    )
-    return [_check_with_script("torch works", "-c", code, advice=SETUP)]
-
-
-def check_megatron() -> list[Finding]:
-    """Check that Megatron-core can be imported in the same way as in a trainer."""
-    code = (
-        "from penstock.engines.megatron.compat import import_megatron; import_megatron(); "
-        "from megatron.core.models.gpt import GPTModel; "
-        "import torch; print('trains on', 'CUDA' if torch.cuda.is_available() else 'CPU (gloo)')"
-    )
-    return [_check_with_script("Megatron-core works", "-c", code, advice=SETUP)]
 
 
 def check_engine() -> list[Finding]:
@@ -212,9 +181,6 @@ def check_machine() -> list[Finding]:
 
 def check_store() -> list[Finding]:
     """Check that the default store, ./penstock-store, can be written."""
-    from penstock.storage.errors import StoreError
-    from penstock.storage.store import Store
-
     directory = Path("penstock-store")
     existed = directory.exists()
     try:
@@ -229,8 +195,6 @@ def check_store() -> list[Finding]:
 def check_ports() -> list[Finding]:
     """Check the ports of this user's runs and services: one finding for each command, and one for each port that other
     machines reach without authentication."""
-    from penstock.flows.commands.listening import ListeningPort, listening_ports
-
     advice = "anyone who can reach this machine can reach this port: close it with a firewall, or end the process"
     findings: list[Finding] = []
     of_command: dict[str, list[ListeningPort]] = {}
@@ -247,17 +211,6 @@ def check_ports() -> list[Finding]:
     return [*summaries, *findings] or [Finding("listening ports", True, "no run or service of this user is active")]
 
 
-def print_ports() -> None:
-    """Print every port of this user's runs and services, with command, process and authentication."""
-    from penstock.flows.commands.listening import listening_ports
-
-    rows = [(port.address, port.command, port.owner, port.protection or "none") for port in listening_ports()]
-    if rows:
-        print_table(("port", "command", "process", "authentication"), rows, width=TerminalConsole().width)
-    else:
-        print("no run or service of this user is active")
-
-
 def _check_with_script(check_name: str, *args: str, advice: str) -> Finding:
     """Run a Python script (or `-c` code) in a new process. Return a Finding with the last line of its output."""
     result = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=300, check=False)
@@ -267,6 +220,21 @@ def _check_with_script(check_name: str, *args: str, advice: str) -> Finding:
     )
 
 
+_TORCH = (
+    "import torch; n = torch.cuda.device_count(); "
+    "print(torch.__version__, '|', ', '.join(torch.cuda.get_device_name(i) for i in range(n)) or 'no GPU')"
+)
+_MEGATRON = (  # imported in the same way as in a trainer
+    "from penstock.engines.megatron.compat import import_megatron; import_megatron(); "
+    "from megatron.core.models.gpt import GPTModel; "
+    "import torch; print('trains on', 'CUDA' if torch.cuda.is_available() else 'CPU (gloo)')"
+)
 CHECKS: list[Callable[[], list[Finding]]] = [
-    check_python, check_packages, check_torch, check_megatron, check_engine, check_machine, check_store, check_ports,
-]  # fmt: skip
+    check_packages,
+    lambda: [_check_with_script("torch works", "-c", _TORCH, advice=SETUP)],
+    lambda: [_check_with_script("Megatron-core works", "-c", _MEGATRON, advice=SETUP)],
+    check_engine,
+    check_machine,
+    check_store,
+    check_ports,
+]

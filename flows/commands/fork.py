@@ -26,15 +26,13 @@ from penstock.flows.runtime.runs import (
     read_existing_record,
     read_flow_and_config,
 )
-from penstock.storage.commits import committed_prefixes
+from penstock.storage.commit import Commit, RunKeys, commit_key, decode_record, has_matching_digest
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import OptionError, RunError, StoreError
 from penstock.storage.history.run_record import ForkRecord, ParentRecord, RunRecord, read_run_record
-from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
-from penstock.storage.maintenance.removal import describe_removing_process, is_removed
-from penstock.storage.maintenance.retention import unfinished_fork_key
-from penstock.storage.refs import Commit, RunKeys, commit_key, decode_record, has_matching_digest
-from penstock.storage.store import Store
+from penstock.storage.leases import Lease, new_driver_lease_key
+from penstock.storage.maintenance.deletion import describe_removing_process, is_removed, unfinished_fork_key
+from penstock.storage.store import Store, committed_prefixes
 
 USAGE = """penstock fork RUN --at N --name NEW [options to change] [--store URI ...]
 

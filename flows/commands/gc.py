@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import time
 
-from penstock.flows.commands import residue
+from penstock.flows.commands.local_processes import print_or_delete_residue
 from penstock.flows.options.argv import format_bytes, parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
-from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store
+from penstock.flows.terminal.console import print_table
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError
-from penstock.storage.maintenance.leases import store_time
+from penstock.storage.leases import store_time
+from penstock.storage.maintenance.deletion import finish_interrupted_expiries, translate_write_errors
 from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
-from penstock.storage.maintenance.removal import translate_write_errors
-from penstock.storage.maintenance.retention import finish_interrupted_expiries
-from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
 DEFAULT_HOURS = 24.0
@@ -35,13 +34,7 @@ USAGE = """penstock gc [RUN] [--delete] [--older-than HOURS] [--store URI ...]
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        RunError: the run does not exist.
-        OptionError: an argument is invalid.
-        StoreError: a record is damaged, or the store cannot be written.
-    """
+    """Run the command. Return 0."""
     positional, own, rest = split_args(argv, {"--delete": False, "--older-than": True})
     if len(positional) > 1:
         raise OptionError(f"penstock gc takes one run or none; found {short_repr(' '.join(positional))}")
@@ -57,7 +50,7 @@ def main(argv: list[str]) -> int:
             removed = delete_orphans(store, found, run, older_than)
     print_orphans(store, found, removed)
     if run is None:
-        residue.print_or_delete_residue(delete="--delete" in own)
+        print_or_delete_residue(delete="--delete" in own)
     return 0
 
 

@@ -20,8 +20,8 @@ from penstock.flows.gpu_plan import (
 from penstock.flows.options.argv import parse_integer, parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_values
 from penstock.flows.promotion import with_champion
-from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.preflight import check_layout
+from penstock.flows.terminal.console import print_table
 from penstock.storage.errors import OptionError
 
 if TYPE_CHECKING:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.flows.config import PostTrainConfig
+from penstock.flows.inspect.dry_run import dry_run
 from penstock.flows.options.argv import parse_run_argument, split_args
 from penstock.flows.options.flags import parse_values, store_options_from_values, update_config_from_argv
+from penstock.flows.options.resolve import resolve_config
 from penstock.flows.runtime.preflight import TRAINING
 from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
+from penstock.flows.runtime.schedule import is_complete
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError
-from penstock.storage.refs import RunKeys
 
 USAGE = """penstock resume RUN [--store URI ...] [--dry-run]
 
@@ -22,19 +25,11 @@ USAGE = """penstock resume RUN [--store URI ...] [--dry-run]
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return the flow's exit code.
-
-    Raises:
-        InputError: the run does not exist, or an option is given that a resumed run cannot change.
-    """
+    """Run the command. Return the flow's exit code."""
     positional, own, rest = split_args(argv, {"--dry-run": False})
     flow, config = read_flow_and_resumed_config(parse_run_argument("resume", positional), rest)
     if "--dry-run" not in own:
         return run_flow(flow, config)
-    from penstock.flows.inspect.dry_run import dry_run
-    from penstock.flows.options.resolve import resolve_config
-    from penstock.flows.runtime.schedule import is_complete
-
     if is_complete(flow, resolve_config(flow, config)):
         print(f"run {config.run.run} is complete: the same command without --dry-run starts nothing")
         return 0
@@ -45,12 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_flow_and_resumed_config(run: str, argv: Sequence[str]) -> tuple[str, PostTrainConfig]:
-    """Return the flow name and the config of a run, updated by the options of `penstock resume`.
-
-    Raises:
-        OptionError: an option is invalid.
-        RunError: the run does not exist, or its record is missing or damaged.
-    """
+    """Return the flow name and the config of a run, updated by the options of `penstock resume`."""
     given = parse_values(argv)
     if "run" in given.get("run", {}):
         raise OptionError("penstock resume takes the run's name as its first argument: leave out --run")

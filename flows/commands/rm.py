@@ -1,4 +1,4 @@
-"""`penstock rm RUN`: remove a run with all its files. storage/maintenance/removal.py defines when a removal is
+"""`penstock rm RUN`: remove a run with all its files. storage/maintenance/deletion.py defines when a removal is
 refused and how a killed one is finished."""
 
 from __future__ import annotations
@@ -6,9 +6,9 @@ from __future__ import annotations
 from penstock.flows.options.argv import format_bytes, split_args
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store, remove_run_and_tracking
-from penstock.storage.commits import committed_prefixes
 from penstock.storage.errors import OptionError, RunError
-from penstock.storage.maintenance.removal import is_removed, translate_write_errors
+from penstock.storage.maintenance.deletion import is_removed, translate_write_errors
+from penstock.storage.store import committed_prefixes
 
 USAGE = """penstock rm RUN [--yes RUN] [--store URI ...]
 
@@ -22,13 +22,7 @@ _ROUNDS = ("rollouts", "steps", "checkpoints", "exports")
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        OptionError: an argument is invalid.
-        RunError: the run does not exist, has a live driver, has rounds and --yes is missing, or a fork needs its files.
-        StoreError: the store cannot be written.
-    """
+    """Run the command. Return 0."""
     positional, own, rest = split_args(argv, {"--yes": True})
     if len(positional) != 1:
         raise OptionError("penstock rm needs the name of one run; `penstock runs` lists them")

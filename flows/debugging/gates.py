@@ -12,8 +12,8 @@ from typing import Any
 
 from penstock.flows.config import PostTrainConfig
 from penstock.stages.torch_files import fill_template, load_torch_file, save_torch_file
+from penstock.storage.commit import Commit
 from penstock.storage.errors import GateFailed
-from penstock.storage.refs import Commit
 
 GRAD_NORMS = {"actor": "train/grad_norm", "critic": "train/critic-grad_norm"}  # role -> metric
 LOGPROB_GAP = "train/train_rollout_logprob_abs_diff"

@@ -12,8 +12,8 @@ from typing import Any
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.display import Display
 from penstock.stages.torch_files import fill_template
+from penstock.storage.commit import Commit
 from penstock.storage.errors import DataError, PenstockError
-from penstock.storage.refs import Commit
 from penstock.storage.store import Store
 
 

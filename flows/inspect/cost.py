@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 from penstock.flows.options.argv import parse_number, parse_run_argument, split_args
 from penstock.flows.options.flags import parse_store_options
-from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import keys_of_existing_run, open_store
+from penstock.flows.terminal.console import print_table
 from penstock.storage.history.costs import IDLE, RunCosts, compute_costs
 
 USAGE = """penstock cost RUN [--rounds] [--price NUMBER] [--json] [--store URI ...]
@@ -24,12 +24,7 @@ USAGE = """penstock cost RUN [--rounds] [--price NUMBER] [--json] [--store URI .
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        RunError: the run does not exist.
-        OptionError: an argument is invalid.
-    """
+    """Run the command. Return 0."""
     positional, own, rest = split_args(argv, {"--rounds": False, "--json": False, "--price": True})
     run = parse_run_argument("cost", positional)
     price = parse_number("--price", own["--price"]) if "--price" in own else None

@@ -27,7 +27,6 @@ from penstock.flows.options.argv import format_bytes, short_repr
 from penstock.flows.options.partners import options_without_partner
 from penstock.flows.options.paths import with_function_names
 from penstock.flows.promotion import with_champion
-from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.preflight import (
     GENERATING,
@@ -40,12 +39,13 @@ from penstock.flows.runtime.preflight import (
     config_warnings,
 )
 from penstock.flows.runtime.schedule import with_rounds_of_epochs
-from penstock.flows.trackers import check_trackers
+from penstock.flows.terminal.console import print_table
 from penstock.stages.rollout.config import PromptConfig
 from penstock.stages.rollout.prompts.prompt_check import render_first_prompt, split_first_conversation
 from penstock.stages.rollout.prompts.prompt_files import parse_slice
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
+from penstock.storage.tracking.trackers import check_trackers
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape

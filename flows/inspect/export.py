@@ -6,8 +6,8 @@ from penstock.flows import convert
 from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, format_bytes, split_args
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
+from penstock.storage.commit import Commit
 from penstock.storage.errors import OptionError
-from penstock.storage.refs import Commit
 
 USAGE = """penstock export RUN[/VERSION] --output DIR [--format hf|megatron|peft] [--store URI ...]
 
@@ -25,34 +25,35 @@ USAGE = """penstock export RUN[/VERSION] --output DIR [--format hf|megatron|peft
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return the exit code of the conversion.
-
-    Raises:
-        OptionError: an argument is invalid, or the run has no such checkpoint.
-        RunError: the name of the run is invalid.
-    """
+    """Run the command. Return the exit code of the conversion."""
     positional, own, rest = split_args(argv, {"--format": True, "--output": True})
-    if own.get("--format") == "peft":
-        return export_adapters(positional, own.get("--output"), rest)
-    return convert.main(conversion_argv(argv))
+    if len(positional) != 1 or "--output" not in own:
+        raise OptionError("penstock export needs a run and a directory: penstock export RUN[/VERSION] --output DIR")
+    form = own.get("--format", "hf")
+    if form not in ("hf", "megatron", "peft"):
+        raise OptionError(f"--format takes hf, megatron or peft; found {form[:80]!r}")
+    if form == "peft":
+        return export_adapters(positional[0], own["--output"], rest)
+    run, slash, version = positional[0].partition("/")
+    check_run_name(run)
+    if slash and not version.isdecimal():
+        raise OptionError(f"penstock export {positional[0]}: {version!r} is not a policy version; give a number")
+    words = ["--load", positional[0], "--save", own["--output"], *rest]
+    if form == "megatron":
+        names = [] if any(word.partition("=")[0] == "--megatron-names" for word in rest) else ["--megatron-names", "te"]
+        words += ["--megatron-iteration", *names]
+    return convert.main(words)
 
 
-def export_adapters(positional: list[str], output: str | None, rest: list[str]) -> int:
-    """Write the adapters of a run's checkpoint as a PEFT directory. Return 0.
-
-    Raises:
-        OptionError: an argument is invalid, or the run has no such checkpoint.
-        ModelError: the checkpoint has no adapters.
-    """
+def export_adapters(reference: str, output: str, rest: list[str]) -> int:
+    """Write the adapters of a run's checkpoint as a PEFT directory. Return 0."""
     from penstock.engines.families import read_shape
     from penstock.stages.convert.exported_adapters import export_peft
 
-    if len(positional) != 1 or output is None:
-        raise OptionError("penstock export needs a run and a directory: penstock export RUN[/VERSION] --output DIR")
-    config = flags.parse_config(["--convert-load", positional[0], *rest])
+    config = flags.parse_config(["--convert-load", reference, *rest])
     checkpoint = convert.find_checkpoint(config)
     if not isinstance(checkpoint, Commit):
-        raise OptionError(f"penstock export {positional[0]}: --format peft needs a run: give RUN or RUN/VERSION")
+        raise OptionError(f"penstock export {reference}: --format peft needs a run: give RUN or RUN/VERSION")
     _, recorded = read_flow_and_config(config.run, checkpoint.run or "")
     source = recorded.convert
     shape = read_shape(source.hf_checkpoint, source.model_family_path)
@@ -62,22 +63,3 @@ def export_adapters(positional: list[str], output: str | None, rest: list[str]) 
     size = format_bytes(int(commit.summary["export/num_bytes"]))
     print(f"adapters of policy {checkpoint.policy_version} of {checkpoint.run} ({size}): {ref.uri}")
     return 0
-
-
-def conversion_argv(argv: list[str]) -> list[str]:
-    """Translate the arguments of `penstock export` to those of `penstock convert`. Raises OptionError or RunError."""
-    positional, own, rest = split_args(argv, {"--format": True, "--output": True})
-    if len(positional) != 1 or "--output" not in own:
-        raise OptionError("penstock export needs a run and a directory: penstock export RUN[/VERSION] --output DIR")
-    run, slash, version = positional[0].partition("/")
-    check_run_name(run)
-    if slash and not version.isdecimal():
-        raise OptionError(f"penstock export {positional[0]}: {version!r} is not a policy version; give a number")
-    form = own.get("--format", "hf")
-    if form not in ("hf", "megatron"):
-        raise OptionError(f"--format takes hf, megatron or peft; found {form[:80]!r}")
-    words = ["--load", positional[0], "--save", own["--output"], *rest]
-    if form == "megatron":
-        names = [] if any(word.partition("=")[0] == "--megatron-names" for word in rest) else ["--megatron-names", "te"]
-        words += ["--megatron-iteration", *names]
-    return words

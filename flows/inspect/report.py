@@ -21,12 +21,12 @@ from penstock.flows.config import list_options, validate_config
 from penstock.flows.options.argv import format_bytes, parse_integer, parse_run_argument, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import latest_schedule_options, open_store, unknown_run_error
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import DataError, InputError, OptionError, StoreError
 from penstock.storage.history.run_record import RunRecord, read_run_record, read_schedule_changes
-from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.report.data import OptionRow, ReportInput, collect_overview
 from penstock.storage.report.page import GENERATOR, build_page
-from penstock.storage.report.samples import DEFAULT_MAX_SAMPLES, collect_samples
+from penstock.storage.report.sample_pages import DEFAULT_MAX_SAMPLES, collect_samples
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store
 
@@ -40,12 +40,7 @@ USAGE = f"""penstock report RUN [--output FILE] [--max-samples N] [--store URI .
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        RunError: the run does not exist.
-        OptionError: an argument is invalid, or the output file exists and is not a report.
-    """
+    """Run the command. Return 0."""
     positional, own, rest = split_args(argv, {"--output": True, "--max-samples": True})
     run = parse_run_argument("report", positional)
     max_samples = parse_integer("--max-samples", own.get("--max-samples", str(DEFAULT_MAX_SAMPLES)))
@@ -55,19 +50,19 @@ def main(argv: list[str]) -> int:
     check_output_file(output)
     store = open_store(parse_store_options(rest, "report"), probe=False)
     start = time.monotonic()
-    page = make_report(store, run, max_samples)
-    num_bytes = write_report(output, page)
-    print(f"{output}: {format_bytes(num_bytes)}, written in {time.monotonic() - start:.1f} s")
+    page = make_report(store, run, max_samples).encode("utf-8")
+    temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}")  # a reader never sees half a report
+    try:
+        temporary.write_bytes(page)
+        temporary.replace(output)
+    finally:
+        temporary.unlink(missing_ok=True)
+    print(f"{output}: {format_bytes(len(page))}, written in {time.monotonic() - start:.1f} s")
     return 0
 
 
 def make_report(store: Store, run: str, max_samples: int = DEFAULT_MAX_SAMPLES) -> str:
-    """Return the HTML of a run's report.
-
-    Raises:
-        RunError: the run does not exist, or its record is damaged.
-        StoreError: a commit or a shard is damaged.
-    """
+    """Return the HTML of a run's report."""
     keys = RunKeys(run)
     record = read_run_record(store, keys)
     if record is None:
@@ -95,18 +90,6 @@ def check_output_file(path: Path) -> None:
             f"--output {short_repr(str(path))} exists and is not a report of this command: "
             "move it, or give another file"
         )
-
-
-def write_report(path: Path, page: str) -> int:
-    """Write the page under a temporary name, then rename it: a reader never sees half a report. Return its size."""
-    data = page.encode("utf-8")
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return len(data)
 
 
 # ---- what storage does not know --------------------------------------------------------------------------------------

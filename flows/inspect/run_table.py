@@ -7,14 +7,13 @@ import time
 from penstock.flows.config import RunConfig
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store
-from penstock.flows.runtime.display import print_table
 from penstock.flows.runtime.runs import latest_schedule_options, open_store
-from penstock.storage.commits import committed_prefixes
+from penstock.flows.terminal.console import print_table
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import PenstockError, RunError
 from penstock.storage.history.run_record import read_run_record
-from penstock.storage.maintenance.removal import is_removed
-from penstock.storage.refs import RunKeys
-from penstock.storage.store import Store
+from penstock.storage.maintenance.deletion import is_removed
+from penstock.storage.store import Store, committed_prefixes
 
 USAGE = """penstock runs [--store URI ...]
 
@@ -23,11 +22,7 @@ USAGE = """penstock runs [--store URI ...]
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        OptionError: an option other than the store options is given.
-    """
+    """Run the command. Return 0."""
     run_config = parse_store_options(argv, "runs")
     stores = find_nearby_stores() if names_no_store(argv) else []
     for path in stores:

@@ -12,28 +12,26 @@ from penstock.flows.options.addresses import MLFLOW, check_url
 from penstock.flows.options.argv import check_run_name, split_args
 from penstock.flows.options.flags import parse_store_options, parse_values, split_flags
 from penstock.flows.options.paths import with_absolute_paths
-from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.runs import config_history, open_store, read_existing_record
-from penstock.flows.trackers import check_trackers, tensorboard_uri_of_run, tracked_run, wandb_uri_of_run
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError, TrackerError
 from penstock.storage.history.run_record import RunRecord, read_run_record
-from penstock.storage.maintenance.leases import describe_live_drivers
-from penstock.storage.maintenance.removal import is_removed
-from penstock.storage.refs import RunKeys
+from penstock.storage.leases import describe_live_drivers
+from penstock.storage.maintenance.deletion import is_removed
 from penstock.storage.secrets import mask_secrets, redact
 from penstock.storage.store import Store
-from penstock.storage.tracking import tracking_uri
-from penstock.storage.tracking.points import metric_points
-from penstock.storage.tracking.retell import deliver_all, read_committed, read_cost_metrics
+from penstock.storage.tracking.delivery import read_committed, read_cost_metrics
 from penstock.storage.tracking.tracker import (
     Committed,
     Record,
     ReportWritten,
     RunEnded,
     RunStarted,
+    deliver_all,
+    metric_points,
     report_record_key,
-    tracker_class,
 )
+from penstock.storage.tracking.trackers import TRACKERS, TrackerOptions, tracked_run
 from penstock.storage.web.login import page_link
 
 USAGE = """penstock track RUN ... --to mlflow|tensorboard|wandb [--tracking-uri URI] [--store URI ...]
@@ -50,18 +48,11 @@ USAGE = """penstock track RUN ... --to mlflow|tensorboard|wandb [--tracking-uri 
   --tb-dir, --wandb-project, --wandb-team, --wandb-group, --wandb-mode, --wandb-dir, --wandb-host, --wandb-key
                        as in penstock train; default: as recorded by the run"""
 
-TRACKERS = ("mlflow", "tensorboard", "wandb")
 _MAX_SHOWN = 5  # refused records that are printed
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0, or 1 if the tracker refused records.
-
-    Raises:
-        OptionError: an argument is invalid.
-        RunError: a run does not exist.
-        TrackerError: the tracker is not available.
-    """
+    """Run the command. Return 0, or 1 if the tracker refused records."""
     names, own, rest = split_args(argv, {"--to": True, "--tracking-uri": True, "--all": False})
     to = own.get("--to", "")
     if to not in TRACKERS:
@@ -80,22 +71,14 @@ def main(argv: list[str]) -> int:
 
 
 def retell_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> int:
-    """Send a run's commits to a tracker, and print what was sent. Return the number of refused records.
-
-    Args:
-        store: the run's store.
-        keys: the run's keys.
-        to: one of TRACKERS.
-        given: the tracker's options on the command line, which override those that the run has recorded.
-    """
+    """Send a run's commits to a tracker, and print what was sent. Return the number of refused records."""
     record = read_existing_record(store, keys)
     if to == "wandb" and (drivers := describe_live_drivers(store, keys)):
         raise RunError(f"run {keys.run!r} is driven by {drivers[0]}, and W&B accepts one writer: wait until it ends")
     records = _records_of_run(store, keys, record)
-    uri = _tracking_uri(store, record, to, given)
+    uri, cls = _tracking_uri(store, record, to, given), TRACKERS[to].tracker
     num_traces = given.get("mlflow_trace_samples")  # validated by `_tracking_uri`
     run = tracked_run(store, keys, record, None if num_traces is None else int(num_traces))
-    cls = tracker_class(uri)
     try:
         tracker = cls(uri, run)
         refused = deliver_all(tracker, records)
@@ -110,8 +93,8 @@ def retell_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> i
     page = page_link(tracker.page or redact(uri))
     print(f"{keys.run}: {commits} commits with {points} metric values are in {cls.name}: {page}")
     print("  without the metrics that are not in commits (waiting times, queue depth, weight updates)")
-    for text in refused[:_MAX_SHOWN]:
-        print(f"  refused by {cls.name}: {redact(text)[:300]}", file=sys.stderr)
+    for refused_record, reason in refused[:_MAX_SHOWN]:
+        print(f"  refused by {cls.name}: {redact(f'{refused_record.key}: {reason}')[:300]}", file=sys.stderr)
     return len(refused)
 
 
@@ -134,8 +117,7 @@ def _created_at(store: Store, name: str) -> float:
 
 def _split_tracker_options(argv: Sequence[str], to: str) -> tuple[list[str], dict[str, Any]]:
     """Split the command line into the store options and the values of the tracker's own options."""
-    prefix = {"mlflow": "mlflow_", "tensorboard": "tb_", "wandb": "wandb_"}[to]
-    flags = {flag_of_field(name): name for name in RunConfig.model_fields if name.startswith(prefix)}
+    flags = {flag_of_field(name) for name in TRACKERS[to].model_fields if name != f"use_{to}"}
     store_argv: list[str] = []
     tracker_argv: list[str] = []
     for name, values in split_flags(argv):
@@ -146,19 +128,16 @@ def _split_tracker_options(argv: Sequence[str], to: str) -> tuple[list[str], dic
 def _tracking_uri(store: Store, record: RunRecord, to: str, given: dict[str, Any]) -> str:
     """Return the URI of the tracker `to`, from the options in the run's record and those on the command line."""
     recorded = record.config.get("run", {})
-    names = [name for name in RunConfig.model_fields if name.startswith(("mlflow_", "tb_", "wandb_"))]
-    values = {name: recorded[name] for name in names if name in recorded} | given
-    values |= {"use_tensorboard": True, "use_wandb": True}  # they allow the options of both
+    values = {name: recorded[name] for name in TrackerOptions.model_fields if name in recorded} | given
+    values |= {name: True for name in TrackerOptions.model_fields if name.startswith("use_")}  # they allow all options
     run = with_absolute_paths(validate_config({"run": values})).run
-    check_trackers(run.model_copy(update={"use_tensorboard": to == "tensorboard", "use_wandb": to == "wandb"}))
     if to == "mlflow":
         check_url("--tracking-uri", run.mlflow_tracking_uri, MLFLOW)
-        return tracking_uri(store, run.mlflow_tracking_uri)
-    if to == "tensorboard":
-        return tensorboard_uri_of_run(store, run)
-    if run.wandb_mode == "disabled":
-        raise OptionError("--wandb-mode disabled sends nothing: give online or offline")
-    return wandb_uri_of_run(store, run)
+    TRACKERS[to].tracker.check_options(run)
+    uri = TRACKERS[to].tracker.uri_of(store, run)
+    if uri is None:
+        raise OptionError(f"--{to}-mode disabled sends nothing: give online or offline")
+    return uri
 
 
 def _records_of_run(store: Store, keys: RunKeys, record: RunRecord) -> list[Record]:

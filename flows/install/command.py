@@ -1,29 +1,44 @@
 """`penstock setup`: install in the active environment what the wheel of Penstock cannot install by itself.
 
 A wheel cannot declare an order of installation or packages without their dependencies, which a machine without CUDA
-needs. Each step looks first at what is installed, so the command continues where an interrupted one has stopped.
+needs: torch comes first and alone (its CPU wheel), then everything with ordinary dependencies, then the packages whose
+pins would pull CUDA builds, without dependencies. torchvision must not be in site-packages (the registry's wheel is a
+CUDA build whose operators break every model import of transformers): it gets a folder of its own that only SGLang's
+server has on its path. Each step looks first at what is installed, so the command continues where an interrupted one
+has stopped; downloads and their repetition are pip's.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
-from importlib.metadata import PackageNotFoundError
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from penstock.flows.install.requirements import checkout, declared
-from penstock.flows.install.steps import Step, installation_steps, run_step
+import penstock
 from penstock.flows.options.argv import penstock_command, short_repr, split_args
 from penstock.storage.errors import InstallError, OptionError
+
+PROJECT = "penstock-rl"
+LOCKS = Path(penstock.__file__).parent / "environment" / "lock"
 
 USAGE = """penstock setup [--cpu | --cuda] [--with EXTRAS] [--torch-index URL] [--check]
 
   Installs everything a run needs in the active Python environment, in the order that a machine with CUDA or without
   needs. Run it after `pip install --no-deps penstock-rl`; in a checkout it installs the checkout in editable mode.
-  It continues after an interruption and repeats a step that the network has failed; finished steps are skipped.
+  It continues after an interruption; finished steps are skipped, and pip repeats broken downloads.
 
   --cpu, --cuda   which engines to install; default: CUDA if nvidia-smi lists a GPU
   --with EXTRAS   optional parts, separated by commas; default s3,query. There are s3, gs, az (stores), query
@@ -34,15 +49,28 @@ USAGE = """penstock setup [--cpu | --cuda] [--with EXTRAS] [--torch-index URL] [
 FLAGS = {"--cpu": False, "--cuda": False, "--with": True, "--torch-index": True, "--check": False}
 DEFAULT_EXTRAS = "s3,query"
 LOG = "setup.log"  # in sys.prefix
+TORCH, TORCHVISION = "2.13.0", "0.28.0"
+SGLANG = {  # installed without dependencies where there is no CUDA
+    "sglang": "0.5.21",
+    "xgrammar": "0.2.7",
+    "apache-tvm-ffi": "0.1.11",
+    "compressed-tensors": "0.18.0",
+    "soundfile": "0.13.1",
+}
+PIP = "25.1"  # the first version that resumes an interrupted download
+REPORT_INTERVAL = 30.0  # seconds between reports of a slow step
+PIP_SETTINGS = {  # used unless the user has set them
+    "PIP_RETRIES": "10",
+    "PIP_RESUME_RETRIES": "50",
+    "PIP_DEFAULT_TIMEOUT": "60",
+    "PIP_PROGRESS_BAR": "off",
+    "PIP_NO_INPUT": "1",
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+}
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0, or 1 if --check finds something missing.
-
-    Raises:
-        OptionError: an option is invalid.
-        InstallError: the environment cannot be used, or a step failed.
-    """
+    """Run the command. Return 0, or 1 if --check finds something missing."""
     positional, own, rest = split_args(argv, FLAGS)
     if positional or rest:
         raise OptionError(
@@ -66,11 +94,7 @@ def main(argv: list[str]) -> int:
 
 
 def install(steps: list[Step], log: Path) -> None:
-    """Run the steps that are not done, and check at the end that no later step has undone an earlier one.
-
-    Raises:
-        InstallError: a step failed.
-    """
+    """Run the steps that are not done, and check at the end that no later step has undone an earlier one."""
     for step in steps:
         if not step.missing():
             print(f"  done before  {step.name}", flush=True)
@@ -106,12 +130,7 @@ def print_missing(steps: list[Step]) -> int:
 
 
 def parse_extras(text: str, source: Path | None) -> list[str]:
-    """Return the extras named in --with.
-
-    Raises:
-        OptionError: Penstock does not have one of them.
-        InstallError: Penstock is neither installed nor a checkout.
-    """
+    """Return the extras named in --with."""
     try:
         known = declared(source)[1]
     except PackageNotFoundError as error:
@@ -133,7 +152,254 @@ def has_cuda() -> bool:
     return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode == 0
 
 
-if __name__ == "__main__":
-    from penstock.flows.cli import main as penstock
+# ---- the steps -------------------------------------------------------------------------------------------------------
 
-    sys.exit(penstock(["setup", *sys.argv[1:]]))
+
+@dataclass(frozen=True)
+class Step:
+    """One call of pip."""
+
+    name: str
+    find_missing: Callable[[], list[str]]  # lines about the packages that the step has to install; [] if it is done
+    arguments: tuple[str, ...]  # of `pip install`
+
+    def missing(self) -> list[str]:
+        """Return `find_missing()` for what is installed now, also by pip since the last call."""
+        importlib.invalidate_caches()
+        return self.find_missing()
+
+
+def installation_steps(kind: str, extras: Sequence[str], source: Path | None, torch_index: str | None) -> list[Step]:
+    """Return the steps of an installation.
+
+    Args:
+        kind: "cpu" or "cuda".
+        extras: extras of penstock-rl besides cpu or gpu.
+        source: a checkout to install in editable mode; None keeps the installed wheel.
+        torch_index: URL of the package index for torch and torchvision; None: pip's.
+    """
+    lock = lock_file(kind)
+    if not lock.exists():
+        found = ".".join(map(str, sys.version_info[:3]))
+        raise InstallError(
+            f"Python {found} found, Penstock needs 3.11 or 3.12: create the environment with one of them"
+        )
+    names = ("cpu" if kind == "cpu" else "gpu", *extras)
+    target = [f"{PROJECT}[{','.join(names)}]=={version(PROJECT)}"] if source is None else []
+    if source is not None:
+        target = ["--editable", f"{source}[{','.join(names)}]"]
+    index = ("--index-url", torch_index) if torch_index else ()
+    pins = read_lock(lock)
+
+    def missing_project() -> list[str]:
+        # Not on the whole import path: a checkout may have metadata of an earlier build.
+        installed = source is None or find_distribution(PROJECT, Path(sysconfig.get_path("purelib"))) is not None
+        return ([] if installed else [f"{PROJECT}: not installed"]) + missing_requirements(names, source, pins)
+
+    def missing_torchvision() -> list[str]:
+        installed = find_distribution("torchvision", sglang_site())
+        if installed is None or is_partly_installed(installed) or installed.version.partition("+")[0] != TORCHVISION:
+            return [f"torchvision {TORCHVISION}: not in {sglang_site()}"]
+        return []
+
+    steps = [
+        Step("pip", lambda: _problems({"pip": f">={PIP}"}), ("--upgrade", f"pip>={PIP}")),
+        Step(f"torch {TORCH}", lambda: missing_torch(kind), (f"torch=={TORCH}", *index)),
+        Step(
+            f"penstock, ray, prefect, mlflow, megatron-core ({', '.join(names)})",
+            missing_project,
+            ("--constraint", str(lock), *target),
+        ),
+    ]
+    if kind == "cpu":
+        exact = {name: f"=={pin}" for name, pin in SGLANG.items()}
+        steps += [
+            Step(
+                f"sglang {SGLANG['sglang']}",
+                lambda: _problems(exact),
+                ("--no-deps", *(name + pin for name, pin in exact.items())),
+            ),
+            Step(
+                "torchvision, in a folder for SGLang",
+                missing_torchvision,
+                ("--no-deps", "--upgrade", "--target", str(sglang_site()), f"torchvision=={TORCHVISION}", *index),
+            ),
+        ]
+    return steps
+
+
+def sglang_site() -> Path:
+    """Return the folder that only SGLang's server has on its import path (engines/sglang/launch.py)."""
+    return Path(sys.prefix) / "sglang-site"
+
+
+def missing_torch(kind: str) -> list[str]:
+    """Return what is wrong with the installed torch: missing, another version, or a build for the other kind."""
+    if problems := _problems({"torch": f"=={TORCH}"}):
+        return problems
+    found = version("torch")
+    if kind == "cuda" and found.endswith("+cpu"):
+        return [f"torch: {found} is a build without CUDA (use a new environment)"]
+    if kind == "cpu" and re.search(r"\+cu\d", found):
+        return [f"torch: {found} is a build for CUDA (use a new environment)"]
+    return []
+
+
+def _problems(specifiers: dict[str, str]) -> list[str]:
+    found = [installation_problem(name, specifier) for name, specifier in specifiers.items()]
+    return [problem for problem in found if problem]
+
+
+def run_step(step: Step, log: Path) -> None:
+    """Run a step with pip, and check that it has installed everything. Packages that an interrupted installation left
+    in part are installed again."""
+    partly = [line.partition(":")[0] for line in step.missing() if "installed in part" in line]
+    if partly and "--target" not in step.arguments:
+        pinned = [f"{name}=={version(name)}" for name in partly]
+        run_pip(("--no-deps", "--ignore-installed", *pinned), log)
+    run_pip(step.arguments, log)
+    if missing := step.missing():
+        raise InstallError(f"pip has finished, but this is still missing: {'; '.join(missing[:5])}; its log is {log}")
+
+
+def run_pip(arguments: Sequence[str], log: Path) -> None:
+    """Run `pip install` with `arguments`. Append its output to `log`, and print the log's last line now and then."""
+    command = [sys.executable, "-m", "pip", "install", *arguments]
+    with log.open("ab") as out:
+        start = out.tell()
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**PIP_SETTINGS, **os.environ})
+    try:
+        while process.poll() is None:
+            try:
+                process.wait(REPORT_INTERVAL)
+            except subprocess.TimeoutExpired:
+                print(f"\n    {_printed_lines(log, start)[-1][:100]} ...", end="", flush=True)
+    except BaseException:  # Ctrl-C: pip does not continue alone
+        process.terminate()
+        process.wait()
+        raise
+    if process.returncode:
+        lines = _printed_lines(log, start)
+        reason = ([line for line in lines if line.lower().startswith("error")] or lines)[-1][:160]
+        raise InstallError(f"pip failed: {reason}; its log is {log}. Finished downloads are kept: repeat the command")
+
+
+def _printed_lines(log: Path, start: int) -> list[str]:
+    """Return the lines of a log from a position on that are not empty, at least one."""
+    lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
+    return [line.strip() for line in lines if line.strip()] or ["no output"]
+
+
+# ---- what is installed -----------------------------------------------------------------------------------------------
+#
+# This works in an environment that has pip but none of Penstock's dependencies.
+
+
+def lock_file(kind: str) -> Path:
+    """Return the lock file for this Python version and `kind`, "cpu" or "cuda"."""
+    return LOCKS / f"{kind}-py{sys.version_info.major}.{sys.version_info.minor}.txt"
+
+
+def read_lock(path: Path) -> dict[str, str]:
+    """Return the pinned versions of a lock file: normalized package name -> version."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    pins = [line.split("==") for line in lines if "==" in line and not line.startswith("#")]
+    return {normalize(name): version for name, version in pins}
+
+
+def checkout() -> Path | None:
+    """Return the checkout that this module belongs to; None in an installed wheel."""
+    root = Path(penstock.__file__).resolve().parents[1]
+    project = root / "pyproject.toml"  # careless packages put theirs into site-packages
+    return root if project.is_file() and f'name = "{PROJECT}"' in project.read_text(encoding="utf-8") else None
+
+
+def declared(source: Path | None) -> tuple[list[str], dict[str, list[str]]]:
+    """Return Penstock's requirements and those of its extras, as text."""
+    if source is not None:
+        project = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        return project["dependencies"], project["optional-dependencies"]
+    installed = distribution(PROJECT)
+    base: list[str] = []
+    extras: dict[str, list[str]] = {name: [] for name in installed.metadata.get_all("Provides-Extra") or []}
+    for line in installed.requires or []:
+        text, _, marker = line.partition(";")
+        named = re.search(r"""extra == ["']([^"']+)["']""", marker)
+        (extras[named[1]] if named else base).append(text.strip())
+    return base, extras
+
+
+def missing_requirements(extras: Sequence[str], source: Path | None, pins: Mapping[str, str]) -> list[str]:
+    """Return one line for each package that Penstock with `extras` needs, directly or not, and that is not installed,
+    installed in part, or in another version than required or pinned."""
+    base, of_extra = declared(source)
+    lines: dict[str, str] = {}
+    visited: set[tuple[str, str]] = set()
+    pending = [_requirement(text) for text in base] + [_requirement(f"{PROJECT}[{','.join(extras)}]")]
+    while pending:
+        requirement = pending.pop()
+        name = normalize(requirement.name)
+        if name == PROJECT:
+            new = [extra for extra in requirement.extras if (name, extra) not in visited]
+            visited.update((name, extra) for extra in new)
+            pending += [_requirement(text) for extra in new for text in of_extra[extra]]
+            continue
+        if problem := installation_problem(name, str(requirement.specifier), pins.get(name)):
+            lines[name] = problem
+            continue
+        for extra in {"", *requirement.extras}:
+            if (name, extra) not in visited:
+                visited.add((name, extra))
+                needed = [_requirement(text) for text in distribution(name).requires or []]
+                pending += [each for each in needed if each.marker is None or each.marker.evaluate({"extra": extra})]
+    return sorted(lines.values())
+
+
+def installation_problem(name: str, specifier: str, pin: str | None = None) -> str:
+    """Return how the installation of a package differs from what is needed ("ray: not installed"); "" if it does not.
+
+    Args:
+        name: the package.
+        specifier: required versions (">=2.60,<3"); "" for any.
+        pin: the version in the lock file, if it has one.
+    """
+    installed = find_distribution(name)
+    if installed is None:
+        return f"{name}: not installed"
+    if is_partly_installed(installed):
+        return f"{name}: installed in part (the installation was interrupted)"
+    if not _requirement(f"{name}{specifier}").specifier.contains(installed.version, prereleases=True):
+        return f"{name}: {installed.version} found, {specifier} needed"
+    if pin is not None and installed.version.partition("+")[0] != pin:
+        return f"{name}: {installed.version} found, {pin} in the lock file"
+    return ""
+
+
+def find_distribution(name: str, folder: Path | None = None) -> Distribution | None:
+    """Return the installed package `name`, in `folder` or on the import path; None if it is not there."""
+    if folder is not None:
+        return next(iter(Distribution.discover(name=name, path=[str(folder)])), None)
+    try:
+        return distribution(name)
+    except PackageNotFoundError:
+        return None
+
+
+def is_partly_installed(installed: Distribution) -> bool:
+    """Return whether the installation of a package was killed: installers write the file INSTALLER after all others."""
+    return installed.read_text("INSTALLER") is None
+
+
+def normalize(name: str) -> str:
+    """Return a package name as package indexes spell it: `PyYAML` -> `pyyaml`, `ruamel.yaml` -> `ruamel-yaml`."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@functools.cache
+def _requirement(text: str) -> Any:
+    """Parse a requirement with `packaging`; a new virtual environment only has pip's copy of it."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        from pip._vendor.packaging.requirements import Requirement  # type: ignore[assignment, unused-ignore]
+    return Requirement(text)

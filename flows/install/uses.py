@@ -17,10 +17,16 @@ from urllib.parse import urlsplit
 import psutil
 
 from penstock.flows.config import RunConfig
-from penstock.flows.install.command import has_cuda
-from penstock.flows.install.requirements import checkout, lock_file, missing_requirements, read_lock
-from penstock.flows.install.steps import installation_steps
+from penstock.flows.install.command import (
+    checkout,
+    has_cuda,
+    installation_steps,
+    lock_file,
+    missing_requirements,
+    read_lock,
+)
 from penstock.flows.options.argv import penstock_command
+from penstock.flows.runtime.runs import open_store
 from penstock.storage.errors import PenstockError
 from penstock.storage.secret_references import resolve_secrets
 from penstock.storage.secrets import redact
@@ -63,22 +69,19 @@ class Use:
     required: bool = False  # whether the user has asked for it by an option
     lacks: list[Lack] = field(default_factory=list)
 
-
-def planned_uses(targets: Targets) -> list[Use]:
-    """Return all uses with what each of them lacks. Targets that are given are contacted."""
-    return [check(targets) for check in USES]
+    def needs(self, fulfilled: object, found: str, remedy: str) -> None:
+        """Add what is missing, unless it is fulfilled."""
+        if not fulfilled:
+            self.lacks.append(Lack(found, remedy))
 
 
 def check_demo(targets: Targets) -> Use:
     """Check the packages and the memory, disk and shared memory for the demo."""
     use = Use("demo", f"{penstock_command()} demo", lacks=missing_packages("cuda" if has_cuda() else "cpu"))
     memory, disk, shared = psutil.virtual_memory().available, shutil.disk_usage(".").free, shared_memory()
-    if memory < 6 * GIB:
-        use.lacks.append(Lack(f"{memory / GIB:.1f} GiB of memory free", "close programs: the demo needs up to 8 GiB"))
-    if disk < 2 * GIB:
-        use.lacks.append(Lack(f"{disk / GIB:.1f} GiB of disk free here", "free 2 GiB, or change the directory"))
-    if shared < GIB // 2:
-        use.lacks.append(Lack(f"{shared / GIB:.1f} GiB in /dev/shm", "in a container: docker run --shm-size=8g"))
+    use.needs(memory >= 6 * GIB, f"{memory / GIB:.1f} GiB of memory free", "close programs: the demo needs up to 8 GiB")
+    use.needs(disk >= 2 * GIB, f"{disk / GIB:.1f} GiB of disk free here", "free 2 GiB, or change the directory")
+    use.needs(shared >= GIB // 2, f"{shared / GIB:.1f} GiB in /dev/shm", "in a container: docker run --shm-size=8g")
     return use
 
 
@@ -87,17 +90,15 @@ def check_one_gpu(targets: Targets) -> Use:
     recipe = "configs/recipes/1gpu.toml"
     data = "--hf-checkpoint MODEL_DIR --prompt-data FILE.jsonl"
     use = Use("one GPU", f"{penstock_command()} train --config {recipe} --run first {data}")
-    if has_cuda():
-        use.lacks += missing_packages("cuda")
-    else:
-        remedy = "install NVIDIA's driver; in a container: docker run --gpus all"
-        use.lacks.append(Lack("nvidia-smi lists no GPU", remedy))
-    library, found = platform.libc_ver()
-    if library == "glibc" and tuple(map(int, found.split(".")[:2])) < SGLANG_GLIBC:
-        remedy = "use a container image (docs/containers.md) or a newer system: SGLang's wheels need glibc 2.34"
-        use.lacks.append(Lack(f"glibc {found}", remedy))
-    if (shared := shared_memory()) < 8 * GIB:
-        use.lacks.append(Lack(f"{shared / GIB:.1f} GiB in /dev/shm", "in a container: docker run --shm-size=16g"))
+    cuda, shared, (library, found) = has_cuda(), shared_memory(), platform.libc_ver()
+    use.lacks += missing_packages("cuda") if cuda else []
+    use.needs(cuda, "nvidia-smi lists no GPU", "install NVIDIA's driver; in a container: docker run --gpus all")
+    use.needs(
+        library != "glibc" or tuple(map(int, found.split(".")[:2])) >= SGLANG_GLIBC,
+        f"glibc {found}",
+        "use a container image (docs/containers.md) or a newer system: SGLang's wheels need glibc 2.34",
+    )
+    use.needs(shared >= 8 * GIB, f"{shared / GIB:.1f} GiB in /dev/shm", "in a container: docker run --shm-size=16g")
     return use
 
 
@@ -106,20 +107,22 @@ def check_several_nodes(targets: Targets) -> Use:
     address, store = targets.ray_address or "HOST:6379", targets.store.store if targets.store else "s3://BUCKET/runs"
     options = f"--ray-address {address} --actor-num-nodes 2 --actor-num-gpus-per-node 8 --store {store}"
     use = Use("several nodes", f"{penstock_command()} train {options} ...", targets.ray_address is not None)
-    if os.environ.get("RAY_AUTH_MODE") != "token" or not ray_token_is_set():
-        use.lacks.append(Lack("no token for Ray in the environment", TOKEN_COMMAND))
-    if not any(stats.isup and name != "lo" for name, stats in psutil.net_if_stats().items()):
-        use.lacks.append(Lack("no network interface besides loopback", "connect the machine to the nodes' network"))
+    # Ray finds a token in RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token.
+    token_file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    has_token = os.environ.get("RAY_AUTH_TOKEN") or token_file.is_file()
+    by_token = os.environ.get("RAY_AUTH_MODE") == "token"
+    use.needs(by_token and has_token, "no token for Ray in the environment", TOKEN_COMMAND)
+    connected = any(stats.isup and name != "lo" for name, stats in psutil.net_if_stats().items())
+    use.needs(connected, "no network interface besides loopback", "connect the machine to the nodes' network")
     if targets.ray_address is None:
         remedy = f"ray start --head --port 6379; {penstock_command()} doctor --ray-address HOST:6379"
-        use.lacks.append(Lack("no Ray cluster named", remedy))
-    elif problem := ray_problem(targets.ray_address):
-        use.lacks.append(
-            Lack(problem, f"ray start --head --port 6379  # there; ray start --address {address} on the others")
-        )
-    if targets.store is not None and "://" not in targets.store.store:
-        remedy = "use an object store, or mount the directory on every node under the same path"
-        use.lacks.append(Lack(f"--store {targets.store.store} is a local directory", remedy))
+        use.needs(False, "no Ray cluster named", remedy)
+    else:
+        problem = ray_problem(targets.ray_address)
+        remedy = f"ray start --head --port 6379  # there; ray start --address {address} on the others"
+        use.needs(not problem, problem, remedy)
+    remedy = "use an object store, or mount the directory on every node under the same path"
+    use.needs(targets.store is None or "://" in store, f"--store {store} is a local directory", remedy)
     return use
 
 
@@ -130,8 +133,6 @@ def check_s3(targets: Targets) -> Use:
     use = Use("S3", f"{penstock_command()} train --store {uri} ...", required=named)
     use.lacks += missing_packages_of_extra("s3")
     if targets.store is not None and named and not use.lacks:
-        from penstock.flows.runtime.runs import open_store
-
         try:
             open_store(targets.store)
         except PenstockError as error:
@@ -149,11 +150,12 @@ def check_mlflow_server(targets: Targets) -> Use:
     command = f"{penstock_command()} train --mlflow-tracking-uri {redact(uri) or 'http://HOST:5000'} ..."
     use = Use("MLflow server", command, required=targets.mlflow_tracking_uri is not None)
     server = "mlflow server --host 127.0.0.1 --port 5000 --backend-store-uri sqlite:///mlflow.db"
-    if not uri.startswith(("http://", "https://")):
+    if uri.startswith(("http://", "https://")):
+        problem = mlflow_problem(uri)
+        use.needs(not problem, problem, f"{server}  # there")
+    else:
         remedy = f"{server} & export MLFLOW_TRACKING_URI=http://127.0.0.1:5000  # without it, a file in the store"
-        use.lacks.append(Lack("MLFLOW_TRACKING_URI names no server", remedy))
-    elif problem := mlflow_problem(uri):
-        use.lacks.append(Lack(problem, f"{server}  # there"))
+        use.needs(False, "MLFLOW_TRACKING_URI names no server", remedy)
     return use
 
 
@@ -193,13 +195,6 @@ def torch_has_cuda() -> bool:
 def shared_memory() -> int:
     """Return the free bytes of /dev/shm."""
     return shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
-
-
-def ray_token_is_set() -> bool:
-    """Return whether Ray finds a token: in RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH, or in ~/.ray/auth_token."""
-    if os.environ.get("RAY_AUTH_TOKEN"):
-        return True
-    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").is_file()
 
 
 def has_credentials() -> bool:

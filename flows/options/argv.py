@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.flows.terminal.escape import escape_controls
+from penstock.storage.commit import MAX_RUN_NAME, RUN_NAME
 from penstock.storage.errors import OptionError, RunError
-from penstock.storage.keys import MAX_RUN_NAME, RUN_NAME
 from penstock.storage.secrets import redact
 
 MAX_LINE = 380  # maximum characters of an error message, so that "penstock: MESSAGE" fits 400

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 
 MAX_DEPTH = 3  # levels of directories below the working directory
 MAX_DIRECTORIES = 5000  # that are looked at

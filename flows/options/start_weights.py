@@ -8,9 +8,8 @@ from pathlib import Path
 from penstock.engines.weights.hf_headers import block_size
 from penstock.flows.config import PostTrainConfig
 from penstock.stages.convert.targets import is_converted, megatron_directory
+from penstock.storage.commit import ADAPTERS, RunKeys, is_run_name
 from penstock.storage.errors import OptionError
-from penstock.storage.keys import is_run_name
-from penstock.storage.refs import ADAPTERS, RunKeys
 from penstock.storage.store import Store
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from penstock.flows.inspect.report import make_report
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.secrets import redact
 from penstock.storage.store import Store
 

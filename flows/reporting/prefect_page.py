@@ -34,11 +34,10 @@ from penstock.flows.config import validate_config
 from penstock.flows.reporting.progress import describe_progress
 from penstock.flows.runtime.runs import open_store
 from penstock.flows.services.child_process import http_answers
-from penstock.storage.commits import read_commits
-from penstock.storage.history.starts import read_starts
-from penstock.storage.maintenance.leases import describe_live_drivers
-from penstock.storage.refs import RunKeys, attempt_in_path
-from penstock.storage.store import Store
+from penstock.storage.commit import RunKeys, attempt_in_path
+from penstock.storage.history.run_record import read_starts
+from penstock.storage.leases import describe_live_drivers
+from penstock.storage.store import Store, read_commits
 
 if TYPE_CHECKING:
     from prefect import Flow

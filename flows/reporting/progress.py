@@ -6,8 +6,7 @@ import base64
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from penstock.storage.refs import Commit
-from penstock.storage.tracking.lineage import eval_rewards
+from penstock.storage.commit import Commit, eval_rewards
 
 _WIDTH, _HEIGHT, _MARGIN = 720, 240, 44  # of the curve, in pixels
 _COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444")

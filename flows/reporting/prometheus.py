@@ -14,8 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from penstock.storage.errors import OptionError
-from penstock.storage.tracking.points import metric_points
-from penstock.storage.tracking.tracker import Committed
+from penstock.storage.tracking.tracker import Committed, metric_points
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.stages.convert.config import ConvertConfig
-from penstock.storage.refs import CheckpointRef, Commit
+from penstock.storage.commit import CheckpointRef, Commit
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:

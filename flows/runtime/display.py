@@ -9,20 +9,18 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
 from penstock.flows.options.argv import penstock_command
 from penstock.flows.reporting.log_format import json_line
 from penstock.flows.runtime import environment
-from penstock.flows.services.live_links import live_link
-from penstock.flows.terminal.console import TerminalConsole
+from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_redraw
 from penstock.flows.terminal.lines import (
     EVENT_LINES,
     MAX_COLUMNS,
@@ -31,28 +29,16 @@ from penstock.flows.terminal.lines import (
     seconds_by_stage,
     summary_rows,
 )
-from penstock.flows.terminal.panel import STAGES, Panel
-from penstock.flows.terminal.region import LiveRegion, can_redraw
-from penstock.flows.terminal.startup import end_wait
-from penstock.storage.refs import Commit
+from penstock.flows.terminal.panel import STAGES, Panel, end_wait
+from penstock.storage.commit import Commit, eval_rewards
 from penstock.storage.secrets import redact
-from penstock.storage.tracking.lineage import eval_rewards
+from penstock.storage.web.login import live_link
 
 ProgressCallback = Callable[[int, int], None]  # done, total
 
 
 class Display:
-    """The terminal output of one flow run. The header is printed at once.
-
-    Args:
-        run: name of the run.
-        flow: name of the flow.
-        config: the flow's config; its model, data sets and number of rounds are printed.
-        store_uri: URI of the run's store.
-        tracking_uri: URI of the MLflow server or database.
-        prefect_page: link to this flow run's page, or where it is.
-        console: where to print; default standard output.
-    """
+    """The terminal output of one flow run. The header is printed at once."""
 
     def __init__(
         self,
@@ -89,7 +75,7 @@ class Display:
         self._print_header(flow, config)
         if not self._json and can_redraw(self.console) and not environment.shows_prefect_logs():
             self._region = LiveRegion(self.console, self.panel.render)
-            self._region.open()
+            self._region.start()
 
     # ---- during the run ----------------------------------------------------------------------------------------------
 
@@ -118,8 +104,9 @@ class Display:
 
     @contextmanager
     def forward_logs(self, *packages: str) -> Iterator[None]:
-        """Print the warnings that the Python packages `packages` log during the block, as `note` does."""
-        handler = LogForwarder(self)
+        """Print the first line of each warning that the Python packages `packages` log during the block."""
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: self.forward(record.getMessage().partition("\n")[0])  # type: ignore[method-assign]
         loggers = [logging.getLogger(name) for name in packages]
         for logger in loggers:
             logger.addHandler(handler)
@@ -233,7 +220,7 @@ class Display:
     def close(self) -> None:
         """Erase the panel. Safe to call twice."""
         if self._region is not None:
-            self._region.close()
+            self._region.stop()
             self._region = None
 
     # ---- printing ----------------------------------------------------------------------------------------------------
@@ -265,39 +252,6 @@ class Display:
             self._region.print(text)
         else:
             self.console.print(text)
-
-
-class LogForwarder(logging.Handler):
-    """Show the first line of each log record on a display."""
-
-    def __init__(self, display: Display) -> None:
-        super().__init__(logging.WARNING)
-        self.display = display
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.display.forward(record.getMessage().partition("\n")[0])
-
-
-def print_table(
-    titles: Sequence[str], rows: Iterable[Sequence[str]], *, numeric: bool = False, width: int = 160
-) -> None:
-    """Print a table to standard output.
-
-    Args:
-        titles: titles of the columns.
-        rows: cells of each row.
-        numeric: align all columns but the first to the right.
-        width: width in characters if the output is not a terminal.
-    """
-    table = Table(box=None, pad_edge=False)
-    for index, title in enumerate(titles):
-        table.add_column(title, justify="right" if numeric and index else "left")
-    for row in rows:
-        table.add_row(*row)
-    console = TerminalConsole()
-    if not console.is_terminal:
-        console.width = width
-    console.print(table)
 
 
 _ENGINES = "waiting for the engines (they load the model)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock.stages.train.algorithms.registry import ESTIMATORS
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
 NUM_ROUNDS = 3  # consecutive rounds without a gradient before a warning

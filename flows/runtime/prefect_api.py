@@ -20,6 +20,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from httpx import HTTPError, HTTPStatusError
+from prefect.client.orchestration import get_client
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+    PREFECT_LOGGING_INTERNAL_LEVEL,
+    temporary_settings,
+)
+
 from penstock.flows.runtime.environment import QUIET
 from penstock.flows.services.child_process import Service, choose_port, http_answers
 from penstock.storage.errors import OptionError
@@ -46,19 +57,7 @@ def ensure_prefect_api() -> str:
 
     Prefect's temporary server is not used: it outlives a killed process, is not restarted when it dies, and has no web
     pages. Our own server ends with this process, at exit, after Prefect has sent the last log lines.
-
-    Raises:
-        OptionError: the configured API rejects the login of this process.
     """
-    from prefect.settings import (
-        PREFECT_API_AUTH_STRING,
-        PREFECT_API_URL,
-        PREFECT_CLIENT_MAX_RETRIES,
-        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
-        PREFECT_LOGGING_INTERNAL_LEVEL,
-        temporary_settings,
-    )
-
     ours: dict[Any, Any] = {
         PREFECT_FLOWS_HEARTBEAT_FREQUENCY: HEARTBEAT_SECONDS,
         PREFECT_CLIENT_MAX_RETRIES: CLIENT_RETRIES,
@@ -137,10 +136,6 @@ def server_ends_with_process() -> bool:
 
 def check_login(address: str) -> None:
     """Raise OptionError if the API answers 401 or 403. Return if it does not answer: `wait_for_api` waits for it."""
-    from httpx import HTTPError, HTTPStatusError
-    from prefect.client.orchestration import get_client
-    from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-
     if not http_answers(f"{address}/health"):
         return
     try:
@@ -165,14 +160,13 @@ def wait_for_api(note: Callable[[str], object] | None = None, patience_seconds: 
     Call it before anything that needs the API (an artifact, the end of a flow run), so that a run ends as soon as the
     API is back.
     """
-    from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-
     address = PREFECT_API_URL.value()
     if not address:
         return True  # Prefect starts its own server
     limit_wait_for_api_at_exit()
+    fails_at_once = PREFECT_CLIENT_MAX_RETRIES.value() == 0  # the client does not retry requests
     start = time.monotonic()
-    deadline = start + (PATIENCE if patience_seconds is None else patience_seconds) * (not _client_retries_disabled())
+    deadline = start + (PATIENCE if patience_seconds is None else patience_seconds) * (not fails_at_once)
     waited = False
     while not http_answers(f"{address}/health"):
         if not waited and note and deadline > start:
@@ -182,7 +176,7 @@ def wait_for_api(note: Callable[[str], object] | None = None, patience_seconds: 
             )
         waited = True
         if time.monotonic() > deadline or _SERVER_FAILED.is_set():
-            if not _client_retries_disabled():
+            if not fails_at_once:
                 # Requests after this one fail at once instead of being retried.
                 _UNTIL_LEFT.enter_context(temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}))
             return False
@@ -194,8 +188,6 @@ def wait_for_api(note: Callable[[str], object] | None = None, patience_seconds: 
 
 def restore_client_settings() -> None:
     """Restore Prefect's client settings after a flow. If the API does not answer, drop queued log lines and events."""
-    from prefect.settings import PREFECT_API_URL
-
     _UNTIL_LEFT.close()
     address = PREFECT_API_URL.value()
     if address and not http_answers(f"{address}/health"):
@@ -209,8 +201,6 @@ def limit_wait_for_api_at_exit() -> None:
     While the interpreter shuts down, Prefect sends its queued log lines and events, and retries every batch of lines
     for minutes and every event for ten seconds.
     """
-    from prefect.settings import PREFECT_API_URL
-
     health = f"{PREFECT_API_URL.value()}/health"
 
     def watch() -> None:
@@ -244,13 +234,6 @@ def _cancel_queues(queues: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[An
     for loop, task in queues:
         if not loop.is_closed():
             loop.call_soon_threadsafe(task.cancel)
-
-
-def _client_retries_disabled() -> bool:
-    """Return whether the Prefect client is set to fail at once instead of retrying a request."""
-    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
-
-    return bool(PREFECT_CLIENT_MAX_RETRIES.value() == 0)
 
 
 def wait_ready_with_restarts(server: Service) -> None:

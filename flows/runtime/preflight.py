@@ -42,16 +42,16 @@ from penstock.flows.reporting.prometheus import check_prometheus_port
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
 from penstock.flows.runtime.runs import check_run_may_start, open_store
-from penstock.flows.trackers import check_trackers
 from penstock.stages.eval.config import EvalConfig, is_eval_metric
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
+from penstock.storage.champions import model_prefix
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import EngineError, LayoutError, ModelError, OptionError, RewardError, StoreError
 from penstock.storage.history.run_record import ParentRecord, read_run_record
-from penstock.storage.maintenance.removal import is_removed
-from penstock.storage.refs import RunKeys
-from penstock.storage.registry import model_prefix
+from penstock.storage.maintenance.deletion import is_removed
 from penstock.storage.secret_references import resolve_secrets
+from penstock.storage.tracking.trackers import check_trackers
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape

@@ -29,9 +29,9 @@ from penstock.flows.options.start_weights import starting_weights
 from penstock.flows.runtime.engine_options import TEACHER, engine_options, run_placement, teacher_options
 from penstock.flows.runtime.runs import logs_of_run, missing_fork_checkpoint
 from penstock.flows.turns import Turns
+from penstock.storage.commit import CheckpointRef, RunKeys
 from penstock.storage.failpoints import failpoint
 from penstock.storage.history.run_record import RunRecord, read_run_record
-from penstock.storage.refs import CheckpointRef, RunKeys
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:

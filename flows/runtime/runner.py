@@ -17,10 +17,10 @@ from penstock.flows.options.argv import to_one_line
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.runs import logs_of_run, open_store
 from penstock.flows.runtime.signals import stop_signals
-from penstock.flows.terminal.startup import end_wait, show_wait
+from penstock.flows.terminal.panel import end_wait, show_wait
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import InputError, PenstockError
 from penstock.storage.preemption import Preempted
-from penstock.storage.refs import RunKeys
 from penstock.storage.secrets import redact
 
 FLOWS = ("post_train", "sft", "convert", "evaluate")  # flows/<name>.py defines the flow <name>
@@ -35,38 +35,35 @@ def run_flow(name: str, config: PostTrainConfig) -> int:
         StoreError: the store cannot be read or written; nothing was started.
         BrokenPipeError: the reader of standard output closed it.
     """
-    try:
-        return _run_flow(name, config)
-    finally:
-        end_wait()
-
-
-def _run_flow(name: str, config: PostTrainConfig) -> int:
     from penstock.flows.options.resolve import resolve_config
     from penstock.flows.runtime.preflight import check_options, preflight
     from penstock.flows.runtime.schedule import is_complete
 
     assert name in FLOWS
     wait = functools.partial(show_wait, run=config.run.run, as_json=config.run.log_format == "json")
-    wait("checking options, model and data", only_on_terminal=True)
-    config = resolve_config(name, config)
-    check_options(name, config)
-    if name != "convert" and is_complete(name, config):
+    try:
+        wait("checking options, model and data", only_on_terminal=True)
+        config = resolve_config(name, config)
+        check_options(name, config)
+        if name != "convert" and is_complete(name, config):
+            end_wait()
+            run = config.run.run
+            print(f"run {run} is complete, nothing is left to do; `penstock show {run}` prints it")
+            return 0
+        preflight(name, config)  # before the import of Prefect, which takes seconds
+        if config.run.ray_address is not None:
+            from penstock.engines.cluster import check_ray_answers, translate_ray_errors
+
+            with translate_ray_errors(config.run.ray_address):
+                check_ray_answers(config.run.ray_address)
+        if name == "convert":  # starts Ray only if the result does not exist
+            return _run_in_prefect(name, config, wait)
+        from penstock.flows.runtime.processes import ray_starting
+
+        with ray_starting(config):
+            return _run_in_prefect(name, config, wait)
+    finally:
         end_wait()
-        print(f"run {config.run.run} is complete, nothing is left to do; `penstock show {config.run.run}` prints it")
-        return 0
-    preflight(name, config)  # before the import of Prefect, which takes seconds
-    if config.run.ray_address is not None:
-        from penstock.engines.cluster import check_ray_answers, translate_ray_errors
-
-        with translate_ray_errors(config.run.ray_address):
-            check_ray_answers(config.run.ray_address)
-    if name == "convert":  # starts Ray only if the result does not exist
-        return _run_in_prefect(name, config, wait)
-    from penstock.flows.runtime.processes import ray_starting
-
-    with ray_starting(config):
-        return _run_in_prefect(name, config, wait)
 
 
 def _run_in_prefect(name: str, config: PostTrainConfig, wait: Callable[[str], None]) -> int:

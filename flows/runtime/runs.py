@@ -26,9 +26,10 @@ from penstock.flows.options.argv import check_run_name
 from penstock.flows.options.nearby_stores import stores_with_run
 from penstock.flows.options.paths import with_absolute_paths, with_relative_paths
 from penstock.flows.run_config import RunConfig
-from penstock.storage.commits import committed_prefixes
+from penstock.storage.commit import DEBUG_DATA, RunKeys
 from penstock.storage.errors import InputError, RunError, StoreError
 from penstock.storage.history.run_record import (
+    Completion,
     ParentRecord,
     RecordedConfig,
     RunRecord,
@@ -37,13 +38,10 @@ from penstock.storage.history.run_record import (
     read_schedule_changes,
     schedule_change_keys,
 )
-from penstock.storage.history.starts import Completion
-from penstock.storage.maintenance.leases import Lease, describe_live_drivers
-from penstock.storage.maintenance.removal import describe_removing_process, is_removed, remove_run
-from penstock.storage.maintenance.retention import unfinished_fork_key
-from penstock.storage.refs import DEBUG_DATA, RunKeys
+from penstock.storage.leases import Lease, describe_live_drivers
+from penstock.storage.maintenance.deletion import describe_removing_process, is_removed, remove_run, unfinished_fork_key
 from penstock.storage.secrets import mask_secrets
-from penstock.storage.store import Store
+from penstock.storage.store import Store, committed_prefixes
 
 
 def logs_of_run(store: Store, keys: RunKeys) -> Path | None:
@@ -110,7 +108,7 @@ def unknown_run_error(store: Store, run: str) -> RunError:
 def completion_of(flow: str, store: Store, config: PostTrainConfig) -> Completion:
     """Return what a start of a flow with this config completes. `config` has a number of rounds (`with_target_rounds`)
     and may have relative paths."""
-    from penstock.flows.trackers import tracking_uris
+    from penstock.storage.tracking.trackers import tracking_uris
 
     config = with_absolute_paths(config)
     placement = options_by_mutability(config, "placement")

@@ -9,11 +9,10 @@ that resumes a killed one keeps the target of the killed one, and retries do not
 from __future__ import annotations
 
 from penstock.flows.config import PostTrainConfig
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError
-from penstock.storage.history.run_record import read_run_record
-from penstock.storage.history.starts import read_completion
-from penstock.storage.maintenance.removal import is_removed
-from penstock.storage.refs import RunKeys
+from penstock.storage.history.run_record import read_completion, read_run_record
+from penstock.storage.maintenance.deletion import is_removed
 from penstock.storage.store import Store
 
 TARGET, PER_START = "run.num_rollout", "run.num_rollout_per_start"

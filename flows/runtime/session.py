@@ -62,18 +62,17 @@ from penstock.flows.runtime.runs import (
 from penstock.flows.runtime.schedule import with_target_rounds
 from penstock.flows.runtime.signals import CLEANUP, describe_cleanup, stop_signals
 from penstock.flows.terminal.lines import describe_commit
-from penstock.flows.trackers import tracked_run, tracking_uris
-from penstock.storage.commits import committed_prefixes, read_commits
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.errors import RunError, StoreError
-from penstock.storage.history.starts import Start, login_name, record_completion, record_end, record_start
-from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
+from penstock.storage.history.run_record import Start, login_name, record_completion, record_end, record_start
+from penstock.storage.leases import Lease, new_driver_lease_key
 from penstock.storage.preemption import Preempted, StopRequest
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.secrets import redact
+from penstock.storage.store import committed_prefixes, read_commits
 from penstock.storage.tracking import tracking_directory
-from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.retell import read_committed, read_cost_metrics
+from penstock.storage.tracking.delivery import RunTracking, read_committed, read_cost_metrics
 from penstock.storage.tracking.tracker import Committed
+from penstock.storage.tracking.trackers import tracked_run, tracking_uris
 from penstock.storage.web.login import page_link
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,10 +121,12 @@ class Service:
         except psutil.NoSuchProcess:
             family = []
         for process in family:
-            _send_signal(process, signal.SIGTERM)
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
         _, alive = psutil.wait_procs(family, timeout=STOP_TIMEOUT)
         for process in alive:
-            _send_signal(process, signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait()
 
 
@@ -160,13 +163,6 @@ def choose_port(name: str, requested: int | None, default: int) -> int:
     if requested is None and reserve_ports([default]):
         return default
     return reserve_free_port()
-
-
-def _send_signal(process: psutil.Process, number: signal.Signals) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return  # the process has ended already
 
 
 def end_with_parent(number: signal.Signals) -> None:

@@ -12,16 +12,36 @@ import os
 import subprocess
 import sys
 import zoneinfo
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import yaml
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
+from prefect.deployments.runner import EntrypointType
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+from prefect.schedules import Cron
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.states import StateType
+from prefect.workers.process import ProcessWorker
+from pydantic import ValidationError
+
 from penstock.flows.config import PostTrainConfig, check_secrets, validate_config, with_sft_loss
 from penstock.flows.options.argv import split_args
-from penstock.flows.runtime.prefect_api import flow_run_environment
+from penstock.flows.options.flags import did_you_mean
+from penstock.flows.options.resolve import resolve_config
+from penstock.flows.runtime import prefect_api
+from penstock.flows.runtime.preflight import preflight
 from penstock.flows.runtime.runner import FLOWS
-from penstock.flows.services.work_pool import POOL, ensure_pool, ensure_zombie_automation, flow_names
 from penstock.storage.errors import OptionError
 
+POOL = "penstock"  # the default work pool, served by the worker of `make up`
+AUTOMATION = "penstock: flow runs without a sign of life are crashed"
+HEARTBEAT_TIMEOUT = timedelta(seconds=180)  # six heartbeats: more than an API outage of two minutes
 USAGE = """penstock deploy                       deploy all flows in prefect.yaml of this checkout
 penstock deploy FLOW --name NAME [--cron "0 2 * * *" [--timezone ZONE]] [--pool POOL] [--config FILE.toml] [options]
 
@@ -38,23 +58,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(argv: list[str]) -> int:
-    """Run `penstock deploy` with `argv`. Return the exit code: 0 done, 1 `prefect deploy` failed.
-
-    Raises:
-        OptionError: an argument is invalid.
-    """
+    """Run `penstock deploy` with `argv`. Return the exit code: 0 done, 1 `prefect deploy` failed."""
     positional, own, rest = split_args(argv, FIELDS)
     if len(positional) > 1 or (not positional and (own or rest)):
         raise OptionError(
             "penstock deploy takes the name of one flow and then options, or no arguments; see penstock deploy --help"
         )
-    from penstock.flows.runtime.prefect_api import ensure_prefect_api
-
     if not positional:
-        return deploy_all(ensure_prefect_api())
+        return deploy_all(prefect_api.ensure_prefect_api())
     from penstock.flows.options import flags
-    from penstock.flows.options.resolve import resolve_config
-    from penstock.flows.runtime.preflight import preflight
 
     flow = flow_module_name(positional[0])
     if "--name" not in own:
@@ -68,7 +80,7 @@ def main(argv: list[str]) -> int:
     check_secrets(config, allow_literal=False)
     # each start finds the champion of its time, and the number of rows
     preflight(flow, resolve_config(flow, config))
-    address = ensure_prefect_api()
+    address = prefect_api.ensure_prefect_api()
     title = deploy_one(flow, own["--name"], config, pool=own.get("--pool", POOL), schedule=schedule)
     ensure_zombie_automation(address)
     print(f"deployed {title} at {address}" + (f", scheduled at {own['--cron']!r}" if schedule else ""))
@@ -83,9 +95,6 @@ def main(argv: list[str]) -> int:
 
 def deploy_one(flow: str, name: str, config: PostTrainConfig, *, pool: str = POOL, schedule: Any = None) -> str:
     """Create or replace one deployment of the flow in `penstock.flows.<flow>`. Return its title, `flow/name`."""
-    from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
-    from prefect.deployments.runner import EntrypointType
-
     ensure_pool(pool)
     function = getattr(importlib.import_module(f"penstock.flows.{flow}"), flow)
     deployment = function.to_deployment(
@@ -95,7 +104,7 @@ def deploy_one(flow: str, name: str, config: PostTrainConfig, *, pool: str = POO
         concurrency_limit=ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE),
         enforce_parameter_schema=True,
         work_pool_name=pool,
-        job_variables={"working_dir": str(Path.cwd()), "env": flow_run_environment()},
+        job_variables={"working_dir": str(Path.cwd()), "env": prefect_api.flow_run_environment()},
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
     deployment.apply()
@@ -107,9 +116,6 @@ def deploy_all(address: str) -> int:
 
     Scheduled deployments that exist already are not replaced, because they contain a user's config.
     """
-    import yaml
-    from prefect.settings import PREFECT_API_AUTH_STRING
-
     source = ROOT / "prefect.yaml"
     if not source.exists():
         raise OptionError(
@@ -145,9 +151,6 @@ def deploy_all(address: str) -> int:
 
 def deployment_exists(title: str) -> bool:
     """Return whether the deployment `flow/name` exists."""
-    from prefect.client.orchestration import get_client
-    from prefect.exceptions import ObjectNotFound
-
     with get_client(sync_client=True) as client:
         try:
             client.read_deployment_by_name(title)
@@ -157,18 +160,11 @@ def deployment_exists(title: str) -> bool:
 
 
 def parse_schedule(own: dict[str, str]) -> Any:
-    """Return the Prefect schedule for the options --cron and --timezone in `own`; None without --cron.
-
-    Raises:
-        OptionError: the cron line or the time zone is invalid, or --timezone is given without --cron.
-    """
+    """Return the Prefect schedule for the options --cron and --timezone in `own`; None without --cron."""
     if "--cron" not in own:
         if "--timezone" in own:
             raise OptionError("--timezone has no effect without --cron: add --cron, or leave out --timezone")
         return None
-    from prefect.schedules import Cron
-    from pydantic import ValidationError
-
     cron, timezone = own["--cron"], own.get("--timezone", "UTC")
     try:
         zoneinfo.ZoneInfo(timezone)
@@ -182,8 +178,6 @@ def parse_schedule(own: dict[str, str]) -> Any:
 
 def flow_module_name(flow: str) -> str:
     """Return the module of a flow: `post-train` -> `post_train`. Raises OptionError for an unknown flow."""
-    from penstock.flows.options.flags import did_you_mean
-
     if (name := flow.replace("-", "_")) not in FLOWS:
         known = flow_names()
         raise OptionError(f"unknown flow {flow!r}{did_you_mean(flow, known) or ': the flows are ' + ', '.join(known)}")
@@ -197,3 +191,49 @@ def start_command(title: str, address: str) -> str:
     """
     prefix = "" if "PREFECT_PROFILES_PATH" in os.environ else f"PREFECT_API_URL={address} "
     return f"{prefix}prefect deployment run '{title}' --watch"
+
+
+# ---- the Prefect server ----------------------------------------------------------------------------------------------
+
+
+def ensure_pool(name: str) -> None:
+    """Create a work pool of type process unless one of that name exists."""
+    template = ProcessWorker.get_default_base_job_template()
+    with get_client(sync_client=True) as client:
+        try:
+            client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
+        except ObjectAlreadyExists:
+            return
+
+
+def ensure_zombie_automation(address: str, *, after: timedelta = HEARTBEAT_TIMEOUT, name: str = AUTOMATION) -> None:
+    """Create or update the automation that marks a flow run as crashed when its heartbeats stop.
+
+    A worker marks a flow run that it started at once; the automation covers flow runs whose worker or machine died.
+    """
+    ends = {f"prefect.flow-run.{end}" for end in ("Completed", "Failed", "Cancelled", "Crashed")}
+    trigger = EventTrigger(
+        after={"prefect.flow-run.heartbeat"},
+        expect={"prefect.flow-run.heartbeat", *ends},
+        match={"prefect.resource.id": ["prefect.flow-run.*"]},
+        # Only our flows: those of other packages on the same server may send heartbeats less often.
+        match_related={"prefect.resource.role": "flow", "prefect.resource.name": [*flow_names(), "replay"]},
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=after,
+    )
+    message = f"no heartbeat for {after.total_seconds():.0f} s; the next start resumes after the last committed stage"
+    crash = ChangeFlowRunState(name=None, state=StateType.CRASHED, message=message, force=False)
+    automation = AutomationCore(name=name, trigger=trigger, actions=[crash])
+    with temporary_settings({PREFECT_API_URL: address}), get_client(sync_client=True) as client:
+        existing = client.read_automations_by_name(name)
+        if existing:
+            client.update_automation(existing[0].id, automation)
+        else:
+            client.create_automation(automation)
+
+
+def flow_names() -> list[str]:
+    """Return the names of the flows as Prefect and `penstock deploy` spell them (`post-train`)."""
+    return [name.replace("_", "-") for name in FLOWS]

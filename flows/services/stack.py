@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
+from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 
 from penstock.flows.runtime.prefect_api import (
     PREFECT_PORT,
@@ -27,11 +28,11 @@ from penstock.flows.runtime.prefect_api import (
     profile_path,
 )
 from penstock.flows.services.child_process import Service, choose_port
-from penstock.flows.services.work_pool import POOL, ensure_zombie_automation
+from penstock.flows.services.deploy import POOL, ensure_zombie_automation
 from penstock.storage.errors import StoreError
 from penstock.storage.store import Store
-from penstock.storage.tracking import tracking_uri
-from penstock.storage.tracking.mlflow.artifact_paths import ARTIFACTS, update_artifact_paths
+from penstock.storage.tracking.mlflow.mlflow_runs import ARTIFACTS, update_artifact_paths
+from penstock.storage.tracking.mlflow.mlflow_tracker import tracking_uri
 from penstock.storage.tracking.tracker import TrackedRun
 from penstock.storage.web.login import HOST, create_login, login_path, page_link, service_directory, with_login
 
@@ -53,10 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prefect-port", type=int, help=f"default {PREFECT_PORT}, or any free port if that is taken")
     parser.add_argument("--mlflow-port", type=int, help=f"default {MLFLOW_PORT}, or any free port if that is taken")
     options = parser.parse_args(argv)
+    databases = {store: Path(store) / "mlflow" / "mlflow.db" for store in STORES}
+    existing = [store for store in STORES if databases[store].exists()]
+    newest = max(existing, key=lambda store: databases[store].stat().st_mtime, default=STORES[0])
     try:
         prefect_port = choose_port("prefect", options.prefect_port, PREFECT_PORT)
         mlflow_port = choose_port("mlflow", options.mlflow_port, MLFLOW_PORT)
-        database = tracking_uri(Store(options.store or most_recently_used_store(), probe=False))
+        database = tracking_uri(Store(options.store or newest, probe=False))
         if not database.startswith("http"):
             update_artifact_paths(Path(database.removeprefix("sqlite:///")), TrackedRun.experiment)
     except (ValueError, StoreError, sqlite3.OperationalError) as error:
@@ -107,8 +111,6 @@ def run_services(*, prefect_port: int, mlflow_port: int, database: str) -> int:
 
 def create_automation_and_print_links(prefect_port: int, mlflow_page: str, logs: Path) -> None:
     """Create the automation that marks dead flow runs as crashed; print the services' addresses and how to connect."""
-    from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
-
     environment, profile = login_environment(prefect_port), profile_path(prefect_port)
     with temporary_settings({PREFECT_API_AUTH_STRING: environment["PREFECT_API_AUTH_STRING"]}):
         ensure_zombie_automation(environment["PREFECT_API_URL"])
@@ -124,7 +126,7 @@ def mlflow_server(port: int, database: str, logs: Path) -> Service:
     """Return the service of the MLflow UI for an SQLite database, with a new login."""
     create_login(port)
     artifacts = Path(database.removeprefix("sqlite:///")).absolute().parent / ARTIFACTS
-    command = [sys.executable, "-P", "-m", "penstock.storage.tracking.mlflow.server"]
+    command = [sys.executable, "-P", "-m", "penstock.storage.tracking.mlflow.mlflow_server"]
     command += ["--port", str(port), "--database", database, "--artifacts", str(artifacts)]
     environment = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     return Service("MLflow", command, logs / "mlflow.log", environment, ready=f"http://{HOST}:{port}/health")
@@ -148,13 +150,6 @@ def prefect_worker(port: int, logs: Path, tracking: str) -> Service:
     environment = {**login_environment(port), **flow_run_environment(), "MLFLOW_TRACKING_URI": tracking}  # inherited
     # After SIGTERM a worker whose server is gone waits for it forever (more than 30 s observed): kill it.
     return Service("worker", command, logs / "worker.log", environment, on_parent_death=signal.SIGKILL)
-
-
-def most_recently_used_store() -> str:
-    """Return the store among STORES whose MLflow database was changed last."""
-    databases = {store: Path(store) / "mlflow" / "mlflow.db" for store in STORES}
-    existing = [store for store in STORES if databases[store].exists()]
-    return max(existing, key=lambda store: databases[store].stat().st_mtime, default=STORES[0])
 
 
 if __name__ == "__main__":

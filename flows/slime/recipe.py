@@ -75,12 +75,7 @@ class Recipe:
 
 
 def main(argv: list[str]) -> int:
-    """Run `penstock import-slime`.
-
-    Raises:
-        OptionError: the script or an option is invalid.
-        ModelError: the script trains a model that is not supported.
-    """
+    """Run `penstock import-slime`."""
     positional, own, rest = split_args(argv, {"--output": True, "--run": False})
     if rest or len(positional) != 1:
         found = f"; found {short_repr(' '.join([*positional, *rest]))}" if positional or rest else ""
@@ -104,14 +99,11 @@ def main(argv: list[str]) -> int:
 
 
 def import_script(path: Path) -> Recipe:
-    """Return the recipe of a slime launch script.
-
-    Raises:
-        OptionError: the script cannot be read, does not start slime's training, or has unknown flags or invalid values.
-        ModelError: it trains a model of an architecture that is not supported.
-    """
+    """Return the recipe of a slime launch script."""
+    secret = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH")
+    environment = {k: v for k, v in os.environ.items() if not is_secret_name(k) and not secret.search(k.upper())}
     try:
-        script = read_script(path, lambda source: find_source(path, source), public_environment())
+        script = read_script(path, lambda source: find_source(path, source), environment)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise OptionError(f"script {path} cannot be read ({reason}): give a slime launch script") from None
@@ -129,15 +121,6 @@ def import_script(path: Path) -> Recipe:
         f"{name}: set in the environment of this command, not in the script" for name in sorted(script.from_environment)
     ]
     return recipe
-
-
-def public_environment() -> dict[str, str]:
-    """Return the environment without variables that may have a secret."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not is_secret_name(name) and not re.search("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", name.upper())
-    }
 
 
 def find_source(script: Path, source: str) -> Path | None:

@@ -230,7 +230,8 @@ def split_statements(text: str) -> Iterator[str]:
     start = position = 0
     while position <= len(text):
         rest = text[position : position + 2]
-        if position == len(text) or rest[0] in "\n;|" or (rest[0] == "&" and not is_redirection(text, position)):
+        redirects = text[position - 1 : position] == ">" or rest == "&>"  # of `&` in 2>&1 or &>file
+        if position == len(text) or rest[0] in "\n;|" or (rest[0] == "&" and not redirects):
             if statement := text[start:position].strip():
                 yield statement
             start = position = position + 1
@@ -239,11 +240,6 @@ def split_statements(text: str) -> Iterator[str]:
             text = text[:position] + text[end if end >= 0 else len(text) :]
         else:
             position = skip(text, position)
-
-
-def is_redirection(text: str, position: int) -> bool:
-    """Return whether `&` at a position belongs to a redirection (`2>&1`, `&>file`)."""
-    return text[position - 1 : position] == ">" or text[position + 1 : position + 2] == ">"
 
 
 def skip(text: str, position: int) -> int:

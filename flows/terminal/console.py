@@ -1,13 +1,18 @@
-"""The console of commands that print tables and colours with rich."""
+"""The console of commands that print tables and colours with rich, and the region at the bottom of a terminal that is
+redrawn in place."""
 
 from __future__ import annotations
 
+import atexit
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import IO, Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.live import Live
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from penstock.flows.terminal.escape import escape_controls, unescaped
@@ -31,3 +36,141 @@ class TerminalConsole(Console):
     def out(self, *objects: Any, **options: Any) -> None:
         """Print objects as they are, but escaped."""
         super().out(*(escape_controls(str(each)) for each in objects), **options)
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Leave the cursor visible: a killed process could not show it again."""
+        return False
+
+
+def print_table(
+    titles: Sequence[str], rows: Iterable[Sequence[str]], *, numeric: bool = False, width: int = 160
+) -> None:
+    """Print a table to standard output, `width` characters wide if that is not a terminal; with `numeric` all columns
+    but the first are aligned to the right."""
+    table = Table(box=None, pad_edge=False)
+    for index, title in enumerate(titles):
+        table.add_column(title, justify="right" if numeric and index else "left")
+    for row in rows:
+        table.add_row(*row)
+    wide_console(width).print(table)
+
+
+def wide_console(width: int = 160) -> TerminalConsole:
+    """Return a console without highlighting, `width` columns wide if the output is not a terminal."""
+    console = TerminalConsole(highlight=False)
+    if not console.is_terminal:
+        console.width = width
+    return console
+
+
+def can_redraw(console: Console) -> bool:
+    """Return whether a console is a terminal that can redraw lines: not a pipe, a file or TERM=dumb, also if
+    FORCE_COLOR asks for colours."""
+    return console.is_interactive and not console.is_dumb_terminal and bool(getattr(console.file, "isatty", bool)())
+
+
+class LiveRegion(Live):
+    """Lines at the bottom of a terminal, redrawn four times a second, with other output above them. Thread-safe.
+
+    While it is open, what this process writes to sys.stdout and sys.stderr appears above the region. The cursor is on
+    the line below it: a process that is killed leaves the terminal usable as it is.
+    """
+
+    def __init__(self, console: Console, render: Callable[[int, int], Sequence[Text]]) -> None:
+        self._render = render
+        self._frame = Group()
+        self._terminal = console.file
+        self._replaced: dict[str, Any] = {}  # name in sys -> stream to restore
+        super().__init__(
+            console=console, transient=True, redirect_stdout=False, redirect_stderr=False, vertical_overflow="crop"
+        )
+
+    def get_renderable(self) -> RenderableType:
+        """Return the lines of the region for the present size of the terminal."""
+        width, height = self.console.size
+        with suppress(RuntimeError):  # a dictionary grew while it was drawn: show the frame before
+            lines = list(self._render(width - 1, height - 1))[: max(height - 1, 0)]  # no line wraps
+            for line in lines:
+                line.truncate(width - 1, overflow="ellipsis")
+            self._frame = Group(*lines, Text())  # the cursor is on the empty line
+        return self._frame
+
+    def start(self, refresh: bool = True) -> None:
+        """Draw the region, and redraw it until `stop`."""
+        lasting: Any = _LastingStream(self._terminal)
+        self.console.file = lasting
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream.isatty():
+                self._replaced[name] = stream
+                setattr(sys, name, _LinesAbove(self, stream))
+        atexit.register(self.stop)
+        super().start(refresh=refresh)
+
+    def stop(self) -> None:
+        """Erase the region and restore the streams. Safe to call twice."""
+        atexit.unregister(self.stop)
+        for name, stream in self._replaced.items():
+            if isinstance(proxy := getattr(sys, name), _LinesAbove):
+                proxy.finish()
+                setattr(sys, name, stream)
+        self._replaced = {}
+        super().stop()
+        self.console.file = self._terminal
+
+    def print(self, text: Text) -> None:
+        """Print a text above the region."""
+        with self._lock:  # two threads that print at once would move the cursor by the same frame
+            self.console.print(text, soft_wrap=True)
+
+
+class _LinesAbove:
+    """A text stream whose complete lines appear above a region. All else is that of the original stream."""
+
+    def __init__(self, region: LiveRegion, stream: IO[str]) -> None:
+        self._region = region
+        self._stream = stream
+        self._rest = ""  # a line that is not complete yet
+
+    def write(self, text: str) -> int:
+        """Write the complete lines of a text."""
+        with self._region._lock:
+            *lines, self._rest = (self._rest + text).split("\n")
+            if lines:
+                self._region.print(Text("\n".join(lines)))
+        return len(text)
+
+    def writelines(self, lines: Sequence[str]) -> None:
+        """Write several texts."""
+        self.write("".join(lines))
+
+    def finish(self) -> None:
+        """Write the line that is not complete."""
+        if self._rest:
+            self.write("\n")
+
+    def flush(self) -> None:
+        """Do nothing: complete lines are flushed at once."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _LastingStream:
+    """A terminal that may be closed while a run goes on: what is written to it then is lost."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text and flush it."""
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+            self._stream.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: `write` has flushed."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from penstock.storage.refs import Commit
-from penstock.storage.tracking.lineage import eval_rewards
+from penstock.storage.commit import Commit, eval_rewards
 
 MAX_COLUMNS = 100  # of the line of a round
+BLOCKS = "▁▂▃▄▅▆▇█"  # of a curve
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,6 @@ class RoundLines:
     """Formats the lines of a run's rounds: `round 11 (12/60)  reward 0.531  kl 1.2e-3  ...  time 1.0s`.
 
     Rounds are counted from 0, as in the store and in every command; the number in parentheses counts trained rounds.
-
-    Args:
-        num_rounds: number of rounds of the run.
     """
 
     def __init__(self, num_rounds: int) -> None:
@@ -107,6 +106,31 @@ class RoundLines:
             del texts[max(texts, key=ranks.__getitem__)]
         parts = [Text.assemble((f"{label} ", "dim"), text) for label, text in texts.items()]
         return Text("  ").join([Text(head), *parts])
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return values as at most `width` block characters, from the lowest (▁) to the highest (█).
+
+    Longer sequences are averaged over equal parts. Values that are not finite are left out; equal values are drawn in
+    the middle.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite or width < 1:
+        return ""
+    size = min(width, len(finite))
+    bounds = [len(finite) * part // size for part in range(size + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(bounds)]
+    low, high = min(means), max(means)
+    if high == low:
+        return BLOCKS[len(BLOCKS) // 2] * size
+    return "".join(BLOCKS[min(int((mean - low) / (high - low) * len(BLOCKS)), len(BLOCKS) - 1)] for mean in means)
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration: `0:05`, `12:34`, `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def short_exponent(number: str) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ from statistics import median
 from rich.style import Style
 from rich.text import Text
 
-from penstock.flows.terminal.sparkline import sparkline
+from penstock.flows.reporting.log_format import json_line
+from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_redraw
+from penstock.flows.terminal.lines import format_duration, sparkline
 
 MAX_WIDTH = 100  # columns
 ETA_ROUNDS = 10  # rounds whose median duration gives the remaining time
@@ -127,11 +130,20 @@ class Panel:
         out first."""
         width = min(width, MAX_WIDTH)
         required = [self._title(width), *self._activity_rows(width)]
+        active = {activity.stage for activity in list(self._activities)}
+        stages = [
+            Text(name, "bold reverse" if name in active else "green" if name in self._finished else "dim")
+            for name in STAGE_BARS.get(self.flow, ())
+        ]
+        machine = {
+            "machine": ", ".join(filter(None, [self.engines(), *describe_machine(self.machine)])),
+            "a round": self.last_round,
+        }
         links = [Text(f"{title} ↗", style=Style(link=url, underline=True)) for title, url in self.links().items()]
         blocks = [
-            [self._stage_bar()],
+            [Text.assemble(("stages".ljust(LABEL), "dim"), Text(" > ", style="dim").join(stages))],
             self._curve_rows(width),
-            self._machine_rows(),
+            [Text.assemble((title.ljust(LABEL), "dim"), text) for title, text in machine.items() if text],
             [Text("  ").join(links)] if links else [],
             list(self.samples),
         ]
@@ -141,16 +153,13 @@ class Panel:
             fits = rows + len(block) <= height
             shown.append(block if fits else [])
             rows += len(block) if fits else 0
-        bar, curve, machine, links_row, samples = shown
+        stage_bar, curve, machine_rows, links_row, samples = shown
         title, *activities = required
-        lines = [title, *bar, *activities, *curve, *samples, *machine, *links_row]
+        lines = [title, *stage_bar, *activities, *curve, *samples, *machine_rows, *links_row]
         return [Text("─" * width, style="dim"), *lines] if len(lines) < height else lines[:height]
 
-    def render_phase(self, width: int, height: int) -> list[Text]:
+    def phase_row(self, otherwise: str) -> Text:
         """Return one line: what happens now, and for how long."""
-        return [self._phase_row("starting")]
-
-    def _phase_row(self, otherwise: str) -> Text:
         now = time.monotonic()
         frame = SPINNER[int(now * 8) % len(SPINNER)]
         elapsed = format_duration(now - self._started_at)
@@ -166,15 +175,6 @@ class Panel:
         size = max(0, min(40, width - len(self.run) - len(text) - len(times) - 6))
         parts: list[str | tuple[str, str]] = [(self.run, "bold"), "  ", *bar(self.num_done, self.num_rounds, size)]
         return Text.assemble(*parts, "  " if size else "", text, "  ", (times, "dim"))
-
-    def _stage_bar(self) -> Text:
-        active = {activity.stage for activity in list(self._activities)}
-        names = STAGE_BARS.get(self.flow, ())
-        marks = [
-            (name, "bold reverse") if name in active else (name, "green") if name in self._finished else (name, "dim")
-            for name in names
-        ]
-        return Text.assemble(("stages".ljust(LABEL), "dim"), Text(" > ", style="dim").join([Text(*m) for m in marks]))
 
     def _activity_rows(self, width: int) -> list[Text]:
         """Return a line for each running activity; for the shutdown and the time between two stages, one."""
@@ -192,7 +192,7 @@ class Panel:
                 parts += ["  ", *bar(activity.done, activity.total, size), "  ", count]
             rows.append(Text.assemble(*parts, (f"  {format_duration(now - activity.started_at)}", "dim")))
         if self.phase or not rows:
-            rows = [self._phase_row("between two stages")]
+            rows = [self.phase_row("between two stages")]
         return rows
 
     def _curve_rows(self, width: int) -> list[Text]:
@@ -210,23 +210,11 @@ class Panel:
             rows.append(Text.assemble(("eval".ljust(LABEL), "dim"), ", ".join(scores)))
         return rows
 
-    def _machine_rows(self) -> list[Text]:
-        rows = {"machine": [self.engines(), *describe_machine(self.machine)], "a round": [self.last_round]}
-        texts = {title: ", ".join(filter(None, parts)) for title, parts in rows.items()}
-        return [Text.assemble((title.ljust(LABEL), "dim"), text) for title, text in texts.items() if text]
-
 
 def bar(done: int, total: int, width: int) -> list[tuple[str, str]]:
     """Return the parts (text, style) of a progress bar."""
     filled = min(width, width * done // max(total, 1))
     return [("━" * filled, "green"), ("─" * (width - filled), "dim")]
-
-
-def format_duration(seconds: float) -> str:
-    """Format a duration: `0:05`, `12:34`, `1:02:03`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def describe_machine(metrics: Mapping[str, float]) -> list[str]:
@@ -249,3 +237,40 @@ def describe_machine(metrics: Mapping[str, float]) -> list[str]:
             low, high = f"{min(values):.0f}", f"{max(values):.0f}"
             words.append(f"{what}{low if low == high else f'{low}-{high}'}{unit}")
     return words
+
+
+# ---- before a run has a display ------------------------------------------------------------------------------------
+
+_shown: list[tuple[Panel, LiveRegion]] = []  # at most one, on a terminal
+
+
+def show_wait(text: str, *, run: str = "", as_json: bool = False, only_on_terminal: bool = False) -> None:
+    """Show what the command waits for now: on a terminal in one line that `end_wait` erases, otherwise as a line.
+
+    Args:
+        text: what it waits for.
+        run: name of the run, for JSON lines.
+        as_json: print a JSON line (--log-format json).
+        only_on_terminal: print nothing otherwise. A refused command prints nothing but its error.
+    """
+    console = TerminalConsole(file=sys.stdout, highlight=False)
+    if only_on_terminal and (as_json or not can_redraw(console)):
+        return
+    if as_json:
+        print(json_line("info", run, text), flush=True)
+    elif _shown:
+        _shown[0][0].phase = text
+    elif not can_redraw(console):
+        console.print(Text(f"· {text}", style="dim"), soft_wrap=True)
+    else:
+        panel = Panel(run, "", 0)
+        panel.phase = text
+        region = LiveRegion(console, lambda width, height: [panel.phase_row("starting")])
+        _shown.append((panel, region))
+        region.start()
+
+
+def end_wait() -> None:
+    """Erase what the command waited for. Safe to call twice."""
+    while _shown:
+        _shown.pop()[1].stop()

@@ -34,9 +34,9 @@ from penstock.engines.megatron.parallel import device, init_parallel, shutdown_p
 from penstock.engines.weights.hf_headers import check_tensors
 from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
+from penstock.storage.commit import Commit
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import ModelError, PenstockError
-from penstock.storage.refs import Commit
 from penstock.storage.store import Store
 
 NUM_THREADS = 2  # each thread holds up to three copies of a parameter

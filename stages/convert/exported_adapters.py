@@ -32,8 +32,8 @@ from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, Shard
 from penstock.stages.convert.targets import DirectoryTarget
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.stages.convert.work import WorkItems, write_files
+from penstock.storage.commit import ADAPTERS, CheckpointRef, Commit, commit_key
 from penstock.storage.errors import ModelError
-from penstock.storage.refs import ADAPTERS, CheckpointRef, Commit, commit_key
 from penstock.storage.store import Store
 
 

@@ -22,9 +22,9 @@ import xxhash
 
 from penstock.engines.weights.hf_headers import read_header, weight_files
 from penstock.storage import disk
+from penstock.storage.commit import CheckpointRef, Commit, Frozen, attempt_in_path, commit_key
 from penstock.storage.disk import hash_file, map_in_threads, read_file
 from penstock.storage.errors import ModelError, OptionError, StoreError
-from penstock.storage.refs import CheckpointRef, Commit, Frozen, attempt_in_path, commit_key
 from penstock.storage.store import Store
 
 RECORD = ".penstock.json"  # the commit record in a directory written by `penstock convert --save`

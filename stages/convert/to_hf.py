@@ -55,9 +55,9 @@ from penstock.stages.convert.targets import (
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
 from penstock.storage import disk
+from penstock.storage.commit import CheckpointRef, Commit
 from penstock.storage.disk import map_in_threads
 from penstock.storage.failpoints import failpoint
-from penstock.storage.refs import CheckpointRef, Commit
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:

@@ -34,8 +34,8 @@ from penstock.stages.convert.to_hf import Origin, checkpoint_files, checkpoint_f
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.stages.convert.torch_dist_writer import Slice, group_units, write_metadata, write_unit
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, collect_file_records, write_files
+from penstock.storage.commit import CheckpointRef, Commit, Frozen, commit_key
 from penstock.storage.errors import OptionError
-from penstock.storage.refs import CheckpointRef, Commit, Frozen, commit_key
 from penstock.storage.store import Store
 
 FORMAT = 1  # version of unfinished exports; those of another version are not resumed

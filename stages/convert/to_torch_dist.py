@@ -52,9 +52,9 @@ from penstock.stages.convert.torch_dist_writer import (
     write_unit,
 )
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
+from penstock.storage.commit import CheckpointRef, Commit
 from penstock.storage.errors import ModelError
 from penstock.storage.failpoints import failpoint
-from penstock.storage.refs import CheckpointRef, Commit
 from penstock.storage.store import Store
 
 FORMAT = 2  # version of unfinished conversions; those of another version are not resumed

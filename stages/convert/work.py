@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from penstock.stages.convert.targets import Target, full_disk_as_store_error
-from penstock.storage import disk
-from penstock.storage.maintenance import leases
-from penstock.storage.refs import FileRecord, Frozen
+from penstock.storage import disk, leases
+from penstock.storage.commit import FileRecord, Frozen
 from penstock.storage.store import hash_file
 
 OnBytes = Callable[[int, int], object]  # arguments: bytes done, total bytes

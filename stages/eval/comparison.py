@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.stages.eval.scores import bootstrap_intervals, group_by_prompt, reward_or_zero
+from penstock.storage.champions import Condition
+from penstock.storage.commit import Commit
 from penstock.storage.errors import DataError
-from penstock.storage.refs import Commit
-from penstock.storage.registry import Condition
 from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import read_table
 from penstock.storage.store import Store

@@ -13,10 +13,10 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
+from penstock.storage.commit import JOURNAL, commit_key
 from penstock.storage.config import StageConfig
 from penstock.storage.disk import read_file
 from penstock.storage.errors import OptionError
-from penstock.storage.refs import JOURNAL, commit_key
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _MAX_NAME = 100  # characters: a name is part of file names, which have at most 255 bytes

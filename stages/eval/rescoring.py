@@ -17,8 +17,8 @@ from typing import Any
 
 from penstock.stages.eval.scores import compute_eval_metrics, group_by_prompt
 from penstock.stages.rewards.grading import Grader
+from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.errors import RewardError, RunError
-from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_samples, write_shards
 from penstock.storage.store import Store

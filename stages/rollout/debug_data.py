@@ -22,8 +22,8 @@ from penstock.stages.rollout.prompts.source import SourceState
 from penstock.stages.rollout.resume_point import ResumePoint
 from penstock.stages.rollout.rollout import RolloutContext, commit_samples
 from penstock.stages.torch_files import load_torch_file, save_torch_file
+from penstock.storage.commit import DEBUG_DATA, Commit
 from penstock.storage.errors import DataError
-from penstock.storage.refs import DEBUG_DATA, Commit
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store

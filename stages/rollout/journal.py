@@ -20,9 +20,9 @@ from types import TracebackType
 
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample
+from penstock.storage.commit import JOURNAL, Commit
 from penstock.storage.errors import StoreError
 from penstock.storage.preemption import Preempted
-from penstock.storage.refs import JOURNAL, Commit
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_samples, write_shards
 from penstock.storage.store import Store

@@ -9,9 +9,9 @@ from typing import Any
 
 from penstock.stages.rollout.prompts.data_source import group_by_group_id, resized_group
 from penstock.stages.rollout.prompts.source import SourceState
+from penstock.storage.commit import BUFFER, RunKeys
 from penstock.storage.errors import RunError
 from penstock.storage.history.run_record import read_run_record
-from penstock.storage.refs import BUFFER, RunKeys
 from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store

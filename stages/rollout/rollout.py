@@ -65,9 +65,9 @@ from penstock.stages.rollout.prompts.source import LengthFilter, PromptSource
 from penstock.stages.rollout.resume_point import ResumePoint
 from penstock.stages.rollout.teacher import ServingTeacher, open_teacher
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.commit import BUFFER, Commit, Kind
 from penstock.storage.failpoints import failpoint
 from penstock.storage.preemption import StopRequest
-from penstock.storage.refs import BUFFER, Commit, Kind
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import write_shards
 from penstock.storage.store import Store

@@ -50,9 +50,9 @@ from penstock.stages.rollout.rollout import (
     state_of_round,
 )
 from penstock.stages.rollout.teacher import open_teacher
+from penstock.storage.commit import Commit
 from penstock.storage.failpoints import failpoint
 from penstock.storage.preemption import Preempted
-from penstock.storage.refs import Commit
 from penstock.storage.samples.sample import Sample
 
 REPEATED = "generated_again"  # metadata of the samples of a group whose first responses became too old

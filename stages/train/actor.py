@@ -36,7 +36,7 @@ from penstock.stages.train.spec import (
     SaveResult,
     TrainResult,
 )
-from penstock.storage.refs import Commit, FileRecord
+from penstock.storage.commit import Commit, FileRecord
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:
@@ -245,8 +245,7 @@ class TrainActor:
         log-prob and advantage of every trained token to `attempt`, if it is given."""
         from penstock.stages.train.batching import Batch, EngineChoices, read_teacher_logprobs, spread
         from penstock.stages.train.step import train_rollout
-        from penstock.storage.samples.shards import read_table
-        from penstock.storage.samples.trained_tokens import write_trained_tokens
+        from penstock.storage.samples.shards import read_table, write_trained_tokens
 
         assert self._state.clean and self._state.version == version, (
             f"asked to train policy {version}, but this rank holds {self._state}"

@@ -27,7 +27,7 @@ from penstock.engines.training import (
     train_backend,
 )
 from penstock.stages.train.config import TrainConfig
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 from penstock.storage.store import Store
 
 

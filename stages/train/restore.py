@@ -17,9 +17,9 @@ from penstock.engines.local_gpus import ReadCounters, energy_metric, no_counters
 from penstock.engines.training import train_backend
 from penstock.stages.train.spec import AuxiliaryModel, TrainResult
 from penstock.stages.train.trainer_group import TrainerGroup
+from penstock.storage.commit import ADAPTERS, CheckpointRef, Commit, Frozen, RunKeys, StepRef, commit_key
 from penstock.storage.errors import RunError
 from penstock.storage.failpoints import failpoint
-from penstock.storage.refs import ADAPTERS, CheckpointRef, Commit, Frozen, RunKeys, StepRef, commit_key
 from penstock.storage.store import Store
 
 TOLERANCE = {  # metric -> (absolute, relative) tolerance of a replay on other hardware or with another layout

@@ -15,7 +15,7 @@ from penstock.engines.families.shape import ModelShape
 from penstock.engines.training import STATE_KINDS, StateKind
 from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.diagnostics.config import DiagnosticsConfig
-from penstock.storage.refs import FileRecord, Frozen
+from penstock.storage.commit import FileRecord, Frozen
 
 AuxiliaryModel = Literal["reference", "teacher", "adapter"]  # not trained, except that adapters start from "adapter"
 

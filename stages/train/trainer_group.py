@@ -39,8 +39,8 @@ from penstock.stages.train.spec import (
     TrainerSpec,
     TrainResult,
 )
+from penstock.storage.commit import Commit
 from penstock.storage.errors import OptionError
-from penstock.storage.refs import Commit
 from penstock.storage.store import Store
 
 QUERY_TIMEOUT = 60.0  # timeout in seconds of a query that does not touch the weights

@@ -10,16 +10,16 @@ Energy is that of the GPUs, where the driver's node has their counters (engines/
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.storage.commits import read_commits
-from penstock.storage.history.run_record import read_run_record
-from penstock.storage.history.starts import Start, StartEnd, read_starts
-from penstock.storage.refs import Commit, RunKeys
-from penstock.storage.store import Store
+from penstock.storage.commit import Commit, RunKeys
+from penstock.storage.history.run_record import Start, StartEnd, read_run_record, read_starts
+from penstock.storage.store import Store, read_commits
 
 IDLE = "idle"
 STAGES = {
@@ -103,21 +103,13 @@ class RunCosts:
 
 
 def compute_costs(store: Store, keys: RunKeys) -> RunCosts:
-    """Return what a run used. Commits that a fork shares with its parent do not count.
-
-    Raises:
-        StoreError: a record is damaged.
-    """
+    """Return what a run used. Commits that a fork shares with its parent do not count."""
     return sum_costs(read_own_commits(store, keys), read_starts(store, keys))
 
 
 def costs_at_end(store: Store, keys: RunKeys, number: int | None = None) -> Iterator[tuple[int, StartEnd, RunCosts]]:
     """Yield (number of a start, its end, what the run had used until then) for each start that was not killed, or only
-    for start `number`.
-
-    Raises:
-        StoreError: a record is damaged.
-    """
+    for start `number`."""
     commits, starts = read_own_commits(store, keys), read_starts(store, keys)
     for n, (_, end) in enumerate(starts):
         if end is not None and number in (None, n):
@@ -139,8 +131,15 @@ def sum_costs(commits: list[Commit], recorded_starts: list[tuple[Start, StartEnd
     starts = close_starts(recorded_starts, commits)
     costs = RunCosts(sum(end - start.at for start, end in starts), len(starts))
     on_gpus = any(commit.state.get("fingerprint", {}).get("cuda") for commit in commits if commit.kind == "step")
+    trainer_kinds = [kind for kind in STAGES if kind not in _ENGINE_KINDS]
+    groups: list[tuple[str, int, Sequence[str]]]  # name, number of devices, kinds of commits made on them
     for start, end in starts:
-        for devices, number, kinds in device_groups(start, on_gpus):
+        groups = [("trainer", start.trainer_devices, trainer_kinds), ("engines", start.engine_devices, _ENGINE_KINDS)]
+        if start.colocated and on_gpus:
+            groups = [("trainer and engines", max(start.trainer_devices, start.engine_devices), list(STAGES))]
+        for devices, number, kinds in groups:
+            if not number:
+                continue
             intervals = [
                 Interval(commit.created_at - sum(commit.seconds.values()), commit.created_at, STAGES[commit.kind])
                 for commit in commits
@@ -152,9 +151,17 @@ def sum_costs(commits: list[Commit], recorded_starts: list[tuple[Start, StartEnd
             costs.num_devices[devices] = number
     last = starts[-1][0] if starts else Start()
     costs.rounds = costs_of_rounds(commits, last)
-    costs.checkpoints = costs_of_checkpoints(costs.rounds, commits, last)
+    saves = [commit for commit in commits if commit.kind == "checkpoint"]
+    costs.checkpoints = sum_by_checkpoint(
+        {cost.rollout_id: sum(cost.device_seconds.values()) for cost in costs.rounds},
+        {commit.index: last.trainer_devices * sum(commit.seconds.values()) for commit in saves},
+    )
     costs.joules = energy_by_stage(commits, recorded_starts)
-    costs.checkpoint_joules = energy_of_checkpoints(costs.rounds, commits)
+    joules = sum_by_checkpoint(
+        {cost.rollout_id: sum(cost.joules.values()) for cost in costs.rounds},
+        {commit.index: commit.summary.get(_ENERGY["checkpoint"], math.nan) for commit in saves},
+    )
+    costs.checkpoint_joules = {version: energy for version, energy in joules.items() if not math.isnan(energy)}
     return costs
 
 
@@ -177,19 +184,6 @@ def energy_by_stage(commits: list[Commit], starts: list[tuple[Start, StartEnd | 
     return dict(joules)
 
 
-def energy_of_checkpoints(rounds: list[RoundCost], commits: list[Commit]) -> dict[int, float]:
-    """Return the joules of the rounds since the checkpoint before and of the save, by policy version; {} if the energy
-    was not measured."""
-    saves = {c.index: c.summary.get(_ENERGY["checkpoint"]) for c in commits if c.kind == "checkpoint"}
-    energy, before = {}, 0
-    for version, save in sorted(saves.items()):
-        if save is not None:
-            of_rounds = [sum(cost.joules.values()) for cost in rounds if before <= cost.rollout_id < version]
-            energy[version] = sum(of_rounds) + save
-        before = version
-    return energy
-
-
 def seconds_by_stage(intervals: Iterable[Interval], begin: float, end: float) -> dict[str, float]:
     """Return how many seconds between `begin` and `end` each stage took, and the idle rest; the sum is end - begin. A
     moment in several intervals counts for the one that began last."""
@@ -204,15 +198,6 @@ def seconds_by_stage(intervals: Iterable[Interval], begin: float, end: float) ->
         active.remove(interval) if is_end else active.append(interval)
     seconds[IDLE] += end - now  # type: ignore[assignment]
     return dict(seconds)
-
-
-def device_groups(start: Start, on_gpus: bool) -> list[tuple[str, int, Sequence[str]]]:
-    """Return (name, number of devices, kinds of commits made on them) for the devices of a start."""
-    trainer_kinds = [kind for kind in STAGES if kind not in _ENGINE_KINDS]
-    if start.colocated and on_gpus:
-        return [("trainer and engines", max(start.trainer_devices, start.engine_devices), list(STAGES))]
-    groups = [("trainer", start.trainer_devices, trainer_kinds), ("engines", start.engine_devices, _ENGINE_KINDS)]
-    return [group for group in groups if group[1]]
 
 
 def close_starts(starts: list[tuple[Start, StartEnd | None]], commits: list[Commit]) -> list[tuple[Start, float]]:
@@ -245,12 +230,10 @@ def costs_of_rounds(commits: list[Commit], start: Start) -> list[RoundCost]:
     return [rounds[index] for index in sorted(rounds)]
 
 
-def costs_of_checkpoints(rounds: list[RoundCost], commits: list[Commit], start: Start) -> dict[int, float]:
-    """Return the device-seconds of the rounds since the checkpoint before and of the save, by policy version."""
-    saves = {commit.index: sum(commit.seconds.values()) for commit in commits if commit.kind == "checkpoint"}
-    costs, before = {}, 0
-    for version in sorted(saves):
-        of_rounds = [sum(cost.device_seconds.values()) for cost in rounds if before <= cost.rollout_id < version]
-        costs[version] = sum(of_rounds) + start.trainer_devices * saves[version]
-        before = version
-    return costs
+def sum_by_checkpoint(of_rounds: dict[int, float], saves: dict[int, float]) -> dict[int, float]:
+    """Return the sum over the rounds since the checkpoint before and the save, by policy version."""
+    versions = sorted(saves)
+    return {
+        version: sum(value for index, value in of_rounds.items() if before <= index < version) + saves[version]
+        for before, version in pairwise([0, *versions])
+    }

@@ -24,13 +24,12 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.storage.commits import committed_prefixes
+from penstock.storage.commit import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.history.run_record import read_run_record
-from penstock.storage.refs import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.samples.shards import is_shard
-from penstock.storage.store import Store
+from penstock.storage.store import Store, committed_prefixes
 
 _NUM_THREADS = 16  # commit records read at the same time
 _DIRECTORY = {"rollout": "rollouts", "step": "steps", "checkpoint": "checkpoints", "eval": "evals", "export": "exports"}
@@ -110,11 +109,7 @@ class LineageGraph:
 
 
 def read_lineage(store: Store) -> LineageGraph:
-    """Read the commits of all runs and models of a store, and return their lineage.
-
-    Raises:
-        StoreError: a record is damaged.
-    """
+    """Read the commits of all runs and models of a store, and return their lineage."""
     graph = LineageGraph()
     runs = [run for run in store.list("runs") if store.read(RunKeys(run).record)]
     prefixes = [prefix for run in runs for prefix in committed_prefixes(store, RunKeys(run))]
@@ -123,7 +118,8 @@ def read_lineage(store: Store) -> LineageGraph:
     commits = map_in_threads(store.committed, prefixes, _NUM_THREADS)
     by_key = {commit_key(prefix): commit for prefix, commit in zip(prefixes, commits, strict=True) if commit}
     for run in runs:
-        graph.models[run] = read_models(store, RunKeys(run))
+        models = {role: store.read_record(CheckpointRef, RunKeys(run).origin_key(role)) for role in ORIGINS}
+        graph.models[run] = {role: model.key for role, model in models.items() if model}
         graph.originals |= find_originals(store, RunKeys(run), by_key)
     own = {key: commit for key, commit in by_key.items() if key not in graph.originals}
     graph.nodes = {key: Node(key, commit) for key, commit in own.items()}
@@ -131,12 +127,6 @@ def read_lineage(store: Store) -> LineageGraph:
     for key, commit in own.items():
         graph.add(Node(key, commit, tuple(inputs_of(graph, key, commit, attempts))))
     return graph
-
-
-def read_models(store: Store, keys: RunKeys) -> dict[str, str]:
-    """Return the models that a run started with: role -> key of the model's commit."""
-    models = {role: store.read_record(CheckpointRef, keys.origin_key(role)) for role in ORIGINS}
-    return {role: model.key for role, model in models.items() if model}
 
 
 def find_originals(store: Store, keys: RunKeys, commits: dict[str, Commit]) -> dict[str, str]:
@@ -181,11 +171,7 @@ REFERENCES = (
 
 
 def find_node(graph: LineageGraph, store: Store, reference: str) -> Node:
-    """Return the artifact that a reference names (see REFERENCES); for samples and prompts, their rollout.
-
-    Raises:
-        RunError: there is no such artifact.
-    """
+    """Return the artifact that a reference names (see REFERENCES); for samples and prompts, their rollout."""
     if reference in graph.nodes:
         return graph.nodes[reference]
     run, _, rest = reference.partition("/")

@@ -11,15 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.storage.commits import committed_prefixes
-from penstock.storage.disk import map_in_threads
-from penstock.storage.errors import RunError, StoreError
-from penstock.storage.history.run_record import RunRecord, read_run_record, read_schedule_changes
-from penstock.storage.history.starts import read_starts
-from penstock.storage.maintenance.orphans import NUM_READS, find_orphans
-from penstock.storage.maintenance.prompt_audit import PromptAudit, max_staleness, read_round
-from penstock.storage.maintenance.retention import Tombstone, expired_versions, read_tombstone, tombstone_key
-from penstock.storage.refs import (
+from penstock.storage.commit import (
     ORIGINS,
     CheckpointRef,
     Commit,
@@ -29,7 +21,13 @@ from penstock.storage.refs import (
     decode_record,
     has_matching_digest,
 )
-from penstock.storage.store import Store
+from penstock.storage.disk import map_in_threads
+from penstock.storage.errors import RunError, StoreError
+from penstock.storage.history.run_record import RunRecord, read_run_record, read_schedule_changes, read_starts
+from penstock.storage.maintenance.deletion import Tombstone, expired_versions, read_tombstone, tombstone_key
+from penstock.storage.maintenance.orphans import NUM_READS, find_orphans
+from penstock.storage.maintenance.prompt_audit import PromptAudit, max_staleness, read_round
+from penstock.storage.store import Store, committed_prefixes
 
 NUM_FILES = 8  # read concurrently
 _KINDS = {"rollouts": "rollout", "steps": "step", "checkpoints": "checkpoint", "evals": "eval", "exports": "export"}
@@ -61,13 +59,9 @@ def audit_run(store: Store, keys: RunKeys, *, verify_hashes: bool = True) -> Aud
         keys: the run's keys in the store.
         verify_hashes: check sizes and hashes of models, checkpoints and exports; False: only their sizes. Hashes of
             sample shards are always checked.
-
-    Raises:
-        RunError: the run does not exist.
     """
     check = _RunAudit(store, keys)
-    record = check.read_run_record()
-    check.check_starts_and_changes()
+    record = check.read_records()
     commits = check.read_commits()
     tombstones = check.read_tombstones()
     check.check_file_sizes_or_hashes(commits, verify_hashes)
@@ -88,9 +82,15 @@ class _RunAudit:
     def add_problem(self, problem: str | Exception) -> None:
         self.result.problems.append(str(problem).partition("\n")[0])
 
-    def read_run_record(self) -> RunRecord | None:
-        """Return run.json. If it is damaged or missing, report a problem and return None."""
+    def read_records(self) -> RunRecord | None:
+        """Return run.json, or None if it is damaged or missing. Report this as a problem, and damaged records of the
+        run's starts and of its changed schedules."""
         store, keys = self.store, self.keys
+        for read in (read_starts, read_schedule_changes):
+            try:
+                read(store, keys)
+            except StoreError as error:
+                self.add_problem(error)
         try:
             record = read_run_record(store, keys)
         except StoreError as error:
@@ -101,14 +101,6 @@ class _RunAudit:
                 raise RunError(f"store {store.uri} has no run {keys.run!r}: check the name, or pass the right --store")
             self.add_problem(f"{keys.record} is missing: restore it from a backup")
         return record
-
-    def check_starts_and_changes(self) -> None:
-        """Check that the records of the run's starts and of its changed schedules can be read."""
-        for read in (read_starts, read_schedule_changes):
-            try:
-                read(self.store, self.keys)
-            except StoreError as error:
-                self.add_problem(error)
 
     def read_commits(self) -> dict[str, Commit]:
         """Return the readable commits of the run and of the models that it started with, by their prefix in the store;
@@ -210,14 +202,18 @@ class _RunAudit:
                         f"restore {key} from a backup"
                     )
 
+    def kind_and_index(self, prefix: str) -> tuple[str, int]:
+        """Return what the commit record of a stage of the run must contain, according to its key."""
+        directory, number = prefix.removeprefix(f"{self.keys.prefix}/").split("/")[:2]
+        return _KINDS[directory], int(number)
+
     def check_commits_match_keys(self, commits_by_prefix: dict[str, Commit]) -> None:
         """Check that kind, run, index, policy version and input of every commit record match the key of the record."""
         keys = self.keys
         for prefix, commit in commits_by_prefix.items():
             if prefix.startswith("models/"):
                 continue
-            directory, number = prefix.removeprefix(f"{keys.prefix}/").split("/")[:2]
-            index, kind = int(number), _KINDS[directory]
+            kind, index = self.kind_and_index(prefix)
             recorded = (commit.kind, commit.index, commit.run or keys.run)
             if recorded != (kind, index, keys.run):
                 self.add_problem(
@@ -234,17 +230,12 @@ class _RunAudit:
                 self.add_problem(
                     f"{commit_key(prefix)} has policy version {commit.policy_version}; it must be {allowed}"
                 )
-            source = {
-                "step": ("rollout", keys.rollout_prefix(index)),
-                "export": ("checkpoint", keys.checkpoint_prefix(index)),
-            }
-            if kind in source:
-                role, needed = source[kind]
-                if commit.inputs.get(role) != commit_key(needed):
-                    was = commit.inputs.get(role)
-                    self.add_problem(
-                        f"{commit_key(prefix)} has the {role} {was} as input; it must be {commit_key(needed)}"
-                    )
+            sources = {"step": ("rollout", keys.rollout_prefix), "export": ("checkpoint", keys.checkpoint_prefix)}
+            if kind in sources:
+                role, prefix_of = sources[kind]
+                was, needed = commit.inputs.get(role), commit_key(prefix_of(index))
+                if was != needed:
+                    self.add_problem(f"{commit_key(prefix)} has the {role} {was} as input; it must be {needed}")
 
     def check_rounds_are_consecutive(self, commits: dict[str, Commit]) -> None:
         """Check that rounds are consecutive, and that the policy version of each checkpoint, evaluation and export
@@ -252,8 +243,8 @@ class _RunAudit:
         indices: dict[str, list[int]] = defaultdict(list)
         for prefix in commits:
             if not prefix.startswith("models/"):
-                directory, number = prefix.removeprefix(f"{self.keys.prefix}/").split("/")[:2]
-                indices[_KINDS[directory]].append(int(number))
+                kind, index = self.kind_and_index(prefix)
+                indices[kind].append(index)
         for kind in ("rollout", "step"):
             if missing := set(range(max(indices[kind], default=-1) + 1)) - set(indices[kind]):
                 self.add_problem(f"{kind} {min(missing)} is not committed, but {kind} {max(indices[kind])} is")

@@ -16,10 +16,11 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
+from penstock.storage.commit import JOURNAL, Commit, RunKeys, commit_key, split_stage_key
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.failpoints import failpoint
-from penstock.storage.maintenance.leases import (
+from penstock.storage.leases import (
     TTL,
     claim_key,
     describe_lease_holder,
@@ -29,14 +30,14 @@ from penstock.storage.maintenance.leases import (
     try_claim_for_deletion,
     withdraw_deletion_claim,
 )
-from penstock.storage.maintenance.removal import removal_marker_key, remove_run
-from penstock.storage.maintenance.retention import (
+from penstock.storage.maintenance.deletion import (
     Tombstone,
     is_checkpoint_used,
+    removal_marker_key,
+    remove_run,
     tombstone_key,
     unfinished_fork_key,
 )
-from penstock.storage.refs import JOURNAL, Commit, RunKeys, commit_key, split_stage_key
 from penstock.storage.store import Store, StoredFile
 
 NUM_READS = 16  # concurrent reads of small files, since latency dominates on an object store
@@ -97,16 +98,7 @@ def find_orphans(store: Store, run: str | None = None, *, older_than: float, now
 
 def remove_orphan(store: Store, orphan: Orphan, now: float | None = None) -> bool:
     """Delete an orphan (files that no record needs), unless a process has begun to use it since `find_orphans`. Return
-    whether it was deleted.
-
-    Args:
-        store: the store that contains the orphan.
-        orphan: from `find_orphans`.
-        now: the current time by the store's clock (`leases.store_time`, which is called if not given).
-
-    Raises:
-        StoreError: the store is not writable.
-    """
+    whether it was deleted."""
     now = store_time(store) if now is None else now
     if orphan.kind == "unfinished attempt":
         return _remove_unfinished_attempt(store, orphan, now)

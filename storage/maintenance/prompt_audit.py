@@ -20,8 +20,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import xxhash
 
+from penstock.storage.commit import BUFFER, TRAINED, Commit, commit_key
 from penstock.storage.errors import StoreError
-from penstock.storage.refs import BUFFER, TRAINED, Commit, commit_key
 from penstock.storage.samples.sample import Status, check_schema
 from penstock.storage.store import Store
 

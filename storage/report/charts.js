@@ -120,7 +120,7 @@ function drawChart(title, xTitle, series, positions, width, state, show) {
   const { left, right, top, bottom, height } = PLOT;
   const values = series.flatMap((s) => [...s.y, ...(s.low || []), ...(s.high || [])]).filter(isNumber);
   let [low, high] = [values.reduce((a, b) => Math.min(a, b), Infinity), values.reduce((a, b) => Math.max(a, b), -Infinity)];
-  if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+  if (low === high) [low, high] = low ? [low - Math.abs(low) / 2, high + Math.abs(high) / 2] : [0, 1];
   if (low > 0 && low < high / 3) low = 0;
   const marks = ticks(low, high, 5);
   [low, high] = [Math.min(low, marks[0]), Math.max(high, marks.at(-1))];

@@ -13,13 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from penstock.storage.commits import read_commits
+from penstock.storage.commit import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.history.costs import RunCosts, close_starts, compute_costs
-from penstock.storage.history.run_record import ParentRecord, RunRecord, ScheduleChange
-from penstock.storage.history.starts import read_starts
-from penstock.storage.refs import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
+from penstock.storage.history.run_record import ParentRecord, RunRecord, ScheduleChange, read_starts
 from penstock.storage.secrets import mask_secrets
-from penstock.storage.store import Store
+from penstock.storage.store import Store, read_commits
 
 STAGE_KINDS = ("rollout", "step", "checkpoint", "eval", "export")  # stages of a run, as shown in the time line
 _EXPIRED = re.compile(r"(\d{6})\.expired\.json")
@@ -50,11 +48,7 @@ class ReportInput:
 
 
 def collect_overview(store: Store, keys: RunKeys, given: ReportInput) -> tuple[dict[str, Any], list[Commit]]:
-    """Return everything that the report shows except samples, and the run's commits in the order of their creation.
-
-    Raises:
-        StoreError: a commit is damaged.
-    """
+    """Return everything that the report shows except samples, and the run's commits in the order of their creation."""
     commits = read_commits(store, keys)
     rollouts, steps = ({c.index: c for c in commits if c.kind == kind} for kind in ("rollout", "step"))
     of_run = [commit for commit in commits if commit.listed_kind != "rescore"]
@@ -126,13 +120,8 @@ def stage_entry(commit: Commit, inherited: bool) -> dict[str, Any]:
 
 
 def find_gaps(store: Store, keys: RunKeys, commits: list[Commit]) -> list[dict[str, Any]]:
-    """Return the times between two starts of the run, in which no driver was alive, and how the first of the two ended.
-
-    Args:
-        store: with the run.
-        keys: of the run.
-        commits: of the run, without those that it shares with its parent.
-    """
+    """Return the times between two starts of the run, in which no driver was alive, and how the first one ended.
+    `commits` are without those that the run shares with its parent."""
     starts = read_starts(store, keys)
     ends = [end for _, end in close_starts(starts, commits)]
     return [
@@ -270,8 +259,14 @@ def collect_lineage(store: Store, keys: RunKeys, record: RunRecord, commits: lis
 
     models = {role: origin.key for role, origin in origins.items() if origin}
     base = store.committed(models["base"].removesuffix(commit_key(""))) if "base" in models else None
+    sources = []  # paths of models or, for the files of a run, their references: `my-run/export/20`
+    for path in base.inputs.values() if base else ():
+        run, _, rest = (attempt_in_path(path) or "").removeprefix("runs/").partition("/")
+        kind, _, version = rest.partition("/")
+        reference = f"{run}/{kind.removesuffix('s')}/{int(version.partition('/')[0])}" if version else path
+        sources.append(reference)
     return {
-        "sources": [describe_source(path) for path in (base.inputs.values() if base else ())],
+        "sources": sources,
         "models": models,
         "parents": parents,
         "checkpoints": [entry(c) for c in commits if c.kind == "checkpoint"],
@@ -280,13 +275,6 @@ def collect_lineage(store: Store, keys: RunKeys, record: RunRecord, commits: lis
         "rescores": [entry(c) | {"task": _task_of(c)} for c in _evaluations(commits, "rescore")],
         "exports": [entry(c) for c in commits if c.kind == "export"],
     }
-
-
-def describe_source(path: str) -> str:
-    """Return the path of a model or, for the files of a run, their reference: `my-run/export/20`."""
-    run, _, rest = (attempt_in_path(path) or "").removeprefix("runs/").partition("/")
-    kind, _, version = rest.partition("/")
-    return f"{run}/{kind.removesuffix('s')}/{int(version.partition('/')[0])}" if version else path
 
 
 def collect_costs(costs: RunCosts, stages: list[dict[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import re
 from importlib.resources import files
 from typing import Any
 
-from penstock.storage.report.samples import SEED, STATUSES, ReportSamples
+from penstock.storage.report.sample_pages import SEED, STATUSES, ReportSamples
 
 GENERATOR = '<meta name="generator" content="penstock report">'  # marks a file as a report
 _SCRIPTS = ("page.js", "charts.js", "samples.js")  # in the order in which they are concatenated
@@ -23,13 +23,7 @@ _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 
 
 def build_page(overview: dict[str, Any], samples: ReportSamples, token_texts: dict[int, str]) -> str:
-    """Return the HTML of a report.
-
-    Args:
-        overview: what storage/report/data.py has collected.
-        samples: the selected samples.
-        token_texts: id -> text of the tokens in the samples; ids that are missing are shown as numbers.
-    """
+    """Return the HTML of a report."""
     style = _read_asset("page.css")
     script = "\n".join(_read_asset(name) for name in _SCRIPTS)
     assert "</script" not in script.lower() and "<!--" not in script and "</style" not in style.lower()
@@ -38,9 +32,13 @@ def build_page(overview: dict[str, Any], samples: ReportSamples, token_texts: di
     index = {"index": samples.index, "page_starts": samples.page_starts, "sets": samples.sets, "statuses": STATUSES}
     index["token_texts"] = {str(token): text for token, text in token_texts.items()}
     chunks = [embed(f"page-{number}", page) for number, page in enumerate(samples.pages)]
+    policy = (  # no request at all, and only the page's own style sheet and script
+        f"default-src 'none'; style-src {_source_hash(style)}; script-src {_source_hash(script)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
     values = {
         "generator": GENERATOR,
-        "policy": html.escape(content_security_policy(style, script), quote=True),
+        "policy": html.escape(policy, quote=True),
         "title": html.escape(f"{overview['header']['run']} - Penstock report"),
         "style": style,
         "script": script,
@@ -48,14 +46,6 @@ def build_page(overview: dict[str, Any], samples: ReportSamples, token_texts: di
         "samples": "\n".join([embed("samples", index), *chunks]),
     }
     return _PLACEHOLDER.sub(lambda match: values[match[1]], _read_asset("page.html"))
-
-
-def content_security_policy(style: str, script: str) -> str:
-    """Return a policy that forbids all requests and admits only the given inline style sheet and script."""
-    return (
-        f"default-src 'none'; style-src {_source_hash(style)}; script-src {_source_hash(script)}; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
-    )
 
 
 def embed(name: str, value: Any) -> str:

@@ -183,7 +183,13 @@ function listRow(view, i, position, sample) {
   return element("button", { type: "button", "data-sample": i, "aria-current": String(i === view.current), onclick: () => chooseRow(view, position) },
     element("span", { className: "line" }, element("b", {}, formatNumber(index.reward[i])), element("span", {}, what + index.round[i]),
       element("span", {}, "prompt " + index.prompt[i]), element("span", {}, statuses[index.status[i]]), element("span", {}, index.length[i] + " tokens")),
-    element("span", { className: "preview mono" }, sample.prompt.slice(-80) + " \u2192 " + sample.response.slice(0, 160)));
+    element("span", { className: "preview mono soft" }, shorten(sample.prompt)),
+    element("span", { className: "preview mono" }, shorten(sample.response)));
+}
+
+// The beginning of a text and, of a long one, its end, where the answer is.
+function shorten(text) {
+  return text.length <= 160 ? text : text.slice(0, 80) + " \u2026 " + text.slice(-78);
 }
 
 // On a narrow screen the detail is below the list: scroll to it.

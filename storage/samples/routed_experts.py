@@ -41,9 +41,6 @@ class ExpertsFormat:
         Args:
             chosen: expert ids, [num_tokens * num_layers * top_k]; those of dense layers are ignored.
             num_tokens: R, the number of tokens with recorded routing.
-
-        Raises:
-            EngineError: the size is wrong, or an expert id is out of range or repeated for one token and layer.
         """
         if chosen.size != num_tokens * self.num_layers * self.top_k:
             raise EngineError(
@@ -68,9 +65,6 @@ class ExpertsFormat:
         Args:
             content: bytes from `encode`, or None if the sample has no recorded routing.
             num_tokens: all tokens of the sample.
-
-        Raises:
-            RunError: the size of the bytes does not fit this model.
         """
         chosen = np.full((num_tokens, len(self.routed_layers), self.top_k), UNKNOWN, dtype=np.int16)
         if content:

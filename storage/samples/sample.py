@@ -85,12 +85,7 @@ class Sample:
         self.loss_mask = [0] * len(self.loss_mask)
 
     def check(self) -> None:
-        """Check that the per-token fields are consistent.
-
-        Raises:
-            PluginError: their lengths differ, or loss_mask has values other than 0 and 1. Only a user-defined function
-                can produce such a sample.
-        """
+        """Check that the per-token fields are consistent. Only a user-defined function can make them inconsistent."""
         lengths = {len(self.token_ids), len(self.loss_mask), len(self.rollout_logprobs)}
         if len(lengths) != 1:
             raise PluginError(
@@ -134,11 +129,7 @@ SCHEMA = pa.schema(
 
 
 def to_table(samples: Iterable[Sample]) -> pa.Table:
-    """Return samples as an Arrow table with SCHEMA. Text that is not valid Unicode is escaped.
-
-    Raises:
-        PluginError: a sample has inconsistent per-token fields.
-    """
+    """Return samples as an Arrow table with SCHEMA. Text that is not valid Unicode is escaped."""
     rows = list(samples)
     try:
         return _build_table(rows)
@@ -197,11 +188,7 @@ def _build_token_columns(rows: list[Sample]) -> dict[str, pa.ListArray] | None:
 
 
 def from_table(table: pa.Table) -> list[Sample]:
-    """Return the samples of a table; the inverse of `to_table`.
-
-    Raises:
-        RunError: a newer release of Penstock wrote the table.
-    """
+    """Return the samples of a table; the inverse of `to_table`."""
     check_schema(table.schema)
     rows = table.to_pylist()
     for row in rows:
@@ -213,11 +200,7 @@ def from_table(table: pa.Table) -> list[Sample]:
 
 
 def check_schema(schema: pa.Schema) -> None:
-    """Check that this release can read a shard with the given Arrow schema.
-
-    Raises:
-        RunError: the shard has no schema version, or that of another release.
-    """
+    """Check that this release can read a shard with the given Arrow schema."""
     version = int((schema.metadata or {}).get(_VERSION_KEY, b"0"))
     if version != SCHEMA_VERSION:
         raise RunError(

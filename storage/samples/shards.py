@@ -1,4 +1,5 @@
-"""Shards: the samples of a rollout or evaluation in Parquet files, which tools such as DuckDB can read, too."""
+"""Parquet files of a run, which tools such as DuckDB can read, too: the shards with the samples of a rollout or an
+evaluation, and what the trainer knows of each trained token."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.storage.refs import TRAINED, Commit
+from penstock.storage.commit import TRAINED, Commit
 from penstock.storage.samples.sample import Sample, check_schema, from_table, to_table
 from penstock.storage.store import Store
 
@@ -35,15 +37,6 @@ def read_table(store: Store, commit: Commit, name: str = "part") -> pa.Table:
 
     Only shards that the commit lists are read, after verifying their sizes and hashes. (In a local store the directory
     may contain other files.)
-
-    Args:
-        store: of the commit.
-        commit: of a rollout or an evaluation.
-        name: of the shards, TRAINED or BUFFER (refs.py).
-
-    Raises:
-        StoreError: a shard is missing, or its size or hash differs from the commit.
-        RunError: another release of Penstock wrote the shards.
     """
     files = sorted(record.path for record in commit.files if is_shard(record.path, name))
     shards = [Path(file).relative_to(commit.attempt or "") for file in files]
@@ -61,5 +54,44 @@ def read_samples(store: Store, commit: Commit, name: str = "part") -> list[Sampl
 
 
 def is_shard(path: str, name: str = TRAINED) -> bool:
-    """Return whether a committed file is a shard with the given name, TRAINED or BUFFER (refs.py)."""
+    """Return whether a committed file is a shard with the given name, TRAINED or BUFFER (commit.py)."""
     return re.fullmatch(rf"{re.escape(name)}-\d+\.parquet", path.rpartition("/")[2]) is not None
+
+
+# ---- trained tokens --------------------------------------------------------------------------------------------------
+# The file belongs to the commit of a round of training. Training and replay never read it: it is for reports and SQL.
+
+_TRAINED_TOKENS = "trained-tokens.parquet"
+TOKENS_SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("trainer_logprobs", pa.list_(pa.float32())),  # per trained token: of the policy before the round
+        ("advantages", pa.list_(pa.float32())),  # per trained token
+    ]
+)
+
+
+def write_trained_tokens(
+    directory: Path, sample_ids: pa.ChunkedArray, num_tokens: np.ndarray, logprobs: np.ndarray, advantages: np.ndarray
+) -> None:
+    """Write the file for a round with B samples and N trained tokens.
+
+    Args:
+        directory: where to write the file.
+        sample_ids: [B].
+        num_tokens: [B], trained tokens of each sample, N in total.
+        logprobs: [N], by sample and position.
+        advantages: [N], in the same order.
+    """
+    offsets = pa.array(np.concatenate([[0], np.cumsum(num_tokens)]), pa.int32())
+    lists = [pa.ListArray.from_arrays(offsets, pa.array(values, pa.float32())) for values in (logprobs, advantages)]
+    table = pa.Table.from_arrays([sample_ids, *lists], schema=TOKENS_SCHEMA)
+    pq.write_table(table, directory / _TRAINED_TOKENS, compression="zstd")
+
+
+def read_trained_tokens(store: Store, step: Commit) -> pa.Table | None:
+    """Return the table (TOKENS_SCHEMA) of a committed round of training, or None if the round has no such file."""
+    if not any(file.path == f"{step.attempt}/{_TRAINED_TOKENS}" for file in step.files):
+        return None
+    with store.reading(step, only=[_TRAINED_TOKENS]) as directory:
+        return pq.read_table(directory / _TRAINED_TOKENS)

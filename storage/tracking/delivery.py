@@ -1,7 +1,9 @@
-"""Send a run's records to its trackers without blocking the run.
+"""Send a run's records to its trackers without blocking the run, and read them again from the store.
 
-Records are appended to a local outbox; a background thread for each tracker delivers them and retries while the
-tracking server is down, slow or full. (MLflow's own client blocks for minutes and then raises.)
+Records are appended to a local outbox; a background thread for each tracker delivers them at least once, and retries
+while the tracking server is down, slow or full. (MLflow's own client blocks for minutes and then raises.) The store is
+the authority: `penstock track` sends a run again from its commits. Metrics that are not in commits (waiting times,
+queue depth, durations of weight updates) exist only in the outbox and in the trackers that received them.
 """
 
 from __future__ import annotations
@@ -10,32 +12,65 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.storage.commits import committed_prefixes
-from penstock.storage.refs import Commit, RunKeys, commit_key
+from penstock.storage.commit import Commit, RunKeys, commit_key
+from penstock.storage.history.costs import costs_at_end
+from penstock.storage.maintenance.deletion import expired_versions, read_tombstone
 from penstock.storage.secrets import mask_secrets, redact
-from penstock.storage.store import Store
-from penstock.storage.tracking.lineage import Lineage
+from penstock.storage.store import Store, committed_prefixes, read_commits
 from penstock.storage.tracking.outbox import Outbox
+from penstock.storage.tracking.run_commits import RunCommits
 from penstock.storage.tracking.tracker import (
     Committed,
+    MetricsLogged,
     Record,
+    RunEnded,
     TrackedRun,
     Tracker,
+    deliver_batch,
     parse_record,
     report_record_key,
-    tracker_class,
-    tracker_suffix,
 )
+from penstock.storage.tracking.trackers import tracker_class, tracker_suffix
 
 _COALESCE = 2.0  # seconds to collect records before a delivery, so that short rounds share requests
 _MAX_WAIT = 60.0  # maximum seconds between retries; the first wait is 1 s, and doubles
 _BATCH = 64  # records per delivery
 _MAX_PROBLEM = 200  # characters of a server's error message, which may be a page of HTML or SQL
 logger = logging.getLogger(__name__)
+
+
+# ---- records in the store --------------------------------------------------------------------------------------------
+
+
+def read_committed(store: Store, keys: RunKeys, *, skip: Container[str] = ()) -> list[Committed]:
+    """Return the commits of a run in the order of their creation, with those of expired checkpoints, and without those
+    at the keys `skip`."""
+    prefixes = [prefix for prefix in committed_prefixes(store, keys) if commit_key(prefix) not in skip]
+    commits = {commit_key(prefix): commit for prefix in prefixes if (commit := store.committed(prefix))}
+    for version in expired_versions(store, keys):
+        prefix = keys.checkpoint_prefix(version)
+        if commit_key(prefix) not in skip and (tombstone := read_tombstone(store, prefix)):
+            commits.setdefault(commit_key(prefix), tombstone.commit)
+    return sorted((Committed(key, c.created_at, c) for key, c in commits.items()), key=lambda record: record.at)
+
+
+def read_cost_metrics(
+    store: Store, keys: RunKeys, price_per_hour: float | None, start: int | None = None
+) -> list[MetricsLogged]:
+    """Return the costs of a run at the end of each start that was not killed, or only of start `start`, as metrics.
+    Raises StoreError if a record is damaged."""
+    steps = [step.created_at for step in read_commits(store, keys) if step.kind == "step"]
+    return [
+        MetricsLogged(f"cost-{number}", end.at, sum(at <= end.at for at in steps), costs.metrics(price_per_hour))
+        for number, end, costs in costs_at_end(store, keys, start)
+    ]
+
+
+# ---- delivery of a run -----------------------------------------------------------------------------------------------
 
 
 class RunTracking:
@@ -56,9 +91,7 @@ class RunTracking:
         self._closed = False
         self.on_metrics: Callable[[dict[str, float]], object] = lambda metrics: None  # called with new metrics
         self.deliveries: list[Delivery] = []
-        self._append(
-            f"start-{uuid.uuid4().hex}", {"type": "start", "at": time.time(), "config": mask_secrets(config or {})}
-        )
+        self._append(f"start-{uuid.uuid4().hex}", "start", config=mask_secrets(config or {}))
         self.deliveries = [Delivery(uri, run, Path(directory)) for uri in tracking_uris]
 
     @property
@@ -69,7 +102,7 @@ class RunTracking:
     def record_commit(self, key: str, commit: Commit) -> bool:
         """Append a commit to the outbox. Return False if the outbox already contains `key`, the key of the commit's
         record in the store."""
-        return self._append(key, {"type": "commit", "commit": commit.model_dump(mode="json")})
+        return self._append(key, "commit", commit=commit.model_dump(mode="json"))
 
     def record_missing_commits(self, store: Store, keys: RunKeys) -> int:
         """Append those commits of the run to the outbox that it does not contain, and return their number.
@@ -77,44 +110,38 @@ class RunTracking:
         The outbox lacks a commit if the driver was killed between committing and `record_commit`, or if the run has
         moved to another machine.
         """
-        prefixes = [prefix for prefix in committed_prefixes(store, keys) if commit_key(prefix) not in self._outbox]
-        missing = [(commit_key(prefix), commit) for prefix in prefixes if (commit := store.committed(prefix))]
-        missing.sort(key=lambda pair: pair[1].created_at)
-        return sum(self.record_commit(key, commit) for key, commit in missing)
+        missing = read_committed(store, keys, skip=self._outbox)
+        return sum(self.record_commit(record.key, record.commit) for record in missing)
 
     def enqueue_metrics(self, key: str, metrics: dict[str, float], step: int, at: float | None = None) -> bool:
         """Append metrics that are not part of a commit to the outbox. Return False if the outbox already contains
         `key`, which must be unique in the run. `at`, in seconds since the epoch, is their time; default: now."""
         self.on_metrics(metrics)
-        at = time.time() if at is None else at
-        return self._append(key, {"type": "metrics", "at": at, "step": step, "metrics": metrics})
+        return self._append(key, "metrics", at, step=step, metrics=metrics)
 
     def record_report(self, store_key: str, content: bytes) -> bool:
         """Append the report of the run to the outbox, which is at `store_key`. Return False if it was appended before
         with the same content."""
-        return self._append(report_record_key(content), {"type": "report", "at": time.time(), "store_key": store_key})
+        return self._append(report_record_key(content), "report", store_key=store_key)
 
     def close(self, status: str = "FINISHED", timeout: float = 10.0) -> int:
-        """Append the end of the run to the outbox, and deliver waiting records for at most `timeout` seconds.
-
-        Returns:
-            The number of records that were not delivered, over all trackers. The next start of the run delivers them.
-        """
+        """Append the end of the run to the outbox, and deliver waiting records for at most `timeout` seconds. Return
+        the number of records that were not delivered, over all trackers; the next start of the run delivers them."""
         if not self._closed:
-            self._append(f"end-{uuid.uuid4().hex}", {"type": "end", "at": time.time(), "status": status})
+            self._append(f"end-{uuid.uuid4().hex}", "end", status=status)
         self._closed = True
         deadline = time.monotonic() + timeout
         for delivery in self.deliveries:
-            delivery.begin_close()
+            delivery.closing.set()
+            delivery.wake.set()
         for delivery in self.deliveries:
             delivery.close(max(0.0, deadline - time.monotonic()))
         return sum(delivery.num_waiting() for delivery in self.deliveries)
 
-    def _append(self, key: str, line: dict[str, Any]) -> bool:
-        added = self._outbox.append(key, line)
-        if added:
-            for delivery in self.deliveries:
-                delivery.wake()
+    def _append(self, key: str, type: str, at: float | None = None, **content: Any) -> bool:
+        added = self._outbox.append(key, {"type": type, "at": time.time() if at is None else at, **content})
+        for delivery in self.deliveries if added else ():
+            delivery.wake.set()
         return added
 
 
@@ -127,26 +154,13 @@ class Delivery:
         self.problem: str | None = None  # why the last delivery failed, or None
         self.page: str | None = None  # URL of the run in the tracker's UI, once it is known
         self._tracker_class = tracker_class(uri)
+        self.name = self._tracker_class.name
         self._outbox = Outbox(directory, tracker_suffix(uri))
-        self._wake = threading.Event()
-        self._closing = threading.Event()
+        self.wake = threading.Event()  # records were appended
+        self.closing = threading.Event()  # the next delivery is the last one
         self._abandon = threading.Event()
         self.thread = threading.Thread(target=self._deliver_until_closed, name="penstock-tracking", daemon=True)
         self.thread.start()
-
-    @property
-    def name(self) -> str:
-        """Return the tracker's name."""
-        return self._tracker_class.name
-
-    def wake(self) -> None:
-        """Start a delivery, since a record was appended to the outbox."""
-        self._wake.set()
-
-    def begin_close(self) -> None:
-        """Let the thread end after the next delivery."""
-        self._closing.set()
-        self._wake.set()
 
     def close(self, timeout: float) -> None:
         """Wait for the last delivery, at most `timeout` seconds, then abandon it."""
@@ -155,20 +169,20 @@ class Delivery:
 
     def num_waiting(self) -> int:
         """Return the number of records that were not delivered."""
-        return self._outbox.num_waiting()
+        return sum(1 for _ in self._outbox.lines_from(self._outbox.delivered_offset))
 
     def _deliver_until_closed(self) -> None:
         position, wait = 0, 1.0
         tracker: Tracker | None = None
-        lineage = Lineage()
+        commits = RunCommits()
         while not self._abandon.is_set():
             # Read before delivering, so that the last delivery includes all records appended before `close`.
-            closing = self._closing.is_set()
-            self._wake.clear()
+            closing = self.closing.is_set()
+            self.wake.clear()
             try:
                 if tracker is None:
-                    tracker, lineage, position = self._connect(), Lineage(), 0
-                position = self._deliver(tracker, lineage, position)
+                    tracker, commits, position = self._connect(), RunCommits(), 0
+                position = self._deliver(tracker, commits, position)
                 if self.problem is not None:
                     logger.warning("%s is available again; all waiting records were delivered", tracker.name)
                 self.problem, self.page, wait = None, tracker.page, 1.0
@@ -181,12 +195,12 @@ class Delivery:
                         reason,
                     )
                 self.problem, tracker = reason, None
-                self._closing.wait(wait)
+                self.closing.wait(wait)
                 wait = min(2 * wait, _MAX_WAIT)
             else:
                 if not closing:
-                    self._wake.wait()
-                    self._closing.wait(_COALESCE)
+                    self.wake.wait()
+                    self.closing.wait(_COALESCE)
             if closing:
                 break
         self._outbox.unlock()
@@ -196,59 +210,37 @@ class Delivery:
         if not self._outbox.try_lock():
             raise BlockingIOError("another process is delivering this run's outbox")
         tracker = self._tracker_class(self.uri, self.run)
-        if tracker.resend != "none":
-            self._outbox.mark_delivered(0 if tracker.resend == "all" else self._first_unended_start())
+        if tracker.wants_all:
+            self._outbox.mark_delivered(0)
         return tracker
 
-    def _first_unended_start(self) -> int:
-        """Return the byte offset of the first start whose end was not delivered; if none, that of the first undelivered
-        line."""
-        delivered, begin = self._outbox.delivered_offset, 0
-        unended: int | None = None
-        for line, end in self._outbox.lines_from(0):
-            if end > delivered:
-                break
-            if line["type"] == "end":
-                unended = None
-            elif line["type"] == "start" and unended is None:
-                unended = begin
-            begin = end
-        return delivered if unended is None else unended
-
-    def _deliver(self, tracker: Tracker, lineage: Lineage, offset: int) -> int:
-        """Read the outbox from the byte `offset` on, add its commits to `lineage`, and deliver the undelivered lines.
+    def _deliver(self, tracker: Tracker, commits: RunCommits, offset: int) -> int:
+        """Read the outbox from the byte `offset` on, add its commits to `commits`, and deliver the undelivered lines.
         Return the byte offset after the last line that was read."""
         delivered = self._outbox.delivered_offset
         batch: list[tuple[dict[str, Any], Record]] = []
         for line, end in self._outbox.lines_from(offset):
             record = parse_record(line)
             if isinstance(record, Committed):
-                lineage.add(record.key, record.commit)
+                commits.add(record.key, record.commit)
             offset = end
             if end > delivered:
                 batch.append((line, record))
             if len(batch) >= _BATCH:
-                self._deliver_batch(tracker, lineage, batch, end)
+                self._deliver_batch(tracker, commits, batch, end)
                 batch = []
             if self._abandon.is_set():
                 return offset
         if batch:
-            self._deliver_batch(tracker, lineage, batch, offset)
+            self._deliver_batch(tracker, commits, batch, offset)
         return offset
 
     def _deliver_batch(
-        self, tracker: Tracker, lineage: Lineage, batch: list[tuple[dict[str, Any], Record]], end_offset: int
+        self, tracker: Tracker, commits: RunCommits, batch: list[tuple[dict[str, Any], Record]], end_offset: int
     ) -> None:
-        try:
-            tracker.deliver([record for _, record in batch], lineage)
-        except Exception as error:
-            if not tracker.is_permanent_refusal(error):
-                raise
-            for line, record in batch:  # deliver one by one, so that only records that the tracker refuses are skipped
-                try:
-                    tracker.deliver([record], lineage)
-                except Exception as reason:
-                    if not tracker.is_permanent_refusal(reason):
-                        raise
-                    self._outbox.record_refused_line(line, str(reason))
-        self._outbox.mark_delivered(end_offset)
+        lines = {record.key: line for line, record in batch}
+        records = [record for _, record in batch]
+        for refused, reason in deliver_batch(tracker, records, commits):
+            self._outbox.record_refused_line(lines[refused.key], reason)
+        if not tracker.buffers or isinstance(records[-1], RunEnded):
+            self._outbox.mark_delivered(end_offset)

@@ -67,7 +67,7 @@ class Outbox:
             self._keys.add(key)
         return True
 
-    def __contains__(self, key: str) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._keys
 
     def lines_from(self, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
@@ -103,10 +103,6 @@ class Outbox:
         line as delivered, so that it is not sent again."""
         with open(os.open(self._refused, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8") as file:
             file.write(json.dumps({"reason": reason, "line": line}, ensure_ascii=False) + "\n")
-
-    def num_waiting(self) -> int:
-        """Return the number of lines that are not marked as delivered."""
-        return sum(1 for _ in self.lines_from(self.delivered_offset))
 
     def try_lock(self) -> bool:
         """Acquire the delivery lock, which is released when the process ends. Return False if another process holds

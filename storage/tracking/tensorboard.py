@@ -1,7 +1,7 @@
 """The tracker for TensorBoard: event files in one directory per run, `<directory>/<run>-<identity>`.
 
 The URI is `tensorboard://` and an absolute path. Metrics are scalars, the config and the sample previews are texts.
-Child runs, models and data sets (lineage.py) have no counterpart in TensorBoard and are not written.
+Child runs, models and data sets have no counterpart in TensorBoard and are not written.
 
 Delivery is idempotent, since the event files themselves are the index of what was delivered: at the start of a process
 they are read, and a point is written only if no file contains a point with the same name, step and time. So neither a
@@ -13,19 +13,33 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from penstock.storage.tracking.lineage import Lineage, eval_name_from_key
-from penstock.storage.tracking.points import flatten_config, metric_points
-from penstock.storage.tracking.tracker import Committed, Record, Resend, RunStarted, TrackedRun
+from pydantic import model_validator
+
+from penstock.storage.config import option
+from penstock.storage.errors import OptionError
+from penstock.storage.tracking import check_package, trackers_directory
+from penstock.storage.tracking.run_commits import RunCommits, eval_name_from_key
+from penstock.storage.tracking.tracker import (
+    Committed,
+    OptionsOfTracker,
+    Record,
+    RunStarted,
+    TrackedRun,
+    Tracker,
+    flatten_config,
+    metric_points,
+)
 
 if TYPE_CHECKING:
-    from tensorboard.compat.proto.event_pb2 import Event
+    from penstock.storage.store import Store
 
 _SCHEME = "tensorboard://"
-_FILES = "events.out.tfevents.*"
+_DIRECTORY_NAME = r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$"  # one or more levels, none of them hidden or `..`
 Key = tuple[str, int, float]  # tag, step, wall time
 
 
@@ -33,7 +47,28 @@ class TensorBoardTracker:
     """The tracker for TensorBoard, for one Penstock run."""
 
     name: ClassVar[str] = "TensorBoard"
-    resend: Resend = "all"  # a crash of the machine may cut off records
+    wants_all = True  # a crash of the machine may cut off records
+    buffers: ClassVar[bool] = False
+
+    @staticmethod
+    def uri_of(store: Store, options: TensorBoardOptions) -> str | None:
+        """Return the tracking URI: the given directory, TENSORBOARD_DIR, or `tensorboard` in the store, and in it the
+        directories of project and experiment."""
+        if not options.use_tensorboard:
+            return None
+        path = options.tb_dir or os.environ.get("TENSORBOARD_DIR") or trackers_directory(store) / "tensorboard"
+        names = [name for name in (options.tb_project_name, options.tb_experiment_name) if name]
+        return f"{_SCHEME}{Path(path, *names).expanduser().absolute()}"
+
+    @staticmethod
+    def check_options(options: TensorBoardOptions) -> None:
+        """Check that TensorBoard is installed, and that its directory is local."""
+        if options.use_tensorboard:
+            check_package("tensorboard", "--use-tensorboard")
+            if options.tb_dir and "://" in options.tb_dir:
+                raise OptionError(
+                    f"--tb-dir {options.tb_dir[:80]!r} is a URI, but a local directory is needed: give its path"
+                )
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         self.directory = Path(uri.removeprefix(_SCHEME)) / f"{run.name}-{run.identity[:8]}"
@@ -46,7 +81,7 @@ class TensorBoardTracker:
         """Return the URL of the directory, which `tensorboard --logdir` shows."""
         return self.directory.as_uri()
 
-    def deliver(self, records: Sequence[Record], lineage: Lineage) -> None:
+    def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
         """Write the metrics, configs and sample previews of records that the event files do not contain yet."""
         for record in records:
             for point in metric_points(record):
@@ -79,21 +114,42 @@ class TensorBoardTracker:
         self._written.add(key)
 
 
+class TensorBoardOptions(OptionsOfTracker):
+    """Options of TensorBoard."""
+
+    scheme: ClassVar[str] = "tensorboard"
+    tracker: ClassVar[type[Tracker]] = TensorBoardTracker
+
+    use_tensorboard: bool = option(False, mutability="placement")
+    """Also write metrics to TensorBoard event files; needs the extra `tensorboard`."""
+
+    tb_dir: str | None = option(None, mutability="placement")
+    """With --use-tensorboard: local directory with one directory of event files per run; default TENSORBOARD_DIR, else
+    `tensorboard` in the store."""
+
+    tb_project_name: str | None = option(None, mutability="placement", pattern=_DIRECTORY_NAME)
+    """With --use-tensorboard: directory in --tb-dir for the runs of a project."""
+
+    tb_experiment_name: str | None = option(None, mutability="placement", pattern=_DIRECTORY_NAME)
+    """With --use-tensorboard: directory in that of --tb-project-name for the runs of an experiment."""
+
+    @model_validator(mode="after")
+    def _check_tensorboard(self) -> TensorBoardOptions:
+        self.check_companions("use_tensorboard", "tb_")
+        return self
+
+
 def read_values(directory: Path) -> Iterator[tuple[str, int, float, Any]]:
     """Yield the values in the event files of a directory: tag, step, time, and `Summary.Value`. A partial record at the
     end of a file is skipped."""
-    for path in sorted(directory.glob(_FILES)):
-        for event in read_events(path):
+    for path in sorted(directory.glob("events.out.tfevents.*")):
+        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        for data in RawEventFileLoader(str(path)).Load():
+            event = Event.FromString(data)
             for value in event.summary.value:
                 yield value.tag, event.step, event.wall_time, value
-
-
-def read_events(path: Path) -> Iterator[Event]:
-    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    for data in RawEventFileLoader(str(path)).Load():
-        yield Event.FromString(data)
 
 
 def texts_of_record(record: Record) -> Iterator[tuple[str, int, str]]:
@@ -110,10 +166,7 @@ def texts_of_record(record: Record) -> Iterator[tuple[str, int, str]]:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, whose cells contain neither line breaks nor column separators."""
     lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    """Return text for one cell of a Markdown table: without line breaks and column separators."""
-    return text.replace("|", "&#124;").replace("\r", "").replace("\n", "<br>")
+    text = {ord("|"): "&#124;", ord("\r"): "", ord("\n"): "<br>"}
+    return "\n".join(f"| {' | '.join(cell.translate(text) for cell in line)} |" for line in lines)

@@ -1,33 +1,27 @@
-"""The interface of an experiment tracker, and the records that it receives.
+"""The interface of an experiment tracker: the records that it receives, and the metric points in them.
 
-To add a tracker, implement `Tracker` in a new module and add an entry to TRACKERS. Queueing, retries and redaction of
-secrets are the same for all trackers (delivery.py).
+Queueing, retries and redaction of secrets are the same for all trackers (delivery.py). All trackers use the metric
+points of this file, so a metric has the same name, step, value and time in each of them. (MLflow replaces characters
+that it does not accept in names, and rounds times to milliseconds; TensorBoard rounds values to 32 bits.)
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from penstock.storage.refs import Commit
-from penstock.storage.store import Store
-from penstock.storage.tracking.lineage import Lineage
+from penstock.storage.commit import Commit
+from penstock.storage.config import StageConfig
+from penstock.storage.errors import OptionError
+from penstock.storage.secrets import is_secret_name
+from penstock.storage.tracking.run_commits import RunCommits, eval_name_from_key
 
-# Scheme of the tracking URI -> module:class. All other schemes (http, sqlite, databricks, ...) belong to MLflow.
-TRACKERS: dict[str, str] = {
-    "tensorboard": "penstock.storage.tracking.tensorboard:TensorBoardTracker",
-    "wandb": "penstock.storage.tracking.wandb:WandbTracker",
-}
-_DEFAULT = "penstock.storage.tracking.mlflow.tracker:MlflowTracker"
+if TYPE_CHECKING:
+    from penstock.storage.store import Store
 
-
-# Which records a connection delivers again, although they were delivered: none; those since the first start that has
-# not delivered its end, as of a tracker that may lose records when the process is killed; or all, as of a tracker that
-# skips the records that it has, or does not have the run, because its database was deleted.
-Resend: TypeAlias = Literal["none", "unended", "all"]
+_BATCH = 64  # records per delivery
 
 
 @dataclass(frozen=True)
@@ -46,6 +40,9 @@ class TrackedRun:
     def identity(self) -> str:
         """Return an id of the run that is unique across stores, and the same after the store was moved."""
         return hashlib.sha256(f"run {self.run_id}".encode()).hexdigest()[:16]
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -119,11 +116,67 @@ def report_record_key(content: bytes) -> str:
     return f"report-{hashlib.sha256(content).hexdigest()[:16]}"
 
 
+class MetricPoint(NamedTuple):
+    """One value of a metric."""
+
+    name: str
+    step: int
+    value: float
+    at: float  # seconds since the epoch
+
+
+def metric_points(record: Record) -> list[MetricPoint]:
+    """Return the metric points of a record, which belong to the run itself (not to a child run).
+
+    The `perf/*` and `rollout/*` of an evaluation become `eval/<task>/perf/*` and `eval/<task>/rollout/*`. Otherwise
+    they would collide with those of the training rollout, and of other evaluated data sets.
+    """
+    match record:
+        case MetricsLogged():
+            values, step = record.metrics, record.step
+        case Committed(key, _, commit):
+            values, step = commit.summary, commit.index
+            if commit.kind == "eval":
+                prefix = f"eval/{eval_name_from_key(key)}/"
+                values = {name if name.startswith("eval/") else prefix + name: value for name, value in values.items()}
+            elif commit.kind in ("rollout", "step"):
+                values = values | {f"seconds/{commit.kind}_{part}": value for part, value in commit.seconds.items()}
+        case _:
+            return []
+    return [MetricPoint(name, step, float(value), record.at) for name, value in values.items()]
+
+
+def flatten_config(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a nested config as (dotted name, value). Secrets are left out."""
+    for name, value in values.items():
+        if name == "store_options" or is_secret_name(name):
+            continue
+        if isinstance(value, dict):
+            yield from flatten_config(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+# ---- trackers --------------------------------------------------------------------------------------------------------
+
+
 class Tracker(Protocol):
     """The connection of one run to a tracker. Methods may raise any error; the caller (delivery.py) retries."""
 
     name: ClassVar[str]  # of the tracker, for log lines
-    resend: Resend
+    # Whether records that were delivered are delivered again: by a tracker that skips those that it has, or does not
+    # have the run, because its database was deleted.
+    wants_all: bool
+    # Whether delivered records may be lost when the process is killed, until the end of the run is delivered.
+    buffers: ClassVar[bool]
+
+    @staticmethod
+    def uri_of(store: Store, options: Any) -> str | None:
+        """Return the tracking URI, which may contain credentials, or None if the options do not choose the tracker."""
+
+    @staticmethod
+    def check_options(options: Any) -> None:
+        """Check that the tracker can be used on this machine if the options choose it. Raises OptionError if not."""
 
     def __init__(self, uri: str, run: TrackedRun) -> None: ...
 
@@ -131,7 +184,7 @@ class Tracker(Protocol):
     def page(self) -> str | None:
         """Return the URL of the run in the tracker's UI, or None if there is no UI or no run yet."""
 
-    def deliver(self, records: Sequence[Record], lineage: Lineage) -> None:
+    def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
         """Send records in the given order.
 
         A record may be sent again: use the times and steps in the record, and find an existing run by its
@@ -139,7 +192,7 @@ class Tracker(Protocol):
 
         Args:
             records: to send.
-            lineage: all commits of the run up to the last of `records`.
+            commits: all commits of the run up to the last of `records`.
         """
 
     def is_permanent_refusal(self, error: Exception) -> bool:
@@ -147,14 +200,45 @@ class Tracker(Protocol):
         caller then skips the record."""
 
 
-def tracker_suffix(uri: str) -> str:
-    """Return the suffix of the outbox files that belong to a tracker: "" for MLflow, else `-` and the URI's scheme."""
-    scheme = uri.partition("://")[0]
-    return f"-{scheme}" if scheme in TRACKERS else ""
+class OptionsOfTracker(StageConfig):
+    """Base of the options of one tracker: a row of the table in trackers.py."""
+
+    scheme: ClassVar[str]  # of its tracking URIs
+    tracker: ClassVar[type[Tracker]]
+
+    def check_companions(self, switch: str, prefix: str) -> None:
+        """Check that no option with a prefix is given unless the option `switch` chooses the tracker."""
+        if getattr(self, switch):
+            return
+        for name in sorted(self.model_fields_set):
+            if name.startswith(prefix) and getattr(self, name) != type(self).model_fields[name].default:
+                raise OptionError(
+                    f"--{name.replace('_', '-')} has no effect without --{switch.replace('_', '-')}: add this, or omit "
+                    "it"
+                )
 
 
-def tracker_class(uri: str) -> type[Tracker]:
-    """Return the tracker class for a tracking URI."""
-    module, _, name = TRACKERS.get(uri.partition("://")[0], _DEFAULT).partition(":")
-    tracker: type[Tracker] = getattr(import_module(module), name)
-    return tracker
+def deliver_batch(tracker: Tracker, records: Sequence[Record], commits: RunCommits) -> list[tuple[Record, str]]:
+    """Deliver records; if the tracker refuses one for good, one by one. Return those that it refused, with the reason.
+    Other errors are raised."""
+    try:
+        tracker.deliver(records, commits)
+    except Exception as error:  # clients have their own error types
+        if not tracker.is_permanent_refusal(error):
+            raise
+        if len(records) == 1:
+            return [(records[0], str(error))]
+        return [refused for record in records for refused in deliver_batch(tracker, [record], commits)]
+    return []
+
+
+def deliver_all(tracker: Tracker, records: Sequence[Record]) -> list[tuple[Record, str]]:
+    """Deliver the records of a run. Return those that the tracker refused for good, with the reason."""
+    commits, refused = RunCommits(), []
+    for start in range(0, len(records), _BATCH):
+        batch = records[start : start + _BATCH]
+        for record in batch:
+            if isinstance(record, Committed):
+                commits.add(record.key, record.commit)
+        refused += deliver_batch(tracker, batch, commits)
+    return refused

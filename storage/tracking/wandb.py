@@ -4,34 +4,47 @@ The URI is `wandb://?` and a query: project, entity, group, id (default: the run
 dir, host, key. A record is one row of the run's history: its metrics, `penstock/step` (the x-axis of all charts), and
 `penstock/record`, the record's key. W&B's own step only counts rows, since it may never decrease, whereas rollouts may
 be ahead of training.
-Child runs, models, data sets and sample previews (lineage.py) are not sent.
+Child runs, models, data sets and sample previews are not sent.
 
-W&B writes rows in another process and in blocks, so rows of a killed start may be lost; the next start sends all
-records of that start again, and `penstock track` those of the run. Rows that are sent twice have the same
-`penstock/step` and values, so charts do not change.
+W&B writes rows in another process and in blocks, so rows of a killed start may be lost. Records therefore count as
+delivered once the end of their start is delivered; until then the next start sends them again. Rows that are sent twice
+have the same `penstock/step` and values, so charts do not change.
 """
 
 from __future__ import annotations
 
+import netrc
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
-from urllib.parse import parse_qsl
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from penstock.storage.secrets import register_secret
-from penstock.storage.tracking.lineage import Lineage
-from penstock.storage.tracking.points import flatten_config, metric_points
+from pydantic import model_validator
+
+from penstock.storage.config import option
+from penstock.storage.errors import OptionError
+from penstock.storage.secret_references import resolve_secrets
+from penstock.storage.secrets import is_reference, register_secret
+from penstock.storage.tracking import check_package, trackers_directory
+from penstock.storage.tracking.run_commits import RunCommits
 from penstock.storage.tracking.tracker import (
     Committed,
     MetricsLogged,
+    OptionsOfTracker,
     Record,
     ReportWritten,
-    Resend,
     RunEnded,
     RunStarted,
     TrackedRun,
+    Tracker,
+    flatten_config,
+    metric_points,
 )
+
+if TYPE_CHECKING:
+    from penstock.storage.store import Store
 
 RECORD, STEP = "penstock/record", "penstock/step"  # columns of every row
 _FINISH_TIMEOUT = 20.0  # seconds; W&B would wait for a lost server without limit, also when the process ends
@@ -42,13 +55,52 @@ class WandbTracker:
     """The tracker for Weights & Biases, for one Penstock run."""
 
     name: ClassVar[str] = "W&B"
-    resend: Resend = "unended"
+    wants_all = False
+    buffers: ClassVar[bool] = True
+
+    @staticmethod
+    def uri_of(store: Store, options: WandbOptions) -> str | None:
+        """Return the tracking URI, which may contain the API key, or None if W&B is not used."""
+        if not options.use_wandb or options.wandb_mode == "disabled":
+            return None
+        query = {
+            "project": options.wandb_project,
+            "entity": options.wandb_team,
+            "group": options.wandb_group,
+            "id": options.wandb_run_id,
+            "mode": options.wandb_mode,
+            "host": options.wandb_host,
+            "key": options.wandb_key if options.wandb_mode == "online" else None,
+        }
+        query = {name: resolve_secrets(value) for name, value in query.items() if value}
+        path = options.wandb_dir or os.environ.get("WANDB_DIR") or trackers_directory(store)
+        return f"wandb://?{urlencode({**query, 'dir': str(Path(path).expanduser().absolute())})}"
+
+    @staticmethod
+    def check_options(options: WandbOptions) -> None:
+        """Check that W&B is installed and, if it is online, has an API key: in an option, WANDB_API_KEY or ~/.netrc."""
+        if not options.use_wandb or options.wandb_mode == "disabled":
+            return
+        check_package("wandb", "--use-wandb")
+        if options.wandb_mode != "online" or options.wandb_key or os.environ.get("WANDB_API_KEY"):
+            return
+        host = urlsplit(options.wandb_host or os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
+        try:
+            in_netrc = netrc.netrc().authenticators(host or "") is not None
+        except (OSError, netrc.NetrcParseError):
+            in_netrc = False
+        if not in_netrc:
+            raise OptionError(
+                "--use-wandb found no API key: set WANDB_API_KEY, or give --wandb-key env:NAME or secret-file:PATH, or "
+                "--wandb-mode offline"
+            )
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         self.run = run
         self.options = dict(parse_qsl(uri.partition("?")[2]))
         self.directory = Path(self.options["dir"])
         self.run_id = self.options.get("id", run.identity)
+        self._online = self.options.get("mode") != "offline"
         self._page: str | None = None
         self._client: Any = None  # wandb.Run, opened with its first record
 
@@ -57,7 +109,7 @@ class WandbTracker:
         """Return the URL of the run; offline that of the directory with the files for `wandb sync`."""
         return self._page if self._online else (self.directory / "wandb").as_uri()
 
-    def deliver(self, records: Sequence[Record], lineage: Lineage) -> None:
+    def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
         """Send the records, each as one row."""
         try:
             for record in records:
@@ -71,14 +123,6 @@ class WandbTracker:
     def is_permanent_refusal(self, error: Exception) -> bool:
         """Return False: W&B accepts all names, and all numbers as values."""
         return False
-
-    @property
-    def _online(self) -> bool:
-        return self.options.get("mode") != "offline"
-
-    @property
-    def _server(self) -> dict[str, Any]:
-        return {"base_url": self.options["host"]} if "host" in self.options else {}
 
     def _finish(self, exit_code: int) -> None:
         client, self._client = self._client, None
@@ -106,8 +150,12 @@ class WandbTracker:
         """Create or resume the W&B run."""
         import wandb
 
-        self._wait_for_free_directory()
+        # W&B would refuse the run, or overwrite the file of an earlier process, whose directory has the name of the new
+        # one, which contains the current second.
+        while any(self.directory.glob(f"wandb/*run-{time.strftime('%Y%m%d_%H%M%S')}-{self.run_id}")):
+            time.sleep(0.1)
         key = self.options.get("key")
+        server: dict[str, Any] = {"base_url": self.options["host"]} if "host" in self.options else {}
         settings = wandb.Settings(
             mode="online" if self._online else "offline",
             root_dir=str(self.directory),
@@ -115,7 +163,7 @@ class WandbTracker:
             init_timeout=_INIT_TIMEOUT,
             finish_timeout=_FINISH_TIMEOUT,
             silent=True,
-            **self._server,
+            **server,
             **_NOTHING_BUT_RECORDS,
         )
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -134,13 +182,50 @@ class WandbTracker:
         if self._online:
             self._page = self._client.url
 
-    def _wait_for_free_directory(self) -> None:
-        """Wait until no directory of an earlier process has the name of the new one, which contains the current second.
 
-        W&B would refuse the run, or overwrite the file of the other process.
-        """
-        while any(self.directory.glob(f"wandb/*run-{time.strftime('%Y%m%d_%H%M%S')}-{self.run_id}")):
-            time.sleep(0.1)
+class WandbOptions(OptionsOfTracker):
+    """Options of Weights & Biases."""
+
+    scheme: ClassVar[str] = "wandb"
+    tracker: ClassVar[type[Tracker]] = WandbTracker
+
+    use_wandb: bool = option(False, mutability="placement")
+    """Also send metrics to Weights & Biases; needs the extra `wandb`."""
+
+    wandb_project: str = option("penstock", mutability="placement", min_length=1)
+    """With --use-wandb: project of the W&B run."""
+
+    wandb_team: str | None = option(None, mutability="placement")
+    """With --use-wandb: user or team that owns the project; default: that of the API key."""
+
+    wandb_group: str | None = option(None, mutability="placement")
+    """With --use-wandb: group of the W&B run."""
+
+    wandb_mode: Literal["online", "offline", "disabled"] = option("online", mutability="placement")
+    """With --use-wandb: offline writes files for `wandb sync`; disabled sends nothing."""
+
+    wandb_dir: str | None = option(None, mutability="placement")
+    """With --use-wandb: local directory in which W&B creates its directory `wandb`; default WANDB_DIR, else the
+    store."""
+
+    wandb_host: str | None = option(None, mutability="placement", secret=True)
+    """With --use-wandb: URL of your own W&B server; default WANDB_BASE_URL, else W&B's."""
+
+    wandb_key: str | None = option(None, mutability="placement", secret=True)
+    """With --use-wandb: the API key, as env:NAME or secret-file:PATH; default WANDB_API_KEY, else ~/.netrc."""
+
+    wandb_run_id: str | None = option(None, mutability="placement", pattern=r"^[\w-]{1,64}$")
+    """With --use-wandb: id of the W&B run, new or existing; default: the unique id of the Penstock run."""
+
+    @model_validator(mode="after")
+    def _check_wandb(self) -> WandbOptions:
+        if self.wandb_key is not None and not is_reference(self.wandb_key):
+            raise OptionError(
+                "--wandb-key takes a reference to the API key, since options are recorded; found something else: give "
+                "env:NAME or secret-file:PATH, or set WANDB_API_KEY and omit --wandb-key"
+            )
+        self.check_companions("use_wandb", "wandb_")
+        return self
 
 
 # What W&B would also send: output of the terminal, source code, git state, packages and hardware of the machine.

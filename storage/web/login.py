@@ -24,13 +24,13 @@ from urllib.parse import urlsplit
 from penstock.storage.secrets import register_secret, write_private
 
 if TYPE_CHECKING:
-    from starlette.datastructures import Headers
     from starlette.requests import Request
     from starlette.responses import Response
 
 HOST = "127.0.0.1"
 _NAMES = (HOST, "localhost")  # host names under which a server answers
 LOOPBACK = (*_NAMES, "::1")
+LINK_TIMEOUT = 2.0  # seconds in which the server of a link has to answer
 _PAGE = "/open"  # of LoginGate: logs a browser in, then opens the page that is given after `#`
 _TOKEN_BYTES = 24
 _TOKEN = re.compile(r"[\w-]{32}")  # of a link
@@ -41,6 +41,11 @@ def service_directory(port: int) -> Path:
     """Return the private directory of the web server that Penstock starts at `port`: its log, login and links."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return state / "penstock" / "services" / str(port)
+
+
+def ports_with_login() -> list[int]:
+    """Return the ports of the web servers that this user has started, also of those that have ended."""
+    return sorted(int(path.parent.name) for path in service_directory(0).parent.glob("[0-9]*/login"))
 
 
 def create_login(port: int) -> str:
@@ -94,6 +99,34 @@ def page_link(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{_PAGE}#{token}{page}"
 
 
+def live_link(url: str, *, has_page: str = "/") -> str:
+    """Return a link to a page of a server (`page_link`), or "" if the server does not answer or is not the one that the
+    URL is meant for. What is not an HTTP URL is returned as it is.
+
+    Args:
+        url: of the page.
+        has_page: path that only a server of this machine with the page answers with status 200; "/": any of the
+            user's own servers has it.
+    """
+    if not url.startswith(("http://", "https://")):
+        return url
+    import httpx
+
+    try:
+        parts = urlsplit(url)
+        is_local, has_login = parts.hostname in LOOPBACK, read_login(url) is not None
+        path = "/" if not is_local else "/open" if has_login and has_page == "/" else has_page
+        origin = with_login(f"{parts.scheme}://{parts.netloc}")
+        answer = httpx.get(f"{origin}{path}", timeout=LINK_TIMEOUT, trust_env=not is_local)
+        if path == "/open":  # another user's server may have the port now
+            is_live = html.escape(str(login_path(parts.port or 0))) in answer.text
+        else:
+            is_live = answer.status_code == 200 if path != "/" else answer.status_code < 500
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        return ""
+    return page_link(url) if is_live else ""
+
+
 def origins(port: int) -> list[str]:
     """Return the origins of the web pages of a loopback server at `port`."""
     return [f"http://{host}:{port}" for host in _NAMES]
@@ -119,6 +152,7 @@ class LoginGate:
         self.basic = f"Basic {base64.b64encode(login.encode()).decode()}"
         self.login = login
         self.checks_login = checks_login
+        self._cookie = f"penstock-{port}"  # browsers do not distinguish cookies by port
         self._html = (
             _HTML.replace("SCRIPT", script).replace("PAGES", pages).replace("FILE", html.escape(str(login_path(port))))
         )
@@ -136,7 +170,12 @@ class LoginGate:
         from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse
 
         connection = HTTPConnection(scope)
-        if not self._is_own_origin(connection.headers):
+        hosts = connection.headers.getlist("host")
+        try:
+            is_own = len(hosts) == 1 and urlsplit(f"//{hosts[0]}").hostname in _NAMES
+        except ValueError:  # an invalid header
+            is_own = False
+        if not is_own or any(origin not in origins(self.port) for origin in connection.headers.getlist("origin")):
             return PlainTextResponse("foreign Host or Origin\n", 403)
         if scope["path"] == _PAGE and scope["type"] == "http":
             if scope["method"] == "POST":
@@ -182,23 +221,6 @@ class LoginGate:
         if self.checks_login:
             shown.append(connection.cookies.get(self._cookie, ""))
         return any(hmac.compare_digest(each.encode(), self.basic.encode()) for each in shown)
-
-    @property
-    def _cookie(self) -> str:
-        return f"penstock-{self.port}"  # browsers do not distinguish cookies by port
-
-    def _is_own_origin(self, headers: Headers) -> bool:
-        hosts = headers.getlist("host")
-        own = len(hosts) == 1 and _host_name(hosts[0]) in _NAMES
-        return own and all(origin in origins(self.port) for origin in headers.getlist("origin"))
-
-
-def _host_name(host: str) -> str | None:
-    """Return the name in a Host header, without the port; None if the header is invalid."""
-    try:
-        return urlsplit(f"//{host}").hostname
-    except ValueError:
-        return None
 
 
 _HEADERS = {

@@ -17,7 +17,7 @@ import yaml
 from penstock.flows import cli
 from penstock.flows.config import validate_config
 from penstock.flows.install import command as setup
-from penstock.flows.install.requirements import declared
+from penstock.flows.install.command import declared
 from penstock.flows.options.argv import split_args
 from penstock.flows.options.flags import parse_values
 from penstock.flows.services import deploy

@@ -19,9 +19,9 @@ from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.to_hf import Origin, export_hf
 from penstock.stages.convert.to_megatron import export_megatron
+from penstock.storage.commit import ADAPTERS, Commit, RunKeys, commit_key
 from penstock.storage.errors import ModelError, OptionError
 from penstock.storage.history.lineage_graph import read_lineage
-from penstock.storage.refs import ADAPTERS, Commit, RunKeys, commit_key
 from penstock.storage.store import Store
 from tests.engines.test_megatron_optimizer import OPTIMIZER
 from tests.families import make_family

@@ -13,7 +13,7 @@ from penstock.stages.convert.targets import assets_hash, copy_assets, header_has
 from penstock.stages.convert.to_hf import Origin, export_to
 from penstock.stages.convert.to_megatron import export_megatron
 from penstock.stages.convert.to_torch_dist import convert_hf
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 from penstock.storage.store import Store
 
 TRAVEL = {

@@ -16,8 +16,8 @@ from penstock.stages.convert.conversion_check import TOLERANCE, LogitsComparison
 from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.targets import read_record
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import ModelError, OptionError
-from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
 
 

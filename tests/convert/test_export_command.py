@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from penstock.flows import convert
 from penstock.flows.convert import translate_flags, with_hf_checkpoint
-from penstock.flows.inspect.export import conversion_argv
+from penstock.flows.inspect import export
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.preflight import check_save_hf
 from penstock.stages.convert.hf_checkpoint import HFWeights
@@ -18,9 +19,18 @@ from penstock.stages.convert.targets import copy_export, is_published, megatron_
 from penstock.stages.convert.to_hf import Origin, export_hf, export_to
 from penstock.stages.convert.to_megatron import export_megatron, import_megatron_checkpoint
 from penstock.stages.convert.to_torch_dist import convert_hf
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import OptionError, RunError
-from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
+
+
+def conversion_argv(words: list[str]) -> list[str]:
+    """Return the arguments that `penstock export` gives to `penstock convert`."""
+    given: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert, "main", lambda argv: given.extend(argv) or 0)
+        assert export.main(words) == 0
+    return given
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ from penstock.stages.convert.conversion_check import TOLERANCE, compare_logits
 from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.to_hf import Origin, export_to
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys
 from penstock.storage.errors import ModelError, PluginError
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys
 from penstock.storage.store import Store
 
 ROOT = Path(__file__).parents[2]

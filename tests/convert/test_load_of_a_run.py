@@ -14,7 +14,7 @@ from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.to_hf import Origin, export_hf
 from penstock.stages.convert.to_megatron import import_megatron_checkpoint
-from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
 from tests.engines.test_megatron_optimizer import OPTIMIZER
 

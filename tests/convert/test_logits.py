@@ -18,8 +18,8 @@ from penstock.stages.convert.conversion_check import (
     verify_existing,
 )
 from penstock.stages.convert.to_torch_dist import convert_hf
+from penstock.storage.commit import CheckpointRef, Commit
 from penstock.storage.errors import ModelError
-from penstock.storage.refs import CheckpointRef, Commit
 from penstock.storage.store import Store
 from tests.engines.real_models import REAL_MODELS
 

@@ -14,7 +14,7 @@ from penstock.flows.commands.demo_model import make_tiny_model
 from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.to_hf import Origin, export_hf
 from penstock.stages.convert.to_torch_dist import convert_hf
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 from penstock.storage.store import Store
 
 OPTIMIZER: dict[str, Any] = dict(

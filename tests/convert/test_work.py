@@ -28,9 +28,9 @@ from penstock.stages.convert.to_torch_dist import (
     write_units,
 )
 from penstock.stages.convert.torch_dist_writer import WorkUnit
+from penstock.storage.commit import CheckpointRef
 from penstock.storage.errors import ModelError, OptionError, StoreError
 from penstock.storage.failpoints import VARIABLE
-from penstock.storage.refs import CheckpointRef
 from penstock.storage.store import Store
 
 SIZES = dict(hidden=32, layers=3, heads=4, groups=2, head_dim=16, ffn=48, vocab=61, tied=False, dtype="bfloat16")

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.flows import cli
 from penstock.flows.config import flag_of_field, list_options
-from penstock.storage.refs import Commit, RunKeys, commit_key
+from penstock.storage.commit import Commit, RunKeys, commit_key
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -27,12 +27,11 @@ from penstock.engines.ports import reserve_free_port
 from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
 from penstock.flows.runtime.prefect_api import LAUNCHER
 from penstock.stages.rollout.group import policy_spans
-from penstock.storage.commits import committed_prefixes
+from penstock.storage.commit import RunKeys, commit_key
 from penstock.storage.failpoints import VARIABLE
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.refs import RunKeys, commit_key
 from penstock.storage.samples.shards import read_samples
-from penstock.storage.store import Store
+from penstock.storage.store import Store, committed_prefixes
 
 FAULTY = Path(__file__).parents[1] / "storage" / "faulty.py"
 TARGETS = ("driver", "driver, standing Ray", "engine", "trainer", "ray", "prefect", "mlflow", "tree")

@@ -27,7 +27,7 @@ from harness import Pipeline, World
 
 from penstock.flows.commands.demo import RECIPES
 from penstock.flows.config import read_toml
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
 SOAK_TARGETS = ("driver", "engine", "trainer", "ray", "tree")

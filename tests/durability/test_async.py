@@ -10,9 +10,9 @@ from harness import MODES, Pipeline, World, points_of, tiny_flags
 from matrix import ROUNDS, kill_at, one_run, verdict
 from soak import soak
 
+from penstock.storage.commit import Commit
 from penstock.storage.history.costs import compute_costs
-from penstock.storage.history.starts import read_starts
-from penstock.storage.refs import Commit
+from penstock.storage.history.run_record import read_starts
 from penstock.storage.samples.shards import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(3600)]

@@ -12,7 +12,7 @@ from penstock.engines import local_gpus
 from penstock.engines.local_gpus import all_gpu_joules, energy_metric, read_counters, used_joules, visible_gpu_usage
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.processes import Processes
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
 

@@ -19,8 +19,8 @@ from penstock.engines.weights.routes import ProcessPlace, upload_weights
 from penstock.engines.weights.weight_check import update_and_check
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.processes import Processes
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import StoreError
-from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
 PREFIX = "runs/r/published"

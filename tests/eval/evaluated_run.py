@@ -10,7 +10,7 @@ from penstock.stages.eval.scores import compute_eval_metrics
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.hub import RewardSettings
 from penstock.stages.rollout.prompts.source import PromptSource
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import write_shards
 from penstock.storage.store import Store

@@ -8,22 +8,21 @@ import pytest
 from evaluated_run import config_of, evaluate, keys_of, write_sums
 
 from penstock.flows import cli
-from penstock.flows.commands import rescore
+from penstock.flows.commands import stored_evals
 from penstock.flows.inspect.report import compare_evaluations
 from penstock.flows.inspect.show import evaluation_rows
 from penstock.flows.reporting.progress import describe_progress, evaluation_rewards
 from penstock.flows.runtime.runs import read_existing_record
 from penstock.flows.terminal.lines import seconds_by_stage, summary_rows
 from penstock.stages.eval.rescoring import Scoring
-from penstock.storage.commits import read_commits
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.query import execute, open_connection
-from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.report.data import ReportInput, collect_overview
 from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_samples
-from penstock.storage.store import Store
-from penstock.storage.tracking.lineage import Lineage
+from penstock.storage.sql_views import execute, open_connection
+from penstock.storage.store import Store, read_commits
+from penstock.storage.tracking.run_commits import RunCommits
 
 RESPONSES = [["0", "no 0"], ["2, or 3", "?..."], ["\\boxed{4}", "4..."], ["", "?"]]
 
@@ -78,7 +77,7 @@ def rescored_run(store: Store) -> list[Commit]:
 
 
 def curves_of_trackers(commits: list[Commit]) -> Collection[str]:
-    lineage = Lineage()
+    lineage = RunCommits()
     for number, commit in enumerate(commits):
         lineage.add(f"runs/r/evals/{number}", commit)
     return lineage.eval_curves()
@@ -176,19 +175,19 @@ def test_command_line_options_override_the_runs_file(tmp_path: Path) -> None:
         f'[[datasets]]\nname = "own"\npath = "{data}"\nrm_type = "dapo"\nreward_key = "acc"\npass_threshold = 1.0\n'
     )
     config = config_of(store, data, "r", "--eval-config", str(file))
-    plain, _ = rescore.merge_scoring_settings(config, rescore.parse_scoring_options([]), "own")
+    plain, _ = stored_evals.merge_scoring_settings(config, stored_evals.parse_scoring_options([]), "own")
     assert plain == Scoring(rm_type="dapo", reward_key="acc", pass_threshold=1.0)
-    given = rescore.parse_scoring_options(["--eval-rm-type", "math", "--pass-threshold", "0"])
-    said, _ = rescore.merge_scoring_settings(config, given, "own")
+    given = stored_evals.parse_scoring_options(["--eval-rm-type", "math", "--pass-threshold", "0"])
+    said, _ = stored_evals.merge_scoring_settings(config, given, "own")
     assert said == Scoring(rm_type="math", reward_key="acc", pass_threshold=0.0)
-    custom, rollout = rescore.merge_scoring_settings(
-        config, rescore.parse_scoring_options(["--custom-rm-path", "m.py", "--reward-key", "x"]), "own"
+    custom, rollout = stored_evals.merge_scoring_settings(
+        config, stored_evals.parse_scoring_options(["--custom-rm-path", "m.py", "--reward-key", "x"]), "own"
     )
     assert custom == Scoring(custom_rm_path="m.py", reward_key="x", pass_threshold=1.0) and rollout.rm_type is None
     assert len({one.hash for one in (plain, said, custom)}) == 3
     assert keys_of(config).run == "r"
-    integers, _ = rescore.merge_scoring_settings(
-        config, rescore.parse_scoring_options(["--eval-rm-type", "math", "--rm-evaluated-integers"]), "own"
+    integers, _ = stored_evals.merge_scoring_settings(
+        config, stored_evals.parse_scoring_options(["--eval-rm-type", "math", "--rm-evaluated-integers"]), "own"
     )
     assert integers.evaluated_integers and integers.hash not in (plain.hash, said.hash)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from penstock_command import HANG
 
-from penstock.flows.install.steps import sglang_site
-from penstock.storage.refs import RunKeys
+from penstock.flows.install.command import sglang_site
+from penstock.storage.commit import RunKeys
 from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store

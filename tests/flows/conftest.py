@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
 

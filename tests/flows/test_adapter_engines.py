@@ -14,7 +14,7 @@ from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang import control
 from penstock.engines.sglang.backend import SGLangServer
 from penstock.flows.commands.demo_model import make_tiny_data
-from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
 
 pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(1800)]

@@ -11,7 +11,7 @@ from bad_kinds import Case, all_cases, endless
 from test_bad_inputs import check_outcome, no_engine, place, snapshot, watch  # noqa: F401 fixtures
 
 from penstock.flows.cli import main
-from penstock.flows.inspect import samples
+from penstock.flows.inspect import read_samples
 from penstock.storage import preemption
 from penstock.storage.samples.sample import Sample
 
@@ -65,7 +65,7 @@ def test_search_that_does_not_end_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     long = Sample("s", "g", "t", 0, prompt="a" * 60)
-    monkeypatch.setattr(samples, "_read", lambda *arguments: [long])
+    monkeypatch.setattr(read_samples, "_read", lambda *arguments: [long])
     monkeypatch.setattr(preemption, "PATIENCE", 1.0)
     assert main(["samples", "old", "--grep", "(a|aa)+$!", "--store", str(place / "runs")]) == 2
     assert "--grep: the search takes more than 1 s" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import penstock_command
 import pytest
 
 from penstock.flows.commands.demo_model import make_tiny_data
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
 pytestmark = pytest.mark.integration
@@ -40,31 +40,10 @@ def test_convert_eval_and_runs_write_only_their_results(
     data = make_tiny_data(tmp_path / "data")
     few = tmp_path / "few.jsonl"
     few.write_text("".join(data["heldout"].read_text().splitlines(keepends=True)[:8]))
-    penstock(
-        *(
-            "eval",
-            "--run",
-            "look",
-            "--store",
-            store.uri,
-            "--hf-checkpoint",
-            str(tiny_model),
-            "--eval-prompt-data",
-            "few",
-            str(few),
-        ),
-        *(
-            "--eval-prompt-data",
-            "again",
-            str(few),
-            "--input-key",
-            "prompt",
-            "--label-key",
-            "label",
-            "--apply-chat-template",
-        ),
-        *("--rm-type", "exact_number", "--n-samples-per-eval-prompt", "4", "--eval-max-response-len", "8"),
-    )
+    words = f"--run look --store {store.uri} --hf-checkpoint {tiny_model} --eval-prompt-data few {few}"
+    words += f" --eval-prompt-data again {few} --input-key prompt --label-key label --apply-chat-template"
+    words += " --rm-type exact_number --n-samples-per-eval-prompt 4 --eval-max-response-len 8"
+    penstock("eval", *words.split())
     for name in ("few", "again"):
         commit = store.committed(RunKeys("look").eval_prefix(0, name))
         assert commit is not None and commit.files[0].rows == 32

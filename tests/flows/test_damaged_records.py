@@ -17,8 +17,8 @@ sys.path.append(str(Path(__file__).parents[1] / "storage"))
 from made_run import config_of, make_run, write_data
 
 from penstock.flows.cli import main
-from penstock.storage.history.starts import Start, record_start
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
+from penstock.storage.history.run_record import Start, record_start
 from penstock.storage.store import Store
 
 Damage = bytes | Callable[[dict[str, Any]], object]

@@ -11,8 +11,8 @@ from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.debug_options import check_committed_rollouts
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.engine_options import engine_options
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import RunError
-from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")

@@ -9,10 +9,10 @@ from mlflow import MlflowClient
 from penstock_command import penstock
 
 from penstock.flows.cli import main
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.history.costs import compute_costs
 from penstock.storage.history.lineage_graph import read_lineage
-from penstock.storage.history.starts import read_starts
-from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.history.run_record import read_starts
 from penstock.storage.store import Store
 from tests.storage.mlflow_content import check_content
 

@@ -8,9 +8,9 @@ import pytest
 from penstock.flows.cli import main
 from penstock.flows.commands import demo
 from penstock.flows.commands.demo import MARKER, MARKER_TEXT, create_marked_demo_directory, remove_demo
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError
-from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
-from penstock.storage.refs import RunKeys
+from penstock.storage.leases import Lease, new_driver_lease_key
 from penstock.storage.store import Store
 
 

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from penstock.flows.cli import main
-from penstock.flows.commands import demo_kill
-from penstock.flows.commands.demo_kill import DemoProcess, check_and_replay, run_demo_with_kills
+from penstock.flows.commands import demo
+from penstock.flows.commands.demo import DemoProcess, check_and_replay, run_demo_with_kills
 from penstock.storage.store import Store
 from tests.storage.made_run import config_of, make_run, write_data
 
@@ -47,7 +47,7 @@ def test_only_the_processes_of_the_target_are_killed_and_a_killed_driver_is_rest
 
 @pytest.mark.parametrize(
     "verdicts, code",
-    [([demo_kill.EQUAL] * 3, 0), ([demo_kill.EQUAL] * 2, 1), ([demo_kill.EQUAL] * 2 + ["DIFFERS"], 1)],
+    [([demo.EQUAL] * 3, 0), ([demo.EQUAL] * 2, 1), ([demo.EQUAL] * 2 + ["DIFFERS"], 1)],
 )
 def test_end_is_green_only_if_every_trained_round_is_equal(
     verdicts: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -56,10 +56,10 @@ def test_end_is_green_only_if_every_trained_round_is_equal(
     keys = make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), rounds=3)
     replayed = json.dumps({r: {"verdict": verdict} for r, verdict in enumerate(verdicts)})
     program = f"import sys, pathlib; pathlib.Path(sys.argv[-1]).write_text({replayed!r})"
-    monkeypatch.setattr(demo_kill, "replay_command", lambda *words: [sys.executable, "-c", program, *words])
+    monkeypatch.setattr(demo, "penstock_words", lambda *words: [sys.executable, "-c", program, *words])
     out = io.StringIO()
     assert check_and_replay(store.uri, keys, Console(file=out, width=200)) == code
-    assert f"{verdicts.count(demo_kill.EQUAL)} of {len(verdicts)} rounds equal bit for bit" in out.getvalue()
+    assert f"{verdicts.count(demo.EQUAL)} of {len(verdicts)} rounds equal bit for bit" in out.getvalue()
     assert "0 problems in " in out.getvalue()
 
 
@@ -74,7 +74,7 @@ def test_finished_demo_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_demo_that_fails_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo_kill, "demo_command", lambda *words: [sys.executable, "-c", "print('no'); exit(3)"])
+    monkeypatch.setattr(demo, "penstock_words", lambda *words: [sys.executable, "-c", "print('no'); exit(3)"])
     assert run_demo_with_kills(tmp_path, "r", seed=0, num_rollout=8) == 3
     assert "not killed: engine, trainer, driver" in capsys.readouterr().out
 

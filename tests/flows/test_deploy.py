@@ -30,9 +30,9 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 
 from penstock.flows.runtime import prefect_api
 from penstock.flows.runtime.prefect_api import LAUNCHER
-from penstock.flows.services import deploy, work_pool
+from penstock.flows.services import deploy
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError
-from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -84,22 +84,11 @@ def up(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """`make up`: its Prefect API, its process, its log. At the end it is killed, and nothing outlives it."""
     home = tmp_path_factory.mktemp("up")
     shutil.copytree(prefect_home, home / "prefect")
-    command = [
-        sys.executable,
-        "-m",
-        "penstock.flows.services.stack",
-        "up",
-        "--store",
-        str(home / "store"),
-        "--prefect-port",
-        "0",
-        "--mlflow-port",
-        "0",
-    ]
+    command = [sys.executable, "-m", "penstock.flows.services.stack", "up", "--store", str(home / "store")]
+    command += ["--prefect-port", "0", "--mlflow-port", "0"]
     log = home / "out"
-    environment = prefect_environment(
-        home, PYTHONPATH=str(ROOT), STORE_KEY_OF_A_TEST=STORE_KEY
-    )  # of the flow runs too, which work in the folder of the deployment
+    # also of the flow runs, which work in the folder of the deployment
+    environment = prefect_environment(home, PYTHONPATH=str(ROOT), STORE_KEY_OF_A_TEST=STORE_KEY)
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
     try:
@@ -153,42 +142,13 @@ def deployed(
     """`penstock deploy sft --name nightly ...`, from a folder that is not the checkout; paths are relative to it."""
     folder = tmp_path_factory.mktemp("work")
     add_rows(folder / "data.jsonl", 0, 48)
-    words = [
-        *(
-            "sft",
-            "--name",
-            "nightly",
-            "--cron",
-            "0 2 * * *",
-            "--timezone",
-            "Europe/Berlin",
-            "--run",
-            KEYS.run,
-            "--store",
-            "store",
-        ),
-        *(
-            "--num-rollout-per-start",
-            "2",
-            "--save-interval",
-            "2",
-            "--hf-checkpoint",
-            str(tiny_model),
-            "--prompt-data",
-            "data.jsonl",
-        ),
-        *(
-            "--input-key",
-            "messages",
-            "--rollout-batch-size",
-            "16",
-            "--n-samples-per-prompt",
-            "1",
-            "--loss-type",
-            "sft_loss",
-        ),
-        *("--lr", "1e-3", "--stage-retries", "0", "--store-options", "key=env:STORE_KEY_OF_A_TEST"),
-    ]
+    words = (
+        f"sft --name nightly --timezone Europe/Berlin --run {KEYS.run} --store store --num-rollout-per-start 2 "
+        f"--save-interval 2 --hf-checkpoint {tiny_model} --prompt-data data.jsonl --input-key messages "
+        "--rollout-batch-size 16 --n-samples-per-prompt 1 --loss-type sft_loss --lr 1e-3 --stage-retries 0 "
+        "--store-options key=env:STORE_KEY_OF_A_TEST"
+    ).split()
+    words += ["--cron", "0 2 * * *"]
     command = [sys.executable, "-m", "penstock", "deploy", *words]
     profile = {"PREFECT_PROFILES_PATH": str(profile_of(up[2])), "PREFECT_PROFILE": "penstock"}
     environment = prefect_environment(folder, **profile, PYTHONPATH=str(ROOT), STORE_KEY_OF_A_TEST=STORE_KEY)
@@ -375,7 +335,7 @@ def test_deployment_has_pool_limit_parameters_and_schedule(
     assert made.parameters["config"]["run"]["store_options"] == {"key": "env:STORE_KEY_OF_A_TEST"}
     [schedule] = made.schedules
     assert (schedule.active, schedule.schedule.cron, schedule.schedule.timezone) == (True, "0 2 * * *", "Europe/Berlin")
-    automations = client.read_automations_by_name(work_pool.AUTOMATION)
+    automations = client.read_automations_by_name(deploy.AUTOMATION)
     assert len(automations) == 1, "made twice"  # by `make up` and by `penstock deploy`
 
 
@@ -488,7 +448,7 @@ def synthetic_zombie(client: SyncPrefectClient, address: str) -> Any:
     from prefect.events import emit_event
     from prefect.states import Running
 
-    work_pool.ensure_zombie_automation(address, after=timedelta(seconds=10), name="for this test")
+    deploy.ensure_zombie_automation(address, after=timedelta(seconds=10), name="for this test")
 
     @flow(name="sft")
     def gone() -> None:

@@ -12,8 +12,7 @@ from rich.console import Console
 from penstock.flows.reporting.log_format import log_context, round_of_task
 from penstock.flows.runtime.display import Display
 from penstock.flows.terminal.lines import COLUMNS, RoundLines, format_sample_preview, summary_rows
-from penstock.storage.refs import Commit
-from penstock.storage.tracking.lineage import eval_rewards
+from penstock.storage.commit import Commit, eval_rewards
 
 
 def config(num_rollout: int = 3, *, rollout_only: bool = False, log_format: str = "text") -> SimpleNamespace:

@@ -7,8 +7,7 @@ from rich.console import Console
 
 from penstock.flows.runtime.display import Display
 from penstock.flows.terminal.lines import format_with_interval
-from penstock.storage.refs import Commit
-from penstock.storage.tracking.lineage import eval_rewards
+from penstock.storage.commit import Commit, eval_rewards
 
 SUMMARY = {
     "eval/aime": 0.5, "eval/aime-ci_low": 0.4123, "eval/aime-ci_high": 0.5877,

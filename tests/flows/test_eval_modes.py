@@ -20,9 +20,9 @@ from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.preflight import check_eval_engines
 from penstock.flows.runtime.processes import Processes
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import EngineError, OptionError
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")

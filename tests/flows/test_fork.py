@@ -19,12 +19,12 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.replay import _check_versions_are_replayable
 from penstock.flows.runtime.runs import config_of_round, missing_fork_checkpoint, open_run, read_flow_and_config
 from penstock.stages.rollout.resume_point import read_resume_point
+from penstock.storage.commit import BUFFER, Commit, RunKeys, commit_key
 from penstock.storage.errors import OptionError, RunError
+from penstock.storage.leases import store_time
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.maintenance.leases import store_time
+from penstock.storage.maintenance.deletion import expire_checkpoints, unfinished_fork_key
 from penstock.storage.maintenance.orphans import find_orphans, remove_orphan
-from penstock.storage.maintenance.retention import expire_checkpoints, unfinished_fork_key
-from penstock.storage.refs import BUFFER, Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_samples, write_shards
 from penstock.storage.store import Store

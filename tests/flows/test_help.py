@@ -74,7 +74,7 @@ def test_first_sentence_of_an_option_is_cut_outside_parentheses() -> None:
 @pytest.mark.parametrize(
     ("flag", "text"),
     [
-        ("--num-rollout", "Number of rounds to train; with 0, `penstock train` only evaluates (default 0)"),
+        ("--num-rollout", "Number of rounds to train (default 0)"),
         ("--num-epoch", "Number of passes over the rows of --prompt-data, instead of --num-rollout"),
         ("--prompt-data", "Prompts (sft: conversations) as JSON, CSV, Parquet, Arrow or `save_to_disk` data"),
         ("--input-key", "Column of prompts (sft: conversations): text, messages or JSON text (default input)"),

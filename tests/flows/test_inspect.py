@@ -9,12 +9,11 @@ import pytest
 
 from penstock.flows.cli import main
 from penstock.flows.commands.fork import main as fork
-from penstock.flows.inspect.samples import describe_sample
-from penstock.storage.commits import committed_prefixes
+from penstock.flows.inspect.read_samples import describe_sample
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.history.lineage_graph import LineageGraph, find_node, read_lineage
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import Sample, Status
-from penstock.storage.store import Store
+from penstock.storage.store import Store, committed_prefixes
 from tests.storage.made_run import commit_files, config_of, make_run, write_data
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.learning_signal import explain_zero_gradient, logprob_gap_warning, zero_gradient_warning
-from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")

@@ -8,8 +8,8 @@ import sys
 import psutil
 import pytest
 
-from penstock.flows.commands import doctor, listening
-from penstock.flows.commands.listening import describe_command, describe_port_authentication, listening_ports
+from penstock.flows.commands import doctor, local_processes
+from penstock.flows.commands.local_processes import describe_command, describe_port_authentication, listening_ports
 
 PROGRAM = """import socket, sys
 sockets = [socket.create_server((host, 0)) for host in ("127.0.0.1", "0.0.0.0")]
@@ -31,7 +31,7 @@ sys.stdin.read()"""
             {"PENSTOCK_SERVER_KEY": "x"},
             "API key; none on ports between its processes",
         ),
-        ("python -P -m penstock.storage.tracking.mlflow.server --port 1", {}, "login; checks Host and Origin"),
+        ("python -P -m penstock.storage.tracking.mlflow.mlflow_server --port 1", {}, "login; checks Host and Origin"),
         ("/x/ray/core/src/ray/gcs/gcs_server --a", {"RAY_AUTH_TOKEN": "x"}, "Ray token"),
         ("/x/ray/core/src/ray/gcs/gcs_server --a", {}, ""),
         ("/x/bin/python /x/bin/penstock train", {}, "Ray token, session keys; none on --prometheus-port"),
@@ -67,7 +67,7 @@ def test_doctor_has_a_line_for_a_command_and_one_for_each_open_port(
     try:
         assert child.stdout is not None
         inner, outer = child.stdout.readline().split()
-        monkeypatch.setattr(listening, "penstock_processes_of_this_user", lambda: [psutil.Process(child.pid)])
+        monkeypatch.setattr(local_processes, "penstock_processes_of_this_user", lambda: [psutil.Process(child.pid)])
         command, port = doctor.check_ports()
         assert command.ok and f"(pid {child.pid})" in command.what
         assert command.found.startswith("2, 1 of them for this machine only")

@@ -23,7 +23,7 @@ from penstock.stages.train.actor import TrainActor
 from penstock.stages.train.build import Models
 from penstock.stages.train.spec import SaveResult, TrainResult
 from penstock.stages.train.trainer_group import TrainerGroup
-from penstock.storage.refs import CheckpointRef, Commit, RolloutRef, RunKeys, commit_key
+from penstock.storage.commit import CheckpointRef, Commit, RolloutRef, RunKeys, commit_key
 from penstock.storage.store import Store
 from tests.engines.real_models import REAL_MODELS
 from tests.engines.small_servers import SmallReplica, SmallServer

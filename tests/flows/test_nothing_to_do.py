@@ -17,8 +17,8 @@ from penstock.flows.runtime import prefect_api, runner
 from penstock.flows.runtime.runs import completion_of, create_run_record
 from penstock.stages.convert.targets import is_conversion_of
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
-from penstock.storage.history.starts import Start, record_completion, record_end, record_start
-from penstock.storage.refs import CheckpointRef, Commit, FileRecord, RunKeys, commit_key
+from penstock.storage.commit import CheckpointRef, Commit, FileRecord, RunKeys, commit_key
+from penstock.storage.history.run_record import Start, record_completion, record_end, record_start
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
@@ -81,7 +81,7 @@ def test_dry_run_of_a_completed_run_says_that_nothing_starts(
     root: str, rounds: str, is_complete: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create_run_record(complete(root, "post_train"), "post_train", parse_config(words(root)))
-    monkeypatch.setattr("penstock.flows.inspect.dry_run.dry_run", lambda *_: 0)
+    monkeypatch.setattr(resume, "dry_run", lambda *_: 0)
     assert resume.main(["r", "--store", root, "--num-rollout", rounds, "--dry-run"]) == 0
     assert ("r is complete: " in capsys.readouterr().out) == is_complete
 

@@ -17,11 +17,11 @@ import pytest
 from penstock.flows.runtime.prefect_api import LAUNCHER, prefect_server
 from penstock.flows.services.child_process import Service, choose_port
 from penstock.flows.services.stack import mlflow_server
+from penstock.storage.commit import Commit, FileRecord, RunKeys, commit_key, encode_commit
 from penstock.storage.failpoints import VARIABLE
-from penstock.storage.refs import Commit, FileRecord, RunKeys, commit_key, encode_commit
 from penstock.storage.store import Store
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow.tracker import MlflowTracker
+from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
 from penstock.storage.tracking.tracker import TrackedRun
 
 pytestmark = pytest.mark.integration

@@ -248,7 +248,7 @@ def test_mlflows_assistant_which_runs_commands_is_not_served(served: Served) -> 
 
 
 def test_a_client_of_the_same_user_logs_in_by_itself(served: Served, tmp_path: Path) -> None:
-    from penstock.storage.tracking.mlflow.tracker import MlflowTracker
+    from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
     from penstock.storage.tracking.tracker import RunStarted, TrackedRun
 
     tracker = MlflowTracker(served.url, TrackedRun("r", "1"))

@@ -99,7 +99,7 @@ def test_lock_files_of_the_wheel_are_found(installed: Path, tmp_path: Path) -> N
     out = run_script(
         installed,
         tmp_path,
-        "from penstock.flows.install.requirements import lock_file\n"
+        "from penstock.flows.install.command import lock_file\n"
         "print(*(path for path in map(lock_file, ('cpu', 'cuda')) if path.exists()))\n",
     )
     assert [Path(path).parent for path in out.split()] == 2 * [installed / "penstock" / "environment" / "lock"]
@@ -141,7 +141,7 @@ def test_ray_worker_of_a_script_beside_folders_of_our_names_imports_penstock(ins
         tmp_path,
         f"from {PACKAGES[-1]} import OWNER\n"
         "from penstock.engines.cluster import Cluster\n"
-        "from penstock.storage.keys import is_run_name\n"
+        "from penstock.storage.commit import is_run_name\n"
         "cluster = Cluster.start(None)\n"
         "try:\n"
         "    print(OWNER, cluster.run(is_run_name, 'a-run'))\n"

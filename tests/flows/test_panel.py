@@ -9,14 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from rich.text import Text
 
 from penstock.flows.runtime.display import Display
-from penstock.flows.terminal.panel import Panel, describe_machine, format_duration
-from penstock.flows.terminal.region import LiveRegion, can_redraw
-from penstock.flows.terminal.sparkline import sparkline
-from penstock.flows.terminal.startup import end_wait, show_wait
-from penstock.storage.refs import Commit
+from penstock.flows.terminal.console import can_redraw
+from penstock.flows.terminal.lines import sparkline
+from penstock.flows.terminal.panel import Panel, describe_machine, end_wait, format_duration, show_wait
+from penstock.storage.commit import Commit
 
 CODES = re.compile(r"\x1b\[(\d*)([A-Za-z])|\x1b\]8;[^\x1b]*\x1b\\|(\r)|(\n)|([^\x1b\r\n]+)")
 
@@ -29,16 +27,12 @@ class Terminal(io.StringIO):
 
     def screen(self, width: int) -> list[str]:
         """Return the rows of a terminal of `width` columns, of any height, that got the text."""
-        rows, row = [""], 0
-        column = 0
+        rows, row, column = [""], 0, 0
         for count, code, home, newline, text in CODES.findall(self.getvalue()):
-            if code == "F":
-                row, column = max(0, row - int(count or 1)), 0
+            if code == "A":
+                row = max(0, row - int(count or 1))
             elif code == "K":
-                rows[row] = rows[row][:column]
-            elif code == "J":
-                rows[row] = rows[row][:column]
-                del rows[row + 1 :]
+                rows[row] = ""
             elif home:
                 column = 0
             elif newline:
@@ -101,6 +95,8 @@ def test_panel_shows_progress_curve_samples_and_links_and_is_erased_at_the_end(
     display.panel.engines = lambda: "1 of 2 engines started"
     train(display, 4)
     print("a line of a library")
+    assert display._region is not None
+    display._region.refresh()
     shown = "\n".join(terminal.screen(100))
     for part in ("4/20 rounds", "▁▃▆█  0.000 -> 0.300", "best      1.000  2+3= -> 5", "1 of 2 engines", "MLflow ↗"):
         assert part in shown
@@ -137,14 +133,18 @@ def test_panel_fits_every_terminal(
     assert height < 30 or any("reward" in line.plain for line in lines)
 
 
-def test_narrower_terminal_erases_the_wrapped_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    region = LiveRegion(Console(file=terminal, force_terminal=True), lambda width, height: [Text("x" * 90), Text("y")])
-    region.refresh()
-    monkeypatch.setenv("COLUMNS", "40")
-    region.console = Console(file=terminal, force_terminal=True)
-    start = len(terminal.getvalue())
-    region.close()
-    assert terminal.getvalue()[start:] == "\x1b[4F\x1b[J"  # 90 cells take 3 rows of 40, and y takes one
+def test_a_closed_terminal_does_not_end_the_run(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    display = open_display(terminal, monkeypatch)
+
+    def fail(text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(terminal, "write", fail)
+    train(display, 2)
+    print("a line of a library")
+    assert display._region is not None
+    display._region.refresh()
+    display.close()
 
 
 @pytest.mark.parametrize("name, value", [("TERM", "dumb"), ("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "INFO")])
@@ -155,7 +155,7 @@ def test_panel_is_not_drawn_without_control_codes_or_with_verbose(
     display = open_display(terminal, monkeypatch)
     train(display, 2)
     display.close()
-    assert "\x1b[J" not in terminal.getvalue() and "round  1 (2/20)" in terminal.getvalue()
+    assert "\x1b[2K" not in terminal.getvalue() and "round  1 (2/20)" in terminal.getvalue()
 
 
 def test_colours_are_off_in_a_pipe_and_with_no_color(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from penstock.flows.reporting.progress import (
     run_page,
     training_rewards,
 )
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 
 
 def made_commits() -> list[Commit]:

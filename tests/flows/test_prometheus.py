@@ -10,11 +10,11 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.flows.commands.listening import listening_ports
+from penstock.flows.commands.local_processes import listening_ports
 from penstock.flows.options.flags import parse_config
 from penstock.flows.reporting.prometheus import PrometheusEndpoint, check_prometheus_port
+from penstock.storage.commit import Commit
 from penstock.storage.errors import OptionError
-from penstock.storage.refs import Commit
 from penstock.storage.tracking.tracker import Committed
 
 

@@ -16,9 +16,9 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.promotion import promote_policy, with_champion
 from penstock.flows.runtime.preflight import check_promotion_options
 from penstock.stages.eval.comparison import Gate
+from penstock.storage.champions import Decision, champion, read_decisions, record_decision
+from penstock.storage.commit import RunKeys, commit_key
 from penstock.storage.errors import DataError, OptionError, PromotionRefused, RunError
-from penstock.storage.refs import RunKeys, commit_key
-from penstock.storage.registry import Decision, champion, read_decisions, record_decision
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.store import Store
 from tests.storage.made_run import commit_files, commit_samples
@@ -215,15 +215,7 @@ def test_champion_is_resolved_by_every_command_that_plans(
     paths = {name: tmp_path / f"{name}.jsonl" for name in (*rows, "absent")}
     for name, row in rows.items():
         paths[name].write_text(json.dumps(row) + "\n")
-    argv = [
-        *command.format(**paths).split(),
-        "--store",
-        store.root,
-        "--run",
-        "next",
-        "--hf-checkpoint",
-        "champion:math",
-    ]
+    argv = f"{command.format(**paths)} --store {store.root} --run next --hf-checkpoint champion:math".split()
     assert main(argv) == 2 and "model 'math' has no champion" in capsys.readouterr().err
     promote(store, 1)
     exported = store.path(store.committed(KEYS.export_prefix(1)).attempt)

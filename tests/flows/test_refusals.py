@@ -184,7 +184,7 @@ def test_training_with_fp8_engines_starts_from_ref_load(good, fp8_model: Path, b
     from penstock.flows import tasks
     from penstock.flows.options.flags import parse_config
     from penstock.flows.runtime.processes import Processes
-    from penstock.storage.refs import RunKeys
+    from penstock.storage.commit import RunKeys
     from penstock.storage.store import Store
 
     def processes(*words: str, **options: bool) -> Processes:

@@ -15,10 +15,9 @@ from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.flags import parse_config
 from penstock.flows.replay import check_replay, parse_own_flags, placement_options
 from penstock.flows.runtime.runs import create_run_record
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import OptionError, RunError
-from penstock.storage.refs import Commit, RunKeys
-from penstock.storage.samples.shards import read_samples
-from penstock.storage.samples.trained_tokens import read_trained_tokens
+from penstock.storage.samples.shards import read_samples, read_trained_tokens
 from penstock.storage.store import Store
 
 KEYS = RunKeys("trained")

@@ -23,10 +23,10 @@ from penstock.flows.runtime.runs import (
     open_store,
     read_flow_and_config,
 )
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.history.run_record import read_schedule_changes
-from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
-from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.leases import Lease, new_driver_lease_key
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")

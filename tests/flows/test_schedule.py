@@ -8,7 +8,7 @@ from run_records import parent_record, run_json
 from penstock.flows.config import PostTrainConfig, options_by_mutability, validate_config
 from penstock.flows.runtime.runs import open_run
 from penstock.flows.runtime.schedule import with_target_rounds
-from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
 
 KEYS = RunKeys("nightly")

@@ -17,11 +17,10 @@ from starlette.routing import Route
 from penstock.flows.cli import main
 from penstock.flows.inspect.show import link_of_start
 from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store
-from penstock.flows.services.live_links import live_link
-from penstock.storage.history.starts import Start, record_end, record_start
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
+from penstock.storage.history.run_record import Start, record_end, record_start
 from penstock.storage.store import Store
-from penstock.storage.web.login import LoginGate, create_login, page_link
+from penstock.storage.web.login import LoginGate, create_login, live_link, page_link
 from tests.storage.made_run import config_of, make_run, write_data
 
 
@@ -139,6 +138,16 @@ def dead_origin() -> str:
 def test_show_links_only_to_a_server_that_has_the_flow_run(origin: str, flow_run: str, is_shown: bool) -> None:
     url = flow_run.format(live=origin, dead=dead_origin())
     assert link_of_start(Start(host="h", flow_run=url)) == (url if is_shown else "")
+
+
+@pytest.mark.parametrize("recorded", ["{dead}/runs/flow-run/mine", "mine"])
+def test_show_links_to_a_present_server_that_shows_the_flow_run_of_an_earlier_one(origin: str, recorded: str) -> None:
+    port = int(origin.rpartition(":")[2])
+    create_login(port)
+    create_login(int(dead_origin().rpartition(":")[2]))
+    start = Start(host="h", flow_run=recorded.format(dead=dead_origin()))
+    assert link_of_start(start) == f"{origin}/open#/runs/flow-run/mine"
+    assert link_of_start(Start(host="h", flow_run="another")) == ""
 
 
 def test_show_links_to_the_page_of_a_start(stores: list[str], origin: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,8 @@ import pytest
 from penstock_command import penstock
 
 from penstock.flows.commands.demo_model import make_tiny_data
-from penstock.storage.refs import RunKeys
-from penstock.storage.samples.shards import read_samples
-from penstock.storage.samples.trained_tokens import read_trained_tokens
+from penstock.storage.commit import RunKeys
+from penstock.storage.samples.shards import read_samples, read_trained_tokens
 from penstock.storage.store import Store
 
 FILES = {

@@ -17,8 +17,8 @@ from penstock.flows.options.start_weights import (
     starting_weights,
 )
 from penstock.flows.runtime.runs import create_run_record, open_store
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import OptionError
-from penstock.storage.refs import Commit, RunKeys
 
 
 def config(*words: str) -> PostTrainConfig:

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.processes import Processes
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
 HANG = 60.0  # seconds; only a deadlock exceeds it

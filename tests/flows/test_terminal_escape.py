@@ -18,13 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.flows import cli
-from penstock.flows.runtime.display import Display, print_table
-from penstock.flows.terminal.console import TerminalConsole
+from penstock.flows.runtime.display import Display
+from penstock.flows.terminal.console import LiveRegion, TerminalConsole, print_table
 from penstock.flows.terminal.escape import escape_controls, escaped_output
 from penstock.flows.terminal.panel import Panel
-from penstock.flows.terminal.region import LiveRegion
+from penstock.storage.commit import Commit
 from penstock.storage.errors import OptionError
-from penstock.storage.refs import Commit
 from penstock.storage.store import Store
 from tests.storage import made_run
 
@@ -127,13 +126,13 @@ def test_output_beside_the_panel_is_escaped(terminal: Terminal, monkeypatch: pyt
     monkeypatch.setattr(sys, "stderr", terminal)
     with escaped_output():
         region = LiveRegion(TerminalConsole(file=sys.stdout), Panel("r", "post_train", 3).render)
-        region.open()
+        region.start()
         terminal.truncate(0)
         print(f"a library {EVIL}")
         print(f"an error {EVIL}", file=sys.stderr)
         region.print(Text(f"a line {EVIL}"))
-        region.close()
-    ours = re.compile(r"\x1b\[[\d;]*[mFKJ]|\r")
+        region.stop()
+    ours = re.compile(r"\x1b\[[\d;]*[mAK]|\r")
     written = ours.sub("", terminal.getvalue()).replace("\x00", "")  # of the truncated part
     assert SEEN in written and not controls(written)
 

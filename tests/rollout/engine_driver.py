@@ -33,7 +33,7 @@ from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.resume_point import read_resume_point
 from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
 NUM_PROMPTS, NUM_SAMPLES, WAVE = 40, 4, 60

@@ -27,8 +27,8 @@ from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.resume_point import read_resume_point
 from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.preemption import StopRequest
-from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
 
 KEYS = RunKeys("run")

@@ -28,8 +28,8 @@ from penstock.stages.rollout.resume_point import read_resume_point
 from penstock.stages.rollout.rollout import RolloutContext
 from penstock.stages.rollout.stream import RolloutStream, Taken
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.commit import Commit
 from penstock.storage.preemption import StopRequest
-from penstock.storage.refs import Commit
 from penstock.storage.samples.sample import Sample
 from penstock.storage.store import Store
 

@@ -12,8 +12,8 @@ from penstock.stages.rollout.rollout import RolloutContext
 from penstock.stages.rollout.sft_data import sft_data_stage, sft_samples
 from penstock.stages.rollout.text.templates import Messages
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import DataError
-from penstock.storage.refs import RunKeys
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store
 

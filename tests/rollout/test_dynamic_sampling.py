@@ -21,8 +21,8 @@ from penstock.stages.rollout.group import mask_stale_tokens, policy_spans
 from penstock.stages.rollout.plugins.filters import DynamicFilterOutput
 from penstock.stages.rollout.rollout import collect_groups
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.commit import BUFFER, Commit
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.refs import BUFFER, Commit
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_samples
 

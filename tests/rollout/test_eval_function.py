@@ -16,8 +16,8 @@ from penstock.stages.rollout.plugins.rollout_function import find_evaluation_fun
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.commit import Commit
 from penstock.storage.errors import PluginError
-from penstock.storage.refs import Commit
 from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import read_samples
 from tests.rollout.scripted_engine import KEYS, Bench

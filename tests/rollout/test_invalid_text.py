@@ -12,7 +12,7 @@ from scripted_engine import Bench
 from penstock.stages.rollout.prompts.source import Prompt
 from penstock.stages.rollout.sft_data import sft_samples
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.storage.refs import Commit, decode_record, encode_commit, has_matching_digest
+from penstock.storage.commit import Commit, decode_record, encode_commit, has_matching_digest
 from penstock.storage.samples.sample import Sample, Status, from_table, to_table
 from penstock.storage.samples.shards import read_samples
 

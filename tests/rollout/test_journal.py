@@ -17,8 +17,8 @@ from penstock.engines.generation import Generation
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.commit import RunKeys
 from penstock.storage.preemption import Preempted, StopRequest
-from penstock.storage.refs import RunKeys
 from penstock.storage.samples.shards import read_samples
 
 PREFIX = RunKeys("run").rollout_prefix(0)

@@ -14,7 +14,7 @@ from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store

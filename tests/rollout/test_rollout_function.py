@@ -20,8 +20,8 @@ from penstock.stages.rollout.plugins.rollout_function import NOT_RETURNED
 from penstock.stages.rollout.resume_point import read_resume_point
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.stages.slime.slime_modules import MODULES
+from penstock.storage.commit import Commit
 from penstock.storage.errors import PluginError
-from penstock.storage.refs import Commit
 from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import read_samples
 from tests.rollout.scripted_engine import KEYS, Bench

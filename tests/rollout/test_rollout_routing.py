@@ -19,7 +19,7 @@ from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang.backend import SGLangServer
 from penstock.engines.sglang.client import SGLangClient
 from penstock.stages.train.batching import EngineChoices
-from penstock.storage.refs import Commit
+from penstock.storage.commit import Commit
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_table, write_shards
 from penstock.storage.store import Store

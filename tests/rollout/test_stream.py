@@ -20,9 +20,9 @@ from simulated_stream import Clock, SimulatedBench, SimulatedStream, clock, leng
 from penstock.flows.ahead import StreamOfRun
 from penstock.stages.rollout.group import policy_spans
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.commit import BUFFER, Commit
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.preemption import Preempted, StopRequest
-from penstock.storage.refs import BUFFER, Commit
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store

@@ -18,7 +18,7 @@ import pytest
 from engine_driver import KEYS, NUM_PROMPTS, NUM_SAMPLES, WAVE
 
 from penstock.engines.ports import reserve_free_port
-from penstock.storage.refs import BUFFER
+from penstock.storage.commit import BUFFER
 from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store

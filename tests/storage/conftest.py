@@ -11,7 +11,7 @@ import pytest
 
 from penstock.storage import objects
 from penstock.storage.store import Store
-from penstock.storage.tracking.mlflow.tracker import MlflowTracker
+from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
 from penstock.storage.tracking.tracker import TrackedRun
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from penstock.storage.tracking.lineage import Lineage
-from penstock.storage.tracking.tracker import Committed, MetricsLogged, Record, Resend, RunEnded, RunStarted, TrackedRun
+from penstock.storage.tracking.run_commits import RunCommits
+from penstock.storage.tracking.tracker import Committed, MetricsLogged, Record, RunEnded, RunStarted, TrackedRun
 
 
 class RejectedName(ValueError):
@@ -19,11 +19,12 @@ class JsonlTracker:
     """Metric points, parts and the status of a run in the file of a `jsonl://` URI, one line each, sorted."""
 
     name: ClassVar[str] = "JSONL"
+    buffers: ClassVar[bool] = False
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         self.path = Path(uri.removeprefix("jsonl://"))
         self.run = run
-        self.resend: Resend = "none" if self.path.exists() else "all"
+        self.wants_all = not self.path.exists()
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         self.lines = {tuple(json.loads(line)[:4]): json.loads(line)[4] for line in lines}
 
@@ -31,7 +32,7 @@ class JsonlTracker:
     def page(self) -> str | None:
         return self.path.as_uri()
 
-    def deliver(self, records: Sequence[Record], lineage: Lineage) -> None:
+    def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
         for record in records:
             match record:
                 case RunStarted():
@@ -40,10 +41,10 @@ class JsonlTracker:
                 case MetricsLogged():
                     self._log("", record.metrics, record.step)
                 case Committed():
-                    part = lineage.child_run_name(record.key, record.commit)
+                    part = commits.child_run_name(record.key, record.commit)
                     self._log(part, record.commit.summary, record.commit.index)
                     if record.commit.kind == "checkpoint":
-                        rollouts = lineage.consumed_rollouts(record.commit.index)
+                        rollouts = commits.since_previous_checkpoint("rollout", record.commit.index)
                         self._set("inputs", part, 0, [key for key, _ in rollouts])
                 case RunEnded():
                     self._set("status", "", 0, record.status)

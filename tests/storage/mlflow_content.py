@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from mlflow import MlflowClient
 from mlflow.entities import DatasetInput, Run
 
+from penstock.storage.commit import commit_key
 from penstock.storage.history.lineage_graph import LineageGraph, Node
-from penstock.storage.refs import commit_key
 
 
 class Shown:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.storage.maintenance import leases
-from penstock.storage.maintenance.leases import TTL, Lease, describe_lease_holder, describe_live_drivers
+from penstock.storage import leases
+from penstock.storage.commit import RunKeys
+from penstock.storage.leases import TTL, Lease, describe_lease_holder, describe_live_drivers
 from penstock.storage.maintenance.orphans import find_orphans, remove_orphan
-from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
@@ -42,15 +42,9 @@ def step_clock(store: Store, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_live_holder_on_this_machine_keeps_its_lease(store: Store, step: float) -> None:
-    write_lease(store, lambda process: process)
-    step_clock(store, step)
-    assert len(describe_live_drivers(store, KEYS)) == 1
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_live_holder_in_another_container_of_this_machine_keeps_its_lease(store: Store, step: float) -> None:
-    write_lease(store, lambda process: {**process, "processes": 1, "host": "container"})
+@pytest.mark.parametrize("place", [{}, {"processes": 1, "host": "container"}], ids=["same container", "another one"])
+def test_live_holder_on_this_machine_keeps_its_lease(store: Store, step: float, place: dict) -> None:
+    write_lease(store, lambda process: {**process, **place})
     step_clock(store, step)
     assert len(describe_live_drivers(store, KEYS)) == 1
 
@@ -64,7 +58,7 @@ def test_dead_holder_in_another_container_of_this_machine_loses_its_lease(store:
 
 @pytest.mark.parametrize("step", [*STEPS, 0.0])
 def test_dead_holder_on_this_machine_loses_its_lease_at_once(store: Store, step: float) -> None:
-    program = "import sys; from penstock.storage.store import Store; from penstock.storage.maintenance.leases import *"
+    program = "import sys; from penstock.storage.store import Store; from penstock.storage.leases import *"
     program += "; import os; Lease(Store(sys.argv[1]), sys.argv[2]); os._exit(0)"
     subprocess.run([sys.executable, "-c", program, store.root, KEY], check=True, cwd=Path(__file__).parents[2])
     step_clock(store, step)
@@ -79,16 +73,12 @@ def test_holder_on_another_machine_is_judged_by_the_stores_clock(store: Store, s
     assert bool(describe_live_drivers(store, KEYS)) == is_alive
 
 
-def test_lease_of_an_earlier_boot_is_judged_by_the_stores_clock(store: Store) -> None:
-    write_lease(store, lambda process: {**process, "boot": "before", "renewed": 1e9})
+@pytest.mark.parametrize("content", [{"boot": "before", "renewed": 1e9}, None], ids=["earlier boot", "full disk"])
+def test_lease_without_a_comparable_time_is_judged_by_the_stores_clock(store: Store, content: dict | None) -> None:
+    write_lease(store, lambda process: {**process, **(content or {})})
+    if content is None:  # it was written on a full disk
+        store.replace(KEY, b"")
     assert describe_live_drivers(store, KEYS), "just renewed"
-    step_clock(store, TTL + 1)
-    assert describe_live_drivers(store, KEYS) == []
-
-
-def test_lease_without_content_is_judged_by_the_stores_clock(store: Store) -> None:
-    store.replace(KEY, b"")  # written on a full disk
-    assert describe_live_drivers(store, KEYS)
     step_clock(store, TTL + 1)
     assert describe_live_drivers(store, KEYS) == []
 

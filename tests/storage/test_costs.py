@@ -10,9 +10,9 @@ from run_records import run_json
 from penstock.flows.cli import main
 from penstock.flows.config import validate_config
 from penstock.flows.runtime.engine_options import device_counts
+from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.history.costs import IDLE, Interval, compute_costs, costs_at_end, seconds_by_stage
-from penstock.storage.history.starts import Start, StartEnd, read_starts, record_end, record_start
-from penstock.storage.refs import Commit, RunKeys, commit_key
+from penstock.storage.history.run_record import Start, StartEnd, read_starts, record_end, record_start
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")

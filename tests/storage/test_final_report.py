@@ -12,17 +12,17 @@ from penstock.flows.inspect.track import main
 from penstock.flows.reporting import final_report
 from penstock.flows.reporting.final_report import write_final_report
 from penstock.flows.runtime.runs import read_existing_record
-from penstock.flows.trackers import tracked_run
+from penstock.storage.commit import RunKeys
 from penstock.storage.maintenance.audit import audit_run
+from penstock.storage.maintenance.deletion import remove_run
 from penstock.storage.maintenance.orphans import find_orphans
-from penstock.storage.maintenance.removal import remove_run
-from penstock.storage.refs import RunKeys
 from penstock.storage.report.page import GENERATOR
 from penstock.storage.store import Store
 from penstock.storage.tracking import tracking_directory
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow.tracker import MlflowTracker
+from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
 from penstock.storage.tracking.tracker import TrackedRun
+from penstock.storage.tracking.trackers import tracked_run
 
 KEYS = RunKeys("r")
 

@@ -13,9 +13,9 @@ import pytest
 
 from penstock.flows.commands import gc
 from penstock.storage import disk
-from penstock.storage.maintenance.leases import TTL, Lease
+from penstock.storage.commit import Commit, RunKeys
+from penstock.storage.leases import TTL, Lease
 from penstock.storage.maintenance.orphans import find_orphans
-from penstock.storage.refs import Commit, RunKeys
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")

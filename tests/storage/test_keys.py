@@ -10,11 +10,10 @@ import pytest
 from made_run import config_of, make_run, write_data
 
 from penstock.flows.commands import gc
+from penstock.storage.commit import Commit, FileRecord, RunKeys, commit_key, describe_key_problem
 from penstock.storage.errors import StoreError
-from penstock.storage.keys import describe_key_problem
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.maintenance.retention import expire_checkpoints, finish_interrupted_expiries, tombstone_key
-from penstock.storage.refs import Commit, FileRecord, RunKeys, commit_key
+from penstock.storage.maintenance.deletion import expire_checkpoints, finish_interrupted_expiries, tombstone_key
 from penstock.storage.store import Store
 
 BAD = ["/etc/passwd", "../x", "a/../../x", "a//b", "a/", "/", ".", "a/./b", "a\0b", "..", "x" * 256, "a/" * 600 + "b"]

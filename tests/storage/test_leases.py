@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from penstock.flows.commands import gc
+from penstock.storage import leases
+from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.errors import StoreError
 from penstock.storage.failpoints import VARIABLE
-from penstock.storage.maintenance import leases
-from penstock.storage.maintenance.leases import (
+from penstock.storage.leases import (
     Lease,
     claim_key,
     describe_lease_holder,
@@ -24,7 +25,6 @@ from penstock.storage.maintenance.leases import (
     store_time,
 )
 from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
-from penstock.storage.refs import Commit, RunKeys, commit_key
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from jsonl_tracker import JsonlTracker
 from tracked_run import CONFIG, commits
 
-from penstock.storage.tracking import tracker as trackers
-from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow.tracker import MlflowTracker
+from penstock.storage.tracking import trackers
+from penstock.storage.tracking.delivery import Delivery, RunTracking
+from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
 from penstock.storage.tracking.outbox import Outbox
 from penstock.storage.tracking.tracker import TrackedRun
 
@@ -22,7 +24,7 @@ ROUNDS = [0, 1, 2, 3]
 
 @pytest.fixture
 def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(trackers.TRACKERS, "jsonl", "jsonl_tracker:JsonlTracker")
+    monkeypatch.setitem(trackers.TRACKERS, "jsonl", SimpleNamespace(tracker=JsonlTracker))
     return f"jsonl://{tmp_path / 'points.jsonl'}"
 
 
@@ -161,15 +163,22 @@ def test_mlflow_without_the_run_gets_all_rounds(
 def test_records_since_a_start_without_an_end_are_sent_again(
     uri: str, delivered: list[str], sent: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outbox = Outbox(tmp_path, "-jsonl")
-    for number, name in enumerate(delivered):
-        kind = name if name in ("start", "end") else "metrics"
-        line = {"type": kind, "at": 1.0, "config": {}, "status": "FINISHED", "step": number, "metrics": {}}
-        outbox.append(f"{name}-{number}", line)
-    outbox.mark_delivered((tmp_path / "outbox.jsonl").stat().st_size)
     keys: list[str] = []
-    unended = property(lambda self: "unended", lambda self, value: None)
-    monkeypatch.setattr(JsonlTracker, "resend", unended, raising=False)
-    monkeypatch.setattr(JsonlTracker, "deliver", lambda self, records, lineage: keys.extend(r.key for r in records))
+    monkeypatch.setattr(JsonlTracker, "buffers", True)
+    monkeypatch.setattr(
+        JsonlTracker, "wants_all", property(lambda self: False, lambda self, value: None), raising=False
+    )
+    monkeypatch.setattr(JsonlTracker, "deliver", lambda self, records, commits: keys.extend(r.key for r in records))
+    for names in re.findall(r"start[^e]*?(?:end|(?= start)|$)", " ".join(delivered)):  # each by its own process
+        outbox = Outbox(tmp_path, "-jsonl")
+        for number, name in enumerate(names.split()):
+            kind = name if name in ("start", "end") else "metrics"
+            line = {"type": kind, "at": 1.0, "config": {}, "status": "FINISHED", "step": number, "metrics": {}}
+            outbox.append(f"{name}-{len(keys)}-{number}", line)
+        delivery = Delivery(uri, RUN, tmp_path)
+        delivery.closing.set()  # as if it were killed after the delivery
+        delivery.wake.set()
+        delivery.thread.join()
+    keys.clear()
     assert RunTracking(RUN, tmp_path, [uri]).close(timeout=60) == 0
     assert [key.partition("-")[0] for key in keys] == sent

@@ -10,18 +10,17 @@ from made_run import commit_files, commit_samples, config_of, make_run, write_da
 from mlflow import MlflowClient
 from mlflow_content import Shown, check_content, shown_inputs
 
-from penstock.flows.commands import fork, promote
+from penstock.flows import promotion
+from penstock.flows.commands import fork
 from penstock.flows.inspect.track import main as track
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import read_flow_and_config
-from penstock.storage.commits import committed_prefixes
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key, encode_commit
 from penstock.storage.history.lineage_graph import read_lineage
-from penstock.storage.history.run_record import read_run_record
-from penstock.storage.history.starts import Start, record_start
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key, encode_commit
+from penstock.storage.history.run_record import Start, read_run_record, record_start
 from penstock.storage.samples.shards import read_samples
-from penstock.storage.store import Store
-from penstock.storage.tracking import retell
+from penstock.storage.store import Store, committed_prefixes
+from penstock.storage.tracking import tracker
 
 pytestmark = pytest.mark.integration
 
@@ -123,7 +122,7 @@ def test_links_lead_back(store: Store, database: Path) -> None:
 def test_evaluation_that_is_delivered_before_its_checkpoint_is_linked(
     store: Store, database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retell, "_BATCH", 1)
+    monkeypatch.setattr(tracker, "_BATCH", 1)
     client = send(store, database, "n")
     prefixes = [prefix for prefix in committed_prefixes(store, RunKeys("n")) if "/checkpoints/" in prefix]
     for prefix in prefixes:
@@ -154,13 +153,13 @@ def test_track_in_any_order_gives_the_same_objects(store: Store, database: Path,
 
 def promote_first(store: Store, version: int) -> None:
     words = [f"r/{version}", "--to", "math", "--data-set", "sums", "--force", "--store", store.root]
-    assert promote.main(words) == 0
+    assert promotion.main(words) == 0
 
 
 def test_versions_and_aliases_follow_from_commits_and_decisions(store: Store, database: Path) -> None:
     promote_first(store, 2)
     promote_first(store, 4)
-    promote.main(["--to", "math", "--rollback", "--store", store.root])
+    promotion.main(["--to", "math", "--rollback", "--store", store.root])
     client = send(store, database, "--all")
     send(store, database, "--all")
     found = {(v.name, v.version): v for v in client.search_model_versions(max_results=100)}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.storage.refs import Commit
-from penstock.storage.tracking.mlflow.traces import split_sample, tool_calls
+from penstock.storage.commit import Commit
+from penstock.storage.tracking.mlflow.mlflow_samples import split_sample, tool_calls
 
 COMMIT = Commit(kind="rollout", created_at=1000.0, seconds={"generate": 8.0, "reward": 1.0, "write": 0.5})
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.storage.commit import Commit
 from penstock.storage.maintenance.prompt_audit import PromptAudit, ServedRound
-from penstock.storage.refs import Commit
 
 
 def random_run(trial: int) -> tuple[list[tuple[Commit, dict[int, tuple[int, int, int]]]], int]:

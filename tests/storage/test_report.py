@@ -23,13 +23,13 @@ from made_run import BATCH, SAMPLES, commit_files, commit_samples, config_of, ma
 from penstock.flows.cli import main
 from penstock.flows.inspect.report import decode_tokens, make_report
 from penstock.flows.runtime.runs import open_run
-from penstock.storage.history.starts import Start, StartEnd, record_start
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys, commit_key
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
+from penstock.storage.history.run_record import Start, StartEnd, record_start
 from penstock.storage.report.data import find_gaps
 from penstock.storage.report.page import GENERATOR, embed
-from penstock.storage.report.samples import SAMPLES_PER_PAGE, collect_samples
+from penstock.storage.report.sample_pages import SAMPLES_PER_PAGE, collect_samples
 from penstock.storage.samples.sample import Sample, Status
-from penstock.storage.samples.trained_tokens import write_trained_tokens
+from penstock.storage.samples.shards import write_trained_tokens
 from penstock.storage.store import Store
 
 HOSTILE = "</script><img src=x onerror='window.attacked=1'><script>window.attacked=1</script><!-- \u2028 & \" '"
@@ -418,3 +418,29 @@ def test_page_fits_a_phone_and_prints(opened: Page) -> None:
     assert opened.evaluate("document.querySelectorAll('main *').length") > 100
     pdf = opened.call("Page.printToPDF", printBackground=True)["data"]
     assert pdf.startswith("JVBERi")  # %PDF
+
+
+@needs_browser
+@pytest.mark.parametrize("value, least, most", [(0, 0, 1), (3, 1.5, 4.5), (-2, -3, -1)])
+def test_curve_of_equal_values_has_an_axis_on_the_side_of_its_value(
+    opened: Page, value: float, least: float, most: float
+) -> None:
+    opened.evaluate(
+        "document.querySelector('main').prepend(chart('equal', '', 'round', "
+        f"[{{ label: 'equal', x: [0, 1, 2], y: [{value}, {value}, {value}] }}]))"
+    )
+    opened.wait_for("document.querySelector('main > figure svg.chart') !== null")
+    marks = "[...document.querySelectorAll('main > figure text[text-anchor=end]')].map(node => node.textContent)"
+    numbers = [float(text.replace("\u2212", "-")) for text in opened.evaluate(marks)]
+    assert min(numbers) >= least and max(numbers) <= most and min(numbers) < max(numbers)
+
+
+@needs_browser
+def test_list_of_samples_shows_the_beginning_of_the_prompt_and_both_ends_of_the_response(opened: Page) -> None:
+    long = opened.evaluate("shorten('first ' + 'x'.repeat(500) + ' last')")
+    assert long.startswith("first x") and long.endswith("x last") and len(long) <= 161
+    [prompt, response] = opened.evaluate(
+        "[...document.querySelector('#samples .list button').querySelectorAll('.preview')].map(n => n.textContent)"
+    )
+    sample = opened.evaluate("[...document.querySelectorAll('#samples .text')].map(node => node.textContent)")
+    assert sample[0].startswith(prompt[:80]) and sample[1].startswith(response[:80])

@@ -11,12 +11,13 @@ from made_run import BATCH, commit_files, config_of, make_run, save_one, score_o
 
 from penstock.flows.commands import gc
 from penstock.flows.commands.fork import create_fork
+from penstock.storage.champions import Decision, Policy, champion, record_decision
+from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.errors import StoreError
 from penstock.storage.history.run_record import ScheduleChange
+from penstock.storage.leases import lease_key
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.maintenance.leases import lease_key
-from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
-from penstock.storage.maintenance.retention import (
+from penstock.storage.maintenance.deletion import (
     expire_checkpoints,
     expired_versions,
     finish_interrupted_expiries,
@@ -24,8 +25,7 @@ from penstock.storage.maintenance.retention import (
     tombstone_key,
     unfinished_fork_key,
 )
-from penstock.storage.refs import Commit, RunKeys, commit_key
-from penstock.storage.registry import Decision, Policy, champion, record_decision
+from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
 from penstock.storage.store import Store
 
 

@@ -12,14 +12,19 @@ from penstock.flows.cli import main
 from penstock.flows.commands import fork, gc, rm
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import open_run, read_flow_and_config
+from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.history.run_record import ForkRecord
+from penstock.storage.leases import Lease, new_driver_lease_key
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.maintenance.leases import Lease, new_driver_lease_key
+from penstock.storage.maintenance.deletion import (
+    describe_removing_process,
+    is_removed,
+    removal_marker_key,
+    remove_run,
+    unfinished_fork_key,
+)
 from penstock.storage.maintenance.orphans import find_orphans, remove_orphan
-from penstock.storage.maintenance.removal import describe_removing_process, is_removed, removal_marker_key, remove_run
-from penstock.storage.maintenance.retention import unfinished_fork_key
-from penstock.storage.refs import RunKeys
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")

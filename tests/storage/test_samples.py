@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from penstock.storage.commit import Commit
 from penstock.storage.errors import RunError
-from penstock.storage.refs import Commit
 from penstock.storage.samples import shards
 from penstock.storage.samples.sample import (
     SCHEMA,

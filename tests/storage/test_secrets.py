@@ -13,15 +13,15 @@ from penstock.flows.config import PostTrainConfig, check_secrets, config_hash, l
 from penstock.flows.options import flags
 from penstock.flows.runtime.runs import create_run_record, open_store, read_flow_and_config
 from penstock.storage import secret_references, secrets
+from penstock.storage.commit import RunKeys
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError, PenstockError, StoreError
-from penstock.storage.refs import RunKeys
 from penstock.storage.secret_references import hide_literal_secrets, resolve_secrets
 from penstock.storage.secrets import has_credentials, is_secret_name, mask_secrets, redact, write_private
 from penstock.storage.store import Store
-from penstock.storage.tracking import tracking_uri
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow.values import flatten_params
+from penstock.storage.tracking.mlflow.mlflow_runs import flatten_params
+from penstock.storage.tracking.mlflow.mlflow_tracker import tracking_uri
 from penstock.storage.tracking.tracker import TrackedRun
 
 SECRETS = ("AKIA-literal", "s3cr3t/with+slash", "engine-key-1", "router-key-1", "rm-passw0rd", "db-passw0rd")
@@ -74,8 +74,8 @@ def test_no_record_contains_a_secret_and_a_run_can_read_its_record(config: PostT
     config = validate_config(config.model_dump() | {"run": config.run.model_dump() | {"store": str(tmp_path)}})
     store = open_store(config.run)
     assert create_run_record(store, "post_train", config)
-    uris = ["http://127.0.0.1:9"]
-    RunTracking(TrackedRun("n", "1"), tmp_path / "outbox", uris, config.model_dump(mode="json")).close(timeout=0)
+    # Without a tracker, whose thread would import MLflow during the next tests.
+    RunTracking(TrackedRun("n", "1"), tmp_path / "outbox", [], config.model_dump(mode="json")).close(timeout=0)
     for path in (tmp_path / RunKeys("n").record, tmp_path / "outbox" / "outbox.jsonl"):
         assert not [secret for secret in SECRETS if secret in path.read_text()], path
     assert stat.S_IMODE((tmp_path / "outbox" / "outbox.jsonl").stat().st_mode) == 0o600

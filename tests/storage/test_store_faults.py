@@ -15,10 +15,9 @@ import pytest
 from faulty import FaultyProxy
 
 from penstock.storage import disk, objects
-from penstock.storage.commits import committed_prefixes
+from penstock.storage.commit import Commit, FileRecord, RunKeys, commit_key
 from penstock.storage.errors import StoreError
-from penstock.storage.refs import Commit, FileRecord, RunKeys, commit_key
-from penstock.storage.store import Store
+from penstock.storage.store import Store, committed_prefixes
 
 KEYS = RunKeys("r")
 Faulty = Callable[..., AbstractContextManager[tuple[FaultyProxy, dict[str, Any]]]]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.storage import disk
+from penstock.storage.commit import Commit
 from penstock.storage.errors import StoreFull
-from penstock.storage.refs import Commit
 from penstock.storage.store import Store
 from penstock.storage.tracking.outbox import Outbox
 

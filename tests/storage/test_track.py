@@ -17,19 +17,17 @@ from penstock_command import penstock
 from tracked_run import CONFIG, commits
 from wandb_files import read_history, wait_for_end
 
-from penstock.flows import trackers
 from penstock.flows.inspect.track import main
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import create_run_record, read_existing_record
 from penstock.storage import tracking
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import OptionError, RunError, TrackerError
-from penstock.storage.history.starts import Start, record_end, record_start
-from penstock.storage.refs import Commit, RunKeys
+from penstock.storage.history.run_record import Start, record_end, record_start
 from penstock.storage.store import Store
-from penstock.storage.tracking import tracking_directory
-from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.lineage import Lineage
-from penstock.storage.tracking.retell import read_committed, read_cost_metrics
+from penstock.storage.tracking import trackers, tracking_directory
+from penstock.storage.tracking.delivery import RunTracking, read_committed, read_cost_metrics
+from penstock.storage.tracking.run_commits import RunCommits
 from penstock.storage.tracking.tensorboard import read_values
 from penstock.storage.tracking.tracker import Committed, MetricsLogged, RunStarted, TrackedRun
 from penstock.storage.tracking.wandb import RECORD, STEP, WandbTracker
@@ -217,7 +215,7 @@ def test_artifacts_move_with_the_store(store: Store, run: TrackedRun, database: 
 
 
 def test_expired_checkpoints_are_told_again(store: Store) -> None:
-    from penstock.storage.maintenance.retention import expire_checkpoints
+    from penstock.storage.maintenance.deletion import expire_checkpoints
 
     keys = RunKeys("r")
     before = [record.key for record in read_committed(store, keys)]
@@ -283,13 +281,14 @@ def test_kill_between_delivery_and_mark_loses_nothing_and_changes_no_chart(
     uri = uris[1] if to == "tensorboard" else uris[2]
     program = f"""
 import os
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
-from penstock.storage.tracking.lineage import Lineage
-from penstock.storage.tracking.retell import read_committed, read_cost_metrics
-from penstock.storage.tracking.tracker import TrackedRun, tracker_class
+from penstock.storage.tracking.run_commits import RunCommits
+from penstock.storage.tracking.delivery import read_committed, read_cost_metrics
+from penstock.storage.tracking.tracker import TrackedRun
+from penstock.storage.tracking.trackers import tracker_class
 tracker = tracker_class({uri!r})({uri!r}, {run!r})
-tracker.deliver(read_committed(Store({store.root!r}), RunKeys("r"))[:5], Lineage())
+tracker.deliver(read_committed(Store({store.root!r}), RunKeys("r"))[:5], RunCommits())
 if {flushed} and {to == "wandb"}:
     tracker._client.finish()
 os._exit(9)
@@ -357,7 +356,7 @@ def test_wandb_online_gets_one_row_for_each_record(monkeypatch: pytest.MonkeyPat
     records += [Committed(key, commit.created_at, commit) for key, commit in commits()]
     uri = f"wandb://?project=p&entity=e&group=g&mode=online&key=local-key-1&dir={tmp_path}"
     tracker = WandbTracker(uri, TrackedRun("demo", "1"))
-    tracker.deliver(records, Lineage())
+    tracker.deliver(records, RunCommits())
     assert tracker.page == "https://wandb.example/p/runs/r"
     assert [row[RECORD] for row in history] == [record.key for record in records]
     assert opened[0]["settings"]["api_key"] == "local-key-1" and opened[0]["settings"]["finish_timeout"] > 0

@@ -6,16 +6,18 @@ import re
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from jsonl_tracker import JsonlTracker
 from tracked_run import CONFIG, KEYS, commits
 from wandb_files import read_history
 
-from penstock.storage.refs import Commit
-from penstock.storage.tracking import tracker
+from penstock.storage.commit import Commit
+from penstock.storage.tracking import trackers
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow.tracker import MlflowTracker
+from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
 from penstock.storage.tracking.tracker import TrackedRun
 
 Content = Callable[[], dict[str, Any]]
@@ -109,7 +111,7 @@ def served(
     if request.param == "wandb":
         pytest.importorskip("wandb.sdk")
         return f"wandb://?project=p&mode=offline&dir={tmp_path}/wb", lambda: wandb_content(tmp_path / "wb")
-    monkeypatch.setitem(tracker.TRACKERS, "jsonl", "jsonl_tracker:JsonlTracker")
+    monkeypatch.setitem(trackers.TRACKERS, "jsonl", SimpleNamespace(tracker=JsonlTracker))
     path = tmp_path / "run.jsonl"
     return f"jsonl://{path}", lambda: jsonl_content(path)
 
@@ -123,7 +125,7 @@ def track(uri: str, directory: Path, offered: list[tuple[str, Commit]], status: 
 
 def test_a_scheme_without_a_row_is_mlflow() -> None:
     for uri in ("http://localhost", "sqlite:///x.db", "databricks", "/a/directory"):
-        assert tracker.tracker_class(uri) is MlflowTracker
+        assert trackers.tracker_class(uri) is MlflowTracker
 
 
 def test_every_record_is_shown_once(served: tuple[str, Content], tmp_path: Path) -> None:
@@ -181,7 +183,7 @@ def test_a_failing_tracker_keeps_the_records_for_the_next_start(
         def unreachable(*args: object) -> None:
             raise ConnectionError("http://user:pa55word@server is down")
 
-        patched.setattr(tracker.tracker_class(uri), "__init__", unreachable)
+        patched.setattr(trackers.tracker_class(uri), "__init__", unreachable)
         tracking = RunTracking(RUN, tmp_path / "out", [uri], CONFIG)
         tracking.record_commit(*commits()[1])
         assert tracking.close(timeout=5) == 3

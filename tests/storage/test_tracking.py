@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 from tracked_run import CONFIG, KEYS, commits
 
-from penstock.storage.refs import Commit, commit_key, encode_commit
+from penstock.storage.commit import Commit, commit_key, encode_commit
 from penstock.storage.store import Store
-from penstock.storage.tracking import tracking_directory, tracking_uri
+from penstock.storage.tracking import tracking_directory
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow.links import Link, link_tags
-from penstock.storage.tracking.mlflow.tracker import MlflowTracker
-from penstock.storage.tracking.mlflow.values import flatten_params
+from penstock.storage.tracking.mlflow.mlflow_runs import Link, flatten_params, link_tags
+from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker, tracking_uri
 from penstock.storage.tracking.outbox import Outbox
 from penstock.storage.tracking.tracker import TrackedRun
 
@@ -195,12 +194,12 @@ def test_killed_between_delivery_and_offset(step: int, database: Path, tmp_path:
     program = f"""
 import os, sys
 from pathlib import Path
-from penstock.storage.tracking.lineage import Lineage
-from penstock.storage.tracking.mlflow.tracker import MlflowTracker
+from penstock.storage.tracking.run_commits import RunCommits
+from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
 from penstock.storage.tracking.outbox import Outbox
 from penstock.storage.tracking.tracker import Committed, TrackedRun, parse_record
 outbox = Outbox(Path({str(tmp_path / "out")!r}))
-lineage = Lineage()
+commits = RunCommits()
 tracker = MlflowTracker("sqlite:///{database}", TrackedRun("demo", "1", "/store"))
 left = [{step}]
 for name in ("log_batch", "create_run", "log_inputs", "log_outputs", "create_logged_model", "set_terminated"):
@@ -214,8 +213,8 @@ for name in ("log_batch", "create_run", "log_inputs", "log_outputs", "create_log
 for line, end in outbox.lines_from(0):
     record = parse_record(line)
     if isinstance(record, Committed):
-        lineage.add(record.key, record.commit)
-    tracker.deliver([record], lineage)
+        commits.add(record.key, record.commit)
+    tracker.deliver([record], commits)
 """
     outbox = Outbox(tmp_path / "out")
     outbox.append("start", {"type": "start", "at": 1e9, "config": CONFIG})
@@ -309,17 +308,6 @@ def test_a_locked_database_is_logged_in_one_line_and_loses_nothing(
         assert expected <= {name for (name,) in connection.execute("select name from runs")}
 
 
-def test_a_line_that_mlflow_refuses_does_not_block_the_others(database: Path, tmp_path: Path) -> None:
-    tracker = RunTracking(TrackedRun("demo", "1", "/store"), tmp_path / "out", [f"sqlite:///{database}"])
-    tracker.enqueue_metrics("good", {"perf/overhead": 0.1}, step=0)
-    tracker.enqueue_metrics("bad", {"n" * 400: 0.1}, step=1)
-    tracker.enqueue_metrics("also good", {"perf/overhead": 0.2}, step=2)
-    assert tracker.close(timeout=60) == 0
-    assert counts(database)["metrics"] == 2
-    refused = [json.loads(line) for line in (tmp_path / "out" / "refused.jsonl").read_text().splitlines()]
-    assert [entry["line"]["key"] for entry in refused] == ["bad"]
-
-
 def test_catch_up_records_the_missing_commits(database: Path, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"))
     for key, commit in commits():
@@ -384,7 +372,7 @@ def test_only_one_process_delivers(tmp_path: Path) -> None:
 def test_an_offset_beyond_the_end_is_clamped(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path)
     outbox.mark_delivered(10_000)
-    assert outbox.num_waiting() == 0
+    assert outbox.delivered_offset == 0
     outbox.append("k", {"n": 1})
     assert Outbox(tmp_path).delivered_offset <= (tmp_path / "outbox.jsonl").stat().st_size
 

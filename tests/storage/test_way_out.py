@@ -14,8 +14,8 @@ from made_run import config_of, make_run, save_one, write_data
 
 from penstock.flows.cli import main
 from penstock.storage import disk
-from penstock.storage.maintenance.retention import expire_checkpoints
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
+from penstock.storage.maintenance.deletion import expire_checkpoints
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")

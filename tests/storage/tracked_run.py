@@ -1,6 +1,6 @@
 """A run of four rounds as a tracker receives it."""
 
-from penstock.storage.refs import Commit, FileRecord, RunKeys, commit_key
+from penstock.storage.commit import Commit, FileRecord, RunKeys, commit_key
 
 KEYS = RunKeys("demo")
 CONFIG = {"run": {"num_rollout": 4, "store_options": {"key": "s3cret"}}, "train": {"lr": 3e-4}}

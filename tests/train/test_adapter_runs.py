@@ -24,9 +24,9 @@ from penstock.stages.train.build import build_models
 from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.restore import PolicyRestorer
 from penstock.stages.train.spec import Build, PolicyState, SaveResult, TrainerSpec
+from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.errors import ModelError
-from penstock.storage.maintenance.retention import expire_checkpoints
-from penstock.storage.refs import Commit, RunKeys, commit_key
+from penstock.storage.maintenance.deletion import expire_checkpoints
 from penstock.storage.store import Store
 
 KEYS = RunKeys("run")

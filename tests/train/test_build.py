@@ -20,7 +20,7 @@ from penstock.stages.train.build import (
     save_models,
 )
 from penstock.stages.train.config import TrainConfig
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.samples.shards import read_table
 from penstock.storage.store import Store
 from tests.engines.megatron_reference import SHAPE

@@ -30,7 +30,7 @@ from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.restore import PolicyRestorer
 from penstock.stages.train.spec import RankDied, TrainerSpec
 from penstock.stages.train.trainer_group import TrainerGroup
-from penstock.storage.refs import CheckpointRef, Commit, RunKeys
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys
 from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import write_shards
 from penstock.storage.store import Store

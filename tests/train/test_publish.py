@@ -24,7 +24,7 @@ from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.restore import PolicyRestorer
 from penstock.stages.train.spec import TrainerSpec
 from penstock.stages.train.trainer_group import TrainerGroup
-from penstock.storage.refs import CheckpointRef, RunKeys
+from penstock.storage.commit import CheckpointRef, RunKeys
 from penstock.storage.store import Store
 
 pytestmark = pytest.mark.integration

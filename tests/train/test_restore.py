@@ -15,8 +15,8 @@ from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.diagnostics.config import DiagnosticsConfig
 from penstock.stages.train.restore import PolicyRestorer, ReplayError, newest_checkpoint
 from penstock.stages.train.spec import FencedError, PolicyState, SaveResult, TrainResult
+from penstock.storage.commit import CheckpointRef, Commit, FileRecord, RunKeys, commit_key
 from penstock.storage.errors import RunError
-from penstock.storage.refs import CheckpointRef, Commit, FileRecord, RunKeys, commit_key
 from penstock.storage.store import Store
 
 KEYS = RunKeys("run")

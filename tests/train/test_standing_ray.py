@@ -21,7 +21,7 @@ from random_rollouts import commit_rollouts
 from penstock.engines.cluster import Cluster
 from penstock.engines.ports import reserve_free_port
 from penstock.stages.convert.to_torch_dist import convert_hf
-from penstock.storage.refs import RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
 pytestmark = pytest.mark.integration

@@ -23,8 +23,8 @@ from penstock.stages.rollout.config import PromptConfig, RolloutConfig
 from penstock.stages.rollout.prompts.source import Prompt, PromptFilter, PromptSource, SourceState
 from penstock.stages.rollout.text.templates import Messages
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.commit import Kind
 from penstock.storage.errors import PluginError
-from penstock.storage.refs import Kind
 from penstock.storage.samples.sample import ATTRIBUTES, Sample, Status
 from penstock.storage.samples.unicode_text import escape_invalid_text
 

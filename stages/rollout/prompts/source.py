@@ -29,8 +29,8 @@ from penstock.stages.rollout.prompts.prompt_files import read_prompt_files
 from penstock.stages.rollout.prompts.spool import SpooledRows
 from penstock.stages.rollout.text.templates import Messages
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.commit import Frozen
 from penstock.storage.errors import DataError
-from penstock.storage.refs import Frozen
 
 
 class Segment(Frozen):

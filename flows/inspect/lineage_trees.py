@@ -1,0 +1,252 @@
+"""`penstock lineage REF`: what an artifact was made from and what was made from it. Writes nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from rich.markup import escape
+from rich.tree import Tree
+
+from penstock.flows.inspect.read_samples import print_samples
+from penstock.flows.options.argv import format_bytes, short_repr, split_args
+from penstock.flows.options.flags import parse_store_options
+from penstock.flows.runtime.runs import open_store
+from penstock.flows.terminal.console import wide_console
+from penstock.storage.commit import eval_rewards
+from penstock.storage.errors import OptionError
+from penstock.storage.history.lineage_graph import REFERENCES, LineageGraph, Node, find_node, read_lineage
+from penstock.storage.samples.shards import read_samples
+
+USAGE = f"""penstock lineage REF [--json | --dot] [--store URI ...]
+
+  Prints what an artifact was made from and what was made from it, over all runs, forks and exports in the store.
+  Consecutive rounds without a checkpoint, evaluation or fork between them are one line.
+
+  REF is {REFERENCES},
+  a prompt file, or the key of a commit.
+
+  --json   the complete graph around REF: every artifact and every edge
+  --dot    the same for Graphviz:  penstock lineage my-run/20 --dot | dot -Tsvg > lineage.svg"""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command. Return 0."""
+    positional, own, rest = split_args(argv, {"--json": False, "--dot": False})
+    if len(positional) != 1:
+        found = f"; found {short_repr(' '.join(positional))}" if positional else ""
+        raise OptionError(f"penstock lineage needs one reference{found}: {REFERENCES}")
+    if len(own) > 1:
+        raise OptionError("--json and --dot exclude each other: give one of them")
+    store = open_store(parse_store_options(rest, "lineage"), probe=False)
+    graph = read_lineage(store)
+    node = find_node(graph, store, positional[0])
+    if "--json" in own:
+        print(json.dumps(to_json(graph, node), indent=1))
+    elif "--dot" in own:
+        print(to_dot(graph, node))
+    else:
+        console = wide_console()
+        run, _, of_run = positional[0].partition("/")
+        kind, _, sample_id = of_run.partition("/")
+        if kind == "sample" and node.commit is not None:
+            print_samples(run, [next(s for s in read_samples(store, node.commit) if s.sample_id == sample_id)])
+        console.print(f"[bold]{escape(node.name)}[/bold]  {escape(describe(node))}")
+        inputs = Tree("made from")
+        _add_inputs(graph, inputs, node, {node.id})
+        if not inputs.children:
+            inputs.add("nothing in the store")
+        console.print(inputs)
+        console.print(user_tree(graph, node))
+    return 0
+
+
+# ---- trees -----------------------------------------------------------------------------------------------------------
+
+
+def user_tree(graph: LineageGraph, node: Node) -> Tree:
+    """Return what was made from `node` as a tree. Training after a checkpoint counts as made from it."""
+    tree = Tree("used for")
+    _add_users(graph, tree, node)
+    if node.kind == "checkpoint":
+        for later in (user for _, policy in node.inputs for user in _users(graph, graph.nodes[policy])):
+            if later.kind == "step":
+                _add_rounds(graph, tree.add(f"run {escape(later.run)} from round {_index(later)}"), later)
+    if not tree.children:
+        tree.add("nothing yet")
+    return tree
+
+
+def _add_inputs(graph: LineageGraph, tree: Tree, node: Node, shown: set[str]) -> None:
+    inputs = [graph.nodes[source] for _, source in node.inputs]
+    if node.kind == "step":
+        rounds = [node]  # the steps of the same run up to `node`
+        while True:
+            policies = [graph.nodes[id] for role, id in rounds[0].inputs if role == "policy"]
+            if not policies or policies[0].kind != "step" or policies[0].run != node.run:
+                break
+            rounds.insert(0, policies[0])
+        tree = tree.add(_describe_rounds(graph, rounds))
+        sources = [
+            source
+            for step in rounds
+            for rollout in _rollouts(graph, step)
+            for role, source in rollout.inputs
+            if role != "policy"
+        ]
+        others = [graph.nodes[id] for _, id in rounds[0].inputs if graph.nodes[id].kind != "rollout"]
+        inputs = [graph.nodes[id] for id in dict.fromkeys(sources)] + others
+    for source in inputs:
+        if source.kind == "step":
+            _add_inputs(graph, tree, source, shown)
+            continue
+        branch = tree.add(_label(source) + (" (see above)" if source.id in shown else ""))
+        if source.id not in shown:
+            shown.add(source.id)
+            _add_inputs(graph, branch, source, shown)
+
+
+def _add_users(graph: LineageGraph, tree: Tree, node: Node) -> None:
+    started = set()  # runs whose rounds are shown from their first use of `node` on
+    users = _users(graph, node)
+    for user in (user for user in users if not _is_below_other(user, users)):
+        if user.kind == "rollout":  # of a prompt file or a policy: shown with the step that trained on it
+            user = next((step for step in _users(graph, user) if step.kind == "step"), user)
+        if user.kind != "step":
+            branch = tree.add(_label(user))
+            _add_users(graph, branch, user)
+        elif user.run not in started:
+            started.add(user.run)
+            fork_or_start = node.kind in ("model", "source") or user.run != node.run
+            branch = tree.add(f"run {escape(user.run)} from round {_index(user)}") if fork_or_start else tree
+            _add_rounds(graph, branch, user)
+
+
+def _add_rounds(graph: LineageGraph, tree: Tree, step: Node) -> None:
+    """Add a step and the later rounds of its run, with everything that was made from them."""
+    rounds = []
+    while step:
+        rounds.append(step)
+        users = _users(graph, step)
+        later = next((user for user in users if user.kind == "step" and user.run == step.run), None)
+        others = [user for user in users if user.kind not in ("rollout", "step") and not _is_below_other(user, users)]
+        forks = [user for user in users if user.kind == "step" and user.run != step.run]
+        if others or forks or later is None:
+            tree.add(_describe_rounds(graph, rounds))
+            rounds = []
+        for user in others:
+            branch = tree.add(_label(user))
+            _add_users(graph, branch, user)
+        for fork in forks:
+            _add_rounds(graph, tree.add(f"fork {escape(fork.run)} from round {_index(fork)}"), fork)
+        if later is None:
+            break
+        step = later
+
+
+def _users(graph: LineageGraph, node: Node) -> list[Node]:
+    users = [graph.nodes[id] for id in dict.fromkeys(graph.users.get(node.id, ()))]
+    return sorted(users, key=lambda user: user.commit.created_at if user.commit else 0.0)
+
+
+def _is_below_other(user: Node, others: list[Node]) -> bool:
+    """Return whether `user` is an evaluation that is shown below its checkpoint, one of `others`."""
+    return any(role == "checkpoint" and id in [other.id for other in others] for role, id in user.inputs)
+
+
+def _rollouts(graph: LineageGraph, step: Node) -> list[Node]:
+    return [graph.nodes[id] for role, id in step.inputs if role == "rollout"]
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def describe(node: Node) -> str:
+    """Return what is known of an artifact in a few words: size, reward, time."""
+    commit = node.commit
+    if commit is None:
+        return "outside of the store"
+    parts = []
+    if commit.kind == "rollout":
+        parts.append(f"{commit.num_samples():,} samples of policy version {commit.policy_version}")
+    if commit.kind in ("model", "checkpoint", "export"):
+        parts.append(format_bytes(sum(file.bytes for file in commit.files)))
+    rewards = eval_rewards(commit).values() if commit.kind == "eval" else [commit.summary.get("rollout/raw_reward")]
+    parts += [f"mean reward {reward:.3f}" for reward in rewards if reward is not None]
+    parts.append(time.strftime("%Y-%m-%d %H:%M", time.localtime(commit.created_at)))
+    return ", ".join(parts)
+
+
+def _label(node: Node) -> str:
+    return f"{escape(node.name)}  [dim]{escape(describe(node))}[/dim]" if node.commit else escape(node.name)
+
+
+def _index(node: Node) -> int:
+    return node.commit.index if node.commit else 0
+
+
+def _describe_rounds(graph: LineageGraph, steps: list[Node]) -> str:
+    """Return one line for consecutive rounds of a run."""
+    rollouts = [rollout.commit for step in steps for rollout in _rollouts(graph, step) if rollout.commit]
+    numbers = f"round {_index(steps[0])}" if len(steps) == 1 else f"rounds {_index(steps[0])} to {_index(steps[-1])}"
+    rewards = [commit.summary["rollout/raw_reward"] for commit in rollouts if "rollout/raw_reward" in commit.summary]
+    change = " -> ".join(f"{reward:.3f}" for reward in dict.fromkeys([*rewards[:1], *rewards[-1:]]))
+    samples = f"{sum(commit.num_samples() for commit in rollouts):,} samples"
+    return escape(f"{numbers} of {steps[0].run}: {samples}" + (f", reward {change}" if change else ""))
+
+
+# ---- the complete graph ----------------------------------------------------------------------------------------------
+
+
+def to_json(graph: LineageGraph, node: Node) -> dict[str, Any]:
+    """Return the graph around `node`: its ancestors, its descendants, and the edges between all of them."""
+    ancestors, descendants = graph.ancestors(node.id), graph.descendants(node.id)
+    nodes = [node, *ancestors, *descendants]
+    return {
+        "artifact": node.id,
+        "ancestors": [other.id for other in ancestors],
+        "descendants": [other.id for other in descendants],
+        "nodes": [node_to_json(other) for other in nodes],
+        "edges": [{"from": source, "to": id, "role": role} for source, id, role in edges_between(nodes)],
+    }
+
+
+def to_dot(graph: LineageGraph, node: Node) -> str:
+    """Return the graph around `node` in Graphviz's language."""
+    nodes = [node, *graph.ancestors(node.id), *graph.descendants(node.id)]
+    lines = [
+        f"  {json.dumps(other.id)} [label={json.dumps(other.name)}, shape={_SHAPES[other.kind]}]" for other in nodes
+    ]
+    lines += [f"  {json.dumps(a)} -> {json.dumps(b)} [label={json.dumps(role)}]" for a, b, role in edges_between(nodes)]
+    return "\n".join(["digraph lineage {", "  rankdir=LR", *lines, "}"])
+
+
+_SHAPES = (
+    {"source": "note", "model": "box3d", "rollout": "folder", "step": "ellipse"}
+    | dict.fromkeys(("checkpoint", "export"), "box3d")
+    | {"eval": "diamond"}
+)
+
+
+def edges_between(nodes: Iterable[Node]) -> list[tuple[str, str, str]]:
+    """Return the edges between nodes as (id of the input, id of what was made from it, role of the input)."""
+    by_id = {node.id: node for node in nodes}
+    return [(source, node.id, role) for node in by_id.values() for role, source in node.inputs if source in by_id]
+
+
+def node_to_json(node: Node) -> dict[str, Any]:
+    commit = node.commit
+    values = {"id": node.id, "name": node.name, "kind": node.kind}
+    if commit is None:
+        return values
+    return values | {
+        "run": node.run or None,
+        "index": commit.index,
+        "policy_version": commit.policy_version,
+        "created_at": commit.created_at,
+        "bytes": sum(file.bytes for file in commit.files),
+        "samples": commit.num_samples(),
+        "digest": commit.digest,
+    }

@@ -1,0 +1,214 @@
+"""`penstock query`: SQL over the commits and samples of the runs in a store. Never writes to the store.
+
+storage/sql_views.py defines the views; this file parses the request and prints the result.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_json
+from rich.cells import cell_len, set_cell_size
+
+from penstock.flows.options.argv import parse_integer, short_repr, split_args, to_one_line
+from penstock.flows.options.flags import parse_store_options, split_flags
+from penstock.flows.runtime.runs import keys_of_existing_run, open_store
+from penstock.flows.terminal.escape import escape_controls, unescaped
+from penstock.storage.disk import read_file
+from penstock.storage.errors import OptionError
+from penstock.storage.sql_views import VIEWS, execute, list_columns, open_connection, sql_error
+
+if TYPE_CHECKING:
+    import duckdb
+
+USAGE = """penstock query "SQL" [--run NAME ...] [--format table|csv|json|jsonl] [--limit N] [--store URI ...]
+
+  Runs a DuckDB query over the commits and samples of the runs in a store, for example
+  penstock query "select run, rollout_id, avg(reward) from samples group by all order by all"
+  Writes nothing to the store. Warns if a query aggregates over several runs together.
+  Without SQL, lists the views and their columns; docs/queries.md describes them, with examples.
+
+  -          read the SQL from standard input
+  --file     read the SQL from a file
+  --run      read only these runs; default: all runs in the store
+  --format   table (long cells are cut), csv, json or jsonl (complete); default: table
+  --limit    maximum number of rows; default: 1,000 in a table, otherwise all"""
+
+Row = tuple[Any, ...]
+
+_TABLE_ROWS = 1000
+_TABLE_CELL = 60  # maximum width of a cell
+_BATCH = 1024  # rows fetched at once
+
+
+def main(argv: list[str]) -> int:
+    """Run the command. Return 0."""
+    own_flags = {"--file": True, "--format": True, "--limit": True}
+    positional, own, rest = split_args(argv, own_flags)
+    runs, store_argv = split_runs(rest)
+    output_format = own.get("--format", "table")
+    if output_format not in _WRITERS:
+        raise OptionError(f"--format takes {', '.join(_WRITERS)}; found {short_repr(output_format)}")
+    limit = parse_integer("--limit", own["--limit"]) if "--limit" in own else None
+    if limit is None and output_format == "table":
+        limit = _TABLE_ROWS
+    sql = read_sql(positional, own.get("--file"))
+    store = open_store(parse_store_options(store_argv, "query"), probe=False)
+    names = [keys_of_existing_run(store, run).run for run in runs] or store.list("runs")
+    connection, problems = open_connection(store, names)
+    for run, problem in problems.items():
+        print(to_one_line(f"run {run} is damaged and is left out: {problem}"), file=sys.stderr)
+    if sql is None:
+        for view, view_columns in list_columns(connection).items():
+            print(f"{view}: {VIEWS[view]}")
+            width = max(len(name) for name, _ in view_columns)
+            for name, column_type in view_columns:
+                print(f"  {name:{width}}  {column_type}")
+        return 0
+    columns, cursor = execute(connection, sql)
+    if len(names) > 1 and aggregates_without_run(connection, sql):
+        print(
+            f"warning: this query aggregates over {len(names)} runs together: group by run, add a condition on run, or "
+            "choose one with --run NAME",
+            file=sys.stderr,
+        )
+    rows = fetch_rows(cursor)
+    _WRITERS[output_format](columns, itertools.islice(rows, limit))
+    if limit is not None and next(rows, None) is not None:
+        print(f"only the first {limit} rows are printed; print more with --limit N", file=sys.stderr)
+    return 0
+
+
+def split_runs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the values of --run, and all other arguments."""
+    runs: list[str] = []
+    others: list[str] = []
+    for name, values in split_flags(argv):
+        if name != "--run":
+            others += [name, *values]
+        elif not values:
+            raise OptionError("--run needs a value: the name of a run; `penstock runs` lists them")
+        runs += values if name == "--run" else []
+    return runs, others
+
+
+def read_sql(positional: Sequence[str], file: str | None) -> str | None:
+    """Return the SQL of the command line, of a file or of standard input. None if none is given."""
+    if len(positional) + (file is not None) > 1:
+        raise OptionError("penstock query takes one SQL text, in quotes, or --file; found more: pass only one")
+    if file is None and not positional:
+        return None
+    try:
+        if file is not None:
+            sql = read_file(file).decode("utf-8")
+        else:
+            sql = sys.stdin.read() if positional[0] == "-" else positional[0]
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{file or 'standard input'} is not UTF-8 text: pass SQL encoded in UTF-8") from error
+    if not sql.strip():
+        raise OptionError("the SQL is empty: write a statement, for example 'select * from runs'")
+    return sql
+
+
+def aggregates_without_run(connection: duckdb.DuckDBPyConnection, sql: str) -> bool:
+    """Return whether SQL computes an aggregate over a view with the column `run`, except `runs`, and never names it."""
+    sql = re.sub(r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'", " ", sql, flags=re.S).lower()
+    aggregates = "select distinct function_name from duckdb_functions() where function_type = 'aggregate'"
+    calls = {name for (name,) in connection.cursor().execute(aggregates).fetchall()} & set(
+        re.findall(r"(\w+)\s*\(", sql)
+    )
+    return bool(calls and set(VIEWS) - {"runs"} & (words := set(re.findall(r"\w+", sql))) and "run" not in words)
+
+
+def fetch_rows(cursor: duckdb.DuckDBPyConnection) -> Iterator[Row]:
+    import duckdb
+
+    try:
+        while rows := cursor.fetchmany(_BATCH):
+            yield from rows
+    except duckdb.Error as error:
+        raise sql_error(error) from error
+
+
+# ---- formats ---------------------------------------------------------------------------------------------------------
+
+
+def write_table(columns: Sequence[str], rows: Iterator[Row]) -> None:
+    values = list(rows)
+    cells = [[format_cell(value) for value in row] for row in (columns, *values)]
+    widths = [max(cell_len(row[index]) for row in cells) for index in range(len(columns))]
+    numeric = [
+        bool(values) and all(isinstance(row[index], (int, float, Decimal, type(None))) for row in values)
+        for index in range(len(columns))
+    ]
+    for row in cells:
+        padded = [
+            " " * (width - cell_len(cell)) + cell if right else set_cell_size(cell, width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ]
+        print("  ".join(padded).rstrip())
+
+
+def format_cell(value: Any) -> str:
+    """Return a value as text of at most _TABLE_CELL columns, without control characters."""
+    if isinstance(value, (float, Decimal)):
+        return f"{value:.6g}"
+    text = escape_controls(_to_text(value)).replace("\n", "\\n").replace("\t", "\\t")
+    return text if cell_len(text) <= _TABLE_CELL else set_cell_size(text, _TABLE_CELL - 3) + "..."
+
+
+def write_csv(columns: Sequence[str], rows: Iterator[Row]) -> None:
+    out = sys.stdout if sys.stdout.isatty() else unescaped(sys.stdout)  # a file gets the values as they are
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_to_text(value) for value in row] for row in rows)
+
+
+def _to_text(value: Any) -> str:
+    """Return a value as text: nothing for NULL, JSON for lists, maps, structs and bytes."""
+    if isinstance(value, (list, tuple, dict, bytes)):
+        return _to_json(value)
+    return "" if value is None else str(value)
+
+
+def write_json(columns: Sequence[str], rows: Iterator[Row]) -> None:
+    separator = "["
+    for row in rows:
+        print(separator, _to_json(dict(zip(columns, row, strict=True))), sep="\n", end="")
+        separator = ","
+    print("[]" if separator == "[" else "\n]")
+
+
+def write_jsonl(columns: Sequence[str], rows: Iterator[Row]) -> None:
+    for row in rows:
+        print(_to_json(dict(zip(columns, row, strict=True))))
+
+
+def _to_json(value: Any) -> str:
+    """Return a value as JSON: bytes as base64, numbers that are not finite as "NaN" and "Infinity"."""
+    return to_json(_to_plain(value), inf_nan_mode="strings", bytes_mode="base64", fallback=str).decode()
+
+
+def _to_plain(value: Any) -> Any:
+    """Return a value with numbers of type Decimal replaced by floats."""
+    if isinstance(value, Decimal):
+        return float(value)
+    if isinstance(value, dict):
+        return {str(key): _to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_plain(item) for item in value]
+    return value
+
+
+_WRITERS: dict[str, Callable[[Sequence[str], Iterator[Row]], None]] = {
+    "table": write_table,
+    "csv": write_csv,
+    "json": write_json,
+    "jsonl": write_jsonl,
+}

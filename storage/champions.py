@@ -1,0 +1,121 @@
+"""The registry: which policy is the champion of a named model, and every decision about it.
+
+`registry/<model>/<number>.json` is one decision: a promotion, a refusal with its numbers, or a rollback. Decisions are
+appended by conditional create, so two concurrent promotions cannot both replace the same champion. The champion is that
+of the last decision; trackers derive their versions and aliases from these records.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Literal
+
+from pydantic import Field
+
+from penstock.storage.commit import Frozen, is_run_name
+from penstock.storage.errors import RunError
+from penstock.storage.store import Store
+
+Action = Literal["promoted", "refused", "rolled back"]
+_NAME = re.compile(r"(\d{6})\.json")
+
+
+class Policy(Frozen):
+    """An evaluated policy version of a run."""
+
+    run: str
+    version: int
+    checkpoint: str  # key of the checkpoint's commit
+    export: str = ""  # key of the export's commit
+
+    @property
+    def name(self) -> str:
+        """Return `RUN/VERSION`."""
+        return f"{self.run}/{self.version}"
+
+
+class Condition(Frozen):
+    """A condition of a promotion with the numbers that it was checked with.
+
+    The 95 % interval is that of the mean difference, candidate minus champion, paired over the prompts.
+    """
+
+    data_set: str
+    required: float | None  # the lower bound, or without a champion the candidate's mean, must be above; None: nothing
+    holds: bool
+    candidate_mean: float
+    champion_mean: float | None = None  # None: there was no champion
+    low: float | None = None
+    high: float | None = None
+    num_prompts: int = 0
+
+    def __str__(self) -> str:
+        verdict = "holds" if self.holds else "does not hold"
+        if self.champion_mean is None:
+            required = "no champion yet" if self.required is None else f"required above {self.required:g}: {verdict}"
+            return f"{self.data_set}: mean {self.candidate_mean:.4f}, {required}"
+        return (
+            f"{self.data_set}: {self.candidate_mean:.4f} against {self.champion_mean:.4f} of the champion on "
+            f"{self.num_prompts} prompts, difference {self.low:+.4f} to {self.high:+.4f} (95 %), lower bound required "
+            f"above {self.required:g}: {verdict}"
+        )
+
+
+class Decision(Frozen):
+    """One decision about a model's champion."""
+
+    action: Action
+    champion: Policy | None  # after this decision
+    candidate: Policy | None = None  # None for a rollback
+    conditions: tuple[Condition, ...] = ()
+    forced: bool = False  # promoted although a condition does not hold
+    at: float = Field(default_factory=time.time)
+
+    def __str__(self) -> str:
+        conditions = "; ".join(map(str, self.conditions))
+        return f"{self.action}{' (forced)' if self.forced else ''}: {conditions}"
+
+
+def policies_of(decisions: list[Decision]) -> list[Policy]:
+    """Return the policies of decisions, in order, each once."""
+    return list(dict.fromkeys(policy for d in decisions for policy in (d.candidate, d.champion) if policy))
+
+
+def list_models(store: Store) -> list[str]:
+    """Return the names of the models about which the store has decisions."""
+    return [name for name in store.list("registry") if is_run_name(name)]
+
+
+def read_decisions(store: Store, model: str) -> list[Decision]:
+    """Return all decisions about a model, oldest first."""
+    directory = model_prefix(model)
+    keys = [f"{directory}/{name}" for name in store.list(directory) if _NAME.fullmatch(name)]
+    return [decision for key in keys if (decision := store.read_record(Decision, key))]
+
+
+def champion(store: Store, model: str) -> Policy | None:
+    """Return the champion of a model, or None if no policy was promoted yet."""
+    decisions = read_decisions(store, model)
+    return decisions[-1].champion if decisions else None
+
+
+def record_decision(store: Store, model: str, after: int, decision: Decision) -> None:
+    """Record a decision that was made after reading `after` decisions.
+
+    Raises:
+        RunError: another process has recorded a decision since; this one must be made again.
+    """
+    key = f"{model_prefix(model)}/{after:06d}.json"
+    if not store.create(key, decision.model_dump_json(indent=1).encode()):
+        raise RunError(f"another process has changed the champion of {model!r} meanwhile: repeat the command")
+
+
+def model_prefix(model: str) -> str:
+    """Return the store prefix of a model's decisions."""
+    if not is_run_name(model):
+        raise RunError(
+            f"{model[:80]!r} is not a valid model name: use letters, digits, dot, dash and underscore, and begin with "
+            "a letter or a digit"
+        )
+    return f"registry/{model}"

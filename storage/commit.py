@@ -1,0 +1,292 @@
+"""Commit records, and the references to them that tasks pass to each other.
+
+A stage is done if and only if its commit record exists. The record lists the stage's files with size and hash, its
+inputs and its metrics. Readers open only files that a commit record lists.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Annotated, Any, Literal, TypeVar
+
+import xxhash
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from penstock.storage.errors import StoreError
+from penstock.storage.samples.unicode_text import escape_invalid_text
+
+MAX_PART_BYTES, MAX_KEY_BYTES = 255, 1024  # limit of a file name on common file systems; limit of a key on S3
+
+RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+MAX_RUN_NAME = 200  # characters; leaves room for suffixes within the 255 bytes of a file name
+
+
+def describe_key_problem(key: str) -> str | None:
+    """Return why a store key is invalid, e.g. "is absolute", or None if it is valid. "", the root, is valid."""
+    if not key:
+        return None
+    parts = key.split("/")
+    if "\0" in key:
+        return "has a NUL character"
+    if key.startswith("/"):
+        return "is absolute"
+    if "" in parts:
+        return "has an empty part"
+    if "." in parts or ".." in parts:
+        return "has the part '.' or '..'"
+    sizes = [len(part.encode(errors="surrogatepass")) for part in parts]
+    if max(sizes) > MAX_PART_BYTES:
+        return f"has a part of {max(sizes)} bytes; {MAX_PART_BYTES} are allowed"
+    if (size := sum(sizes) + len(parts) - 1) > MAX_KEY_BYTES:
+        return f"has {size} bytes; {MAX_KEY_BYTES} are allowed"
+    return None
+
+
+def validate_key(key: str) -> str:
+    """Return a store key unchanged if it is valid (a validator for pydantic fields)."""
+    if problem := describe_key_problem(key):
+        raise ValueError(f"the key {key[:100]!r} {problem}: keys are relative paths inside the store")
+    return key
+
+
+def is_run_name(name: str) -> bool:
+    """Return whether `name` is a valid run name: at most 200 letters, digits, dots, dashes and underscores, beginning
+    with a letter or digit."""
+    return re.fullmatch(RUN_NAME, name) is not None and len(name) <= MAX_RUN_NAME
+
+
+TRAINED, BUFFER = "part", "buffer"  # names of a rollout's shards: samples to train on, and groups for a later round
+DEBUG_DATA = "debug_rollout_data"  # role of the file from which --load-debug-rollout-data has committed a rollout
+Kind = Literal["model", "rollout", "step", "checkpoint", "eval", "export"]
+
+Record = TypeVar("Record", bound=BaseModel)
+Key = Annotated[str, AfterValidator(validate_key)]  # path relative to the root of the store, validated
+
+
+_ATTEMPT = re.compile(r"(?:runs/[^/]+/(?:checkpoints|exports)/\d+|models)/attempt-[^/]+")
+
+
+def decode_record(model: type[Record], key: str, data: bytes) -> Record:
+    """Decode the JSON record `data` that was read from the store at `key`."""
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        reason = f"{where}: {first['msg']}" if where else first["msg"]
+        raise StoreError(
+            f"{key} is not a valid record ({reason[:150]}): restore it from a backup, or use the release that wrote it"
+        ) from error
+
+
+class Frozen(BaseModel):
+    """Base of immutable, hashable records."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileRecord(Frozen):
+    """One file of a commit, with its size and hash."""
+
+    path: Key
+    bytes: int
+    xxh3: str  # xxh3-128 of the content, hex
+    rows: int | None = None  # for Parquet
+
+
+class RolloutRef(Frozen):
+    """Reference to a committed rollout, which tasks pass to each other instead of the samples."""
+
+    key: str  # of the rollout's commit record, relative to the store
+    rollout_id: int
+    num_samples: int
+    policy_version: int  # of the policy that generated the samples; -1 for demonstrations (SFT)
+
+
+class StepRef(Frozen):
+    """Reference to a committed training round, which consumed rollout `rollout_id` and produced policy version
+    `rollout_id + 1`."""
+
+    key: str
+    rollout_id: int
+    policy_version: int
+
+
+class CheckpointRef(Frozen):
+    """Reference to the committed checkpoint of one policy version, or to a model that the run starts from."""
+
+    key: Key
+    uri: str  # directory of the files
+    format: Literal["torch_dist", "hf"]
+    policy_version: int
+
+
+class EvalRef(Frozen):
+    """Reference to a committed evaluation of one policy version on one data set."""
+
+    key: str
+    task: str  # name of the data set
+    policy_version: int
+    mean_reward: float
+
+
+COMMIT_VERSION = 2  # format version of commit records
+
+
+class Commit(BaseModel):
+    """The commit record of a stage. It is written after all files, by one conditional create, and never changed."""
+
+    # "strings" writes a NaN loss as "NaN"; pydantic's default, null, could not be read back.
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+
+    kind: Kind
+    run: str | None = None
+    index: int = 0  # rollout_id of rollouts and steps; policy version of checkpoints, evals and exports
+    policy_version: int = -1
+    attempt: Key | None = None  # key of the private directory that holds the files
+    files: list[FileRecord] = Field(default_factory=list)
+    inputs: dict[str, str] = Field(default_factory=dict)  # role, for instance "rollout" -> commit key or URI
+    config_hash: str = ""
+    code_version: str = ""
+    created_at: float = Field(default_factory=time.time)  # seconds since the epoch
+    seconds: dict[str, float] = Field(default_factory=dict)  # part of the stage -> duration
+    summary: dict[str, float] = Field(default_factory=dict)  # metrics: rollout/..., train/..., eval/...
+    state: dict[str, Any] = Field(
+        default_factory=dict
+    )  # input of the next stage or a replay: data cursor, digest of the weights, ...
+
+    record_version: int = Field(default=COMMIT_VERSION, ge=COMMIT_VERSION, le=COMMIT_VERSION)
+    digest: str = ""  # hash of all other fields (`record_digest`), set by `encode_commit`
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Commit:
+        if self.attempt is not None and any(not file.path.startswith(f"{self.attempt}/") for file in self.files):
+            raise ValueError(f"the record lists files outside its attempt {self.attempt!r}")
+        for key in self.inputs.values():
+            if key.endswith(commit_key("")):
+                validate_key(key)
+        return self
+
+    @property
+    def listed_kind(self) -> str:
+        """The kind under which the commit is listed and counted: `rescore` if `penstock eval --rescore` graded an
+        evaluation's samples again, which is not an evaluation of the run and took none of its time; else `kind`."""
+        return "rescore" if self.kind == "eval" and "samples" in self.inputs else self.kind
+
+    @property
+    def writer(self) -> str:
+        """The run that wrote the files; "" for models, which belong to no run, and for commits without files. In a fork
+        it is another run for the commits that are copies of its parent's."""
+        parts = (self.attempt or "").split("/")
+        return parts[1] if parts[0] == "runs" else ""
+
+    def num_samples(self, name: str = TRAINED) -> int:
+        """Return the number of rows in the committed shards `<name>-*.parquet` (TRAINED or BUFFER)."""
+        return sum(file.rows or 0 for file in self.files if file.path.rpartition("/")[2].startswith(f"{name}-"))
+
+
+def eval_rewards(commit: Commit) -> dict[str, float]:
+    """Return the mean reward of each data set that `commit` evaluated: its metrics `eval/<task>`, but not
+    `eval/<task>-pass@4` and similar."""
+    names = [name for name in commit.summary if name.startswith("eval/") and name.count("/") == 1]
+    tasks = [name for name in names if not any(name.startswith(f"{other}-") for other in names)]
+    return {name.removeprefix("eval/"): commit.summary[name] for name in tasks}
+
+
+def encode_commit(commit: Commit) -> bytes:
+    """Set `digest` of `commit` in place, escape invalid text in it, and return it as JSON."""
+    commit.digest = ""
+    for name in ("inputs", "seconds", "summary", "state"):
+        setattr(commit, name, escape_invalid_text(getattr(commit, name)))
+    record = json.loads(commit.model_dump_json())
+    record["digest"] = commit.digest = record_digest(record)
+    return json.dumps(record, indent=1, ensure_ascii=False).encode()
+
+
+def record_digest(record: dict[str, Any]) -> str:
+    """Return the digest of a stored commit: the xxh3-128, in hex, of its JSON with sorted keys and without `digest`.
+
+    A digest detects damage; it is not a signature.
+    """
+    content = {name: value for name, value in record.items() if name != "digest"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def has_matching_digest(commit_json: bytes) -> bool:
+    """Return whether the digest in a stored commit matches its content."""
+    record = json.loads(commit_json)
+    return bool(record.get("digest") == record_digest(record))
+
+
+JOURNAL = ".journal"  # end of the prefix of a round's journal
+ADAPTERS = "lora"  # in the state of a checkpoint's commit: the options of its adapters, if it has only adapters
+ORIGINS = ("base", "reference", "teacher", "adapter")  # roles of the models that a run starts with
+
+
+class RunKeys:
+    """The store keys of one run. A stage writes its files under the prefix that `rollout_prefix`, `step_prefix`, ...
+    return; its commit record is at `commit_key(prefix)`."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.prefix = f"runs/{run}"
+        self.record = f"{self.prefix}/run.json"
+        self.report = f"{self.prefix}/report.html"  # of the last start that has ended
+
+    def origin_key(self, role: str) -> str:
+        """Return the key of the record that names a model that the run starts with (`role`, see ORIGINS)."""
+        return f"{self.prefix}/{role}.json"
+
+    def rollout_prefix(self, rollout_id: int) -> str:
+        """Return the prefix of the rollout of round `rollout_id`."""
+        return f"{self.prefix}/rollouts/{rollout_id:06d}"
+
+    def step_prefix(self, rollout_id: int) -> str:
+        """Return the prefix of the training step on rollout `rollout_id`."""
+        return f"{self.prefix}/steps/{rollout_id:06d}"
+
+    def checkpoint_prefix(self, policy_version: int) -> str:
+        """Return the prefix of the checkpoint of policy `policy_version`."""
+        return f"{self.prefix}/checkpoints/{policy_version:06d}"
+
+    def eval_prefix(self, policy_version: int, task: str) -> str:
+        """Return the prefix of the evaluation of policy `policy_version` on the data set `task`."""
+        return f"{self.prefix}/evals/{policy_version:06d}/{task}"
+
+    def export_prefix(self, policy_version: int) -> str:
+        """Return the prefix of the Hugging Face export of policy `policy_version`."""
+        return f"{self.prefix}/exports/{policy_version:06d}"
+
+
+def commit_key(prefix: str) -> str:
+    """Return the key of the commit record of the stage that writes under `prefix`."""
+    return f"{prefix}.commit.json"
+
+
+def split_stage_key(key: str) -> tuple[str, list[str]]:
+    """Split a store key into the prefix of its stage (see RunKeys) and the parts below it.
+
+    The names of runs, data sets and models are arbitrary, so parts are recognized by their position only. The attempts
+    of a converted model have the prefix `models`, and entries of a round's journal the prefix `<round>.journal`. Other
+    keys have the prefix "".
+    """
+    parts = key.split("/")
+    match parts:
+        case ["runs", _, "rollouts" | "steps" | "checkpoints" | "exports", _, *_]:
+            length = 4
+        case ["runs", _, "evals", _, _, *_]:
+            length = 5
+        case ["models", name, *_]:
+            length = 1 if name.startswith("attempt-") else 2
+        case _:
+            length = 0
+    return "/".join(parts[:length]), parts[length:]
+
+
+def attempt_in_path(path: str) -> str | None:
+    """Return the key of the files of a checkpoint, an export or a model, from their path in a store, wherever that is:
+    "/data/runs/runs/r/exports/000005/attempt-0a" -> "runs/r/exports/000005/attempt-0a". None for other paths."""
+    match = _ATTEMPT.search(path)
+    return match[0] if match else None

@@ -1,0 +1,291 @@
+"""Deletion of checkpoints and runs, safe beside drivers and forks, and repeatable after a kill.
+
+A checkpoint expires in this order: create a tombstone (`checkpoints/000020.expired.json`, which contains the commit),
+delete the commit record, delete the files, unless another run's commit lists them (forks share files). After a kill,
+the next call deletes the rest of all checkpoints with a tombstone. Files with neither tombstone nor commit are deleted
+by orphans.py.
+
+The creation of a fork may race with an expiry. The fork writes its record, then looks for the checkpoint's record; the
+expiry deletes the checkpoint's record, then looks for the fork's record. So at least one of them sees the other: either
+the files are kept, or the fork starts without this checkpoint.
+
+The removal of a run creates the lease `removing.lease` and then looks for drivers and forks; a driver or a fork
+registers itself and then looks for `removing.lease`. So at least one of them sees the other. The run counts as removed
+once `removed.json` exists. If the removal is killed, the next `penstock rm`, `penstock gc --delete` or start of a run
+with the same name deletes the remaining files, `removed.json` last.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+
+from pydantic import model_validator
+
+from penstock.storage.commit import Commit, Frozen, RunKeys, commit_key
+from penstock.storage.errors import RunError, StoreError
+from penstock.storage.history.run_record import ForkRecord, read_run_record
+from penstock.storage.leases import Lease, describe_lease_holder, describe_live_drivers, store_time
+from penstock.storage.store import Store, StoredFile, committed_prefixes
+
+_TOMBSTONE = re.compile(r"(\d+)\.expired\.json")
+_ATTEMPT = re.compile(r"runs/[^/]+/checkpoints/\d+/attempt-[^/]+")
+
+
+class Tombstone(Frozen):
+    """The tombstone of a checkpoint: the deleted commit, and why and when the checkpoint expired."""
+
+    why: str
+    expired_at: float  # seconds since the epoch
+    commit: Commit
+
+    @model_validator(mode="after")
+    def _check_commit(self) -> Tombstone:
+        if self.commit.kind != "checkpoint" or not _ATTEMPT.fullmatch(self.commit.attempt or ""):
+            raise ValueError(
+                f"the tombstone contains {self.commit.kind} {self.commit.attempt!r}, which is not a checkpoint of a run"
+            )
+        return self
+
+
+def tombstone_key(prefix: str) -> str:
+    """Return the key of the tombstone (the record that marks a checkpoint as deleted) of the checkpoint under
+    `prefix`."""
+    return f"{prefix}.expired.json"
+
+
+def read_tombstone(store: Store, prefix: str) -> Tombstone | None:
+    """Return the tombstone of the checkpoint under `prefix`, or None if the checkpoint has not expired."""
+    return store.read_record(Tombstone, tombstone_key(prefix))
+
+
+def expired_versions(store: Store, keys: RunKeys) -> list[int]:
+    """Return the policy versions whose checkpoints have expired, ascending. Their files may not be deleted yet."""
+    matches = (_TOMBSTONE.fullmatch(name) for name in store.list(f"{keys.prefix}/checkpoints"))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def expire_checkpoints(
+    store: Store,
+    keys: RunKeys,
+    *,
+    num_to_keep: int,
+    best_metric: str | None = None,
+    keep_versions: Collection[int] = frozenset(),
+) -> list[int]:
+    """Delete all checkpoints of a run except those to keep. Can be called at any time, and repeated after a kill.
+
+    Args:
+        store: the run's store.
+        keys: of the run.
+        num_to_keep: number of newest checkpoints to keep, at least one.
+        best_metric: an evaluation metric, for instance `eval/addition`; the checkpoint with its highest value is kept.
+        keep_versions: further policy versions to keep.
+
+    Returns:
+        The policy versions of the deleted checkpoints, ascending.
+    """
+    assert num_to_keep >= 1, (
+        "num_to_keep must be at least 1: without a checkpoint, a run restarts from the beginning after a crash"
+    )
+    finish_interrupted_expiries(store, keys)
+    versions = store.committed_indices(f"{keys.prefix}/checkpoints")
+    candidates = [version for version in versions[:-num_to_keep] if version not in keep_versions]
+    if not candidates:
+        return []
+    kept = set(versions[-num_to_keep:]) | fork_point_versions(store, keys, versions)
+    commits = (store.committed(keys.checkpoint_prefix(version)) for version in versions)
+    bases = {commit.inputs.get("base") for commit in commits if commit}  # with the base weights of later adapters
+    kept |= {version for version in versions if commit_key(keys.checkpoint_prefix(version)) in bases}
+    if best_metric is not None and (winner := best_version(store, keys, best_metric, versions)) is not None:
+        kept.add(winner)
+    expiring = [version for version in candidates if version not in kept]
+    why = f"beyond the newest {num_to_keep}" + (f" and not the best by {best_metric}" if best_metric else "")
+    for version in expiring:
+        _expire_checkpoint(store, keys, version, why)
+    return expiring
+
+
+def finish_interrupted_expiries(store: Store, keys: RunKeys) -> list[int]:
+    """Finish deletions of expired checkpoints that a kill interrupted. Return the policy versions of these
+    checkpoints."""
+    names = set(store.list(f"{keys.prefix}/checkpoints"))
+    unfinished = [
+        version
+        for version in expired_versions(store, keys)
+        if names & {f"{version:06d}", commit_key(f"{version:06d}")}  # its directory or its commit record
+    ]
+    for version in unfinished:
+        tombstone = read_tombstone(store, keys.checkpoint_prefix(version))
+        assert tombstone is not None, "a tombstone is deleted only after its checkpoint"
+        _delete_expired_checkpoint(store, keys, version, tombstone)
+    return unfinished
+
+
+def best_version(store: Store, keys: RunKeys, metric: str, versions: Collection[int]) -> int | None:
+    """Return the policy version in `versions` whose evaluations have the highest `metric`, the newest of equal ones, or
+    None if no evaluation of these versions has the metric."""
+    scores: dict[int, float] = {}
+    for version in versions:
+        directory = f"{keys.prefix}/evals/{version:06d}"
+        for name in store.list(directory):
+            if not name.endswith(commit_key("")):
+                continue
+            commit = store.committed(f"{directory}/{name.removesuffix(commit_key(''))}")
+            value = commit.summary.get(metric, math.nan) if commit else math.nan
+            if not math.isnan(value):
+                scores[version] = value
+    return max(scores, key=lambda version: (scores[version], version)) if scores else None
+
+
+def fork_point_versions(store: Store, keys: RunKeys, versions: Collection[int]) -> set[int]:
+    """Return those of `versions`, the run's checkpoints, from which its forks, or the run itself as a fork, start.
+
+    For a fork at round N this is the newest checkpoint up to version N.
+    """
+    points: list[int] = []
+    for run in store.list("runs"):
+        other = RunKeys(run)
+        with suppress(StoreError):  # a damaged record: `is_checkpoint_used` keeps the files that the fork lists
+            record = read_run_record(store, other) or store.read_record(ForkRecord, unfinished_fork_key(other))
+            if record and record.parent and keys.run in (record.parent.run, run):
+                points.append(record.parent.at)
+    return {max(below) for point in points if (below := [version for version in versions if version <= point])}
+
+
+def unfinished_fork_key(keys: RunKeys) -> str:
+    """Return the key of the record of an unfinished fork; a finished one has `run.json` instead."""
+    return f"{keys.prefix}/fork.json"
+
+
+def is_checkpoint_used(store: Store, keys: RunKeys, version: int, attempt: str | None) -> bool:
+    """Return whether the record of a run's checkpoint, or its copy in a fork, lists the files of `attempt`. The run's
+    record is read first: once it is deleted, no fork can begin to use the files."""
+
+    def has_attempt(run: str) -> bool:
+        commit = store.committed(RunKeys(run).checkpoint_prefix(version))
+        return commit is not None and commit.attempt == attempt
+
+    return has_attempt(keys.run) or any(has_attempt(run) for run in store.list("runs"))
+
+
+def _expire_checkpoint(store: Store, keys: RunKeys, version: int, why: str) -> None:
+    prefix = keys.checkpoint_prefix(version)
+    commit = store.committed(prefix)
+    if commit is None:
+        return  # another driver has deleted the checkpoint
+    tombstone = Tombstone(why=why, expired_at=time.time(), commit=commit)
+    data = tombstone.model_dump_json(indent=1).encode()
+    while not store.create(tombstone_key(prefix), data):
+        existing = read_tombstone(store, prefix)
+        if existing is not None and existing.commit.attempt == commit.attempt:
+            break  # another driver has created the same tombstone; both may delete the checkpoint
+        if existing is not None:  # a tombstone of an earlier save of this version, which was saved again
+            _delete_expired_checkpoint(store, keys, version, existing)
+            store.delete([tombstone_key(prefix)])
+    _delete_expired_checkpoint(store, keys, version, tombstone)
+
+
+def _delete_expired_checkpoint(store: Store, keys: RunKeys, version: int, tombstone: Tombstone) -> None:
+    """Delete a checkpoint with a tombstone: first its commit record, so that no reader opens files being deleted."""
+    prefix, attempt = keys.checkpoint_prefix(version), tombstone.commit.attempt
+    commit = store.committed(prefix)
+    if commit is not None and commit.attempt == attempt:
+        store.delete([commit_key(prefix)])
+    if not is_checkpoint_used(store, keys, version, attempt):
+        store.delete([record.path for record in tombstone.commit.files])
+
+
+# ---- removal of a run ------------------------------------------------------------------------------------------------
+
+
+def removal_marker_key(keys: RunKeys) -> str:
+    """Return the key of the file whose existence marks a run as removed."""
+    return f"{keys.prefix}/removed.json"
+
+
+def is_removed(store: Store, keys: RunKeys) -> bool:
+    """Return whether a run was removed. Some of its files may remain."""
+    return store.exists(removal_marker_key(keys))
+
+
+def describe_removing_process(store: Store, keys: RunKeys) -> str | None:
+    """Return a description of the process that is removing a run, or None."""
+    key = _removal_lease_key(keys)
+    return describe_lease_holder(store, key, store_time(store)) if store.exists(key) else None
+
+
+def remove_run(
+    store: Store, keys: RunKeys, *, own_lease: str | None = None, only_remains: bool = False
+) -> list[StoredFile]:
+    """Delete all files of a run and return them. Can be repeated after a kill.
+
+    Args:
+        store: the run's store.
+        keys: of the run.
+        own_lease: key of the caller's lease, if the caller is a driver that restarts the run from scratch.
+        only_remains: remove only what an earlier removal or an unfinished fork has left.
+
+    Raises:
+        RunError: a driver is running, another process is removing the run, a fork needs its files, or with
+            `only_remains` the run exists.
+        StoreError: the store is not writable.
+    """
+    if other := describe_removing_process(store, keys):
+        raise RunError(f"run {keys.run!r} is being removed by {other}: wait until that process ends")
+    lease = Lease(store, _removal_lease_key(keys))
+    try:
+        if not is_removed(store, keys):
+            if drivers := describe_live_drivers(store, keys, own_lease=own_lease):
+                raise RunError(f"run {keys.run!r} has a running driver, {drivers[0]}: stop it first")
+            others = (run for run in store.list("runs") if run != keys.run)
+            if forks := [run for run in others if _run_uses_files_of(store, RunKeys(run), keys)]:
+                raise RunError(f"run {keys.run!r} has files that its fork {forks[0]!r} needs: remove the fork first")
+            if only_remains and store.exists(keys.record):  # after the check for drivers, which create it
+                raise RunError(f"run {keys.run!r} exists: remove it with `penstock rm {keys.run}`")
+            store.create(removal_marker_key(keys), b"")  # empty, so that it can be created on a full disk
+        kept = {removal_marker_key(keys), lease.key, own_lease}
+        files = [file for file in store.walk(keys.prefix) if file.key not in kept]
+        store.delete([file.key for file in files])
+        store.remove_empty_directories(keys.prefix)
+        store.delete([removal_marker_key(keys)])
+    finally:
+        lease.release()
+    return files
+
+
+@contextmanager
+def translate_write_errors(store: Store) -> Iterator[None]:
+    """Turn an OSError inside the block into a StoreError."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StoreError(
+            f"store {store.uri} cannot be written ({reason}): mount it writable, free disk space, or run as its owner"
+        ) from error
+
+
+def _run_uses_files_of(store: Store, user: RunKeys, owner: RunKeys) -> bool:
+    """Return whether a run, or an unfinished fork, lists files of the run `owner` in its commits."""
+    try:
+        fork = store.read_record(ForkRecord, unfinished_fork_key(user))
+        if fork and fork.parent.run == owner.run:
+            return True
+        record = read_run_record(store, user)
+        parent = record.parent if record else None
+        while parent and parent.run != owner.run:
+            parent = parent.parent
+        if record and parent is None:
+            return False
+    except StoreError:  # a damaged record: decide by the commits
+        pass
+    commits = (store.committed(prefix) for prefix in committed_prefixes(store, user))
+    return any(commit is not None and (commit.attempt or "").startswith(f"{owner.prefix}/") for commit in commits)
+
+
+def _removal_lease_key(keys: RunKeys) -> str:
+    return f"{keys.prefix}/removing.lease"

@@ -1,0 +1,259 @@
+"""MLflow runs of one Penstock run, created once and found again by their tags; links between pages, names and values.
+
+Delivery is idempotent: MLflow objects are found by their tags, and MLflow identifies a metric point by run, name, step,
+time and value, which are all equal when a record is sent again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from penstock.storage.tracking.tracker import MetricPoint, TrackedRun, flatten_config
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Run
+
+T = TypeVar("T")
+
+
+# ---- names, parameters and metrics in the form that MLflow accepts ---------------------------------------------------
+
+
+MAX_METRICS, MAX_PARAMS, MAX_DATASETS = 1000, 100, 100  # MLflow's limits per request
+_MAX_PARAM = 6000  # characters of a parameter's value
+_FORBIDDEN = re.compile(r"[^\w\-./: ]")  # characters that MLflow rejects in names, for instance "@"
+_FORBIDDEN_IN_MODELS = re.compile(r"[^\w\- ]")  # MLflow also rejects / : . % and quotes in names of logged models
+
+
+def flatten_params(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the values of a nested config as MLflow parameters: dotted name, text. Secrets are left out."""
+    for name, value in flatten_config(values):
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        yield replace_forbidden_characters(name), text[:_MAX_PARAM]
+
+
+def replace_forbidden_characters(name: str) -> str:
+    """Replace the characters that MLflow rejects in names: `eval/aime/pass@8` becomes `eval/aime/pass_at_8`."""
+    return _FORBIDDEN.sub("_", name.replace("@", "_at_"))
+
+
+def model_name(name: str) -> str:
+    """Return a name that MLflow accepts for a logged model: `my-run/000020` becomes `my-run-000020`."""
+    return _FORBIDDEN_IN_MODELS.sub("_", name.replace("/", "-"))
+
+
+def to_mlflow(points: Sequence[MetricPoint], links: dict[str, str] | None = None) -> list[Metric]:
+    """Return metric points as MLflow metrics, linked to a model and a data set if `links` is given."""
+    from mlflow.entities import Metric
+
+    return [
+        Metric(replace_forbidden_characters(point.name), point.value, int(point.at * 1000), point.step, **(links or {}))
+        for point in points
+    ]
+
+
+def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Yield consecutive parts of `items` with at most `size` items each."""
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+# ---- paths of artifacts ----------------------------------------------------------------------------------------------
+# MLflow stores absolute paths, also in the database that is in the store by default. After the store was moved, the
+# pages would not have their artifacts any more, and new ones would be written to the old place.
+
+ARTIFACTS = "artifacts"  # directory next to the database
+_TIMEOUT = 30.0  # seconds to wait for other writers of the database
+_COLUMNS = (
+    *(("experiments", "artifact_location"), ("runs", "artifact_uri"), ("logged_models", "artifact_location")),
+    *(("model_versions", "source"), ("model_versions", "storage_location"), ("trace_tags", "value")),
+)
+
+
+def update_artifact_paths(database: Path, experiment: str) -> bool:
+    """Let an MLflow database refer to the artifacts next to it, if the experiment's are there and it refers to another
+    place. Return whether it was changed.
+
+    Raises:
+        sqlite3.OperationalError: another process has locked the database.
+    """
+    if not database.exists():
+        return False
+    with closing(sqlite3.connect(database, timeout=_TIMEOUT)) as connection, connection:
+
+        def has_column(table: str, column: str) -> bool:
+            return column in [row[1] for row in connection.execute(f"pragma table_info({table})")]
+
+        if not has_column("experiments", "artifact_location"):
+            return False
+        row = connection.execute("select artifact_location from experiments where name = ?", (experiment,)).fetchone()
+        old, _, name = (row[0] if row else "").rstrip("/").rpartition("/")
+        root = (database.absolute().parent / ARTIFACTS).as_uri()
+        if old in ("", root) or not (database.parent / ARTIFACTS / name).is_dir():
+            return False
+        for table, column in _COLUMNS:
+            if has_column(table, column):
+                values = (f"{root}/", len(old) + 2, len(old) + 1, f"{old}/")
+                change = f"update {table} set {column} = ? || substr({column}, ?) where substr({column}, 1, ?) = ?"
+                connection.execute(change, values)
+        return True
+
+
+# ---- links between pages ---------------------------------------------------------------------------------------------
+# Each link is a tag of the object, and the object's description, which MLflow shows as Markdown, lists them. Text above
+# the links is kept.
+
+_NOTE = "mlflow.note.content"  # tag of the description
+_TAG = "mlflow.penstock.link."  # MLflow does not list tags that begin with "mlflow."
+_HEADING = "#### Links"
+_MAX_LINKS = 25  # of one role in the description, the newest by title; fewer if the description would be too long
+_MAX_TEXT = 8000  # characters of a description; MLflow cuts longer ones of runs
+
+
+class Link(NamedTuple):
+    """A link to another MLflow page."""
+
+    role: str  # what the other object is to this one, e.g. "evaluated in"
+    title: str
+    url: str
+
+
+def link_tags(tags: Mapping[str, str], links: list[Link], text: str | None = None) -> dict[str, str]:
+    """Return the tags to set so that an object has more links; {} if it has all of them.
+
+    Args:
+        tags: the object's tags.
+        links: to add.
+        text: description above the links, if the object does not have one.
+    """
+    new = {replace_forbidden_characters(f"{_TAG}{link.role}/{link.title}")[:250]: link.url for link in links}
+    kept = tags.get(_NOTE, "").partition(_HEADING)[0].strip()
+    all_links = {name: url for name, url in {**tags, **new}.items() if name.startswith(_TAG)}
+    description = describe_links(kept or text or "", all_links)
+    changed = {name: url for name, url in new.items() if tags.get(name) != url}
+    if description != tags.get(_NOTE, ""):
+        changed[_NOTE] = description
+    return changed
+
+
+def describe_links(text: str, links: Mapping[str, str]) -> str:
+    """Return a description: `text`, then a list of links, given by the names of their tags."""
+    roles: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(links):
+        role, _, title = name.removeprefix(_TAG).partition("/")
+        roles[role].append(f"[{title}]({links[name]})")
+    description = ""
+    for num_links in range(_MAX_LINKS, 0, -1):
+        lines = []
+        for role, pages in sorted(roles.items()):
+            more = f"{len(pages) - num_links} more, " if len(pages) > num_links else ""
+            lines.append(f"- {role}: {more}{', '.join(pages[-num_links:])}")
+        description = "\n\n".join(part for part in (text, "\n".join([_HEADING, "", *lines]) if lines else "") if part)
+        if len(description) <= _MAX_TEXT:
+            break
+    return description
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+VIEW = "workflowType=machine_learning"  # MLflow's view "Model training"; its default is for traces of applications
+
+
+class MlflowRuns:
+    """Finds and creates the experiment and the MLflow runs of one Penstock run."""
+
+    def __init__(self, client: MlflowClient, uri: str, run: TrackedRun) -> None:
+        self.client = client
+        self.uri = uri
+        self.run = run
+        self.main_run_id: str | None = None  # id of the MLflow run of the run itself, once it is known
+        self._experiment_id: str | None = None
+        path = uri.removeprefix("sqlite:///")
+        self._database = None if path == uri else Path(path).absolute()
+        self._ids: dict[tuple[str, ...], str] = {}  # values of the tags by which an MLflow run is found -> its id
+
+    @property
+    def experiment_id(self) -> str:
+        """Return the id of the run's experiment, which is created if missing."""
+        if self._find_experiment() is None:
+            tags = {"mlflow.experimentKind": "custom_model_development"}  # otherwise MLflow guesses, and asks the user
+            location = None
+            if self._database is not None:  # without a server, MLflow would write to the current directory
+                location = (self._database.parent / ARTIFACTS / self.run.experiment).as_uri()
+            self._experiment_id = self.client.create_experiment(self.run.experiment, location, tags)
+        assert self._experiment_id is not None
+        return self._experiment_id
+
+    def find_main_run(self, run: TrackedRun) -> Run | None:
+        """Return the MLflow run of a Penstock run, or None if MLflow does not have it."""
+        return self.find_part("", run)
+
+    def find_or_create_part(
+        self, part: str, name: str, start_time: int | None, tags: dict[str, str] | None = None
+    ) -> str:
+        """Return the id of the MLflow run for the run or one of its child runs. The MLflow run is created if missing.
+
+        Args:
+            part: name of the child run, "" for the run itself; the tag by which the MLflow run is found.
+            name: shown in the UI.
+            start_time: milliseconds since the epoch, of a new MLflow run.
+            tags: further tags of a new MLflow run.
+        """
+        key = self._part_tags(self.run, part)
+        return self.find_or_create(key, name, start_time, {"penstock.store": self.run.store_uri, **(tags or {})})
+
+    def find_part(self, part: str, run: TrackedRun | None = None) -> Run | None:
+        """Return a child run of the run (by default, this one), or None if MLflow does not have it."""
+        return next(iter(self.find_all(self._part_tags(run or self.run, part), max_results=1)), None)
+
+    def find_or_create(self, key: dict[str, str], name: str, start_time: int | None, tags: dict[str, str]) -> str:
+        """Return the id of the MLflow run with the tags `key`. It is created with these and with `tags` if missing."""
+        cached = tuple(key.values())
+        if cached not in self._ids:
+            existing = self.find_all(key, max_results=1)
+            run = existing[0] if existing else None
+            if run is None:
+                run = self.client.create_run(self.experiment_id, start_time, {**key, **tags}, name)
+            self._ids[cached] = run.info.run_id
+        return self._ids[cached]
+
+    def find_all(self, key: dict[str, str], max_results: int = 100) -> list[Run]:
+        """Return the MLflow runs with the given tags, the oldest first."""
+        experiment = self._find_experiment()
+        if experiment is None:
+            return []
+        where = " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in key.items())
+        order = ["attributes.start_time ASC"]
+        return self.client.search_runs([experiment], where, max_results=max_results, order_by=order)
+
+    def url(self, kind: str, id: str, path: str = "") -> str:
+        """Return the URL of a page, relative to the server: of a run (kind "runs") or model ("models")."""
+        return f"#/experiments/{self.experiment_id}/{kind}/{id}{path}?{VIEW}"
+
+    def add_links(self, run_id: str, links: list[Link], text: str | None = None) -> None:
+        """Add links to the page of an MLflow run, and `text` to its description if it does not have one."""
+        from mlflow.entities import RunTag
+
+        tags = link_tags(self.client.get_run(run_id).data.tags, links, text)
+        if tags:
+            self.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+
+    def _find_experiment(self) -> str | None:
+        """Return the id of the run's experiment, or None if MLflow does not have it."""
+        if self._experiment_id is None:
+            if self._database is not None:
+                update_artifact_paths(self._database, self.run.experiment)
+            existing = self.client.get_experiment_by_name(self.run.experiment)
+            self._experiment_id = existing.experiment_id if existing else None
+        return self._experiment_id
+
+    @staticmethod
+    def _part_tags(run: TrackedRun, part: str) -> dict[str, str]:
+        return {"penstock.run": run.name, "penstock.identity": run.identity, "penstock.part": part or "run"}

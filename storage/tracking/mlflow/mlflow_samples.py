@@ -1,0 +1,328 @@
+"""What MLflow shows of samples and prompts: data sets with previews, and the samples of a round as traces.
+
+A data set (a prompt file, the shards of a rollout, the samples of an evaluation) has a content digest, its number of
+rows, its schema and the policy version; a preview is a table among the artifacts of the MLflow run that uses it.
+
+A trace shows turns of the model, results of tools, and the parts of the reward. Its id is derived from the sample, so a
+trace that is logged again replaces itself. Samples have no times of their own: the turns divide the time in which the
+round was generated in proportion to their tokens.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from mlflow.entities import (
+    Dataset,
+    DatasetInput,
+    InputTag,
+    Span,
+    TraceInfo,
+    TraceLocation,
+    TraceState,
+)
+from mlflow.tracing.client import TracingClient
+
+from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
+from penstock.storage.samples.sample import SCHEMA, Status
+from penstock.storage.samples.shards import is_shard
+from penstock.storage.store import Store
+from penstock.storage.tracking.mlflow.mlflow_runs import MlflowRuns, replace_forbidden_characters
+
+if TYPE_CHECKING:
+    from mlflow.entities import LoggedModel
+    from tokenizers import Tokenizer
+
+Row = dict[str, Any]
+Rows = list[Row]
+logger = logging.getLogger(__name__)
+
+PREVIEW_ROWS, _PREVIEW_TEXT = 20, 2000  # rows of a preview, and characters of a cell
+_ROLE = "prompt_data/"  # inputs of rollouts and evaluations that are prompt files
+_COLUMN_TYPES = {"int64": "long", "double": "double", "string": "string"}  # Arrow -> MLflow
+
+
+def shards_dataset(key: str, commit: Commit, store_uri: str) -> Dataset:
+    """Return the samples of a rollout or an evaluation as an MLflow data set, e.g. `my-run/rollout/000012`."""
+    directory = commit.attempt.rpartition("/")[0] if commit.attempt else key.removesuffix(commit_key(""))
+    run, kind, *rest = directory.removeprefix("runs/").split("/")
+    profile = {
+        "num_rows": commit.num_samples(),
+        "num_files": len(commit.files),
+        "num_bytes": sum(file.bytes for file in commit.files),
+        "policy_version": commit.policy_version,
+    }
+    columns = [(column.name, _COLUMN_TYPES.get(str(column.type), "string")) for column in SCHEMA]
+    digest = _hash("".join(file.xxh3 for file in commit.files))
+    name = "/".join([run, kind.removesuffix("s"), *rest])
+    return make_dataset(name, digest, f"{store_uri.rstrip('/')}/{commit.attempt}", columns, profile)
+
+
+def prompt_files(commit: Commit) -> list[str]:
+    """Return the paths of the prompt files of a rollout or an evaluation."""
+    return [path for role, path in sorted(commit.inputs.items()) if role.startswith(_ROLE)]
+
+
+def prompt_dataset(commit: Commit, index: int, path: str, preview: Rows) -> Dataset:
+    """Return a prompt file as an MLflow data set. It is the same for all rounds and policy versions.
+
+    Args:
+        commit: of a rollout or an evaluation that used the file.
+        index: of the file among the prompt files of `commit`.
+        path: of the file.
+        preview: its first rows, from which the schema is taken.
+    """
+    segments = (commit.state.get("data_source") or {}).get("segments") or []
+    segments = [segment for segment in segments if segment["file"] == index]
+    profile = {"num_rows": sum(segment["rows"] for segment in segments)} if segments else {}
+    digest = _hash(" ".join(segment["digest"] for segment in segments) or path)  # the same in a moved store
+    columns = [(name, "string") for name in dict.fromkeys(name for row in preview for name in row)]
+    return make_dataset(path.rpartition("/")[2], digest, path, columns, profile)
+
+
+def read_preview(path: str) -> Rows:
+    """Return the first rows of a prompt file, with shortened texts; [] if the file cannot be read here."""
+    file = Path(path.partition("@[")[0])  # a path may end with a range of rows
+    try:
+        if file.suffix == ".parquet":
+            batch = next(pq.ParquetFile(file).iter_batches(batch_size=PREVIEW_ROWS), None)
+            rows = batch.to_pylist() if batch else []
+        else:
+            with file.open(encoding="utf-8") as lines:
+                rows = [json.loads(line) for line in islice(lines, PREVIEW_ROWS) if line.strip()]
+    except (OSError, ValueError, pa.ArrowException):
+        return []
+    return [{name: _preview(value) for name, value in row.items()} for row in rows if isinstance(row, dict)]
+
+
+def preview_table(rows: Rows) -> str:
+    """Return rows as the JSON of a table that MLflow shows."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    data = [[row.get(name, "") for name in columns] for row in rows]
+    return json.dumps({"columns": columns, "data": data}, ensure_ascii=False)
+
+
+def dataset_input(dataset: Dataset, context: str, commit: Commit | None = None) -> DatasetInput:
+    """Return a data set as input of an MLflow run. `context` is what it was used for, e.g. "training"."""
+    tags = [InputTag("mlflow.data.context", context)]
+    if commit is not None:
+        tags.append(InputTag("penstock.policy_version", str(commit.policy_version)))
+    return DatasetInput(dataset, tags)
+
+
+def make_dataset(name: str, digest: str, uri: str, columns: list[tuple[str, str]], profile: dict[str, Any]) -> Dataset:
+    """Return an MLflow data set. Its source has one of MLflow's types (`local`, `s3`, ...), so that the UI can open
+    it. `columns` are names and MLflow types."""
+    source_type = uri.split("://")[0] if "://" in uri else "local"
+    specs = [{"type": type, "name": column, "required": False} for column, type in columns]
+    schema = json.dumps({"mlflow_colspec": specs}) if specs else None
+    return Dataset(
+        replace_forbidden_characters(name), digest, source_type, json.dumps({"uri": uri}), schema, json.dumps(profile)
+    )
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _preview(value: Any) -> Any:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _PREVIEW_TEXT else f"{text[:_PREVIEW_TEXT]} ..."
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
+
+_UNUSED = ("rollout_logprobs", "routed_experts", "teacher_logprobs")
+_COLUMNS = [column for column in SCHEMA.names if column not in _UNUSED]
+_TOKENIZER = "hf_assets/tokenizer.json"  # in the files of a converted model
+_BATCH, _MAX_ROWS = 32, 1024  # rows that are read at once, and at most, to find the first samples of several groups
+_MAX_TEXT, _MAX_PREVIEW = 20_000, 500  # characters of a text in a trace, and in the list of traces
+_THOUGHT = re.compile(r"\A.*</think>|<think>.*", re.DOTALL)  # it may begin in the prompt, or have no end
+_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+class MlflowTraces:
+    """Logs a sample of each round as traces."""
+
+    def __init__(self, runs: MlflowRuns) -> None:
+        self.client = TracingClient(runs.uri)
+        self.runs = runs
+
+    def log_round(self, main_run: str, commit: Commit, shards: str, model: LoggedModel | None) -> None:
+        """Log the first sample of each of the first groups of a rollout as a trace.
+
+        Args:
+            main_run: MLflow run to which the traces are linked.
+            commit: of the rollout.
+            shards: name of the MLflow data set with the samples.
+            model: the last checkpoint before the rollout, or the base model, to which the traces are linked.
+        """
+        run = self.runs.run
+        if run.store is None or not run.num_traces or commit.policy_version < 0:  # -1: demonstrations
+            return
+        links = {"mlflow.sourceRun": main_run} | ({"mlflow.modelId": model.model_id} if model else {})
+        tags = {"penstock.round": str(commit.index), "penstock.shards": shards}
+        spans: list[Span] = []
+        for row in read_first_samples(run.store, commit, run.num_traces):
+            id = hashlib.sha256(f"{commit.attempt}/{row['sample_id']}".encode()).digest()[:16]
+            parts = split_sample(row, commit, self._decode)
+            failed = row["status"] == Status.FAILED
+            trace = TraceInfo(
+                f"tr-{id.hex()}",
+                TraceLocation.from_experiment_id(self.runs.experiment_id),
+                request_time=int(parts[0].start * 1000),
+                state=TraceState.ERROR if failed else TraceState.OK,
+                request_preview=row["prompt"][:_MAX_PREVIEW],
+                response_preview=row["response"][:_MAX_PREVIEW],
+                client_request_id=row["sample_id"],
+                execution_duration=int((parts[0].end - parts[0].start) * 1000),
+                trace_metadata=links,
+                tags={"mlflow.traceName": f"{run.name}/{row['sample_id']}", **tags, "reward": str(row["reward"])},
+            )
+            self.client.start_trace(trace)
+            spans += [to_span(id, number, part, failed) for number, part in enumerate(parts)]
+        if spans:
+            self.client.log_spans(self.runs.experiment_id, spans)
+
+    def _decode(self, token_ids: Sequence[int]) -> str | None:
+        """Return the text of tokens, or None if the store does not have the tokenizer of the run's base model."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False) if self._tokenizer else None
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the run's base model, or None if the store does not have it."""
+        run = self.runs.run
+        if run.store is None:
+            return None
+        from tokenizers import Tokenizer
+
+        model = run.store.read_record(CheckpointRef, RunKeys(run.name).origin_key("base"))
+        commit = run.store.committed(model.key.removesuffix(commit_key(""))) if model else None
+        if commit is None or f"{commit.attempt}/{_TOKENIZER}" not in [file.path for file in commit.files]:
+            return None
+        with run.store.reading(commit, only=[_TOKENIZER]) as directory:
+            return Tokenizer.from_file(str(directory / _TOKENIZER))
+
+
+def read_first_samples(store: Store, commit: Commit, num: int) -> list[Row]:
+    """Return the first sample of each of the first `num` groups of a rollout, without log-probs. A missing or damaged
+    shard is logged, and does not keep MLflow from receiving the commit."""
+    shard = next((file.path for file in commit.files if is_shard(file.path)), None)
+    samples: dict[str, Row] = {}
+    if shard is None:
+        return []
+    try:
+        with pq.ParquetFile(store.path(shard), filesystem=store.fs) as file:
+            for number, batch in enumerate(file.iter_batches(_BATCH, columns=_COLUMNS)):
+                for row in batch.to_pylist():
+                    samples.setdefault(row["group_id"], row)
+                if len(samples) >= num or (number + 1) * _BATCH >= _MAX_ROWS:
+                    break
+    except (FileNotFoundError, pa.ArrowException) as error:
+        logger.warning("%s cannot be read (%s); MLflow gets no traces of round %d", shard, error, commit.index)
+    return list(samples.values())[:num]
+
+
+@dataclass
+class SamplePart:
+    """A part of a sample, which is a span of its trace."""
+
+    name: str
+    type: str  # MLflow's span type
+    start: float  # seconds since the epoch, as `end`
+    end: float
+    inputs: Any
+    outputs: Any
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+def split_sample(row: Row, commit: Commit, decode: Callable[[Sequence[int]], str | None]) -> list[SamplePart]:
+    """Return the parts of a sample: the sample itself, then its turns, tool results and reward."""
+    end = commit.created_at - commit.seconds.get("write", 0.0)
+    generated = end - commit.seconds.get("reward", 0.0)
+    start = generated - commit.seconds.get("generate", 0.0)
+    num_prompt = row["loss_mask"].index(1) if 1 in row["loss_mask"] else len(row["token_ids"])
+    num_tokens = len(row["token_ids"]) - num_prompt
+    attributes = {name: row[name] for name in ("sample_id", "group_id", "status", "policy_versions", "label")}
+    attributes |= {"num_prompt_tokens": num_prompt, "metadata": json.loads(row["metadata"] or "{}")}
+    parts = [SamplePart("sample", "AGENT", start, end, row["prompt"], row["response"], attributes)]
+    segments = list(split_by_mask(row["loss_mask"][num_prompt:]))
+    previous, num_turns = row["prompt"], 0
+    for is_reply, first, last in segments:
+        tokens = row["token_ids"][num_prompt + first : num_prompt + last]
+        text = row["response"] if len(segments) == 1 else decode(tokens)
+        num_turns += is_reply
+        name, type = (f"turn {num_turns}", "LLM") if is_reply else ("tool or environment", "TOOL")
+        begin, stop = (start + (generated - start) * position / num_tokens for position in (first, last))
+        attributes = {"num_tokens": last - first}
+        if is_reply and (calls := tool_calls(text or "")):
+            attributes["tool_calls"] = calls
+        parts.append(SamplePart(name, type, begin, stop, previous, text, attributes))
+        previous = text
+    if row["reward"] is not None:
+        reward = {"reward": row["reward"], **dict(row["rewards"] or [])}
+        inputs = {"response": row["response"], "label": row["label"]}
+        parts.append(SamplePart("reward", "EVALUATOR", generated, end, inputs, reward))
+    return parts
+
+
+def tool_calls(text: str) -> list[Any]:
+    """Return the tool calls `<tool_call>{...}</tool_call>` in a reply. Calls that are drafted in a thought or are not
+    JSON are left out."""
+    calls = []
+    for body in _TOOL_CALL.findall(_THOUGHT.sub("", text)):
+        with suppress(ValueError):
+            calls.append(json.loads(body, strict=False))
+    return calls
+
+
+def split_by_mask(mask: Sequence[int]) -> Iterator[tuple[bool, int, int]]:
+    """Yield (trained on, first, last + 1) for each run of equal values in a loss mask."""
+    position = 0
+    for value, group in groupby(mask):
+        length = sum(1 for _ in group)
+        yield bool(value), position, position + length
+        position += length
+
+
+def to_span(trace: bytes, number: int, part: SamplePart, failed: bool) -> Span:
+    """Return part `number` of a sample as a span of the trace with the id `trace` (16 bytes); number 0 is its root."""
+    attributes = {
+        "mlflow.traceRequestId": f"tr-{trace.hex()}",
+        "mlflow.spanType": part.type,
+        "mlflow.spanInputs": _shorten(part.inputs),
+        "mlflow.spanOutputs": _shorten(part.outputs),
+        **part.attributes,
+    }
+    fields = {
+        "trace_id": base64.b64encode(trace).decode(),
+        "span_id": _span_id(trace, number),
+        "parent_span_id": _span_id(trace, 0) if number else None,
+        "name": part.name,
+        "start_time_unix_nano": int(part.start * 1e9),
+        "end_time_unix_nano": int(part.end * 1e9),
+        "status": {"code": "STATUS_CODE_ERROR" if failed else "STATUS_CODE_OK", "message": ""},
+        "attributes": {name: json.dumps(value, ensure_ascii=False) for name, value in attributes.items()},
+    }
+    return Span.from_dict(fields)
+
+
+def _span_id(trace: bytes, number: int) -> str:
+    return base64.b64encode(hashlib.sha256(trace + bytes([number % 256])).digest()[:8]).decode()
+
+
+def _shorten(value: Any) -> Any:
+    return f"{value[:_MAX_TEXT]} ..." if isinstance(value, str) and len(value) > _MAX_TEXT else value

@@ -1,0 +1,125 @@
+"""MLflow's server for this user alone, and the page /model-training, which opens the UI in its view "Model training".
+
+MLflow's API reads and writes files at any place that an experiment, run, model or trace names, as the user who runs the
+server. `serve` therefore puts LoginGate before all routes, and MLflow finds all files through a registry that this
+module fills: it knows the directory of the store's artifacts, and no other place.
+
+MLflow 3.17 stores the chosen view in the browser and shows "GenAI" without a choice. Its links drop the URL parameter
+`workflowType`, so that a URL can only choose the view of the first page. The page stores the choice as the UI's own
+switch does, then opens the part of the UI that is given after `#`. `mlflow server --app-name penstock` has this page,
+too: it finds `app` through the entry point of pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from mlflow.exceptions import MlflowException
+from mlflow.server import handlers
+from mlflow.server.constants import (
+    ARTIFACT_ROOT_ENV_VAR,
+    ARTIFACTS_DESTINATION_ENV_VAR,
+    BACKEND_STORE_URI_ENV_VAR,
+    SERVE_ARTIFACTS_ENV_VAR,
+)
+from mlflow.server.fastapi_app import app
+from mlflow.store.artifact.artifact_repository_registry import get_registered_artifact_repositories
+from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
+from mlflow.tracing.utils.artifact_utils import TRACE_DATA_FILE_NAME
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse
+from starlette.routing import Route
+
+from penstock.storage.web.login import HOST, LoginGate, read_login
+
+_CHOOSE_VIEW = """localStorage.setItem("mlflow.workflowType_v1", '"machine_learning"')"""
+_HTML = f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>MLflow</title>
+<script>
+{_CHOOSE_VIEW}
+location.replace("/" + (location.hash || "#/experiments"))
+</script>
+</head>
+</html>
+"""
+_ASSISTANT = "/ajax-api/3.0/mlflow/assistant"  # runs commands on this machine
+
+
+async def open_model_training(request: Request) -> HTMLResponse:
+    """Return the page."""
+    return HTMLResponse(_HTML)
+
+
+async def refuse_assistant(request: Request) -> PlainTextResponse:
+    """Answer 404: the assistant, which runs commands, is turned off."""
+    return PlainTextResponse("Penstock does not start MLflow's assistant\n", 404)
+
+
+app.router.routes.insert(
+    0, Route("/model-training", open_model_training)
+)  # before the routes of the UI, which match all paths
+
+
+class StoreArtifacts(LocalArtifactRepository):
+    """Artifacts in the store's directory. Links are resolved: what they lead to must be there as well."""
+
+    root: Path
+
+    def __init__(self, artifact_uri: str, tracking_uri: str | None = None, registry_uri: str | None = None) -> None:
+        super().__init__(artifact_uri, tracking_uri, registry_uri)
+        self._check("")
+
+    def delete_artifacts(self, artifact_path: str | None = None) -> None:
+        """Delete a file or directory."""
+        self._check(artifact_path or "")
+        super().delete_artifacts(artifact_path)
+
+    def download_trace_data(self) -> dict[str, Any]:
+        """Return the data of the trace whose directory this is."""
+        self._check(TRACE_DATA_FILE_NAME)
+        return super().download_trace_data()
+
+    def _check(self, artifact_path: str) -> None:
+        """Check a path. MLflow itself checks the other methods' paths, but only against `artifact_dir`."""
+        if not Path(self.artifact_dir, artifact_path).resolve().is_relative_to(self.root):
+            raise MlflowException.invalid_parameter_value("artifacts outside of the store's directory are refused")
+
+
+def confine_artifacts(root: Path) -> None:
+    """Let MLflow, in this process, find artifacts in the directory `root` only."""
+    StoreArtifacts.root = root.resolve()
+    # The registry itself, whose values are classes: without an entry MLflow refuses a URI.
+    schemes: dict[str, Any] = get_registered_artifact_repositories()
+    schemes.clear()
+    schemes.update({"": StoreArtifacts, "file": StoreArtifacts})
+
+
+def serve(port: int, database: str, artifacts: Path) -> None:
+    """Run the server on loopback until SIGTERM."""
+    artifacts.mkdir(parents=True, exist_ok=True)
+    os.environ[BACKEND_STORE_URI_ENV_VAR] = database
+    os.environ[ARTIFACT_ROOT_ENV_VAR] = artifacts.as_uri()  # also of use to runs that write to the database itself
+    os.environ[ARTIFACTS_DESTINATION_ENV_VAR] = str(artifacts)
+    os.environ[SERVE_ARTIFACTS_ENV_VAR] = "true"
+    confine_artifacts(artifacts)
+    handlers.initialize_backend_stores(database, database, artifacts.as_uri())
+    app.router.routes.insert(0, Route(_ASSISTANT + "/{rest:path}", refuse_assistant))
+    login = read_login(f"http://{HOST}:{port}")
+    assert login is not None
+    gate = LoginGate(app, port, login, script=_CHOOSE_VIEW, pages="/#")
+    uvicorn.run(gate, host=HOST, port=port)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--database", required=True)
+    parser.add_argument("--artifacts", type=Path, required=True)
+    serve(**vars(parser.parse_args()))
