@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from penstock.engines.memory import MemorySwitch
+from penstock.engines.training import MemorySwitch
 from penstock.storage.commit import Commit
 
 

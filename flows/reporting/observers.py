@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect import get_run_logger
 
 from penstock.engines import scratch
-from penstock.engines.memory import GIB, MemorySwitch
+from penstock.engines.training import GIB, MemorySwitch
 from penstock.flows.reporting.final_report import FinalReport
 from penstock.flows.reporting.hang_detector import HangDetector
 from penstock.flows.reporting.observer import CommitReport, Observer, Observers

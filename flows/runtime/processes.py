@@ -15,9 +15,9 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend
-from penstock.engines.energy import Counters, all_counters, read_counters, used_joules
-from penstock.engines.serving.adapters import BASE
-from penstock.engines.serving.addresses import engine_url
+from penstock.engines.local_gpus import Counters, all_counters, read_counters, used_joules
+from penstock.engines.serving.adapter_requests import BASE
+from penstock.engines.serving.endpoints import engine_url
 from penstock.engines.weights.weight_check import INITIAL
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.debugging.config import DebugConfig
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from penstock.engines.generation import EngineClient
     from penstock.engines.options import EngineOptions
     from penstock.engines.serving.pool import EnginePool
-    from penstock.stages.train.group import TrainerGroup
     from penstock.stages.train.restore import PolicyRestorer
+    from penstock.stages.train.trainer_group import TrainerGroup
 
 _early_ray: ContextVar[ClusterStart | None] = ContextVar("early_ray", default=None)  # inside `ray_starting`
 
@@ -98,7 +98,7 @@ class EngineSetup:
     @cached_property
     def router(self) -> RequestRouter | None:
         """Return the started router in front of the engines, or None if none is configured."""
-        router = engine_backend().create_router(self.options)
+        router = engine_backend(self.options.engine).create_router(self.options)
         return None if router is None else self.entered.enter_context(router)
 
     @cached_property
@@ -111,12 +111,12 @@ class EngineSetup:
     @property
     def connect(self) -> Callable[..., EngineClient]:
         """Return a function: engine URLs -> client that sends its requests to the router, if there is one."""
-        return partial(engine_backend().connect, router=self.router.address if self.router else None)
+        return partial(engine_backend(self.options.engine).connect, router=self.router.address if self.router else None)
 
     @property
     def connect_for_evaluation(self) -> Callable[..., EngineClient]:
         """Return `connect` for evaluations. The router does not know engines that only evaluate."""
-        return engine_backend().connect if self.evaluates_apart else self.connect
+        return engine_backend(self.options.engine).connect if self.evaluates_apart else self.connect
 
     @property
     def connect_for_training(self) -> Callable[..., EngineClient]:
@@ -235,14 +235,15 @@ class Processes:
 
     def new_trainer(self, cluster: Cluster, config: PostTrainConfig) -> TrainerGroup:
         """Return a new trainer, whose processes start on first use."""
-        from penstock.stages.train.group import TrainerGroup
         from penstock.stages.train.spec import TrainerSpec
+        from penstock.stages.train.trainer_group import TrainerGroup
 
         spec = TrainerSpec(
             run=self.run.keys.run,
             shape=self.setup.shape,
             config=config.train,
             temperature=config.rollout.rollout_temperature,
+            engine=config.rollout.engine,
             store=self.run.store.uri,
             store_options=self.run.store.options,  # with resolved secrets: another process cannot resolve references
             network_interface=self.run.config.run.network_interface,
@@ -263,7 +264,7 @@ class Processes:
         with self._starting:
             cluster = self.cluster
             if "rollout" not in self.pools:
-                engines = start_pool(cluster, self.setup.options, engine_backend())
+                engines = start_pool(cluster, self.setup.options)
                 if self.setup.evaluates_apart:
                     self.pools["evaluation"] = engines.split(self.run.config.eval.eval_num_engines)
                 self.pools["rollout"] = engines
@@ -292,7 +293,7 @@ class Processes:
                 first_gpu = run_placement(self.run.config).end_of_engines(cluster.gpus_per_node)
                 log_dir = self.setup.options.spec.log_dir and f"{self.setup.options.spec.log_dir}/teacher"
                 options = replace(options, trainer_gpus=first_gpu).replace_spec_fields(log_dir=log_dir)
-                self.pools["teacher"] = start_pool(cluster, options, engine_backend())
+                self.pools["teacher"] = start_pool(cluster, options)
             return self.pools["teacher"]
 
     def describe_engines(self, version: int | None) -> str:
@@ -336,7 +337,7 @@ class Processes:
         trainer, self.started_trainer = self.started_trainer, None
         pools, self.pools = list(self.pools.values()), {}
         if pools and self.setup.options.adapters is not None and (external := self.setup.options.external):
-            engine_backend().connect(list(map(engine_url, external))).unload_adapters()
+            engine_backend(self.setup.options.engine).connect(list(map(engine_url, external))).unload_adapters()
         if self._cluster is None:
             return
         if self._cluster.alive():

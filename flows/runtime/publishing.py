@@ -14,8 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.engines.memory import MemorySwitch
-from penstock.engines.serving.adapters import AdapterNames
+from penstock.engines.serving.adapter_requests import AdapterNames
+from penstock.engines.training import MemorySwitch
 from penstock.engines.weights.routes import add_upload
 from penstock.engines.weights.weight_check import update_and_check
 from penstock.flows.options.adapters import adapter_of_version
@@ -26,7 +26,7 @@ from penstock.storage.failpoints import failpoint
 if TYPE_CHECKING:
     from penstock.engines.generation import WeightTransport
     from penstock.engines.serving.pool import EnginePool
-    from penstock.stages.train.group import TrainerGroup
+    from penstock.stages.train.trainer_group import TrainerGroup
 
 Urls = Callable[[], list[str]]  # returns the addresses of the live engines
 OnPublished = Callable[[int, dict[str, float], list[MemorySwitch]], None]

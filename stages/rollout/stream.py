@@ -21,8 +21,8 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.engines.energy import energy_metric
 from penstock.engines.generation import EngineUrls
+from penstock.engines.local_gpus import energy_metric
 from penstock.stages.rollout.deadline import flatten_errors
 from penstock.stages.rollout.group import num_trained_tokens
 from penstock.stages.rollout.journal import Journal
