@@ -103,8 +103,6 @@ def with_hf_checkpoint(config: PostTrainConfig) -> PostTrainConfig:
     """Return the config with `hf_checkpoint` set. For an export it is `origin_hf_dir`, else `hf_checkpoint`, else
     the Hugging Face directory that the checkpoint `convert_load` has recorded."""
     options = config.convert
-    if options.convert_save and "://" not in options.convert_save:
-        options.convert_save = str(Path(options.convert_save).resolve())  # workers have other working directories
     if options.megatron_names:
         check_megatron_names_options(options)
     if options.megatron_iteration and not (

@@ -20,7 +20,7 @@ from penstock.storage.config import StageConfig
 
 FILES = {  # section -> options that name a file or a directory, or a list of them
     "run": ("store", "save_hf", "update_weight_disk_dir", "tb_dir", "wandb_dir"),
-    "convert": ("hf_checkpoint", "load"),
+    "convert": ("hf_checkpoint", "load", "convert_save"),
     "rollout": ("prompt_data", "data_cache", "rm_model_path"),
     "train": ("ref_load", "opd_teacher_load", "lora_load"),
     "debug": (
@@ -38,8 +38,8 @@ FUNCTIONS = {  # section -> options that name a function: file.py, file.py:name,
 
 def with_function_names(config: PostTrainConfig) -> PostTrainConfig:
     """Return the config with the name of the function in every path of a user-defined function (`rewards.py` becomes
-    `rewards.py:reward_func`), so that plan, record and every process mean the same function. The
-    checks report files that do not exist.
+    `rewards.py:reward_func`), so that plan, record and every process mean the same function. The checks
+    report files that do not exist.
 
     Raises:
         PluginError: a file does not load, or its function cannot be chosen.
