@@ -376,7 +376,6 @@ def test_every_option_that_names_a_file_or_a_function_is_known() -> None:
     }
     elsewhere = {
         ("convert", "convert_load"),
-        ("convert", "convert_save"),
         ("convert", "origin_hf_dir"),
     }  # of `penstock convert`
     elsewhere |= {("eval", "eval_prompt_data"), ("rollout", "streaming_data"), ("train", "balance_data")}
