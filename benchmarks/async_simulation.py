@@ -54,7 +54,7 @@ class Workload:
 
     rounds: list[list[Group]]  # the groups of each round
     num_engines: int
-    concurrency: int  # samples in flight per engine (--sglang-server-concurrency); further groups wait
+    concurrency: int  # samples in flight per engine (--engine-concurrency); further groups wait
     step_seconds: float  # of a decoding step, without the part that grows with the number of requests
     request_seconds: float  # of a decoding step, for each running request
     train_seconds: float  # of a round, apart from the part that grows with its tokens
@@ -486,7 +486,7 @@ def measure(store: Store, keys: RunKeys) -> Workload:
     numbers = store.committed_indices(f"{keys.prefix}/steps")
     rounds = [groups_of(store, keys, number) for number in numbers]
     config = config_of(store, keys)["rollout"]
-    size = {"num_engines": config["num_engines"], "concurrency": config["sglang_server_concurrency"]}
+    size = {"num_engines": config["num_engines"], "concurrency": config["engine_concurrency"]}
     parts = [round_seconds(store, keys, number, published) for number in numbers[NUM_WARM_UP:]]
 
     def mean(*names: str) -> float:

@@ -29,16 +29,16 @@ import torch.multiprocessing as mp
 from penstock.engines.backends import engine_backend
 from penstock.engines.cluster import Cluster
 from penstock.engines.families import read_shape
-from penstock.engines.serving.adapters import BASE, AdapterNames
+from penstock.engines.serving.adapter_requests import BASE, AdapterNames
 from penstock.engines.serving.pool import EnginePool, start_pool
 from penstock.flows.options.adapters import adapter_of_version, with_adapters
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.engine_options import engine_options
 from penstock.stages.convert.to_torch_dist import convert_hf
-from penstock.stages.train.group import TrainerGroup
 from penstock.stages.train.restore import PolicyRestorer
 from penstock.stages.train.spec import TrainerSpec
+from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import CheckpointRef, RunKeys
 from penstock.storage.store import Store
 
@@ -87,7 +87,7 @@ def trainer_and_engines(
     cluster, options = Cluster.start(), with_adapters(engine_options(config), config, None)
     options = options.replace_spec_fields(weight_version=BASE)
     base: CheckpointRef = cluster.run(convert_hf, store, str(model), verify=False)
-    pool = start_pool(cluster, options, engine_backend())
+    pool = start_pool(cluster, options)
     shape = read_shape(model)
     group = TrainerGroup(cluster, TrainerSpec(run="publish", shape=shape, config=config.train, store=store.uri))
     try:

@@ -72,9 +72,9 @@ def measure_recovery(config: PostTrainConfig, versions: list[int]) -> None:
     training the rounds again."""
     from penstock.engines.cluster import Cluster
     from penstock.engines.families import read_shape
-    from penstock.stages.train.group import TrainerGroup
     from penstock.stages.train.restore import PolicyRestorer
     from penstock.stages.train.spec import TrainerSpec
+    from penstock.stages.train.trainer_group import TrainerGroup
 
     store, keys = open_store(config.run), RunKeys(config.run.run)
     rounds = len(store.committed_indices(f"{keys.prefix}/steps"))

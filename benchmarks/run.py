@@ -144,7 +144,7 @@ def read_publish_seconds(outbox: Path) -> dict[int, float]:
 def compare_rollout_with_engine(root: Path, prompts: int, repeats: int) -> None:
     """Print the tokens per second of the rollout stage and of the same requests without the stage."""
     long = {"rollout_batch_size": prompts, "rollout_max_response_len": 256, "rollout_sampling": {"ignore_eos": True}}
-    long["sglang"] = {"max_total_tokens": 160_000}
+    long["engine_options"] = {"max_total_tokens": 160_000}
     config = tiny_config(root, rollout=long, train={"global_batch_size": None})
     speeds, stage_seconds = measure_rollout_stage(config, Store(str(root / "store")), repeats)
     ratio = statistics.median(speeds["stage"]) / statistics.median(speeds["requests"])
@@ -169,7 +169,6 @@ def measure_rollout_stage(
         tokens/s of each measurement: {"requests": [...], "stage": [...]}, measured in the order requests, stage, stage,
         requests, `repeats` times; and the seconds of each stage.
     """
-    from penstock.engines.backends import engine_backend
     from penstock.engines.cluster import Cluster
     from penstock.engines.serving.pool import start_pool
     from penstock.flows.runtime.engine_options import engine_options
@@ -194,7 +193,7 @@ def measure_rollout_stage(
     cluster = Cluster.start()
     try:
         options = engine_options(config).replace_spec_fields(weight_version="bench/0")
-        pool = start_pool(cluster, options, engine_backend())
+        pool = start_pool(cluster, options)
         url = pool.urls[0]
         asyncio.run(send_requests(url, bodies[: max(1, len(bodies) // 8)]))  # warm up
         stage_seconds: list[float] = []
@@ -228,14 +227,14 @@ async def flush_prefix_cache(url: str) -> None:
 
 async def send_requests(url: str, bodies: list[dict]) -> int:
     """Send all /generate requests to the server at once, and return the number of generated tokens."""
-    from penstock.engines.serving import keys
+    from penstock.engines.serving import endpoints
 
     async with aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=3600), connector=aiohttp.TCPConnector(limit=0)
     ) as session:
 
         async def send(body: dict) -> int:
-            async with session.post(f"{url}/generate", json=body, headers=keys.auth_headers(url)) as response:
+            async with session.post(f"{url}/generate", json=body, headers=endpoints.auth_headers(url)) as response:
                 return sum(answer["meta_info"]["completion_tokens"] for answer in await response.json())
 
         return sum(await asyncio.gather(*map(send, bodies)))

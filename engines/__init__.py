@@ -1,4 +1,1 @@
-"""Engines for training (Megatron-core) and generation (SGLang), and their placement with Ray.
-
-Only this package uses the internals of Ray, Megatron-core and SGLang.
-"""
+"""Engines for training and for generation, and their placement with Ray. Only this package uses their internals."""

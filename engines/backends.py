@@ -1,7 +1,8 @@
 """The interface of a generation backend (`EngineBackend`), and the table of the available backends.
 
 To add an inference engine, write a package `engines/<name>` with subclasses of `EngineBackend` (in `backend.py`),
-`EngineClient` and `EngineServer`, and add a row to `BACKENDS`. All backends share the code for placement, supervision,
+`EngineClient` and `EngineServer`, and add a row to `BACKENDS`; `--engine <name>` selects it, and its own flags are
+given as `--<name>-FLAG` (docs/add-an-engine.md). All backends share the code for placement, supervision,
 restarts and external engines (`engines/serving`).
 """
 
@@ -10,20 +11,34 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from penstock.engines.generation import EngineClient, EngineUrls
+from penstock.storage.errors import EngineError, OptionError
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
     from penstock.engines.options import EngineOptions
-    from penstock.engines.serving.memory import EngineMemory
+    from penstock.engines.serving.engine_memory import EngineMemory
     from penstock.engines.serving.server import EngineServer
     from penstock.storage.samples.routed_experts import ExpertsFormat
 
-BACKENDS = {"sglang": "penstock.engines.sglang.backend:SGLangBackend"}
+DEFAULT = "sglang"
+BACKENDS = {"sglang": "penstock.engines.sglang.backend:SGLangBackend"}  # value of --engine -> module:class
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the engine's own flags say that checks outside of the backend must know."""
+
+    context_length: int | None = None  # tokens; None: that of the model
+    quantization: str | None = None  # format to which the engine quantizes the weights that it loads
+    replicates_attention: bool = False  # attention heads need not be divisible by the GPUs of an engine
+    speculates: bool = False  # speculative decoding
+    draft_model: str | None = None  # directory of the draft model; None: the MTP layers of --hf-checkpoint draft
 
 
 class RequestRouter(Protocol):
@@ -47,7 +62,41 @@ class RequestRouter(Protocol):
 
 
 class EngineBackend(ABC):
-    """An inference engine implementation: creates clients, servers and routers, and checks engine options."""
+    """An inference engine implementation: creates clients, servers and routers, and checks engine options.
+
+    Only what every engine must have is abstract. By default an engine has no router and no adapters, passes its own
+    flags on unchecked, and refuses no model.
+    """
+
+    title: ClassVar[str]  # the engine's name in pages and messages
+    help: ClassVar[str]  # about its own flags, for `penstock train --help-all`
+    # Its own flags, as on Penstock's command line, that messages of other modules name.
+    context_flag: ClassVar[str] = "the engine's context length"
+    speculation_flag: ClassVar[str] = "the engine's speculative decoding"
+    path_flags: ClassVar[tuple[str, ...]] = ()  # with underscores, without prefix: flags whose value is a local path
+
+    def facts(self, args: Mapping[str, Any]) -> EngineFacts:
+        """Return what the engine's own flags (underscores in their names) say. Values are not checked."""
+        return EngineFacts()
+
+    def check_args(self, args: Mapping[str, Any], *, router: bool = False) -> dict[str, Any]:
+        """Check the names of the engine's own flags, or of those of its router. Return the flags with underscores in
+        their names, as the installed release spells them.
+
+        Raises:
+            EngineError: the engine does not have a flag (the message names the nearest), or Penstock sets it itself.
+        """
+        return {name.lstrip("-").replace("-", "_"): value for name, value in args.items()}
+
+    def flag_tables(self) -> Mapping[str, Mapping[str, str]]:
+        """Return the engine's flags that Penstock refuses or translates, for the reference page: sentence above the
+        table -> flag -> what Penstock does."""
+        return {}
+
+    @abstractmethod
+    def start_check(self) -> tuple[list[str], str]:
+        """Return the arguments for a Python interpreter with which the server's program starts and ends at once, which
+        shows that the installation works, and advice if it does not (`penstock doctor`)."""
 
     @abstractmethod
     def connect(
@@ -73,7 +122,6 @@ class EngineBackend(ABC):
     def server_class(self) -> type[EngineServer]:
         """Return the class that starts and stops one server process."""
 
-    @abstractmethod
     def server_args(self, options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
         """Return the server's command-line flags: `options.spec.args`, and the flags that other options imply.
 
@@ -81,33 +129,33 @@ class EngineBackend(ABC):
             EngineError: an option needs a server flag that the installed engine does not have.
             OptionError: an option needs GPUs, but `has_gpus` is False.
         """
+        return dict(options.spec.args)
 
-    @abstractmethod
     def create_router(self, options: EngineOptions) -> RequestRouter | None:
         """Return a router that has not been started, or None if no router is configured."""
+        return None
 
-    @abstractmethod
     def check_options(self, options: EngineOptions) -> None:
         """Check the engine options before any process is started.
 
         Raises:
             EngineError: an option is unknown or contradicts another option, or the engine does not support the model.
         """
+        self.check_args(options.spec.args)
+        if options.router is not None:
+            raise EngineError(f"--use-router cannot be used, because {self.title} has no router: omit it")
 
-    @abstractmethod
-    def check_gpus(self, options: EngineOptions, *, has_gpus: bool) -> None:
+    def check_gpus(self, options: EngineOptions, *, has_gpus: bool) -> None:  # noqa: B027
         """Check that the machines of the engines have GPUs if an option needs them. External engines are not checked.
 
         Raises:
             OptionError: an option needs GPUs, but `has_gpus` is False.
         """
 
-    @abstractmethod
-    def check_sharding(self, options: EngineOptions, shape: ModelShape) -> None:
+    def check_sharding(self, options: EngineOptions, shape: ModelShape) -> None:  # noqa: B027
         """Check that the weights of a model can be sharded over the GPUs of an engine. Raises LayoutError."""
 
-    @abstractmethod
-    def check_weight_updates(self, options: EngineOptions, capabilities: list[tuple[int, int]] | None) -> None:
+    def check_weight_updates(self, options: EngineOptions, capabilities: list[tuple[int, int]] | None) -> None:  # noqa: B027
         """Check that weight updates can replace the engines' weights. The trainer sends bf16 or fp32 weights; those
         that the checkpoint stores in block fp8 are quantized before they are sent.
 
@@ -134,7 +182,6 @@ class EngineBackend(ABC):
             EngineError: an option about memory has an invalid value.
         """
 
-    @abstractmethod
     def graph_warning(self, options: EngineOptions, num_samples: int, gpu_bytes: int) -> str | None:
         """Return a warning if the engines may decode larger batches than they capture CUDA graphs for by default, which
         makes them slow; else None.
@@ -144,8 +191,8 @@ class EngineBackend(ABC):
             num_samples: maximum number of samples in flight on one engine.
             gpu_bytes: total memory of each of their GPUs.
         """
+        return None
 
-    @abstractmethod
     def reason_against_adapters(
         self, options: EngineOptions, shape: ModelShape, layers: Iterable[str], *, compare: bool
     ) -> str | None:
@@ -157,9 +204,9 @@ class EngineBackend(ABC):
             layers: global Megatron names of the layers with adapters.
             compare: whether the engine must compare checksums of the matrices that it receives.
         """
+        return f"{self.title} cannot serve adapters"
 
-    @abstractmethod
-    def check_external_server(self, url: str, model_path: str, args: Mapping[str, Any]) -> None:
+    def check_external_server(self, url: str, model_path: str, args: Mapping[str, Any]) -> None:  # noqa: B027
         """Check that the external engine at `url` can load the weights of the model in `model_path`, or the run's
         adapters of this model.
 
@@ -173,21 +220,37 @@ class EngineBackend(ABC):
             RuntimeError: the engine's release is too old.
         """
 
-    @abstractmethod
     def find_biasing_params(self, params: Mapping[str, Any]) -> list[str]:
         """Return those of the sampling parameters, as `name=value`, that make the engine sample from a distribution
         other than that of the log-probs it returns."""
+        return []
 
 
 @cache
-def engine_backend(name: str = "sglang") -> EngineBackend:
-    """Return the generation backend that `BACKENDS` lists under `name`."""
-    module, _, cls = BACKENDS[name].partition(":")
-    backend: EngineBackend = getattr(importlib.import_module(module), cls)()
+def engine_backend(name: str | None = None) -> EngineBackend:
+    """Return the backend that `BACKENDS` lists under `name` (None: the default), or that `name` gives as module:class.
+
+    Raises:
+        OptionError: the backend does not exist or cannot be imported.
+    """
+    module, colon, cls = BACKENDS.get(name := DEFAULT if name is None else name, name).partition(":")
+    try:
+        if not colon:
+            raise ImportError("unknown engine")
+        backend: EngineBackend = getattr(importlib.import_module(module), cls)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise OptionError(
+            f"--engine {name} cannot be used ({error}): give one of {', '.join(BACKENDS)}, or module:class of a "
+            "subclass of penstock.engines.backends.EngineBackend"
+        ) from error
     return backend
 
 
+def engine_flag(engine: str, name: str) -> str:
+    """Return how an engine's own flag (`name`, with underscores) is spelled on Penstock's command line."""
+    return f"--{engine}-{name.replace('_', '-')}" if engine in BACKENDS else f"--engine-options {name}"
+
+
 def connect(urls: EngineUrls, timeout: float = 600, **options: Any) -> EngineClient:
-    """Return a client of the engines at `urls`, from the default backend (SGLang). Arguments as in
-    `EngineBackend.connect`."""
+    """Return a client of the engines at `urls`, from the default backend; arguments as in `EngineBackend.connect`."""
     return engine_backend().connect(urls, timeout, **options)

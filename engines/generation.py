@@ -1,6 +1,6 @@
 """The client interface of inference engines (`EngineClient`); stages and flows call engines only through it.
 
-An implementation is a package under `engines/`, for instance `engines/sglang`, with a row in `backends.BACKENDS`.
+An implementation is a package under `engines/`, with a row in `backends.BACKENDS`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class WeightUpload:
 class PublishedAdapter:
     """LoRA adapters that engines load beside the weights of their model (--lora-publish adapter)."""
 
-    name: str  # of a run's policy version, see `serving/adapters.py`
+    name: str  # of a run's policy version, see `serving/adapter_requests.py`
     config: Mapping[str, Any]  # content of PEFT's adapter_config.json
     num_tensors: int  # number of matrices
     compare: bool = False  # whether engines compare the checksum of every tensor that they receive

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
+Counters = Mapping[str, float]  # GPU id on its node -> joules since the driver was loaded
+ReadCounters = Callable[[], Counters]
 T = TypeVar("T")
 
 
@@ -21,29 +23,62 @@ class _Utilization(ctypes.Structure):
 
 def visible_gpu_bytes() -> list[int]:
     """Return the total memory, in bytes, of every GPU that CUDA_VISIBLE_DEVICES allows; [] without GPUs or driver."""
-    return select_visible_gpus([size for size in _query_gpus(total_gpu_bytes) if size])
+
+    def total(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> int:
+        memory = _Memory()
+        return int(memory.total) if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0 else 0
+
+    return select_visible_gpus([size for size in _query_gpus(total) if size])
 
 
 def visible_gpu_capabilities() -> list[tuple[int, int]]:
     """Return the CUDA compute capability (major, minor) of every GPU that CUDA_VISIBLE_DEVICES allows; [] without GPUs
     or driver."""
-    return select_visible_gpus([capability for capability in _query_gpus(compute_capability) if capability[0]])
+
+    def capability(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> tuple[int, int]:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+        return major.value, minor.value
+
+    return select_visible_gpus([found for found in _query_gpus(capability) if found and found[0]])
 
 
 def visible_gpu_usage() -> list[dict[str, float]]:
     """Return memory, utilization and power of every GPU that CUDA_VISIBLE_DEVICES allows, under MLflow's names of
     these metrics; values that the GPU does not report are missing. [] without GPUs or driver."""
-    return select_visible_gpus(_query_gpus(gpu_usage))
+
+    def measure(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> dict[str, float]:
+        memory, utilization = _Memory(), _Utilization()
+        power, limit = ctypes.c_uint(), ctypes.c_uint()  # milliwatts
+        usage: dict[str, float] = {}
+        if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0:
+            usage["memory_usage_megabytes"] = memory.used / 1e6
+            usage["memory_usage_percentage"] = 100 * memory.used / memory.total
+        if nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(utilization)) == 0:
+            usage["utilization_percentage"] = float(utilization.gpu)
+        if nvml.nvmlDeviceGetPowerUsage(handle, ctypes.byref(power)) == 0:
+            usage["power_usage_watts"] = power.value / 1000
+            if nvml.nvmlDeviceGetEnforcedPowerLimit(handle, ctypes.byref(limit)) == 0 and limit.value:
+                usage["power_usage_percentage"] = 100 * power.value / limit.value
+        return usage
+
+    return select_visible_gpus([usage or {} for usage in _query_gpus(measure)])
 
 
 def all_gpu_joules() -> list[float | None]:
     """Return the energy in joules that every GPU of this machine has used since its driver was loaded, or None for a
-    GPU that has no such counter; [] without GPUs or driver."""
-    return _query_gpus(gpu_joules)
+    GPU that has no such counter (before Volta); [] without GPUs or driver."""
+
+    def joules(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> float | None:
+        millijoules = ctypes.c_ulonglong()
+        status = nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules))
+        return millijoules.value / 1000 if status == 0 else None
+
+    return _query_gpus(joules)
 
 
-def _query_gpus(query: Callable[[ctypes.CDLL, int], T]) -> list[T]:
-    """Return `query(nvml, index)` for every GPU; [] without GPUs or driver."""
+def _query_gpus(query: Callable[[ctypes.CDLL, ctypes.c_void_p], T]) -> list[T | None]:
+    """Return `query(nvml, handle)` for every GPU, None for one that NVML cannot open; [] without GPUs or driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -54,56 +89,14 @@ def _query_gpus(query: Callable[[ctypes.CDLL, int], T]) -> list[T]:
         count = ctypes.c_uint()
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
             return []
-        return [query(nvml, index) for index in range(count.value)]
+        results: list[T | None] = []
+        for index in range(count.value):
+            handle = ctypes.c_void_p()
+            opened = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0
+            results.append(query(nvml, handle) if opened else None)
+        return results
     finally:
         nvml.nvmlShutdown()
-
-
-def total_gpu_bytes(nvml: ctypes.CDLL, index: int) -> int:
-    """Return the total memory of GPU number `index` in bytes; 0 if NVML returns an error."""
-    handle, memory = ctypes.c_void_p(), _Memory()
-    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
-        return 0
-    return int(memory.total) if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0 else 0
-
-
-def gpu_usage(nvml: ctypes.CDLL, index: int) -> dict[str, float]:
-    """Return memory, utilization and power of GPU number `index`, without values for which NVML returns an error."""
-    handle, memory, utilization = ctypes.c_void_p(), _Memory(), _Utilization()
-    power, limit = ctypes.c_uint(), ctypes.c_uint()  # milliwatts
-    usage: dict[str, float] = {}
-    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
-        return usage
-    if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0:
-        usage["memory_usage_megabytes"] = memory.used / 1e6
-        usage["memory_usage_percentage"] = 100 * memory.used / memory.total
-    if nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(utilization)) == 0:
-        usage["utilization_percentage"] = float(utilization.gpu)
-    if nvml.nvmlDeviceGetPowerUsage(handle, ctypes.byref(power)) == 0:
-        usage["power_usage_watts"] = power.value / 1000
-        if nvml.nvmlDeviceGetEnforcedPowerLimit(handle, ctypes.byref(limit)) == 0 and limit.value:
-            usage["power_usage_percentage"] = 100 * power.value / limit.value
-    return usage
-
-
-def gpu_joules(nvml: ctypes.CDLL, index: int) -> float | None:
-    """Return the energy in joules that GPU number `index` has used since its driver was loaded, or None if NVML
-    returns an error (GPUs before Volta have no counter)."""
-    handle, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
-    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
-        return None
-    if nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules)) != 0:
-        return None
-    return millijoules.value / 1000
-
-
-def compute_capability(nvml: ctypes.CDLL, index: int) -> tuple[int, int]:
-    """Return the compute capability of GPU number `index`; (0, 0) if NVML returns an error."""
-    handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
-    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
-        return 0, 0
-    nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
-    return major.value, minor.value
 
 
 def select_visible_gpus(sizes: list[T]) -> list[T]:
@@ -116,3 +109,49 @@ def select_visible_gpus(sizes: list[T]) -> list[T]:
     if all(name.isdecimal() for name in names):
         return [sizes[int(name)] for name in names if int(name) < len(sizes)]
     return sizes[: len(names)]
+
+
+# ---- energy ----------------------------------------------------------------------------------------------------------
+
+
+def no_counters() -> Counters:
+    """Return no counters: the energy is not measured."""
+    return {}
+
+
+def all_counters() -> Counters:
+    """Return the energy counters of all GPUs of this machine that have one."""
+    return {str(gpu): joules for gpu, joules in enumerate(all_gpu_joules()) if joules is not None}
+
+
+def read_counters(gpus: Iterable[tuple[str, str]], node: str) -> Counters:
+    """Return the energy counters of GPUs of this machine.
+
+    Args:
+        gpus: (Ray node id, GPU id) of each GPU.
+        node: Ray's node id of this machine.
+
+    Returns:
+        {} if there are no GPUs, or if one is on another node, has no counter or is not named by a number (MIG): the sum
+        of the others would look like the energy of all.
+    """
+    ids = set(gpus)
+    if not ids or any(at != node or not gpu.isdecimal() for at, gpu in ids):
+        return {}
+    counters = all_counters()
+    known = {gpu: counters[gpu] for _, gpu in ids if gpu in counters}
+    return known if len(known) == len(ids) else {}
+
+
+def used_joules(before: Counters, after: Counters) -> float | None:
+    """Return the energy in joules that GPUs have used between two readings, or None if it was not measured, or if
+    processes have moved to other GPUs in between."""
+    if not before or before.keys() != after.keys():
+        return None
+    return sum(after[gpu] - before[gpu] for gpu in before)
+
+
+def energy_metric(name: str, before: Counters, after: Counters) -> dict[str, float]:
+    """Return {name: joules used between two readings}, or {} if they were not measured."""
+    joules = used_joules(before, after)
+    return {} if joules is None else {name: joules}

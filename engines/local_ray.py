@@ -79,7 +79,7 @@ def start_ray(**options: Any) -> None:
             raise
         except Exception as error:  # Ray raises RuntimeErrors and bare Exceptions
             ray.shutdown()
-            _kill_half_started_ray(others)
+            kill_processes(local_ray_processes(others))  # the daemons that the failed start left running
             reason = str(error).partition("\n")[0]
             if not tries_left:
                 raise ClusterLost(
@@ -93,11 +93,6 @@ def _ray_directory() -> str:
     path is longer than MAX_RAY_PATH, with which Ray's Unix socket paths would exceed the kernel's limit."""
     directory = str(own_temp_directory() / "ray")
     return directory if len(directory) <= MAX_RAY_PATH else "/tmp/ray"
-
-
-def _kill_half_started_ray(keep_pids: set[int]) -> None:
-    """Kill the Ray daemons that a failed `ray.init` left running: those child processes not in `keep_pids`."""
-    kill_processes(local_ray_processes(keep_pids))
 
 
 def local_ray_processes(keep_pids: Collection[int] = ()) -> list[psutil.Process]:

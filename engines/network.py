@@ -1,14 +1,19 @@
-"""The addresses at which the processes of a run listen: loopback if all run on one node, otherwise the address of each
-process's node, or that of the interface given with --network-interface."""
+"""The addresses and the rendezvous at which the processes of a run listen: loopback if all run on one node, otherwise
+the address of each process's node, or that of the interface given with --network-interface."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import psutil
 
 from penstock.storage.errors import EngineError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT = 2.0  # seconds for a server to accept a connection
@@ -22,9 +27,6 @@ def is_loopback(host: str) -> bool:
 def node_address(interface: str | None = None) -> str:
     """Return the address at which other nodes reach this node: that of `interface`, by default the address under which
     Ray knows the node. Needs a connection to Ray if `interface` is not given.
-
-    Raises:
-        EngineError: this node has no such interface, or the interface has no address.
     """
     if interface is not None:
         return interface_address(interface)
@@ -34,11 +36,7 @@ def node_address(interface: str | None = None) -> str:
 
 
 def interface_address(interface: str) -> str:
-    """Return the address of a network interface of this machine, IPv4 if it has one.
-
-    Raises:
-        EngineError: the machine has no interface with this name, or the interface has no IP address.
-    """
+    """Return the address of a network interface of this machine, IPv4 if it has one."""
     interfaces = psutil.net_if_addrs()
     for family in (socket.AF_INET, socket.AF_INET6):
         for entry in interfaces.get(interface, []):
@@ -83,3 +81,22 @@ def accepts_connections(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def listen_at(host: str) -> socket.socket:
+    """Return a socket that listens on `host`, an address of this machine, and a free port chosen by the kernel."""
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def serve_store(listener: socket.socket, world_size: int, timeout: timedelta) -> Store:
+    """Return the TCPStore of rank 0, which serves on `listener`; the other ranks connect to the listener's address.
+
+    The store takes ownership of the socket. torch would make it listen on all addresses of this machine.
+    """
+    from torch.distributed import TCPStore
+
+    host, port = listener.getsockname()[:2]
+    descriptor = listener.detach()
+    return TCPStore(
+        host, port, world_size, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor
+    )

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.engines.generation import BUCKET_BYTES, EngineRoute, PauseMode, Transport, WeightTransport
 from penstock.engines.network import LOOPBACK
-from penstock.engines.serving.addresses import is_on_this_machine
+from penstock.engines.serving.endpoints import is_on_this_machine
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.weights.fp8_blocks import fp8_weights
 from penstock.engines.weights.routes import ProcessPlace, engine_process_id, memory_routes, shares_memory
@@ -22,7 +22,7 @@ class HealthCheck(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     interval: float = Field(default=10.0, gt=0)  # seconds between checks that the engine generates tokens
-    timeout: float = Field(default=30.0, gt=0)  # seconds for one check; SGLang waits up to 20 s for its scheduler
+    timeout: float = Field(default=30.0, gt=0)  # seconds for one check; a busy engine may need 20
     failures: int = Field(default=3, ge=1)  # failed checks in a row after which an engine is restarted
     max_restarts: int = Field(default=3, ge=0)  # of all engines together, within one stage
 
@@ -43,6 +43,7 @@ class EngineOptions:
     resolves."""
 
     spec: ServerSpec  # settings of every server; `spec.args` are the configured server flags
+    engine: str | None = None  # --engine; None: the default
     params_dtype: Literal["fp32", "bf16"] | None = None  # of the trained weights; None: bf16 on GPUs, fp32 on CPUs
     num_engines: int = 1  # on a cluster without GPUs; with GPUs see `num_engines_to_start`
     num_gpus: int | None = None  # GPUs of all engines together; None shares the trainer's GPUs (colocated)

@@ -65,11 +65,6 @@ class Slot:
 
         return cls({"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}, node=node)
 
-    def actor_options_with_env(self, **variables: str) -> dict[str, Any]:
-        """Return Ray actor options: `options` plus these environment variables (Ray sets OMP_NUM_THREADS=1 by
-        default)."""
-        return {**self.options, "runtime_env": {"env_vars": variables}}
-
 
 class RayCalls(Protocol):
     """The members of `engines.cluster.Cluster` that `Placement` uses; documented in that class."""
@@ -93,9 +88,6 @@ def block_sizes(num_gpus: int, gpus_per_node: int) -> list[int]:
 def first_gpus(num_processes: int, gpus_per_process: int, first_gpu: int, gpus_per_node: int) -> list[int]:
     """Return the index, among all GPUs of the run, of each process's first GPU. A process has consecutive GPUs; the
     first process begins at `first_gpu`. A process that would span two nodes begins on the second one.
-
-    Raises:
-        LayoutError: a process needs more GPUs than a node has.
     """
     if gpus_per_process > gpus_per_node:
         raise LayoutError(
@@ -119,11 +111,7 @@ def _end(num_gpus: int, gpus_per_engine: int, first_gpu: int, gpus_per_node: int
 
 
 def num_engine_nodes(gpus_per_engine: int, gpus_per_node: int) -> int:
-    """Return the number of nodes of one engine.
-
-    Raises:
-        LayoutError: the engine spans nodes, but does not fill them.
-    """
+    """Return the number of nodes of one engine."""
     if gpus_per_engine <= gpus_per_node:
         return 1
     if gpus_per_engine % gpus_per_node:

@@ -1,10 +1,10 @@
 """A temporary directory for each process that starts Ray or servers, removed when that process ends.
 
-Ray, torch, ZeroMQ and SGLang write sockets, session folders, logs and empty files to TMPDIR and do not remove them when
-they are killed, and Penstock always ends them with SIGKILL. So a process that starts them (the owner) first creates its
-own directory, sets TMPDIR to it, and removes it at exit. The owner holds a lock on a file in the directory. If the
-owner is killed, the kernel frees the lock: a free lock proves that the owner is dead, and the next owner or `penstock
-gc` removes the directory.
+Ray, torch, ZeroMQ and engines write sockets, session folders, logs and empty files to TMPDIR and do not remove them
+when they are killed, and Penstock always ends them with SIGKILL. So a process that starts them (the owner) first
+creates its own directory, sets TMPDIR to it, and removes it at exit. The owner holds a lock on a file in the directory.
+If the owner is killed, the kernel frees the lock: a free lock proves that the owner is dead, and the next owner or
+`penstock gc` removes the directory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMPILE_CACHES = {  # variable with the directory of a compiler's kernels -> nam
 MAX_RAY_PATH = 40  # characters: Ray appends up to 66 for its sockets, and the kernel allows 107 per socket path
 MAX_BASE_PATH = 70  # characters, so that the path of a socket directly in a temporary directory has at most 107
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
-STACK_SIGNAL = signal.SIGUSR2  # makes a process print its Python stacks, as in engines/sglang/launch.py
+STACK_SIGNAL = signal.SIGUSR2  # makes a process print its Python stacks, as engines' launch scripts do
 
 _own: tuple[Path, int, int] | None = None  # this process's directory, descriptor of its lock file, pid of the owner
 

@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from penstock.engines.backends import DEFAULT, EngineFacts, engine_backend
 from penstock.engines.megatron.megatron_options import options_that_change_results
 from penstock.flows.debugging.config import DebugConfig
 from penstock.flows.options.argv import short_repr
@@ -64,15 +65,19 @@ class PostTrainConfig(StageConfig):
         return self.rollout.model_copy(update={"plugin_args": plugin_args})
 
     @property
+    def engine_facts(self) -> EngineFacts:
+        """Return what the engine's own flags say about it."""
+        return engine_backend(self.rollout.engine).facts(self.rollout.engine_options)
+
+    @property
     def speculates(self) -> bool:
         """Return whether the engines use speculative decoding."""
-        return self.rollout.sglang.get("speculative_algorithm") is not None
+        return self.engine_facts.speculates
 
     @property
     def drafts_with_mtp_layers(self) -> bool:
         """Return whether the engines draft with the MTP layers of --hf-checkpoint, which exports then keep."""
-        sglang = self.rollout.sglang
-        return self.speculates and not {"speculative_draft_model_path", "speculative_draft_model"} & sglang.keys()
+        return self.speculates and self.engine_facts.draft_model is None
 
     @model_validator(mode="before")
     @classmethod
@@ -82,7 +87,8 @@ class PostTrainConfig(StageConfig):
             fields = SECTIONS[section].model_fields if section in SECTIONS else {}
             for name, value in entries.items() if isinstance(entries, dict) else ():
                 if name in fields:
-                    check_value(flag_of_field(name), value, fields[name])
+                    flag = f"--{entries.get('engine', DEFAULT)}" if name == "engine_options" else flag_of_field(name)
+                    check_value(flag, value, fields[name])
         return values
 
     @model_validator(mode="before")

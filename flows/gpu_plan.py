@@ -18,7 +18,7 @@ from penstock.storage.errors import EngineError, LayoutError, OptionError
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
     from penstock.engines.megatron.memory_plan import TrainerMemory
-    from penstock.engines.serving.memory import EngineMemory
+    from penstock.engines.serving.engine_memory import EngineMemory
 
 GIB = 1 << 30
 
@@ -87,11 +87,11 @@ def plan_gpu_memory(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_b
         )
         trainer = estimate_trainer_memory(shape, train.parallel_layout, train.num_ranks, trainer_options)
     if flow != "sft" and not options.external:
-        engine = engine_backend().estimate_memory(options, shape, gpu_bytes)
+        engine = engine_backend(options.engine).estimate_memory(options, shape, gpu_bytes)
     run, teacher = config.run, None
     if flow == "post_train" and (of_teacher := teacher_options(config)) and Path(of_teacher.spec.model_path).is_dir():
         teacher_shape = read_shape(of_teacher.spec.model_path, config.convert.model_family_path)
-        teacher = engine_backend().estimate_memory(of_teacher, teacher_shape, gpu_bytes)
+        teacher = engine_backend(of_teacher.engine).estimate_memory(of_teacher, teacher_shape, gpu_bytes)
     colocated = options.num_gpus is None
     return GpuPlan(gpu_bytes, trainer, engine, colocated, run.offloads_trainer, run.offloads_engines, teacher)
 
@@ -139,7 +139,7 @@ def check_engine_gpus(config: PostTrainConfig, shape: ModelShape) -> None:
             f"engine that spans nodes uses all GPUs of each: use a divisor or a multiple of {gpus}{fix}"
         )
     heads = shape.num_attention_heads
-    if heads % size and not config.rollout.sglang.get("enable_dp_attention"):
+    if heads % size and not config.engine_facts.replicates_attention:
         raise LayoutError(f"{flag} does not divide the model's {heads} attention heads: use a divisor of {heads}")
 
 
@@ -197,7 +197,7 @@ def check_gpu_count(flow: str, config: PostTrainConfig, num_gpus: int) -> None:
 
 def check_memory(plan: GpuPlan) -> None:
     """Check that weights, gradients and optimizer of the trainer fit a GPU, and that the engine's weights fit its share
-    of the GPU (--sglang-mem-fraction-static).
+    of the GPU.
 
     Activations are not checked, because their estimate is less exact (`memory_warnings`).
 
@@ -216,8 +216,8 @@ def check_memory(plan: GpuPlan) -> None:
     if engine and engine.weight_bytes >= engine.static_bytes:
         raise EngineError(
             f"an engine needs {format_gib(engine.weight_bytes)} GiB per GPU for weights, but its static share "
-            f"(--sglang-mem-fraction-static) is {format_gib(engine.static_bytes)} of {format_gib(plan.gpu_bytes)} GiB: "
-            "raise --rollout-num-gpus-per-engine or --sglang-mem-fraction-static"
+            f"({engine.share_flag}) is {format_gib(engine.static_bytes)} of {format_gib(plan.gpu_bytes)} GiB: "
+            f"raise --rollout-num-gpus-per-engine or {engine.share_flag}"
         )
     if plan.teacher and plan.teacher.weight_bytes >= plan.teacher.static_bytes:
         raise EngineError(
@@ -244,7 +244,8 @@ def memory_warnings(plan: GpuPlan) -> list[str]:
         parts.append(f"engine {format_gib(plan.engine.static_bytes)}")
     return [
         f"a training step may need {format_gib(plan.peak_bytes)} GiB per GPU ({', '.join(parts)}), but a GPU has "
-        f"{format_gib(plan.gpu_bytes)} GiB; if it fails, lower --max-tokens-per-gpu or --sglang-mem-fraction-static, "
+        f"{format_gib(plan.gpu_bytes)} GiB; if it fails, lower --max-tokens-per-gpu"
+        f"{f' or {plan.engine.share_flag}' if plan.engine else ''}, "
         "or add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     ]
 
@@ -261,7 +262,7 @@ def speed_warnings(flow: str, config: PostTrainConfig, gpu_bytes: int) -> list[s
     options = engine_options(config)
     if flow != "post_train" or config.run.debug_train_only or options.external:
         return []
-    warning = engine_backend().graph_warning(options, samples_per_engine(config), gpu_bytes)
+    warning = engine_backend(options.engine).graph_warning(options, samples_per_engine(config), gpu_bytes)
     return [warning] if warning else []
 
 
@@ -276,7 +277,7 @@ def samples_per_engine(config: PostTrainConfig) -> int:
         num_groups = rollout.rollout_batch_size * (run.max_staleness + 1)
     else:
         num_groups = max(rollout.rollout_batch_size, rollout.over_sampling_batch_size or 0)
-    slots = max(1, rollout.sglang_server_concurrency * num_engines // num_samples)
+    slots = max(1, rollout.engine_concurrency * num_engines // num_samples)
     return -(-min(num_groups, slots) // num_engines) * num_samples
 
 

@@ -232,9 +232,9 @@ def start_replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -
     The trainer has its own Ray namespace, so a trainer of the run on the same cluster is not affected.
     """
     from penstock.engines.cluster import Cluster
-    from penstock.stages.train.group import TrainerGroup
     from penstock.stages.train.restore import PolicyRestorer
     from penstock.stages.train.spec import TrainerSpec
+    from penstock.stages.train.trainer_group import TrainerGroup
 
     spec = TrainerSpec(
         run=keys.run,

@@ -75,7 +75,7 @@ class PluginError(InputError):
 
 
 class EngineError(InputError):
-    """An option or address of SGLang or its router is invalid, or the engine cannot serve the model."""
+    """An option or address of an engine or its router is invalid, or the engine cannot serve the model."""
 
     code = "engine"
 

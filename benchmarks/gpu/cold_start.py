@@ -25,7 +25,7 @@ import torch
 from penstock.engines.backends import engine_backend
 from penstock.engines.ports import reserve_free_port
 from penstock.engines.scratch import COMPILE_CACHES
-from penstock.engines.sglang.server import SGLangServer
+from penstock.engines.sglang.backend import SGLangServer
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import environment

@@ -70,7 +70,7 @@ def main() -> int:
             plain = make_model(options.model, options.directory)
     models = {"bf16": plain, "fp8": make_fp8_copy(plain)}
     words = ["--run", "r", "--hf-checkpoint", str(plain), *(word for word in engine_options if word != "--")]
-    args = {"mem_fraction_static": 0.6, **parse_config(words).rollout.sglang}
+    args = {"mem_fraction_static": 0.6, **parse_config(words).rollout.engine_options}
     report: dict[str, Any] = {
         "commit": subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False

@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp
 import torch
 
-from penstock.engines.serving import keys
+from penstock.engines.serving import endpoints
 from penstock.flows.runtime import environment
 from penstock.storage.store import Store
 
@@ -70,7 +70,7 @@ async def measure(url: str, publish: Callable[[], float], options: Any) -> dict[
         async def send(index: int) -> None:
             """Send a request; note when each token of the first one arrives."""
             async with session.post(
-                f"{url}/generate", json=body(index, options), headers=keys.auth_headers(url)
+                f"{url}/generate", json=body(index, options), headers=endpoints.auth_headers(url)
             ) as reply:
                 async for line in reply.content:
                     if line.startswith(b"data:") and index == 0:

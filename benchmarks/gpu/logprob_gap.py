@@ -112,7 +112,7 @@ def compare_all(options: Any) -> dict[str, Any]:
 @torch.no_grad()
 def trainer_logprobs(engine: Any, batch: Any, config: Any) -> dict[str, Tensor]:
     """Return the trainer's log-probs [N], with its head and with the same head in fp32."""
-    from penstock.stages.train.plan import plan_steps
+    from penstock.stages.train.microbatches import plan_steps
     from penstock.stages.train.step import forward_all_tokens, policy_logprobs
 
     steps = plan_steps(engine, batch, config)

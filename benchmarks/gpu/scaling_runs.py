@@ -164,7 +164,7 @@ def make_arguments(part: Part, directory: Path, rehearse: bool, further: list[st
     words += ["--num-rollout", str(rounds), "--rollout-batch-size", str(prompts), "--grace-period", "1"]
     words += ["--n-samples-per-prompt", str(part.samples), "--rollout-max-response-len", str(length)]
     if sizes := visible_gpu_bytes():
-        words += ["--sglang-server-concurrency", str(graph_limit(min(sizes), part.engine_gpus))]
+        words += ["--engine-concurrency", str(graph_limit(min(sizes), part.engine_gpus))]
     return [*words, *options.split(), *further]
 
 

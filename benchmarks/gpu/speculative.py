@@ -66,7 +66,7 @@ def main() -> int:
     environment.set_default_variables()
     models = make_models(options.directory, options.layers)
     words = ["--run", "r", "--hf-checkpoint", str(models["accepted"]), *options.train_options]
-    args = {"mem_fraction_static": 0.6, "skip_tokenizer_init": True, **parse_config(words).rollout.sglang}
+    args = {"mem_fraction_static": 0.6, "skip_tokenizer_init": True, **parse_config(words).rollout.engine_options}
     drafting = args | {"speculative_algorithm": "NEXTN"}
     cluster = Cluster.start()
     measured = {"plain": measure(cluster, models["accepted"], args, options)}

@@ -34,7 +34,7 @@ import torch.multiprocessing as mp
 from penstock.engines.cluster import cpu_threads_per_process
 from penstock.engines.families.shape import Experts, ModelShape
 from penstock.engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
-from penstock.engines.megatron.parallel_layout import rank_environment
+from penstock.engines.training import train_backend
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -67,7 +67,7 @@ def main() -> int:
     options = parser.parse_args()
     layout = ParallelLayout(**parse_pairs(options.layout))
     ranks = layout.tensor * layout.pipeline * max(layout.context, layout.expert)
-    os.environ |= rank_environment(layout, cpu_threads_per_process(None, ranks))
+    os.environ |= train_backend().rank_environment(layout, cpu_threads_per_process(None, ranks))
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         mp.spawn(run_rank, (ranks, f"file://{scratch}/rendezvous", layout, options), nprocs=ranks)
     print(options.output.read_text())

@@ -94,7 +94,7 @@ REQUIRED = {  # entries that must not be null: transformers has no default for t
 }  # fmt: skip
 
 # Entries that belong to other architectures -> the only value, besides null, that has no effect; others are refused.
-# transformers ignores these entries for the architectures supported here, but SGLang applies some to any architecture.
+# transformers ignores these entries for the architectures supported here, but inference engines apply some to any.
 FOREIGN: dict[str, Any] = {
     **dict.fromkeys(
         (

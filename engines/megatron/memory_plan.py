@@ -27,7 +27,7 @@ from typing import Any, Literal
 from penstock.engines.families import EMBEDDING, HEAD, RankParameters, count_rank_parameters, tensor_layout
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.lora import EXPERT, LoraOptions, adapter_targets
-from penstock.engines.megatron.parallel_layout import ParallelLayout, has_grouped_experts, split_layers
+from penstock.engines.parallel_layout import ParallelLayout, has_grouped_experts, split_layers
 
 GIB = 1 << 30
 FP32 = 4  # bytes

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,24 +17,7 @@ from torch import Tensor
 
 from penstock.engines.megatron.model.attention_kernel import AttentionKernel
 from penstock.engines.megatron.model.expert_routing import UNKNOWN, StreamRouting
-
-
-class PackedTokens(Protocol):
-    """A packed micro-batch (pack) of B sequences with T tokens in total."""
-
-    token_ids: Tensor  # [T] int64, the concatenated sequences
-    position_ids: Tensor  # [T] int64, from 0 in every sequence
-    cu_seqlens: Tensor  # [B + 1] int32, index of each sequence's first token, and T
-    max_seqlen: int  # number of tokens of the longest sequence
-
-
-class EnginePack(PackedTokens, Protocol):
-    """A packed micro-batch with the fields that the engine uses.
-
-    With routing replay the engine also reads `routing: RoutingRecord | None`. A loss function may use further fields.
-    """
-
-    stream: PackedStream | None  # result of `MegatronEngine.pack_stream`; None: every pass calls it
+from penstock.engines.training import EnginePack
 
 
 @dataclass
@@ -92,7 +74,7 @@ class Bucket:
 
 
 def pack_stream(
-    packed: PackedTokens,
+    packed: EnginePack,
     device: torch.device,
     tensor: int = 1,
     context: int = 1,

@@ -1,6 +1,6 @@
 """Set up torch.distributed and Megatron-core's process groups for the parallel sizes of a model (`ParallelLayout`).
 
-`stages/train/group.py` starts the ranks, `engines/cluster.py` places them on GPUs.
+`stages/train/trainer_group.py` starts the ranks, `engines/cluster.py` places them on GPUs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.engines.megatron.compat import import_megatron
-from penstock.engines.megatron.parallel_layout import ParallelLayout
-from penstock.engines.rendezvous import serve_store
+from penstock.engines.network import serve_store
+from penstock.engines.parallel_layout import ParallelLayout
 from penstock.storage.errors import LayoutError
 
 DEFAULT_SEED = 1234

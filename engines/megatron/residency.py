@@ -21,7 +21,7 @@ from torch import Tensor, UntypedStorage
 
 from penstock.engines.megatron.optimizer import inner_optimizers
 from penstock.engines.megatron.optimizer_offload import optimizer_tensors_on_device
-from penstock.engines.memory import STATE_KINDS, MemorySwitch, StateKind
+from penstock.engines.training import STATE_KINDS, MemorySwitch, StateKind
 
 BUFFER_BYTES = 2**28  # of a host buffer: torch rounds pinned allocations up to a power of two
 

@@ -19,8 +19,7 @@ from penstock.engines.backends import EngineBackend, engine_backend
 from penstock.engines.cluster import Cluster
 from penstock.engines.options import EngineOptions, HealthCheck
 from penstock.engines.placement import Slot, num_engine_nodes
-from penstock.engines.serving.external import ExternalReplica
-from penstock.engines.serving.replica import RayReplica, Replica, kill_surplus_replicas
+from penstock.engines.serving.replica import ExternalReplica, RayReplica, Replica, kill_surplus_replicas
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.serving.supervisor import Listener, Publish, Supervisor, restart_dead_engines
 from penstock.engines.weights.routes import ProcessPlace
@@ -242,7 +241,7 @@ class EnginePool:
         self._replicas = []
 
 
-def start_pool(cluster: Cluster, options: EngineOptions, backend: EngineBackend) -> EnginePool:
+def start_pool(cluster: Cluster, options: EngineOptions) -> EnginePool:
     """Create the engine pool of a run, on the GPUs that the options assign to engines, without waiting for their start.
 
     Raises:
@@ -253,7 +252,7 @@ def start_pool(cluster: Cluster, options: EngineOptions, backend: EngineBackend)
     options = options.replace_spec_fields(args=resolve_secrets(options.spec.args))
     spec = options.spec.model_copy(
         update={
-            "args": backend.server_args(options, has_gpus=has_gpus),
+            "args": engine_backend(options.engine).server_args(options, has_gpus=has_gpus),
             "tensor_parallel": options.gpus_per_engine if has_gpus else 1,
             "num_nodes": num_engine_nodes(options.gpus_per_engine, cluster.gpus_per_node) if has_gpus else 1,
             "several_nodes": not options.external and cluster.spans_nodes,
@@ -266,5 +265,5 @@ def start_pool(cluster: Cluster, options: EngineOptions, backend: EngineBackend)
         options.first_gpu,
         options.health,
         external=options.external,
-        backend=backend,
+        backend=engine_backend(options.engine),
     )

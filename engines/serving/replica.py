@@ -6,19 +6,22 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+from urllib.parse import urlsplit
 
 from penstock.engines.backends import EngineBackend
 from penstock.engines.cluster import Cluster, ClusterLost
 from penstock.engines.generation import EngineClient, EngineGone
 from penstock.engines.placement import NodeLost, Slot
-from penstock.engines.serving import keys
+from penstock.engines.serving import endpoints
+from penstock.engines.serving.endpoints import engine_url
 from penstock.engines.serving.server import ServerSpec, read_log_tail
 from penstock.engines.weights.routes import ProcessPlace
 
@@ -251,29 +254,26 @@ class RayReplica(Replica):
             if cancelled():
                 raise StartCancelled
             if time.monotonic() > self._deadline:
-                self._raise_start_timeout()
+                lost, self._lost = self._lost, None
+                self.kill()
+                raise lost or RuntimeError(
+                    f"{self.label} did not start within {self.spec.start_timeout + 60:.0f} s, because a Ray actor that "
+                    "starts its server does not answer; the actor was killed: see Ray's logs on the engine's nodes"
+                )
         return self.known_url
-
-    def _raise_start_timeout(self) -> NoReturn:
-        lost, self._lost = self._lost, None
-        self.kill()
-        if lost is not None:
-            raise lost
-        raise RuntimeError(
-            f"{self.label} did not start within {self.spec.start_timeout + 60:.0f} s, because a Ray actor that "
-            "starts its server does not answer; the actor was killed: see Ray's logs on the engine's nodes"
-        )
 
     def alive(self) -> bool:
         import ray
 
         try:
-            return bool(self._actors) and all(self._call_actor("alive", self.owner, rank=r) for r in self._ranks)
+            return bool(self._actors) and all(
+                self._call_actor("alive", self.owner, rank=r) for r in range(len(self._actors))
+            )
         except ray.exceptions.RayError:
             return False
 
     def place(self) -> ProcessPlace:
-        nodes = [str(self._call_actor("node", rank=rank)) for rank in self._ranks]
+        nodes = [str(self._call_actor("node", rank=rank)) for rank in range(len(self._actors))]
         gpu_ids = tuple(gpu for slot in self._slots for gpu in slot.gpu_ids)
         if len(nodes) == 1:
             return ProcessPlace(nodes[0], gpu_ids, self.pid())
@@ -290,7 +290,7 @@ class RayReplica(Replica):
         import ray
 
         try:
-            reports = [str(self._call_actor("exit_report", rank=rank)) for rank in self._ranks]
+            reports = [str(self._call_actor("exit_report", rank=rank)) for rank in range(len(self._actors))]
         except ray.exceptions.RayError:
             tail = read_log_tail(Path(self._log), 25)  # empty if the actor ran on another machine
             return f"{self.label} died because its Ray actor died; tail of {self._log}:\n{tail}"
@@ -318,10 +318,6 @@ class RayReplica(Replica):
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    @property
-    def _ranks(self) -> range:
-        return range(len(self._actors))
-
     def _set_pending_start(self, calls: list[Any]) -> None:
         self.known_url, self._starts = None, calls
         self._deadline = time.monotonic() + self.spec.start_timeout + 60
@@ -341,9 +337,13 @@ class RayReplica(Replica):
             if None not in urls and len(urls) < len(self._starts):
                 return
             url = urls[0]
-            if url is not None and None not in urls and not self._has_moved():
+            # Ray may run an actor on another node than its slot says; the slot's GPU ids are then wrong.
+            at_slots = all(slot.node in ("", self._call_actor("node", rank=r)) for r, slot in enumerate(self._slots))
+            if url is not None and None not in urls and at_slots:
                 self._log = str(self._call_actor("log_path"))
-                keys.set_api_key(url, self._call_actor("key"))  # an adopted server's key is known only to its actor
+                endpoints.set_api_key(
+                    url, self._call_actor("key")
+                )  # an adopted server's key is known only to its actor
                 self.known_url, self._starts = url, []
                 return
         except ray.exceptions.RayError as error:
@@ -357,10 +357,6 @@ class RayReplica(Replica):
             raise RuntimeError(f"{self.label} did not start, because its Ray actor died: {error}") from error
         self.kill()
         self.launch_server()
-
-    def _has_moved(self) -> bool:
-        """Return whether Ray runs an actor on another node than its slot says; the slot's GPU ids are then wrong."""
-        return any(slot.node not in ("", self._call_actor("node", rank=r)) for r, slot in enumerate(self._slots))
 
     def _wait_for_starts(self) -> list[Any]:
         """Wait up to POLL_SECONDS. Return the `start` or `adopt` calls that have finished, by node rank."""
@@ -400,3 +396,78 @@ def kill_surplus_replicas(cluster: Cluster, index: int, num_nodes: int = 1, role
             cluster.call_ray(ray.kill, actor, no_restart=True)
         if engine >= index and not surplus:
             return
+
+
+class ExternalReplica(Replica):
+    """A `Replica` for an engine that Penstock does not start or stop.
+
+    Args:
+        address: host:port of the engine.
+        spec: the model that the engine must serve, its API key, and the time to wait for it (`start_timeout`).
+        index: position in the pool.
+        backend: the engine implementation.
+    """
+
+    def __init__(self, address: str, spec: ServerSpec, index: int, backend: EngineBackend) -> None:
+        self.address = address
+        self.spec = spec
+        self.index = index
+        self.backend = backend
+        self.client = backend.connect(
+            lambda: []
+        )  # only its `generates_tokens` and `weight_version` are used, which take an address
+        self.known_url = self._url = engine_url(address)
+        if key := spec.args.get("api_key"):
+            endpoints.set_api_key(self._url, key)
+        self._checked = False
+        self.launch_server()
+
+    def launch_server(self) -> None:
+        self._deadline = time.monotonic() + self.spec.start_timeout
+
+    def wait_for_url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
+        while not self._checked:
+            if self.client.generates_tokens(self._url):
+                self.backend.check_external_server(self._url, self.spec.model_path, self.spec.args)
+                self._checked = True
+            elif cancelled():
+                raise StartCancelled
+            elif time.monotonic() > self._deadline:
+                raise ConnectionError(
+                    f"{self.exit_report()} (waited {self.spec.start_timeout:.0f} s): restart it, or remove it from "
+                    "--rollout-external-engine-addrs"
+                )
+            else:
+                time.sleep(POLL_SECONDS)
+        return self._url
+
+    def alive(self) -> bool:
+        # A busy server counts as alive, because the kernel accepts connections for it.
+        parts = urlsplit(self._url)
+        try:
+            socket.create_connection((parts.hostname or "", parts.port or 80), timeout=5).close()
+        except OSError:
+            return False
+        return True
+
+    def _address(self) -> str:
+        return self._url  # unlike `wait_for_url`, does not wait for the engine
+
+    def place(self) -> ProcessPlace:
+        return ProcessPlace("")  # unknown
+
+    def pid(self) -> int:
+        return 0
+
+    def log_tail(self, num_lines: int = 25) -> str:
+        return f"the external engine at {self.address} was not started by Penstock: see the log where it was started"
+
+    def exit_report(self) -> str:
+        return f"the external engine at {self.address} does not generate tokens"
+
+    def kill(self) -> None:
+        """Make the next `wait_for_url` call check the engine again; its process is not killed."""
+        self._checked = False
+
+    def release(self) -> None:
+        pass  # the engine keeps running, with the weights that were sent last

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict
 from penstock.engines.network import LOOPBACK, interface_of, join_address, node_address, socket_environment
 from penstock.engines.ports import HIGHEST, is_free, reserve_free_port
 from penstock.engines.scratch import end_with_parent, own_temp_directory
-from penstock.engines.serving import keys
+from penstock.engines.serving import endpoints
 from penstock.storage.commit import Commit
 from penstock.storage.errors import EngineError
 from penstock.storage.secrets import redact, register_secret
@@ -34,9 +34,6 @@ from penstock.storage.store import Store
 
 PORT_TIMEOUT = 10.0  # seconds until a port of a killed server must be free
 KEY_VARIABLE = "PENSTOCK_SERVER_KEY"  # passes the API key to server and router processes; set only for them
-# Variables with which SGLang opens further ports, replaces its HTTP server or runs other code, past the flags that
-# Penstock checks: those of its dumper and of its tests, and names that end with a kind of address.
-NOT_INHERITED = re.compile(r"DUMPER_.*|SGLANG_TEST_.*|SGLANG_(.*_)?(PORT|PORT_BASE|ADDR|HOST|IP|URL|SERVER)")
 
 
 class ServerSpec(BaseModel):
@@ -49,8 +46,8 @@ class ServerSpec(BaseModel):
     role: str = "engine"
     """Name of the servers in Ray and in messages: "engine", or "teacher"."""
     several_nodes: bool = False
-    """Listen on the address of the server's node, which processes on other nodes reach, instead of loopback. SGLang
-    unpickles request data, which can execute code: only for a private network. The server always has an API key."""
+    """Listen on the address of the server's node, which processes on other nodes reach, instead of loopback. Engines
+    may unpickle request data, which can execute code: only for a private network. The server always has an API key."""
     network_interface: str | None = None
     """With `several_nodes`: network interface whose address the servers use; by default that of Ray's node address."""
     num_nodes: int = 1
@@ -99,6 +96,8 @@ class EngineServer(ABC):
     name: ClassVar[str]  # name of the engine in messages; prefix of the log's file name
     highest_port: ClassVar[int] = HIGHEST
     derived_ports: ClassVar[Sequence[int]] = ()  # offsets (port + offset) of further ports that the server binds
+    not_inherited: ClassVar[re.Pattern[str]] = re.compile("")  # environment variables that the server must not get
+    bind_error: ClassVar[str] = ""  # pattern of the log line about a `{port}` that the server could not bind
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class EngineServer(ABC):
 
     @abstractmethod
     def command(self, port: int) -> list[str]:
-        """Return the command line of the server.
+        """Return the command line of the server, without the API key, because `ps` shows it to other users.
 
         The process must end when its parent dies, and read its API key from the environment variable
         PENSTOCK_SERVER_KEY.
@@ -132,6 +131,10 @@ class EngineServer(ABC):
     @abstractmethod
     def is_ready(self) -> bool:
         """Return whether the server has loaded its model and accepts requests."""
+
+    def node_variables(self, host: str) -> dict[str, str]:
+        """Return the environment variables with which a server on several nodes listens at the address `host`."""
+        return {}
 
     def choose_rendezvous(self) -> str:
         """Reserve the port at which the processes of an engine over several nodes meet, on this node. Return
@@ -159,7 +162,7 @@ class EngineServer(ABC):
             self._host = node_address(self.spec.network_interface)
         for last_try in (False, False, True):
             self._launch()
-            keys.set_api_key(self.url(), self._key)
+            endpoints.set_api_key(self.url(), self._key)
             while self.alive() and not self._port_was_taken() and time.monotonic() < deadline:
                 if self.is_ready():
                     return self.url()
@@ -196,7 +199,7 @@ class EngineServer(ABC):
         return self._key
 
     def alive(self, owner: str | None = None) -> bool:
-        """Return whether the server's main process is running. SGLang ends it when one of its child processes dies.
+        """Return whether the server's main process is running, which must end when one of its child processes dies.
 
         Raises:
             RuntimeError: `owner` is given, but another driver of the run has taken over the server.
@@ -249,8 +252,7 @@ class EngineServer(ABC):
         return f"{outcome}; tail of {self._log}:\n{self.log_tail()}"
 
     def stop(self) -> None:
-        """Kill the server and its child processes with SIGKILL: a graceful shutdown of SGLang takes over 5 s and brings
-        no benefit."""
+        """Kill the server and its child processes with SIGKILL; a graceful shutdown would take seconds."""
         if self._process is None:
             return
         try:
@@ -275,7 +277,7 @@ class EngineServer(ABC):
         else:
             self._port = reserve_free_port(self.highest_port, self.derived_ports, self._host)
         env = {
-            **{name: value for name, value in os.environ.items() if not NOT_INHERITED.fullmatch(name)},
+            **{name: value for name, value in os.environ.items() if not self.not_inherited.fullmatch(name)},
             "OMP_NUM_THREADS": str(spec.threads),
             "PYTHONUNBUFFERED": "1",
             "PENSTOCK_SERVER_PARENT": str(os.getpid()),
@@ -284,7 +286,10 @@ class EngineServer(ABC):
         }
         env.setdefault("HF_HUB_OFFLINE", "1")
         if self.rendezvous or spec.several_nodes:
-            env |= self._network_environment()
+            host = node_address(spec.network_interface) if spec.several_nodes else LOOPBACK
+            if interface := interface_of(host):
+                env["GLOO_SOCKET_IFNAME"] = interface  # by default that of the host's name
+            env |= self.node_variables(host) | socket_environment(spec.network_interface)
         env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpu_ids)  # empty for a CPU engine, even on a machine with GPUs
         if spec.python:
             env.pop("PYTHONPATH", None)  # another interpreter must not import the trainer's packages
@@ -312,23 +317,16 @@ class EngineServer(ABC):
             time.sleep(0.1)
 
     def _port_was_taken(self) -> bool:
-        """Return whether the log reports that the server could not bind its port. SGLang's process keeps running in
-        that case, because one of its threads waits for the HTTP server."""
-        return re.search(rf"bind on address \('[^']*', {self._port}\b.*in use", self.log_tail(50)) is not None
+        """Return whether the log reports that the server could not bind its port; its process may keep running."""
+        pattern = self.bind_error.format(port=self._port)
+        return bool(pattern) and re.search(pattern, self.log_tail(50)) is not None
 
     def _port_error(self) -> EngineError:
         return EngineError(
             f"engine {self.index} cannot listen on port {self._port} of {self._host}, which another process uses; it "
-            f"needs --{self.name}-port {self.spec.port} plus its number: end that process, give another port, or omit "
+            f"needs --engine-port {self.spec.port} plus its number: end that process, give another port, or omit "
             "the option to use free ports"
         )
-
-    def _network_environment(self) -> dict[str, str]:
-        """Return the environment variables of a server that communicates with its processes on other nodes."""
-        host = node_address(self.spec.network_interface) if self.spec.several_nodes else LOOPBACK
-        interface = interface_of(host)
-        gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}  # by default that of the host's name
-        return {"SGLANG_HOST_IP": host, **gloo, **socket_environment(self.spec.network_interface)}
 
 
 def read_log_tail(log: Path | None, num_lines: int) -> str:
@@ -338,4 +336,4 @@ def read_log_tail(log: Path | None, num_lines: int) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 400 * num_lines))
         lines = file.read().decode(errors="replace").splitlines()[-num_lines:]
-    return redact("\n".join(lines))  # SGLang logs its command line, which has the API key
+    return redact("\n".join(lines))  # servers may log their API key

@@ -3,39 +3,55 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.engines.backends import EngineBackend, RequestRouter
+from penstock.engines.backends import EngineBackend, EngineFacts, RequestRouter
 from penstock.engines.families.entries import read_config
 from penstock.engines.generation import EngineUrls
 from penstock.engines.options import EngineOptions
-from penstock.engines.serving.addresses import engine_url
+from penstock.engines.ports import HIGHEST, reserve_free_port
+from penstock.engines.serving.endpoints import engine_url
 from penstock.engines.serving.server import EngineServer
 from penstock.engines.sglang import control, older_release
-from penstock.engines.sglang.args import add_return_experts_flag, check_router_args, check_sglang_args
-from penstock.engines.sglang.checks.adapters import (
+from penstock.engines.sglang.checks.cuda_graphs import graph_warning, without_prefill_graphs
+from penstock.engines.sglang.checks.lora_support import (
     check_external_adapters,
     lora_args,
     reason_against_adapters,
 )
-from penstock.engines.sglang.checks.architectures import check_model
-from penstock.engines.sglang.checks.cuda_graphs import graph_warning, without_prefill_graphs
-from penstock.engines.sglang.checks.fp8 import check_fp8_hardware, check_fp8_widths
-from penstock.engines.sglang.checks.speculative import check_speculative, drafts_with_mtp_layer, is_speculative
-from penstock.engines.sglang.sampling import check_sampling, check_sampling_seeds, find_biasing_params
+from penstock.engines.sglang.checks.model_support import check_fp8_hardware, check_fp8_widths, check_model
+from penstock.engines.sglang.checks.speculative import (
+    DRAFT_MODEL,
+    check_speculative,
+    draft_model,
+    drafts_with_mtp_layer,
+    is_speculative,
+)
+from penstock.engines.sglang.passthrough import (
+    check_router_args,
+    check_sampling,
+    check_sampling_seeds,
+    check_sglang_args,
+    find_biasing_params,
+    flag_tables,
+    to_command_line,
+)
 from penstock.engines.weights.fp8_blocks import BLOCK, find_unsupported_entry, mean_bytes_per_weight
 from penstock.storage.errors import EngineError, ModelError, OptionError
 from penstock.storage.secret_references import resolve_secrets
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
-    from penstock.engines.serving.memory import EngineMemory
+    from penstock.engines.serving.engine_memory import EngineMemory
     from penstock.engines.sglang.client import SGLangClient
     from penstock.storage.samples.routed_experts import ExpertsFormat
 
+LAUNCHER = Path(__file__).with_name("launch.py")  # a script; do not import it: its top-level code patches the process
 STATIC_SHARE = 0.85  # assumed without --sglang-mem-fraction-static: SGLang 0.5 chooses about 0.83 to 0.9 on 80 GiB
 # Entries of config.json that must be equal for a model to load another model's weights.
 MODEL_SIZES = [
@@ -71,8 +87,75 @@ def stores_quantized_weights(options: EngineOptions) -> bool:
     return config.is_file() and bool(read_config(config).get("quantization_config"))
 
 
+class SGLangServer(EngineServer):
+    """An `EngineServer` that runs SGLang through `launch.py`."""
+
+    name = "sglang"
+    # Variables with which SGLang opens further ports, replaces its HTTP server or runs other code, past the flags that
+    # are checked: those of its dumper and of its tests, and names that end with a kind of address.
+    not_inherited = re.compile(r"DUMPER_.*|SGLANG_TEST_.*|SGLANG_(.*_)?(PORT|PORT_BASE|ADDR|HOST|IP|URL|SERVER)")
+    # The process keeps running then, because one of its threads waits for the HTTP server.
+    bind_error = r"bind on address \('[^']*', {port}\b.*in use"
+    # Offset 10000: gRPC (0.5.15.post1 does not start if this exceeds 65535). 233 to 240: data-parallel attention.
+    derived_ports = (10_000, *range(233, 241))
+    highest_port = HIGHEST - max(derived_ports)
+
+    def command(self, port: int) -> list[str]:
+        spec = self.spec
+        ours: dict[str, object] = {
+            "model_path": spec.model_path,
+            "host": self._host,
+            "port": port,
+            "tp_size": spec.tensor_parallel,
+            "weight_version": spec.weight_version,
+        }
+        if spec.num_nodes > 1:
+            ours |= {"nnodes": spec.num_nodes, "node_rank": self.node_rank, "dist_init_addr": self.rendezvous}
+        else:
+            ours["nccl_port"] = reserve_free_port()  # rendezvous of the ranks; SGLang would not reserve its choice
+        configured = {name: value for name, value in spec.args.items() if name != "api_key"}
+        return [spec.python or sys.executable, str(LAUNCHER), *to_command_line(ours), *to_command_line(configured)]
+
+    def is_ready(self) -> bool:
+        # A process with another node rank than 0 answers when its ranks have loaded the model.
+        return control.get_succeeds(self.url(), "/health", 10)  # generates a token, which takes about a second
+
+    def node_variables(self, host: str) -> dict[str, str]:
+        return {"SGLANG_HOST_IP": host}
+
+
 class SGLangBackend(EngineBackend):
     """The implementation of `EngineBackend` for SGLang."""
+
+    title = "SGLang"
+    help = (
+        "All flags of the installed SGLang, such as --sglang-mem-fraction-static 0.8 (share of GPU memory) and "
+        "--sglang-context-length 8192 (tokens); `python -m sglang.launch_server --help` lists them. Those of its "
+        "router have the prefix --router-."
+    )
+    context_flag = "--sglang-context-length"
+    speculation_flag = "--sglang-speculative-algorithm"
+    path_flags = DRAFT_MODEL
+
+    def facts(self, args: Mapping[str, Any]) -> EngineFacts:
+        length = args.get("context_length")
+        return EngineFacts(
+            context_length=length if isinstance(length, int) and length > 0 else None,
+            quantization=args.get("quantization"),
+            replicates_attention=bool(args.get("enable_dp_attention")),
+            speculates=is_speculative(args),
+            draft_model=draft_model(args),
+        )
+
+    def check_args(self, args: Mapping[str, Any], *, router: bool = False) -> dict[str, Any]:
+        return check_router_args(args) if router else check_sglang_args(args)
+
+    def flag_tables(self) -> Mapping[str, Mapping[str, str]]:
+        return flag_tables()
+
+    def start_check(self) -> tuple[list[str], str]:
+        advice = f"without CUDA torchvision must be in {sys.prefix}/sglang-site, not in site-packages"
+        return [str(LAUNCHER), "--help"], advice
 
     def connect(
         self,
@@ -87,15 +170,13 @@ class SGLangBackend(EngineBackend):
         return SGLangClient(urls, timeout, experts=experts, router=router)
 
     def server_class(self) -> type[EngineServer]:
-        from penstock.engines.sglang.server import SGLangServer
-
         return SGLangServer
 
     def server_args(self, options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
         self.check_gpus(options, has_gpus=has_gpus)
         args = default_args(options, has_gpus=has_gpus) | options.spec.args
         if options.return_experts:
-            args = add_return_experts_flag(args)
+            args = {**args, "enable_return_routed_experts": True}
         if options.fp32_head:
             args = {**args, "enable_fp32_lm_head": True}
         if options.sampling_seeds:
@@ -138,13 +219,11 @@ class SGLangBackend(EngineBackend):
         check_sampling_seeds(options.sampling_seeds, options.sampling, spec.args)
         for address in options.external:
             engine_url(address)
-        if options.return_experts:
-            add_return_experts_flag(spec.args)
-            if routed:
-                raise EngineError(
-                    "--use-rollout-routing-replay cannot be combined with --use-router, because SGLang's router drops "
-                    "the request for routed experts: omit one of them"
-                )
+        if options.return_experts and routed:
+            raise EngineError(
+                "--use-rollout-routing-replay cannot be combined with --use-router, because SGLang's router drops the "
+                "request for routed experts: omit one of them"
+            )
         if spec.port:
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -152,7 +231,7 @@ class SGLangBackend(EngineBackend):
                     probe.bind(("127.0.0.1", spec.port))
                 except OSError:
                     raise EngineError(
-                        f"port {spec.port} of --sglang-port is in use: give another port, or omit the option to use a "
+                        f"port {spec.port} of --engine-port is in use: give another port, or omit the option to use a "
                         "free one"
                     ) from None
 
@@ -197,7 +276,7 @@ class SGLangBackend(EngineBackend):
             check_fp8_hardware(options, capabilities)
 
     def estimate_memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
-        from penstock.engines.serving.memory import estimate_engine_memory
+        from penstock.engines.serving.engine_memory import estimate_engine_memory
 
         args = check_sglang_args(options.spec.args)
         share = args.get("mem_fraction_static")
@@ -217,6 +296,7 @@ class SGLangBackend(EngineBackend):
             bytes_per_weight=bytes_per_weight,
             bytes_per_kv_element=1 if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else bytes_per_element,
             num_draft_layers=shape.num_mtp_layers if drafts_with_mtp_layer(args) else 0,
+            share_flag="--sglang-mem-fraction-static",
         )
 
     def graph_warning(self, options: EngineOptions, num_samples: int, gpu_bytes: int) -> str | None:

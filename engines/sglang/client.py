@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import random
 import threading
@@ -14,6 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
+import numpy as np
 
 from penstock.engines.generation import (
     OVER_MEMORY,
@@ -22,11 +24,11 @@ from penstock.engines.generation import (
     EngineRefused,
     EngineUrls,
     Generation,
+    TokenCounts,
     WeightTransport,
 )
-from penstock.engines.serving import adapters, keys
-from penstock.engines.sglang import control, memory
-from penstock.engines.sglang.response import parse_generation
+from penstock.engines.serving import adapter_requests, endpoints
+from penstock.engines.sglang import control, older_release
 from penstock.storage.errors import EngineError
 from penstock.storage.samples.routed_experts import ExpertsFormat
 
@@ -132,13 +134,13 @@ class SGLangClient(EngineClient):
 
     def use_adapter(self, name: str) -> None:
         for url in self.urls:
-            adapters.set_adapter(url, name)
+            adapter_requests.set_adapter(url, name)
         unload_other_adapters(self.urls, name)
 
     def unload_adapters(self) -> None:
         for url in self.urls:
-            if (name := adapters.adapter_of(url)) is not None:
-                adapters.set_adapter(url, None)
+            if (name := adapter_requests.adapter_of(url)) is not None:
+                adapter_requests.set_adapter(url, None)
                 unload_other_adapters([url], name, also_current=True, wait=True)
 
     def weight_checksums(self) -> dict[str, list[dict[str, str]]]:
@@ -146,22 +148,22 @@ class SGLangClient(EngineClient):
         return dict(zip(urls, _call_for_each_url(urls, control.weight_checksums)))
 
     def overwrite_weights(self) -> None:
-        _call_for_each_url(self.urls, memory.overwrite_weights)
+        _call_for_each_url(self.urls, control.overwrite_weights)
 
     def release_memory(self) -> None:
-        _call_for_each_url(self.urls, memory.release_gpu_memory)
+        _call_for_each_url(self.urls, control.release_gpu_memory)
 
     def resume_kv_cache(self) -> None:
-        _call_for_each_url(self.urls, memory.resume_kv_cache)
+        _call_for_each_url(self.urls, control.resume_kv_cache)
 
     def generates_tokens(self, url: str, timeout: float = 30) -> bool:
-        return memory.is_released(url, timeout) or control.generates_tokens(url, timeout)
+        return control.is_released(url, timeout) or control.generates_tokens(url, timeout)
 
     def weight_version(self, url: str, timeout: float = 30) -> str:
-        version, adapter = control.weight_version(url, timeout), adapters.adapter_of(url)
-        if adapter is None or not memory.has_kv_cache(version):
+        version, adapter = control.weight_version(url, timeout), adapter_requests.adapter_of(url)
+        if adapter is None or not control.has_kv_cache(version):
             return version
-        return adapters.version_of(adapter) if adapter in control.loaded_adapters(url, timeout) else version
+        return adapter_requests.version_of(adapter) if adapter in control.loaded_adapters(url, timeout) else version
 
     def pause(self) -> None:
         for url in self.urls:
@@ -207,7 +209,7 @@ class SGLangClient(EngineClient):
                 try:
                     generations = await self._send_once(url, body, session)
                     weights = {version for generation in generations for version, _ in generation.weight_versions}
-                    if incomplete := [version for version in weights if version.startswith(memory.UPDATING)]:
+                    if incomplete := [version for version in weights if version.startswith(control.UPDATING)]:
                         raise _RetryableError(f"{url} generated with weights that were not complete ({incomplete[0]})")
                     self._backoff.pop(url, None)
                     return generations
@@ -225,11 +227,11 @@ class SGLangClient(EngineClient):
         """Send a generation request once and return one generation per prompt. Meanwhile it is counted in `_load` and
         listed in `_running`."""
         # Engines behind a router have the same adapter: streams, whose engines may differ, get merged weights there.
-        with adapters.requesting(url if self.router is None else next(iter(self.urls), "")) as adapter:
+        with adapter_requests.requesting(url if self.router is None else next(iter(self.urls), "")) as adapter:
             if adapter is not None:
                 body = {**body, "lora_path": adapter}
             answers = await self._send_request(url, body, session)
-        version = None if adapter is None else adapters.version_of(adapter)
+        version = None if adapter is None else adapter_requests.version_of(adapter)
         return [
             parse_generation(answer, self.experts, len(ids), version)
             for answer, ids in zip(answers, body["input_ids"], strict=True)
@@ -306,7 +308,7 @@ class SGLangClient(EngineClient):
             # No limits here: the caller limits the number of requests, `_request_with_retries` their time.
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
             self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
-        headers = {**keys.auth_headers(url), **(headers or {})}
+        headers = {**endpoints.auth_headers(url), **(headers or {})}
         async with self._session.post(url + path, json=body, headers=headers) as response:
             text = await response.text()
             lost_adapter = "lora_path" in body and response.status == 400 and "LoRA adapter" in text
@@ -337,9 +339,9 @@ def unload_other_adapters(urls: list[str], name: str, *, also_current: bool = Fa
         try:
             with _unloading:
                 loaded = control.loaded_adapters(url)
-                others = adapters.other_adapters(name, loaded) + [name] * (also_current and name in loaded)
+                others = adapter_requests.other_adapters(name, loaded) + [name] * (also_current and name in loaded)
                 for adapter in others:
-                    if not adapters.is_requested(adapter) and adapters.adapter_of(url) != adapter:
+                    if not adapter_requests.is_requested(adapter) and adapter_requests.adapter_of(url) != adapter:
                         control.unload_adapter(url, adapter, UNLOAD_TIMEOUT)
         except (EngineGone, EngineRefused) as error:
             logger.warning("old adapters of %s stay loaded (%s)", url, error)
@@ -357,3 +359,65 @@ def _call_for_each_url(urls: list[str], call: Callable[[str], T]) -> list[T]:
     with ThreadPoolExecutor(max(1, len(urls))) as pool:
         calls = [pool.submit(call, url) for url in urls]
     return [done.result() for done in calls]
+
+
+def parse_generation(
+    answer: dict[str, Any],
+    experts: ExpertsFormat | None = None,
+    num_prompt_tokens: int = 0,
+    adapter_version: str | None = None,
+) -> Generation:
+    """Parse one response of SGLang's /generate route.
+
+    Args:
+        answer: the JSON object of the response.
+        experts: storage format of the routed expert ids; None if they were not requested.
+        num_prompt_tokens: number of prompt tokens; routed experts, if requested, are returned for these, too.
+        adapter_version: policy version of the adapter that the request named; None: the request named none. SGLang
+            reports the version of the base weights only, and a request keeps its adapter to its end.
+
+    Raises:
+        RuntimeError: routed experts were requested, but are missing or have the wrong size.
+    """
+    meta = answer["meta_info"]
+    pairs = meta.get("output_token_logprobs") or []
+    token_ids = [int(pair[1]) for pair in pairs]
+    assert token_ids == list(answer.get("output_ids") or []), (
+        f"the tokens in SGLang's output_ids and output_token_logprobs disagree: {answer}"
+    )
+    spans: list[dict[str, Any]]
+    if adapter_version is not None:
+        spans = [{"version": adapter_version, "start": 0, "end": len(token_ids)}]
+    else:
+        spans = meta.get("weight_versions") or older_release.weight_versions(meta, len(token_ids))
+    reason = (meta.get("finish_reason") or {}).get("type")
+    assert reason in ("stop", "length", "abort"), f"SGLang returned the unknown finish reason {reason!r}"
+    routed_experts = None
+    if experts is not None and reason != "abort":
+        encoded = meta.get("routed_experts")
+        if encoded is None:
+            raise RuntimeError(
+                "an engine returned no routed experts: restart it with --sglang-enable-return-routed-experts (an "
+                "external engine with --enable-return-routed-experts)"
+            )
+        try:  # [tokens, layers, top_k] int32, dense layers included
+            routed = np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
+            routed_experts = experts.encode(routed, num_prompt_tokens + len(token_ids) - 1)
+        except ValueError as error:
+            raise RuntimeError(str(error)) from None  # not a ValueError, which callers take for an error of the prompt
+    return Generation(
+        token_ids=token_ids,
+        logprobs=[float(pair[0]) for pair in pairs],
+        finish_reason=reason,
+        weight_versions=[
+            (str(span["version"]), span["end"] - span["start"]) for span in spans if span["end"] > span["start"]
+        ],
+        counts=TokenCounts(
+            prompt=num_prompt_tokens,
+            cached=int(meta.get("cached_tokens") or 0),
+            verifications=int(meta.get("spec_verify_ct") or 0),
+            proposed=int(meta.get("spec_num_proposed_drafts") or 0),
+            accepted=int(meta.get("spec_num_correct_drafts") or 0),
+        ),
+        routed_experts=routed_experts,
+    )

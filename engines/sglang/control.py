@@ -1,5 +1,16 @@
-"""Blocking HTTP calls to one SGLang server: health, weight version, pause and resume. Imports only the standard
-library and Penstock."""
+"""Blocking HTTP calls to one SGLang server: health, weight version, pause and resume, and release of its GPU memory
+while the trainer uses the GPU (`--offload-rollout`). Imports only the standard library and Penstock.
+
+The weight version that a server reports also tells which memory it has, so a new driver knows it, too:
+
+    <run>/<number>   weights and KV cache
+    overwritten      both; the weights are random values
+    released         neither: the server is paused
+    loading:<...>    weights, which are being loaded, but no KV cache: the server is paused
+    loaded:<...>     all weights of this version, but no KV cache: the server is paused
+
+SGLang ends the server if memory is released twice or resumed without having been released.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +21,13 @@ from http.client import HTTPException
 from typing import Any
 
 from penstock.engines.generation import EngineGone, EngineRefused, PauseMode
-from penstock.engines.serving import keys
+from penstock.engines.serving import endpoints
+
+RELEASED, LOADING, LOADED = "released", "loading:", "loaded:"
+OVERWRITTEN = "overwritten"
+UPDATING = "updating:"  # before the version that an update loads; left by an update that failed halfway
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+MEMORY_TIMEOUT = 300.0  # seconds
 
 # Requests have an API key, and engines are in the private network of the nodes: never through a proxy.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -42,7 +59,7 @@ def call_server(
     request = urllib.request.Request(
         url + path,
         data=None if body is None else json.dumps(body).encode(),
-        headers={"Content-Type": "application/json", **(keys.auth_headers(url) if with_key else {})},
+        headers={"Content-Type": "application/json", **(endpoints.auth_headers(url) if with_key else {})},
         method=method,
     )
     try:
@@ -66,12 +83,6 @@ def get_succeeds(url: str, path: str, timeout: float) -> bool:
     except (EngineGone, RuntimeError):
         return False
     return True
-
-
-def is_ready(url: str) -> bool:
-    """Return whether the server has loaded its model. The server generates a token for this check, which takes about a
-    second."""
-    return get_succeeds(url, "/health", 10)
 
 
 def generates_tokens(url: str, timeout: float = 30) -> bool:
@@ -131,3 +142,54 @@ def set_weight_version(url: str, version: str) -> None:
 def resume_generation(url: str) -> None:
     """Resume generation after `pause_generation`."""
     call_server(url, "/continue_generation", {}, 60)
+
+
+# ---- GPU memory ----------------------------------------------------------------------------------------------------
+
+
+def has_kv_cache(version: str) -> bool:
+    """Return whether a server that reports this weight version has a KV cache."""
+    return not version.startswith((RELEASED, LOADING, LOADED))
+
+
+def is_released(url: str, timeout: float) -> bool:
+    """Return whether the server answers and has no KV cache; it is paused then."""
+    try:
+        info = call_server(url, "/model_info", timeout=timeout)
+    except (EngineGone, EngineRefused):
+        return False
+    return not has_kv_cache(str(info.get("weight_version", "")))
+
+
+def release_gpu_memory(url: str) -> None:
+    """Release weights and KV cache. Running requests are aborted; the server keeps its CUDA graphs."""
+    version = weight_version(url)
+    if version == RELEASED:
+        return
+    if has_kv_cache(version):
+        call_server(url, "/pause_generation", {"mode": "abort"}, MEMORY_TIMEOUT)
+    tags = [KV_CACHE, WEIGHTS] if has_kv_cache(version) else [WEIGHTS]
+    call_server(url, "/release_memory_occupation", {"tags": tags}, MEMORY_TIMEOUT)
+    set_weight_version(url, RELEASED)
+
+
+def resume_weights(url: str, version: str) -> None:
+    """Allocate the memory of the weights again. The values are undefined until the weights of `version` are loaded."""
+    call_server(url, "/resume_memory_occupation", {"tags": [WEIGHTS]}, MEMORY_TIMEOUT)
+    set_weight_version(url, f"{LOADING}{version}")
+
+
+def resume_kv_cache(url: str) -> None:
+    """Allocate the KV cache again and resume generation, if all weights are loaded but the KV cache is released."""
+    state, _, version = weight_version(url).partition(":")
+    if f"{state}:" == LOADED:
+        call_server(url, "/resume_memory_occupation", {"tags": [KV_CACHE]}, MEMORY_TIMEOUT)
+        set_weight_version(url, version)
+        resume_generation(url)
+
+
+def overwrite_weights(url: str) -> None:
+    """Overwrite all parameters and buffers with random values, except the buffers that SGLang computes itself."""
+    state = "" if has_kv_cache(weight_version(url)) else LOADING
+    set_weight_version(url, f"{state}{OVERWRITTEN}")
+    call_server(url, "/weights_checker", {"action": "reset_tensors"}, MEMORY_TIMEOUT)

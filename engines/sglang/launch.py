@@ -69,7 +69,7 @@ def prepare_imports() -> bool:
     Returns:
         Whether the machine has CUDA.
     """
-    # Remove this script's folder, which Python adds: its `server.py` and `args.py` must not shadow other modules.
+    # Remove this script's folder, which Python adds: its modules must not shadow others.
     sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != HERE]
     side = Path(sys.prefix) / "sglang-site"
     if side.is_dir() and str(side) not in sys.path:

@@ -83,7 +83,7 @@ def sampling_parameter_names(params: ast.ClassDef) -> frozenset[str]:
 
 
 def check_external_release(url: str, release: Release) -> None:
-    """Check that an external server has a release that Penstock supports. Raises EngineError."""
+    """Check that an external server has a release that Penstock supports."""
     if release < OLDEST:
         raise EngineError(
             f"the external engine at {url} runs SGLang {release_name(release)}, but Penstock needs 0.5.15.post1 or "
@@ -92,7 +92,7 @@ def check_external_release(url: str, release: Release) -> None:
 
 
 def check_streaming() -> None:
-    """Check that the installed SGLang can update weights while requests run. Raises EngineError."""
+    """Check that the installed SGLang can update weights while requests run."""
     if is_installed():
         raise EngineError(
             "--async-mode streaming needs SGLang 0.5.21 or later, which reports the weight version of each token, but "
@@ -101,7 +101,7 @@ def check_streaming() -> None:
 
 
 def check_update_in_flight(url: str, release: Release) -> None:
-    """Check that a server reports which weights sampled each token. Raises EngineError."""
+    """Check that a server reports which weights sampled each token."""
     if is_older(release):
         raise EngineError(
             f"the engine at {url} runs SGLang {release_name(release)}, which does not report the weight version of "
@@ -131,11 +131,7 @@ def update_fields(path: str) -> dict[str, Any]:
 def adapter_payload(
     url: str, release: Release, tp_size: int, flat: FlatBucket, checksums: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the tensors of a request to load an adapter: one payload for one rank, without checksums.
-
-    Raises:
-        EngineError: the server has several ranks, or should compare checksums.
-    """
+    """Return the tensors of a request to load an adapter: one payload for one rank, without checksums."""
     if tp_size > 1 or checksums:
         raise EngineError(
             f"the engine at {url} runs SGLang {release_name(release)}, whose ranks would open one handle several "

@@ -22,10 +22,10 @@ from typing import Any
 
 from penstock.engines.generation import EngineGone
 from penstock.engines.ports import reserve_free_port
-from penstock.engines.serving import keys
+from penstock.engines.serving import endpoints
 from penstock.engines.serving.server import KEY_VARIABLE, read_log_tail
 from penstock.engines.sglang import control
-from penstock.engines.sglang.args import router_flags, to_command_line
+from penstock.engines.sglang.passthrough import router_flags, to_command_line
 from penstock.storage.secrets import register_secret
 
 LAUNCHER = Path(__file__).with_name("launch_router.py")
@@ -131,7 +131,7 @@ class SGLangRouter:
         """
         port = reserve_free_port()
         url = f"http://127.0.0.1:{port}"
-        keys.set_api_key(url, self._key)
+        endpoints.set_api_key(url, self._key)
         self._registered = {}
         self.log_dir.mkdir(parents=True, exist_ok=True)
         handle, log = tempfile.mkstemp(prefix="router-", suffix=".log", dir=self.log_dir)
@@ -183,7 +183,7 @@ class SGLangRouter:
         for engine in set(engines) - ready:
             if time.monotonic() - self._registered.get(engine, -REGISTER_AGAIN) >= REGISTER_AGAIN:
                 worker = {"url": engine, "disable_health_check": True}
-                if key := keys.known_api_keys([engine]).get(engine):
+                if key := endpoints.known_api_keys([engine]).get(engine):
                     worker["api_key"] = key
                 control.call_server(router_url, "/workers", worker, timeout=CALL_TIMEOUT)
                 self._registered[engine] = time.monotonic()

@@ -18,7 +18,7 @@ from penstock.engines.lora import CONFIG, WEIGHTS
 from penstock.storage.errors import WeightMismatch
 
 NamedTensor = tuple[str, Tensor]
-# SGLang fuses these two MLA weights into one parameter and drops one that arrives without the other in the same update
+# Engines fuse these two MLA weights into one parameter and drop one that arrives without the other in the same update
 # call. In different buckets both would be lost without an error, and the engine would keep its old weights.
 FUSED = (".q_a_proj.", ".kv_a_proj_with_mqa.")
 

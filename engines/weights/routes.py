@@ -1,8 +1,8 @@
 """Choose which trainer ranks send the weights to which engine, and upload weights for engines that share no file
 system with the trainer: to the store, from which they are downloaded where they run.
 
-SGLang loads new weights from local directories only (0.5.15.post1 to 0.5.21 refuse a remote loader), so the Ray actor
-of each engine, which runs on the engine's machine, downloads the directory.
+Engines load new weights from local directories only, so the Ray actor of each engine, which runs on the engine's
+machine, downloads the directory.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 import penstock
+from penstock.engines.backends import engine_backend
 from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
 from penstock.flows.config import PostTrainConfig, read_toml, validate_config
 from penstock.flows.options.argv import activate_command, penstock_command
@@ -42,7 +43,7 @@ from penstock.storage.store import Store
 POLL_SECONDS = 0.2
 EQUAL = "equal bit for bit"
 TARGETS: dict[str, Callable[[str], bool]] = {  # in the order of the kills: what -> whether a command line is that
-    "engine": lambda command: "engines/sglang/launch.py" in command,
+    "engine": lambda command: engine_backend().start_check()[0][0] in command,  # its launcher
     "trainer": lambda command: command.startswith("ray::TrainActor"),
     "driver": lambda command: False,  # the process itself
 }

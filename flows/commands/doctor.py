@@ -1,6 +1,6 @@
 """`penstock doctor`: check the installation and the machine, and print how to fix each problem.
 
-Versions are read from package metadata. Megatron-core and SGLang are also imported, each in its own process as in a
+Versions are read from package metadata. Megatron-core and the engine are also imported, each in its own process as in a
 run, because only an import reveals a broken environment.
 """
 
@@ -32,7 +32,7 @@ penstock doctor --plan --hf-checkpoint DIR [--config FILE.toml] [options of `pen
                 [--num-gpus N] [--num-gpus-per-node N]
 penstock doctor --ports
 
-  Checks the installation, whether Megatron-core and SGLang start, and the machine, and prints how to fix each problem.
+  Checks the installation, whether Megatron-core and the engine start, the machine, and how to fix problems.
   Then it prints what is missing for each planned use (the demo, one GPU, several nodes, S3, an MLflow server) and the
   command that adds it, or the command that starts the use. Exit code 1: a check failed.
 
@@ -142,13 +142,14 @@ def check_packages() -> list[Finding]:
     return findings
 
 
-def check_sglang() -> list[Finding]:
-    """Check that SGLang's server starts in the same way as in a run: by its launch script, in a process of its own."""
-    from penstock.engines.sglang.server import LAUNCHER
+def check_engine() -> list[Finding]:
+    """Check that the default engine's server starts in the same way as in a run, in a process of its own."""
+    from penstock.engines.backends import DEFAULT, engine_backend
 
-    advice = f"{SETUP}; without CUDA torchvision must be in {sys.prefix}/sglang-site, not in site-packages"
-    finding = _check_with_script("SGLang works", str(LAUNCHER), "--help", advice=advice)
-    return [replace(finding, found=f"serves with sglang {version('sglang')}") if finding.ok else finding]
+    backend = engine_backend()
+    command, advice = backend.start_check()
+    finding = _check_with_script(f"{backend.title} works", *command, advice=f"{SETUP}; {advice}")
+    return [replace(finding, found=f"serves with {DEFAULT} {version(DEFAULT)}") if finding.ok else finding]
 
 
 def check_machine() -> list[Finding]:
@@ -232,7 +233,7 @@ CHECKS: list[Callable[[], list[Finding]]] = [
     check_packages,
     lambda: [_check_with_script("torch works", "-c", _TORCH, advice=SETUP)],
     lambda: [_check_with_script("Megatron-core works", "-c", _MEGATRON, advice=SETUP)],
-    check_sglang,
+    check_engine,
     check_machine,
     check_store,
     check_ports,

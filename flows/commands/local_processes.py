@@ -3,7 +3,7 @@ files of killed processes (`penstock gc`).
 
 Most files are in the temporary directories of dead processes (engines/scratch.py). Ray's session folders in /tmp/ray,
 where they are if TMPDIR is too long for Ray, are removed if their driver (the pid in the folder's name) is dead; files
-of SGLang and torch in /dev/shm if no process has mapped them.
+of engines and torch in /dev/shm if no process has mapped them.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _dead_ray_sessions(directory: Path) -> list[Path]:
 
 
 def _unmapped_engine_files(shm: Path) -> list[Path]:
-    """Return files of SGLang and of trainers in shared memory that no process has mapped; none if that cannot be
+    """Return files of engines and of trainers in shared memory that no process has mapped; none if that cannot be
     determined."""
     entries = _entries_of_this_user(shm)
     candidates = [path for path in entries if _ENGINE_FILE.match(path.name)]

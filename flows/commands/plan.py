@@ -110,7 +110,7 @@ def gpu_bytes_from_flags(flag_values: Mapping[str, str]) -> int:
 
 def plan_fits(plan: GpuPlan) -> bool:
     """Return whether the run fits: the peak memory into a GPU, and the weights of engine and teacher into the engine's
-    share of the GPU (--sglang-mem-fraction-static)."""
+    share of the GPU."""
     too_large = any(engine and engine.weight_bytes >= engine.static_bytes for engine in (plan.engine, plan.teacher))
     return plan.peak_bytes <= plan.gpu_bytes and not too_large
 
@@ -153,7 +153,7 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
     print_table(("per GPU", "  GiB", ""), [(what, size.rjust(5), detail) for what, size, detail in rows])
     placement = "shared by trainer and engines" if plan.colocated and plan.engine else "of the trainer or the engines"
     if plan.engine and plan.engine.weight_bytes >= plan.engine.static_bytes:
-        verdict = "does not fit: the engine's weights exceed its share of the GPU (--sglang-mem-fraction-static)"
+        verdict = f"does not fit: the engine's weights exceed its share of the GPU ({plan.engine.share_flag})"
     elif plan.teacher and plan.teacher.weight_bytes >= plan.teacher.static_bytes:
         verdict = "does not fit: the teacher's weights exceed its share of the GPU (--opd-teacher-num-gpus)"
     else:

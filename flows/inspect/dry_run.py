@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from penstock.engines.backends import engine_backend
+from penstock.engines.backends import engine_backend, engine_flag
 from penstock.engines.families.entries import check_not_hub_id
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.flows.commands.plan import print_plan
@@ -25,7 +25,7 @@ from penstock.flows.config import PostTrainConfig, check_secrets, list_options
 from penstock.flows.gpu_plan import check_engine_gpus, check_nodes, plan_gpu_memory
 from penstock.flows.options.argv import format_bytes, short_repr
 from penstock.flows.options.partners import options_without_partner
-from penstock.flows.options.paths import DRAFT_MODEL, with_function_names
+from penstock.flows.options.paths import with_function_names
 from penstock.flows.promotion import with_champion
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.preflight import (
@@ -167,10 +167,12 @@ def check_model(flow: str, config: PostTrainConfig) -> ModelShape:
     check_nodes(config)
     if flow in GENERATING:
         check_engine_gpus(config, shape)
-        engine_backend().check_sharding(engine_options(config), shape)
-        draft_is_missing = any(flag.startswith("--sglang-") for flag, _ in missing_files(config))
+        options = engine_options(config)
+        engine_backend(options.engine).check_sharding(options, shape)
+        draft = config.engine_facts.draft_model
+        draft_is_missing = any(path == draft for _, path in missing_files(config))
         if not draft_is_missing and (has_weights(config) or not config.drafts_with_mtp_layers):  # they are looked up
-            engine_backend().check_options(engine_options(config))
+            engine_backend(options.engine).check_options(options)
     check_lengths(flow, config, shape)
     if has_weights(config):
         check_weights(config.convert.hf_checkpoint, shape)
@@ -195,8 +197,9 @@ def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
     paths = [("--prompt-data", parse_slice(entry)[0]) for entry in config.rollout.prompt_data]
     paths += [("--eval-prompt-data", parse_slice(path)[0]) for _, path in config.eval.eval_prompt_data]
     paths += [("--ref-load", config.train.ref_load or ""), ("--opd-teacher-load", config.train.opd_teacher_load or "")]
-    sglang = {name: str(value) for name, value in config.rollout.sglang.items()}
-    paths += [(f"--sglang-{name.replace('_', '-')}", sglang[name]) for name in DRAFT_MODEL if name in sglang]
+    engine, of_engine = config.rollout.engine, config.rollout.engine_options
+    of_paths = engine_backend(engine).path_flags
+    paths += [(engine_flag(engine, name), str(of_engine[name])) for name in of_paths if name in of_engine]
     for section, name, _ in list_options():
         value = getattr(getattr(config, section), name)
         if name.endswith("_path") and isinstance(value, str) and ".py" in value:
@@ -284,7 +287,7 @@ def describe_weights(config: PostTrainConfig) -> str:
     for tensor in stored_tensors(path, weight_files(path)).values():
         dtypes[tensor.location.dtype] += prod(tensor.shape)
     stored = " and ".join(dtype for dtype, _ in dtypes.most_common())
-    block, by_engines = block_size(path), config.rollout.sglang.get("quantization")
+    block, by_engines = block_size(path), config.engine_facts.quantization
     quantized = f"quantized in blocks of {block[0]} x {block[1]}" if block else "not quantized"
     return f"{stored} in the files, {quantized}{f'; the engines quantize to {by_engines}' if by_engines else ''}"
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
     from penstock.engines.generation import PublishedAdapter
     from penstock.engines.options import EngineOptions
-    from penstock.engines.serving.adapters import AdapterNames
+    from penstock.engines.serving.adapter_requests import AdapterNames
     from penstock.stages.train.config import TrainConfig
     from penstock.storage.history.run_record import ParentRecord
 
@@ -73,12 +73,14 @@ def reason_against_adapters(config: PostTrainConfig, options: EngineOptions, par
     if run.streams and options.router is not None:
         return "engines behind a router may have adapters of different versions (--async-mode streaming)"
     if run.update_weight_transport == "nccl":
-        return "SGLang has no broadcast of adapters (--update-weight-transport nccl)"
+        return "adapters cannot be broadcast (--update-weight-transport nccl)"
     if run.check_weight_update_equal and run.update_weight_transport == "disk":
-        return "SGLang compares adapters for --check-weight-update-equal only over --update-weight-transport tensor"
+        return "engines compare adapters for --check-weight-update-equal only over --update-weight-transport tensor"
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     targets = adapter_targets(shape, lora.target_modules)
-    return engine_backend().reason_against_adapters(options, shape, targets, compare=run.check_weight_update_equal)
+    return engine_backend(options.engine).reason_against_adapters(
+        options, shape, targets, compare=run.check_weight_update_equal
+    )
 
 
 def describe_other_base(config: PostTrainConfig, parent: ParentRecord | None) -> str | None:

@@ -1,7 +1,7 @@
-"""Parse flags: Penstock's own, Megatron's unchanged, SGLang's as `--sglang-NAME`, its router's as `--router-NAME`.
+"""Parse flags: Penstock's own, Megatron's unchanged, an engine's as `--<engine>-NAME`, its router's as `--router-NAME`.
 
 Penstock's flags are the config fields (flows/config.py); Megatron's are those of `MegatronOptions`. An unknown
-flag is an error that suggests the nearest known one. SGLang's flags are checked later, by the engine backend.
+flag is an error that suggests the nearest known one. An engine's flags are checked later, by its backend.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from penstock.engines.backends import BACKENDS, DEFAULT
 from penstock.engines.megatron.megatron_options import ALIASES, MegatronOptions
 from penstock.flows.config import PostTrainConfig, flag_of_field, list_options, read_toml, validate_config
 from penstock.flows.options.argv import short_repr
@@ -26,7 +27,6 @@ from penstock.storage.near_names import nearest_name
 
 Values = dict[str, dict[str, Any]]
 STORE_FLAGS = ("--store", "--store-options", "--store-single-writer")
-ENGINE_PREFIXES = ("--sglang-", "--router-")
 # Dashes and minus signs that text copied from a web page may have instead of hyphens.
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d"
 
@@ -52,7 +52,7 @@ def parse_store_options(argv: Sequence[str], command: str) -> RunConfig:
         if name != "--config" and name not in STORE_FLAGS:
             if (
                 name not in penstock_flags()
-                and not name.startswith(ENGINE_PREFIXES)
+                and not name.startswith(engine_prefixes())
                 and name not in megatron_flag_names()
             ):
                 raise OptionError(describe_unknown_flag(name, STORE_FLAGS))
@@ -89,6 +89,7 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
     for name, args in occurrences:
         if name != "--config":
             apply_flag(values, name, args, cleared)
+    check_engine_flags(values, [name for name, _ in occurrences])
     apply_custom_config(values)
     return values
 
@@ -115,8 +116,8 @@ def apply_custom_config(values: Values) -> None:
             section, name, _ = penstock_flags()[flag]
             values.setdefault(section, {})[name] = value
             continue
-        if flag.startswith(ENGINE_PREFIXES):
-            name, _, nested = flag.removeprefix("--").replace("-", "_").partition("_")
+        if flag.startswith(engine_prefixes()):
+            name, nested = name_engine_option(flag)
         elif flag in megatron_flag_names():
             section, name, nested = "train", "megatron", megatron_flag_names()[flag]
         values.setdefault(section, {}).setdefault(name, {})[nested] = value
@@ -199,9 +200,9 @@ def apply_flag(values: Values, name: str, args: list[str], options_set: set[str]
         values.setdefault(own[positive][0], {})[own[positive][1]] = False
     elif is_listed(name):
         check_listed_flag(name, args)
-    elif name.startswith(ENGINE_PREFIXES):
-        program, _, key = name.removeprefix("--").partition("-")
-        values.setdefault("rollout", {}).setdefault(program, {})[key.replace("-", "_")] = parse_literal(args)
+    elif name.startswith(engine_prefixes()):
+        option, key = name_engine_option(name)
+        values.setdefault("rollout", {}).setdefault(option, {})[key] = parse_literal(args)
     elif name in (engine := megatron_flag_names()):
         values.setdefault("train", {}).setdefault("megatron", {})[engine[name]] = parse_literal(args)
     else:
@@ -223,6 +224,29 @@ def apply_own_flag(values: Values, name: str, args: list[str], options_set: set[
         log_once(name, f"{new} replaces {target[key]}, because one function is called")
     target[key] = new  # the first flag replaces a file's value
     options_set.add(f"{section}.{key}")
+
+
+def engine_prefixes() -> tuple[str, ...]:
+    """Return how the flags of engines and of their routers begin."""
+    return *(f"--{engine}-" for engine in BACKENDS), "--router-"
+
+
+def name_engine_option(flag: str) -> tuple[str, str]:
+    """Return the dict option of section `rollout` and its key that a flag of an engine, or of its router, sets."""
+    program, _, key = flag.removeprefix("--").replace("-", "_").partition("_")
+    return ("router" if program == "router" else "engine_options"), key
+
+
+def check_engine_flags(values: Values, flags: Sequence[str]) -> None:
+    """Check that the flags of an engine on a command line are those of the engine that it selects."""
+    engine = values.get("rollout", {}).get("engine", DEFAULT)
+    for flag in flags:
+        if flag.startswith(engine_prefixes()) and flag not in penstock_flags():
+            other = flag.removeprefix("--").partition("-")[0]
+            if other not in ("router", engine):
+                raise OptionError(
+                    f"{flag} is an option of --engine {other}, but --engine is {engine}: omit one of them"
+                )
 
 
 @cache
@@ -309,7 +333,7 @@ def _has_type(annotation: Any, kind: type) -> bool:
 
 
 def parse_literal(args: list[str]) -> Any:
-    """Return an untyped option (of Megatron, SGLang or fsspec) as a number, bool, JSON value or text, by its spelling.
+    """Return an untyped option (of Megatron, engines or fsspec) as a number, bool, JSON value or text, by its spelling.
 
     Without arguments the value is True; several arguments make a list.
     """

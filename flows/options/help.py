@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.engines.backends import BACKENDS, engine_backend
 from penstock.engines.megatron.megatron_options import MegatronOptions
 from penstock.flows.config import flag_of_field, list_options
 from penstock.storage.config import field_meta
@@ -88,7 +89,7 @@ SHORT: dict[str, ShortHelp] = {
 }
 
 _PROGRAMS = (
-    "Megatron-core's flags are accepted unchanged, SGLang's with the prefix --sglang-, its router's with --router-."
+    "Megatron-core's flags are accepted unchanged, an engine's with its name as prefix, its router's with --router-."
 )
 _RESUME = (
     "A resumed run keeps its model, data and algorithm options. Number of rounds, intervals, engines, GPUs, memory "
@@ -147,18 +148,14 @@ def _megatron_options(keep: Callable[[Any], bool]) -> Iterator[str]:
 
 
 def _other_families() -> Iterator[str]:
-    """Yield help lines about the options of Megatron-core and SGLang."""
+    """Yield help lines about the options of Megatron-core and of the engines."""
     yield from _megatron_options(lambda field: True)
-    yield from (
-        "",
-        "OPTIONS OF SGLANG, with the prefix --sglang- (in a file below [rollout.sglang]), and of its router",
-    )
-    about = (
-        "All flags of the installed SGLang, such as --sglang-mem-fraction-static 0.8 (share of GPU memory) and "
-        "--sglang-context-length 8192 (tokens); `python -m sglang.launch_server --help` lists them. Those of its "
-        "router have the prefix --router-."
-    )
-    yield from ("", *_wrap(about, "  "), "")
+    for name in BACKENDS:
+        backend = engine_backend(name)
+        yield ""
+        where = f"with the prefix --{name}- (in a file below [rollout.engine_options])"
+        yield f"OPTIONS OF {backend.title.upper()}, {where}"
+        yield from ("", *_wrap(backend.help, "  "), "")
     yield from _wrap(
         "The page options.html of the site that `make docs` builds has every name, also those that are accepted "
         "without effect, and those that are refused."

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from penstock.engines.backends import engine_backend
 from penstock.flows.config import PostTrainConfig
 from penstock.stages.plugins import DEFAULT_NAMES, with_function_name
 from penstock.stages.rollout.config import RolloutConfig
@@ -25,7 +26,6 @@ FILES = {  # section -> options that name a file or a directory, or a list of th
         *("profile_dir", "memory_snapshot_dir", "ci_save_grad_norm", "ci_load_grad_norm"),
     ),
 }
-DRAFT_MODEL = ("speculative_draft_model_path", "speculative_draft_model")  # SGLang's flags that name a directory
 FUNCTIONS = {  # section -> options that name a function: file.py, file.py:name, pkg.module:name or pkg.module.name
     "convert": ("model_family_path",),  # file.py or pkg.module
     "rollout": tuple(name for name in DEFAULT_NAMES if name in RolloutConfig.model_fields),
@@ -87,8 +87,10 @@ def _map_paths(config: PostTrainConfig, change: Callable[[str], str]) -> PostTra
         new = {name: change_file_path(getattr(old, name)) for name in FILES.get(section, ())}
         new |= {name: change_function_path(getattr(old, name)) for name in FUNCTIONS.get(section, ())}
         if section == "rollout":
-            new["sglang"] = {
-                name: change_file_path(value) if name in DRAFT_MODEL else value for name, value in old.sglang.items()
+            of_paths = engine_backend(old.engine).path_flags
+            new["engine_options"] = {
+                name: change_file_path(value) if name in of_paths else value
+                for name, value in old.engine_options.items()
             }
         sections[section] = old.model_copy(update=new)
     evals = config.eval

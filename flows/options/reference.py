@@ -7,16 +7,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator
 
+from penstock.engines.backends import BACKENDS, engine_backend
 from penstock.engines.megatron.megatron_options import ALIASES, ROUNDING_MODULE, MegatronOptions
-from penstock.engines.sglang.args import ROUTER_RESERVED
-from penstock.engines.sglang.older_release import DROPPED, RENAMED
-from penstock.engines.sglang.server_options import REFUSED, RESERVED
 from penstock.flows.config import flag_of_field
 from penstock.flows.options import refused
-from penstock.flows.options.flags import penstock_flags
 from penstock.storage.config import field_meta
 
-HEAD = f"""# Names of {", ".join([*refused.TRAINERS, "Megatron"])} and SGLang
+HEAD = f"""# Names of {", ".join([*refused.TRAINERS, "Megatron"])} and of engines
 
 Every name that `penstock train` and the other flows accept besides the options of Penstock, which
 [Configuration](reference/configuration.md) lists with their spellings.
@@ -42,7 +39,10 @@ def options_page() -> str:
     ]
     lines += ["", "## Refused names of other trainers", "", *table(("name", "what to use"), refused.REFUSED.items())]
     lines += ["", "## Options of Megatron", "", *megatron_lines()]
-    lines += ["", "## Options of SGLang and its router", "", *sglang_lines()]
+    for name in BACKENDS:
+        lines += ["", f"## Options of {engine_backend(name).title} and its router"]
+        for text, rows in engine_backend(name).flag_tables().items():
+            lines += ["", *textwrap.wrap(text, 120), "", *table(("name", "what Penstock does"), rows.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -68,32 +68,6 @@ def megatron_lines() -> Iterator[str]:
         180,
         break_on_hyphens=False,
     )
-
-
-def sglang_lines() -> Iterator[str]:
-    """Yield the lines about SGLang's options."""
-    yield "All flags of the installed SGLang are passed on with the prefix `--sglang-`, and those of its router with"
-    yield "`--router-`, except:"
-    yield ""
-    rows: list[tuple[str, str]] = [(server_flag(name), f"set from {source}") for name, source in RESERVED.items()]
-    rows += [(server_flag(name) + ("..." if name.endswith("_") else ""), text) for name, text in REFUSED.items()]
-    rows += [(f"--router-{name.replace('_', '-')}", text) for name, text in ROUTER_RESERVED.items()]
-    yield from table(("name", "refused, because"), [row for row in rows if row[0] not in penstock_flags()])
-    yield ""
-    yield "Names of older releases, if the installed one does not have them:"
-    yield ""
-    renamed = [
-        (server_flag(name), f"means {server_flag(new)}{'' if value is ... else f' {value}'}")
-        for name, (new, value) in RENAMED.items()
-    ]
-    yield from table(
-        ("name", ""), [*renamed, *((server_flag(name), f"refused: {text}") for name, text in DROPPED.items())]
-    )
-
-
-def server_flag(name: str) -> str:
-    """Return the flag of an option of SGLang's server."""
-    return f"--sglang-{name.strip('_').replace('_', '-')}"
 
 
 def table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Iterator[str]:

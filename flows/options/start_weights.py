@@ -107,11 +107,7 @@ def fp8_warning(config: PostTrainConfig) -> Iterator[str]:
     """Yield a warning if --hf-checkpoint is named after fp8, but neither its weights are quantized nor do the engines
     quantize them."""
     path = Path(config.convert.hf_checkpoint).expanduser()
-    if (
-        "fp8" in path.resolve().name.lower()
-        and block_size(path) is None
-        and not config.rollout.sglang.get("quantization")
-    ):
+    if "fp8" in path.resolve().name.lower() and block_size(path) is None and not config.engine_facts.quantization:
         yield (
             f"--hf-checkpoint {config.convert.hf_checkpoint} is not quantized, so the engines do not generate in fp8: "
             "`penstock convert --load CHECKPOINT --export-dtype fp8 --save DIR` writes fp8 weights (docs/engines.md)"

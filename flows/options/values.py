@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from penstock.engines.backends import BACKENDS
 from penstock.flows.options.argv import short_repr
 from penstock.storage.errors import OptionError
 
@@ -100,9 +101,9 @@ def describe_nested_flag(name: str, key: Any) -> str:
     """Return how the entry `key` of the dict option `name` is given on the command line, for error messages."""
     key = short_repr(str(key))[1:-1]
     dashed = key.replace("_", "-")
-    return {"--megatron": f"--{dashed}", "--sglang": f"--sglang-{dashed}", "--router": f"--router-{dashed}"}.get(
-        name, f"{name} {key}"
-    )
+    if name == "--megatron":
+        return f"--{dashed}"
+    return f"{name}-{dashed}" if name.removeprefix("--") in ("router", *BACKENDS) else f"{name} {key}"
 
 
 def check_option_text(name: str, text: str) -> None:

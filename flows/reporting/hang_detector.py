@@ -1,7 +1,7 @@
 """Detect that no stage has moved for a while, and print the Python stacks of the run's processes. Nothing is killed.
 
-Trainer ranks and SGLang's processes print their stacks when they get SIGUSR2 (`engines/scratch.py`,
-`engines/sglang/launch.py`). A process without that handler is named only, since the signal would kill it.
+Trainer ranks and engine processes print their stacks when they get SIGUSR2 (`engines/scratch.py`,
+an engine's launch script). A process without that handler is named only, since the signal would kill it.
 """
 
 from __future__ import annotations

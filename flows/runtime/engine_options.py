@@ -27,14 +27,15 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
     return EngineOptions(
         spec=ServerSpec(
             model_path=str(Path(config.convert.hf_checkpoint).resolve()),
-            port=rollout.sglang_port,
-            args=rollout.sglang,
-            threads=rollout.sglang_threads or 1,
-            python=rollout.sglang_python,
-            pythonpath=rollout.sglang_pythonpath,
-            start_timeout=rollout.sglang_start_timeout,
+            port=rollout.engine_port,
+            args=rollout.engine_options,
+            threads=rollout.engine_threads or 1,
+            python=rollout.engine_python,
+            pythonpath=rollout.engine_pythonpath,
+            start_timeout=rollout.engine_start_timeout,
             network_interface=config.run.network_interface,
         ),
+        engine=rollout.engine,
         params_dtype=train.params_dtype,
         num_engines=rollout.num_engines,
         num_gpus=num_gpus,
@@ -78,7 +79,12 @@ def teacher_options(config: PostTrainConfig) -> EngineOptions | None:
         }
     )
     return EngineOptions(
-        spec, params_dtype=train.params_dtype, num_gpus=num_gpus, gpus_per_engine=num_gpus, health=engines.health
+        spec,
+        engines.engine,
+        params_dtype=train.params_dtype,
+        num_gpus=num_gpus,
+        gpus_per_engine=num_gpus,
+        health=engines.health,
     )
 
 

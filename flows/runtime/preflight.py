@@ -14,9 +14,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.engines.backends import engine_backend
+from penstock.engines.backends import engine_backend, engine_flag
 from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilities
-from penstock.engines.serving.addresses import is_on_this_machine
+from penstock.engines.serving.endpoints import is_on_this_machine
 from penstock.flows.config import PostTrainConfig, check_secrets
 from penstock.flows.debug_options import check_committed_rollouts, check_debug_options, gpu_flow
 from penstock.flows.debugging.rollout_files import check_rollout_files
@@ -99,14 +99,14 @@ def _run_checks_once(flow: str, config_json: str) -> None:
         options = engine_options(config)
         if flow == "post_train":
             options = with_adapters(options, config, read_parent(config))
-        engine_backend().check_options(options)
+        engine_backend(options.engine).check_options(options)
         on_this_machine = config.run.ray_address is None and not options.external
         capabilities = visible_gpu_capabilities() if on_this_machine else None  # None: unknown
         if capabilities is not None:
-            engine_backend().check_gpus(options, has_gpus=bool(capabilities))
+            engine_backend(options.engine).check_gpus(options, has_gpus=bool(capabilities))
             check_eval_engines(config, options.num_engines_to_start(bool(capabilities)))
         if flow == "post_train" and not config.run.debug_rollout_only:
-            engine_backend().check_weight_updates(options, capabilities)
+            engine_backend(options.engine).check_weight_updates(options, capabilities)
     open_store(config.run)  # last, because it writes a probe
 
 
@@ -194,9 +194,10 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
     check_loop_options(flow, config)
     check_promotion_options(config.eval)
     check_keep_best(config)
+    engine = engine_backend(rollout.engine)
     if run.check_weight_update_equal and config.speculates:
         raise OptionError(
-            "--check-weight-update-equal cannot be combined with --sglang-speculative-algorithm, because it overwrites "
+            f"--check-weight-update-equal cannot be combined with {engine.speculation_flag}, because it overwrites "
             "the draft layers too, which weight updates do not replace: omit one of them"
         )
     check_debug_options(flow, config)
@@ -213,9 +214,9 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
         )
     check_addresses(config)
     train.megatron.check()
-    if rollout.rollout_external_engine_addrs and (started := sorted(set(rollout.sglang) - {"api_key"})):
+    if rollout.rollout_external_engine_addrs and (started := sorted(set(rollout.engine_options) - {"api_key"})):
         raise EngineError(
-            f"--sglang-{started[0].replace('_', '-')} is an option for starting engines, but the engines of "
+            f"{engine_flag(rollout.engine, started[0])} is an option for starting engines, but the engines of "
             "--rollout-external-engine-addrs are running already: set it where they are started, and leave it out here"
         )
 
@@ -272,7 +273,7 @@ def check_weight_directory(config: PostTrainConfig) -> None:
     if remote and in_object_store and directory is None and uses_disk:
         raise EngineError(
             f"the external engine {remote[0]} loads weights from a directory, but --store {run.store} is an object "
-            "store, from which SGLang cannot load: give --update-weight-disk-dir, a directory that the trainer and "
+            "store, from which engines cannot load: give --update-weight-disk-dir, a directory that the trainer and "
             "the engines see under the same path, or --update-weight-transport nccl"
         )
 
@@ -312,7 +313,7 @@ def check_group_size(config: PostTrainConfig) -> None:
 
 def check_layout(shape: ModelShape, train: TrainConfig) -> None:
     """Check that a model can be trained with the parallel sizes and Megatron options of a config. Raises InputError."""
-    from penstock.engines.megatron.parallel_layout import (
+    from penstock.engines.parallel_layout import (
         check_grouped_experts,
         check_model_parallel,
         check_pipeline,
@@ -346,7 +347,7 @@ def check_gpus(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
     check_nodes(config)
     if flow in GENERATING:
         check_engine_gpus(config, shape)
-        engine_backend().check_sharding(engine_options(config), shape)
+        engine_backend(config.rollout.engine).check_sharding(engine_options(config), shape)
     gpus = visible_gpu_bytes()
     if not gpus:
         return
@@ -362,7 +363,7 @@ def check_lengths(flow: str, config: PostTrainConfig, shape: ModelShape) -> None
     rollout, evals = config.rollout, config.eval
     limit = _context_length(config, shape)
     source = (
-        "--sglang-context-length"
+        engine_backend(config.rollout.engine).context_flag
         if limit != shape.max_position_embeddings
         else "max_position_embeddings in config.json"
     )
@@ -388,9 +389,8 @@ def check_lengths(flow: str, config: PostTrainConfig, shape: ModelShape) -> None
 
 
 def _context_length(config: PostTrainConfig, shape: ModelShape) -> int:
-    """Return the context length of the engines: --sglang-context-length, by default the model's."""
-    served = config.rollout.sglang.get("context_length")
-    return served if isinstance(served, int) and served > 0 else shape.max_position_embeddings
+    """Return the context length of the engines, by default the model's."""
+    return config.engine_facts.context_length or shape.max_position_embeddings
 
 
 def check_data(
@@ -541,8 +541,8 @@ def check_teacher(config: PostTrainConfig) -> None:
     path, num_gpus = options.spec.model_path, options.gpus_per_engine
     teacher = read_shape(path, config.convert.model_family_path)
     check_weights(path, teacher)
-    engine_backend().check_options(options)
-    engine_backend().check_sharding(options, teacher)
+    engine_backend(options.engine).check_options(options)
+    engine_backend(options.engine).check_sharding(options, teacher)
     if teacher.num_attention_heads % num_gpus:
         raise LayoutError(
             f"--opd-teacher-num-gpus {num_gpus} does not divide the {teacher.num_attention_heads} attention heads of "
@@ -552,7 +552,7 @@ def check_teacher(config: PostTrainConfig) -> None:
     longest = (
         rollout.rollout_max_context_len or (rollout.rollout_max_prompt_len or 0) + rollout.rollout_max_response_len
     )
-    if longest >= teacher.max_position_embeddings:  # SGLang also refuses a prompt of just this length
+    if longest >= teacher.max_position_embeddings:  # engines also refuse a prompt of just this length
         raise OptionError(
             f"the samples may have {longest} tokens (--rollout-max-context-len, --rollout-max-prompt-len, "
             f"--rollout-max-response-len), but must have fewer than the {teacher.max_position_embeddings} positions of "
@@ -589,7 +589,7 @@ def config_warnings(flow: str, config: PostTrainConfig) -> list[str]:
         )
     rollout = config.rollout
     sampling = {"top_p": rollout.rollout_top_p, "top_k": rollout.rollout_top_k, **rollout.rollout_sampling}
-    truncating = engine_backend().find_biasing_params(sampling)
+    truncating = engine_backend(config.rollout.engine).find_biasing_params(sampling)
     if truncating:
         warnings.append(
             f"{', '.join(truncating)}: tokens are not sampled from the distribution that log-probs, ratios and KL are "

@@ -16,10 +16,10 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.backends import engine_backend
-from penstock.engines.energy import Counters, all_counters, read_counters, used_joules
-from penstock.engines.memory import MemorySwitch
-from penstock.engines.serving.adapters import BASE, AdapterNames
-from penstock.engines.serving.addresses import engine_url
+from penstock.engines.local_gpus import Counters, all_counters, read_counters, used_joules
+from penstock.engines.serving.adapter_requests import BASE, AdapterNames
+from penstock.engines.serving.endpoints import engine_url
+from penstock.engines.training import MemorySwitch
 from penstock.engines.weights.routes import add_upload
 from penstock.engines.weights.weight_check import INITIAL, update_and_check
 from penstock.flows.config import PostTrainConfig
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from penstock.engines.generation import EngineClient, WeightTransport
     from penstock.engines.options import EngineOptions
     from penstock.engines.serving.pool import EnginePool
-    from penstock.stages.train.group import TrainerGroup
     from penstock.stages.train.restore import PolicyRestorer
+    from penstock.stages.train.trainer_group import TrainerGroup
 
 
 _ray_start: ClusterStart | None = None  # inside `ray_starting`
@@ -110,7 +110,7 @@ class Processes:
         self._trainer: TrainerGroup | None = None
         self._engines: EnginePool | None = None
         self._eval_engines: EnginePool | None = None  # with --eval-mode apart
-        self._teacher: EnginePool | None = None  # of --opd-teacher-load with --opd-type sglang
+        self._teacher: EnginePool | None = None  # of --opd-teacher-load in an engine
         self._shared_for_evaluation: Callable[[], list[str]] | None = None  # their addresses in `share_engines_at`
         self._switches: list[MemorySwitch] = []  # since the last weight update
         self._counters_at_start = all_counters()
@@ -163,18 +163,20 @@ class Processes:
     @cached_property
     def router(self) -> RequestRouter | None:
         """Return the started router in front of the engines, or None if none is configured."""
-        router = engine_backend().create_router(self._options)
+        router = engine_backend(self._options.engine).create_router(self._options)
         return None if router is None else self._entered.enter_context(router)
 
     @property
     def engine_client_factory(self) -> Callable[..., EngineClient]:
         """Return a function: engine URLs -> client that sends its requests to the router, if there is one."""
-        return partial(engine_backend().connect, router=self.router.address if self.router else None)
+        return partial(
+            engine_backend(self._options.engine).connect, router=self.router.address if self.router else None
+        )
 
     @property
     def evaluation_client_factory(self) -> Callable[..., EngineClient]:
         """Return `engine_client_factory` for evaluations. The router does not know engines that only evaluate."""
-        return engine_backend().connect if self.evaluates_apart else self.engine_client_factory
+        return engine_backend(self._options.engine).connect if self.evaluates_apart else self.engine_client_factory
 
     @property
     def training_client_factory(self) -> Callable[..., EngineClient]:
@@ -298,7 +300,7 @@ class Processes:
         with self._starting:
             cluster = self.cluster
             if self._engines is None:
-                engines = start_pool(cluster, self._options, engine_backend())
+                engines = start_pool(cluster, self._options)
                 if self.evaluates_apart:
                     self._eval_engines = engines.split(self.config.eval.eval_num_engines)
                 self._engines = engines
@@ -327,7 +329,7 @@ class Processes:
                 first_gpu = run_placement(self.config).end_of_engines(cluster.gpus_per_node)
                 log_dir = self._options.spec.log_dir and f"{self._options.spec.log_dir}/teacher"
                 options = replace(options, trainer_gpus=first_gpu).replace_spec_fields(log_dir=log_dir)
-                self._teacher = start_pool(cluster, options, engine_backend())
+                self._teacher = start_pool(cluster, options)
             return self._teacher
 
     def describe_engines(self) -> str:
@@ -640,7 +642,7 @@ class Processes:
         self._teacher = None
         self._engines = self._eval_engines = None
         if pools and self._options.adapters is not None and (external := self._options.external):
-            engine_backend().connect(list(map(engine_url, external))).unload_adapters()
+            engine_backend(self._options.engine).connect(list(map(engine_url, external))).unload_adapters()
         if self._cluster is not None and self._cluster.alive():
             for pool in pools:
                 pool.stop()
@@ -656,14 +658,15 @@ class Processes:
         return read_shape(self.config.convert.hf_checkpoint, self.config.convert.model_family_path)
 
     def _new_trainer(self, cluster: Cluster, config: PostTrainConfig) -> TrainerGroup:
-        from penstock.stages.train.group import TrainerGroup
         from penstock.stages.train.spec import TrainerSpec
+        from penstock.stages.train.trainer_group import TrainerGroup
 
         spec = TrainerSpec(
             run=self.keys.run,
             shape=self.shape,
             config=config.train,
             temperature=config.rollout.rollout_temperature,
+            engine=config.rollout.engine,
             store=self.store.uri,
             store_options=self.store.options,  # with resolved secrets: another process cannot resolve the references
             network_interface=self.config.run.network_interface,

@@ -19,8 +19,8 @@ from prefect.runtime import flow_run, task_run
 
 from penstock.engines import scratch
 from penstock.engines.local_ray import ClusterLost
-from penstock.engines.memory import GIB, MemorySwitch
 from penstock.engines.placement import NodeLost
+from penstock.engines.training import GIB, MemorySwitch
 from penstock.engines.weights.fp8_blocks import fp8_weights
 from penstock.flows.config import PostTrainConfig, config_hash
 from penstock.flows.debug_options import gpu_flow

@@ -196,7 +196,7 @@ ACCEPTED: dict[str, str] = {flag: text for text, flags in _ACCEPTED.items() for 
     "--use-hf-config-for-megatron": "the model's shape is always read from config.json",
     "--log-probs-max-tokens-per-gpu": "log-probs are computed in the micro-batches of --max-tokens-per-gpu",
     "--data-pad-size-multiplier": "sequences are packed without padding",
-    "--rollout-health-check-first-wait": "health checks begin when an engine is ready (--sglang-start-timeout)",
+    "--rollout-health-check-first-wait": "health checks begin when an engine is ready (--engine-start-timeout)",
     "--rollout-cleanup-timeout": "processes of a run have --grace-period seconds to end",
     "--log-multi-turn": "turns of a sample are always recorded",
     "--train-memory-margin-bytes": "`penstock doctor --plan` estimates the GPU memory before the start",

@@ -15,15 +15,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from penstock.engines.sglang.args import check_router_args, check_sglang_args
+from penstock.engines.backends import engine_backend
 from penstock.flows.config import SECTIONS, PostTrainConfig, flag_of_field, validate_config
 from penstock.flows.options.argv import short_repr, split_args
 from penstock.flows.options.flags import (
-    ENGINE_PREFIXES,
     Values,
     apply_custom_config,
     apply_flag,
     did_you_mean,
+    engine_prefixes,
     megatron_flag_names,
     penstock_flags,
     split_flags,
@@ -172,7 +172,7 @@ def translate_flags(recipe: Recipe, argv: list[str]) -> None:
     for name, args in split_flags(argv):
         own = penstock_flags().get(name)
         text = " ".join([name, *args])
-        if own is None and not (is_listed(name) or name.startswith(ENGINE_PREFIXES) or name in megatron_flag_names()):
+        if own is None and not (is_listed(name) or name.startswith(engine_prefixes()) or name in megatron_flag_names()):
             positive = "--" + name.removeprefix("--no-")
             if positive not in penstock_flags():
                 unknown.append(name + did_you_mean(name, [*penstock_flags(), *megatron_flag_names()]).rstrip("?"))
@@ -216,9 +216,9 @@ def resolve_unknown(recipe: Recipe, name: str, args: list[str]) -> list[str]:
 
 def check_engine_flag(name: str, args: list[str]) -> None:
     """Check a flag of SGLang or its router, unless the table of slime's flags has it. Raises EngineError."""
-    if name.startswith(ENGINE_PREFIXES) and name not in penstock_flags() and not is_listed(name):
+    if name.startswith(engine_prefixes()) and name not in penstock_flags() and not is_listed(name):
         program, _, key = name.removeprefix("--").partition("-")
-        {"sglang": check_sglang_args, "router": check_router_args}[program]({key: args})
+        engine_backend("sglang").check_args({key: args}, router=program == "router")
 
 
 def adapt(recipe: Recipe) -> None:
@@ -260,7 +260,7 @@ def adapt_rollout(recipe: Recipe) -> None:
         if "rm_type" not in rollout:
             rollout["rm_type"] = "zero"
             recipe.comments["rollout", "rm_type"] = "the teacher is the only signal"
-    if rollout.get("sglang", {}).get("enable_deterministic_inference"):
+    if rollout.get("engine_options", {}).get("enable_deterministic_inference"):
         rollout.setdefault("rollout_sampling_seeds", True)
         recipe.comments["rollout", "rollout_sampling_seeds"] = (
             "slime does so with --sglang-enable-deterministic-inference"

@@ -30,7 +30,7 @@ class ConvertConfig(StageConfig):
 
     mtp: Mtp = option("skip", mutability="schedule")
     """Tensors of multi-token prediction layers, which are not trained: skip them, or copy them into every export
-    (always with --sglang-speculative-algorithm)."""
+    (always if the engines draft with them)."""
 
     convert_ranks: int = option(1, mutability="placement", ge=1)
     """Number of processes of a conversion; use several if the disk is faster than one process."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, field_validator, model_validator
 
+from penstock.engines.backends import BACKENDS, DEFAULT, engine_backend
 from penstock.storage.config import StageConfig, option
 from penstock.storage.errors import OptionError
 from penstock.storage.secrets import has_credentials, is_secret_name
@@ -141,7 +142,7 @@ class GenerationConfig(PromptConfig):
     """Token ids that end a response, in addition to the model's own end token."""
 
     rollout_sampling: dict[str, Any] = option(default_factory=dict)
-    """Further SGLang sampling parameters, under SGLang's names, e.g. min_p=0.05 or ignore_eos=true."""
+    """Further sampling parameters, under the engine's names, e.g. min_p=0.05 or ignore_eos=true."""
 
     rollout_skip_special_tokens: bool = option(False)
     """Remove special tokens such as the end token from the response text (the tokens themselves are kept)."""
@@ -166,7 +167,7 @@ class GenerationConfig(PromptConfig):
     `engine.openai`; 0 selects a free port."""
 
     def sampling_params(self) -> dict[str, Any]:
-        """Return the sampling parameters under SGLang's names."""
+        """Return the sampling parameters under the engine's names."""
         params: dict[str, Any] = {
             "temperature": self.rollout_temperature,
             "top_p": self.rollout_top_p,
@@ -280,7 +281,7 @@ class RolloutConfig(GenerationConfig):
     """Model path passed to the constructor of the class of --custom-rm-path, if the constructor takes an argument."""
 
     opd_teacher_url: str | None = option(None, mutability="placement", secret=True)
-    """With --opd-type sglang: address of an SGLang server with the teacher, such as http://10.0.0.7:30000; its model
+    """With --opd-type sglang: address of an engine with the teacher, such as http://10.0.0.7:30000; its model
     has the policy's tokenizer. Without it the run starts an engine with the model of --opd-teacher-load."""
 
     opd_teacher_num_gpus: int = option(1, ge=1, mutability="placement")
@@ -307,8 +308,11 @@ class RolloutConfig(GenerationConfig):
 
     # ---- placement ---------------------------------------------------------------------------------------------------
 
+    engine: str = option(DEFAULT, mutability="placement")
+    """Inference engine: a row of `BACKENDS` (engines/backends.py), or `module:Class` of an `EngineBackend`."""
+
     num_engines: int = option(1, mutability="placement", ge=1)
-    """Number of engines (SGLang servers) on a machine without GPUs. With GPUs, the number is --rollout-num-gpus /
+    """Number of engines on a machine without GPUs. With GPUs, the number is --rollout-num-gpus /
     --rollout-num-gpus-per-engine."""
 
     rollout_num_gpus: int | None = option(None, mutability="placement", ge=1)
@@ -321,14 +325,14 @@ class RolloutConfig(GenerationConfig):
     """External engines as host:port. The run updates their weights, but neither starts nor stops them."""
 
     use_router: bool = option(False, mutability="placement")
-    """Send requests through SGLang's router (any --router-* flag enables it too). Without the router, each request goes
-    directly to the least busy engine."""
+    """Send requests through the engine's router (any --router-* flag enables it too). Without the router, each request
+    goes directly to the least busy engine."""
 
     router: dict[str, Any] = option(default_factory=dict, mutability="placement", secret=True)
-    """Arguments of SGLang's router, under the router's names; on the command line --router-<name>."""
+    """Arguments of the engine's router, under the router's names; on the command line --router-<name>."""
 
-    sglang_server_concurrency: int = option(512, mutability="placement", ge=1)
-    """Maximum number of samples in flight per engine."""
+    engine_concurrency: int = option(512, aliases=("sglang-server-concurrency",), mutability="placement", ge=1)
+    """Maximum number of samples in flight per engine; --sglang-server-concurrency is slime's name of it."""
 
     rollout_timeout: float = option(3600.0, mutability="placement", gt=0)
     """Seconds that a whole rollout may take; after that it is cancelled and retried."""
@@ -355,28 +359,35 @@ class RolloutConfig(GenerationConfig):
     """Seconds between writes of finished groups to the journal of an unfinished rollout, from which a retry reuses
     them; 0 disables the journal."""
 
-    sglang: dict[str, Any] = option(default_factory=dict, mutability="placement", secret=True)
-    """Arguments of the SGLang servers, under SGLang's names; on the command line --sglang-<name>."""
+    engine_options: dict[str, Any] = option(default_factory=dict, mutability="placement", secret=True)
+    """The engine's own flags, under its names; on the command line `--<engine>-<name>`."""
 
-    @field_validator("sglang", "router")
+    @field_validator("engine")
+    @classmethod
+    def _check_engine(cls, name: str) -> str:
+        if name not in BACKENDS:
+            engine_backend(name)
+        return name
+
+    @field_validator("engine_options", "router")
     @classmethod
     def _use_underscores(cls, args: dict[str, Any]) -> dict[str, Any]:
         return {name.lstrip("-").replace("-", "_"): value for name, value in args.items()}
 
-    sglang_python: str | None = option(None, mutability="placement")
-    """Python interpreter of the SGLang servers. Default: the interpreter of this process."""
+    engine_python: str | None = option(None, mutability="placement")
+    """Python interpreter of the engines' servers. Default: the interpreter of this process."""
 
-    sglang_pythonpath: str | None = option(None, mutability="placement")
-    """PYTHONPATH for the SGLang servers, prepended to the inherited PYTHONPATH."""
+    engine_pythonpath: str | None = option(None, mutability="placement")
+    """PYTHONPATH for the engines' servers, prepended to the inherited PYTHONPATH."""
 
-    sglang_port: int = option(0, mutability="placement", ge=0, le=65535)
-    """Port of the first SGLang server; the other servers use the next ports. 0 selects free ports."""
+    engine_port: int = option(0, mutability="placement", ge=0, le=65535)
+    """Port of the first engine's server; the other servers use the next ports. 0 selects free ports."""
 
-    sglang_threads: int | None = option(None, mutability="placement", ge=1)
-    """CPU threads per SGLang server on a machine without GPUs."""
+    engine_threads: int | None = option(None, mutability="placement", ge=1)
+    """CPU threads per engine on a machine without GPUs."""
 
-    sglang_start_timeout: float = option(600.0, mutability="placement", gt=0)
-    """Seconds that an SGLang server may take to start."""
+    engine_start_timeout: float = option(600.0, mutability="placement", gt=0)
+    """Seconds that an engine may take to start."""
 
     @field_validator("plugin_args", mode="before")
     @classmethod

@@ -64,7 +64,7 @@ class GroupRunner:
     hook: Callable[[Sample], Awaitable[None]] | None  # called with every generated sample before it is graded
     slots: asyncio.Semaphore  # limits how many groups are generated concurrently
     partial_rollout: bool  # aborted samples keep their tokens; otherwise they restart from the prompt
-    teacher: Teacher | None = None  # computes the log-probs of --opd-type sglang
+    teacher: Teacher | None = None  # computes log-probs in an engine
     stopping: bool = False  # whether `stop` was called
     generated: list[Sample] = field(default_factory=list)  # samples generated in this attempt (not from the journal)
     num_response_tokens: int = 0  # trained tokens generated in this attempt
@@ -212,7 +212,7 @@ class EngineGenerator:
 
 
 def sampling_params_for(config: GenerationConfig, sample: Sample) -> dict[str, Any]:
-    """Return SGLang's sampling parameters for the rest of a sample's response. `max_new_tokens` is the number of tokens
+    """Return the sampling parameters for the rest of a sample's response. `max_new_tokens` is the number of tokens
     that the length limits still allow; with `rollout_sampling_seeds`, `sampling_seed` depends on the sample's index in
     its group.
 
@@ -260,7 +260,7 @@ def append_generation(sample: Sample, generation: Generation, round: RolloutRoun
     assert len(token_ids) == len(logprobs), "the engine returned different numbers of tokens and log-probs"
     sample.status = STATUS[generation.finish_reason]
     if sample.status is Status.ABORTED:
-        # SGLang checks for an abort before it checks for the end (`update_finish_state`, 0.5.21): the last token may be
+        # Engines check for an abort before they check for the end: the last token may be
         # the end token or the last token allowed. Remove this token; it is sampled again when the sample continues.
         token_ids, logprobs = token_ids[:-1], logprobs[:-1]
     if not token_ids:  # aborted before the first token, or stopped at once by a stop string

@@ -27,8 +27,8 @@ from functools import partial
 from typing import Any
 
 from penstock.engines.backends import connect as connect_engines
-from penstock.engines.energy import ReadCounters, energy_metric, no_counters
 from penstock.engines.generation import EngineClient, EngineUrls
+from penstock.engines.local_gpus import ReadCounters, energy_metric, no_counters
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.deadline import SampleProgress, record_seconds, run_blocking, run_with_deadline
@@ -250,7 +250,7 @@ async def generate_round(
             grader.submit_group,
             hook=run_sample_hook if config.rollout_sample_hook_path else None,
             teacher=teacher,
-            slots=asyncio.Semaphore(max(1, config.sglang_server_concurrency * num_engines // num_samples)),
+            slots=asyncio.Semaphore(max(1, config.engine_concurrency * num_engines // num_samples)),
             partial_rollout=config.partial_rollout,
         )
         collect = partial(

@@ -21,8 +21,8 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.engines.energy import energy_metric
 from penstock.engines.generation import EngineUrls
+from penstock.engines.local_gpus import energy_metric
 from penstock.stages.rollout.deadline import flatten_errors
 from penstock.stages.rollout.group import GroupRunner, num_trained_tokens
 from penstock.stages.rollout.journal import Journal
@@ -236,7 +236,7 @@ class RolloutStream:
                 hook=self._run_sample_hook if config.rollout_sample_hook_path else None,
                 teacher=teacher,
                 slots=asyncio.Semaphore(
-                    max(1, config.sglang_server_concurrency * self._num_engines // config.n_samples_per_prompt)
+                    max(1, config.engine_concurrency * self._num_engines // config.n_samples_per_prompt)
                 ),
                 partial_rollout=False,
             )

@@ -1,4 +1,4 @@
-"""Log-probs of a teacher model, from an engine of the run or another SGLang server (--opd-type sglang).
+"""Log-probs of a teacher model, from an engine of the run or another server.
 
 They are stored in the samples, so training and replay need no teacher. A request contains the tokens of prompt and
 response; the server returns the log-prob of each token given those before it, at temperature 1.
@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from penstock.engines.serving.keys import auth_headers
+from penstock.engines.serving.endpoints import auth_headers
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.secret_references import resolve_secrets
@@ -126,7 +126,7 @@ def token_logprobs(answer: Any, token_ids: list[int]) -> list[float]:  # [L]
     try:
         entries = answer["meta_info"]["input_token_logprobs"]
         scored = [entry[1] for entry in entries]
-        # SGLang reports the last id of the vocabulary, whose log-prob is right, as 0.
+        # the engine reports the last id of the vocabulary, whose log-prob is right, as 0.
         last = max(token_ids)
         if len(scored) != len(token_ids) or any(a != b and (a, b) != (0, last) for a, b in zip(scored, token_ids)):
             raise ValueError(f"log-probs of {len(entries)} other tokens")
@@ -134,6 +134,6 @@ def token_logprobs(answer: Any, token_ids: list[int]) -> list[float]:  # [L]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RuntimeError(
             f"the teacher answered without the log-probs of the {len(token_ids)} tokens of a sample "
-            f"({type(error).__name__}: {str(error)[:100]}): give an SGLang server with a model of the same tokenizer "
+            f"({type(error).__name__}: {str(error)[:100]}): give an engine's server with a model of the same tokenizer "
             "as --opd-teacher-url"
         ) from error

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from penstock.engines.serving.keys import auth_headers
+from penstock.engines.serving.endpoints import auth_headers
 from penstock.stages.plugins import load_function
 from penstock.stages.rewards.builtin.dapo import dapo, last_answer
 from penstock.stages.rewards.builtin.math_answer import deepscaler, grade_math, last_boxed
@@ -54,7 +54,7 @@ class GenerateState:
         self.tokenizer = _of_args(args, "engine").tokenizer.inner
         self.processor = None  # of images; only text models are supported
         self.sampling_params: dict[str, Any] = args.engine.config.sampling_params()
-        self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency)
+        self.semaphore = asyncio.Semaphore(args.engine_concurrency)
         self.aborted = False
 
 

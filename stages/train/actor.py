@@ -2,7 +2,7 @@
 
 `PolicyState.clean` is False while the weights are being changed, so an interrupted step is detected. The driver calls
 every method through `call`, which accepts only the driver that took over the rank last, so a replaced driver that still
-runs cannot change the weights. The driver imports this module to create the actors; torch and Megatron are imported
+runs cannot change the weights. The driver imports this module to create the actors; torch is imported
 inside the methods, so that only the ranks load them.
 """
 
@@ -21,8 +21,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.engines.memory import MemorySwitch, StateKind
+from penstock.engines.backends import engine_backend
 from penstock.engines.scratch import end_with_parent, own_temp_directory, print_stacks_on_signal
+from penstock.engines.training import MemorySwitch, StateKind, train_backend
 from penstock.stages.train.diagnostics.rank import RankDiagnostics
 from penstock.stages.train.spec import (
     NEEDED_ON_DEVICE,
@@ -92,14 +93,14 @@ class TrainActor:
         return self.info()
 
     def import_libraries(self) -> None:
-        """Import torch, Megatron, the training code and the engines' client, and create the CUDA context, so that
-        `connect_and_build`, `train` and the first `publish` start without delay."""
+        """Import torch, the training engine, the training code and the engines' client, and create the CUDA context, so
+        that `connect_and_build`, `train` and the first `publish` start without delay."""
         import torch
-        import torch._dynamo  # Megatron imports it when it builds a model
 
         import penstock.stages.train.build
         import penstock.stages.train.step  # noqa: F401
 
+        train_backend().import_libraries()
         if torch.cuda.is_available():
             torch.zeros(1, device="cuda")
         if self.spec.config.loss_type != "sft_loss":
@@ -107,13 +108,10 @@ class TrainActor:
 
     @cached_property
     def _engines(self) -> EngineClient:  # kept, because it holds process groups
-        from penstock.engines.backends import connect
-
-        return connect(lambda: self._urls)
+        return engine_backend(self.spec.engine).connect(lambda: self._urls)
 
     def connect_and_build(self, init_method: str) -> None:
         """Connect to the other ranks at the rendezvous URL `init_method`, and build the models with random weights."""
-        from penstock.engines.megatron.parallel import init_parallel
         from penstock.engines.network import interface_of, node_address
         from penstock.stages.train.build import build_models
 
@@ -126,10 +124,10 @@ class TrainActor:
         ranks = (self.rank, self.build.num_ranks)
         listener, self._listener = self._listener, None
         layout = config.parallel_layout
-        init_parallel(*ranks, listener or init_method, layout, self.build.threads, timeout=timeout)
+        train_backend().init_ranks(*ranks, listener or init_method, layout, self.build.threads, timeout)
         self.diagnostics.start_recording_memory()
         self.models: Models = build_models(self.spec.shape, config)
-        gc.freeze()  # Megatron collects garbage at every save and load: do not search modules and models each time
+        gc.freeze()  # engines collect garbage at every save and load: do not search modules and models each time
         self._joined = True
 
     # ---- queries -----------------------------------------------------------------------------------------------------
@@ -165,8 +163,7 @@ class TrainActor:
     def open_rendezvous(self) -> str:
         """Open the socket for torch.distributed's rendezvous, on this node's address only, and return its URL
         (tcp://host:port)."""
-        from penstock.engines.network import join_address, node_address
-        from penstock.engines.rendezvous import listen_at
+        from penstock.engines.network import join_address, listen_at, node_address
 
         self._listener = listen_at(node_address(self.spec.network_interface))
         return f"tcp://{join_address(*self._listener.getsockname()[:2])}"
@@ -219,9 +216,9 @@ class TrainActor:
             load_auxiliary_model,
             load_initial,
             load_initial_adapters,
+            open_commit_files,
             resume_models,
         )
-        from penstock.stages.train.files import open_commit_files
 
         machine = ray.get_runtime_context().get_node_id()
         with self._changing_weights_to(version):
@@ -246,8 +243,7 @@ class TrainActor:
     def train(self, rollout: Commit, version: int, attempt: str | None = None) -> TrainResult:
         """Train policy `version` on the samples of one rollout, which gives policy `version + 1`. Rank 0 writes the
         log-prob and advantage of every trained token to `attempt`, if it is given."""
-        from penstock.stages.train.batching import Batch, read_teacher_logprobs, spread
-        from penstock.stages.train.routing import EngineChoices
+        from penstock.stages.train.batching import Batch, EngineChoices, read_teacher_logprobs, spread
         from penstock.stages.train.step import train_rollout
         from penstock.storage.samples.shards import read_table, write_trained_tokens
 
@@ -304,11 +300,10 @@ class TrainActor:
     def save(self, attempt: str) -> SaveResult:
         """Write this rank's part of a checkpoint (weights, optimizer, scheduler and RNG states) under the key
         `attempt`; the files are durable on return."""
-        from penstock.engines.megatron.checkpoints.torch_dist import is_written_by_rank
         from penstock.stages.train.build import save_models
 
         assert self._state.clean, f"asked to save, but the weights of this rank are incomplete: {self._state}"
-        with self.store.writing(attempt, owns=partial(is_written_by_rank, self.rank)) as out:
+        with self.store.writing(attempt, owns=partial(train_backend().is_written_by_rank, self.rank)) as out:
             out.hashes = save_models(self.models, out.path, {"run": self.spec.run, "version": self._state.version})
         return SaveResult(files=out.files, digest=self.digest(), optimizer_digest=self.optimizer_digest())
 
@@ -341,7 +336,7 @@ class TrainActor:
         """
         from penstock.engines.generation import REFERENCE, EngineGone, EngineRefused
         from penstock.engines.network import node_address
-        from penstock.engines.serving.keys import set_api_keys
+        from penstock.engines.serving.endpoints import set_api_keys
 
         own_version = f"{self.spec.run}/{self._state.version}"
         assert self._state.clean and version.removeprefix(REFERENCE) == own_version, (
@@ -352,8 +347,7 @@ class TrainActor:
         if transport.host is None:
             transport = replace(transport, host=node_address(self.spec.network_interface))
         try:
-            named = self._hf_weights() if transport.adapter is None else self._peft_matrices()
-            self._engines.update_weights(named, version, transport)
+            self._engines.update_weights(self._published_tensors(transport), version, transport)
         except (EngineGone, EngineRefused) as error:
             return error
         return None
@@ -365,9 +359,7 @@ class TrainActor:
 
     def memory_use(self) -> tuple[int, int]:
         """Return the bytes used on this rank's device, by all processes, and by this process in host memory."""
-        from penstock.engines.megatron.residency import device_and_host_bytes_used
-
-        return device_and_host_bytes_used()
+        return train_backend().bytes_used()
 
     def take_memory_switches(self) -> list[MemorySwitch]:
         """Return time and memory use of each offload and onload since the last call of this method."""
@@ -382,17 +374,15 @@ class TrainActor:
         yield
         self._state = self._state.model_copy(update={"version": version, "clean": True})
 
-    def _peft_matrices(self) -> Iterator[tuple[str, Tensor]]:
+    def _published_tensors(self, transport: WeightTransport) -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's weights under their Hugging Face names, or its adapters under PEFT's."""
         from penstock.engines.families import tensor_layout
         from penstock.engines.lora import to_peft
 
-        layout = tensor_layout(self.spec.shape)
-        for layer, first, second in self.models.policy.named_adapters():
-            yield from to_peft(layout, layer, first, second)
-
-    def _hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        from penstock.engines.families import tensor_layout
-
-        layout = tensor_layout(self.spec.shape)
-        for name, tensor in self.models.policy.named_weights():
-            yield from layout.to_hf(name, tensor)
+        layout, policy = tensor_layout(self.spec.shape), self.models.policy
+        if transport.adapter is None:
+            for name, tensor in policy.named_weights():
+                yield from layout.to_hf(name, tensor)
+        else:
+            for layer, first, second in policy.named_adapters():
+                yield from to_peft(layout, layer, first, second)

@@ -2,7 +2,7 @@
 
 The engine gets packed sequences; advantage estimators and losses get data of the trained tokens only, so a masked token
 does not contribute to a loss. The N trained tokens of a rollout are numbered 0 to N-1 by sample and position, and each
-micro-batch stores the numbers of its trained tokens. `plan.py` chooses the samples of each micro-batch.
+micro-batch stores the numbers of its trained tokens. `microbatches.py` chooses the samples of each micro-batch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,11 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.engines.megatron.model.expert_routing import RoutingRecord
-from penstock.engines.megatron.packing import PackedStream
+from penstock.engines.families.shape import ModelShape, experts_format
 from penstock.stages.train.algorithms.experience import SegmentReducer, TokenFields
-from penstock.stages.train.routing import EngineChoices
-from penstock.storage.errors import RunError
+from penstock.storage.errors import OptionError, RunError
+from penstock.storage.samples.routed_experts import ExpertsFormat
 from penstock.storage.samples.sample import TRAIN_REWARD
 
 PAD_TOKEN = 0
@@ -116,8 +116,8 @@ def read_teacher_logprobs(table: pa.Table, batch: Batch) -> np.ndarray:  # [S] f
     has_values = np.diff(offsets) == batch.lengths
     if (batch.num_trained_tokens[~has_values] > 0).any():
         raise RunError(
-            "the rollout has samples without the log-probs of a teacher, because it was generated without --opd-type "
-            "sglang: start a new run with --opd-type sglang and --opd-teacher-url"
+            "the rollout has samples without the log-probs of a teacher, because it was generated without one: start a "
+            "new run with --opd-teacher-url and the same --opd-type"
         )
     result = np.zeros(len(batch.token_ids), np.float32)
     result[np.repeat(has_values, batch.lengths)] = values
@@ -178,8 +178,8 @@ class PackedMicrobatch:
     samples: SegmentReducer  # sums over the trained tokens of each sequence
     fields: TokenFields | None = None  # inputs of the loss, [n] each; set after the advantages are computed
     weights: Tensor | None = None  # [n] float32; the loss of a step is the sum of weight x loss over its tokens
-    routing: RoutingRecord | None = None  # recorded expert ids of the tokens, for routing replay
-    stream: PackedStream | None = None  # tokens of this rank on the device (`EnginePack`)
+    routing: dict[int, Tensor] | None = None  # recorded expert ids of the tokens, for routing replay (`EnginePack`)
+    stream: Any = None  # tokens of this rank on the device (`EnginePack`)
 
     def to_local(
         self, device: torch.device, tokens: slice | None = None, group: dist.ProcessGroup | None = None
@@ -231,3 +231,36 @@ def pack(batch: Batch, sample_indices: Sequence[int]) -> PackedMicrobatch:
         ),
         routing=None if batch.engine_choices is None else batch.engine_choices.decode(sample_indices),
     )
+
+
+@dataclass(frozen=True)
+class EngineChoices:
+    """Expert ids that the engine's routers chose for every token of a rollout, encoded as bytes per sample. `decode`
+    decodes the samples of one micro-batch when the micro-batch is packed."""
+
+    format: ExpertsFormat
+    column: pa.ChunkedArray  # [B] bytes of each sample; null = not recorded
+    lengths: np.ndarray  # [B] number of tokens of each sample
+
+    @classmethod
+    def from_table(cls, table: pa.Table, shape: ModelShape) -> EngineChoices:
+        """Read the column `routed_experts` of a committed rollout."""
+        option = "--use-rollout-routing-replay"
+        experts = experts_format(shape, option)
+        column = table["routed_experts"]
+        if len(table) and column.null_count == len(table):
+            raise OptionError(
+                f"{option}: the samples of this rollout have no routed experts: generate the rollout with {option}, or "
+                "train without it"
+            )
+        return cls(experts, column, pc.list_value_length(table["token_ids"]).to_numpy().astype(np.int64))
+
+    def decode(self, sample_indices: Sequence[int]) -> dict[int, Tensor]:
+        """Return the recorded expert ids of a micro-batch of samples: MoE layer -> [tokens, top_k]. Without samples,
+        the micro-batch is one pad token, and no experts are recorded.
+        """
+        parts = [self.format.decode(self.column[int(row)].as_py(), int(self.lengths[row])) for row in sample_indices]
+        if not parts:
+            return {}
+        chosen = torch.from_numpy(np.concatenate(parts))  # [T, layers with experts, top_k]
+        return {layer: chosen[:, i] for i, layer in enumerate(self.format.routed_layers)}

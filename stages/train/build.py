@@ -7,21 +7,28 @@ process, and process the same micro-batches in turn.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.lora import open_peft
-from penstock.engines.megatron.engine import MegatronEngine, use_deterministic_kernels
-from penstock.engines.megatron.frozen_parameters import frozen_parameters
-from penstock.engines.megatron.weights import Snapshot
-from penstock.engines.memory import STATE_KINDS, MemorySwitch, StateKind
+from penstock.engines.training import (
+    STATE_KINDS,
+    EngineBuild,
+    MemorySwitch,
+    StateKind,
+    TrainEngine,
+    train_backend,
+)
 from penstock.stages.train.config import TrainConfig
+from penstock.storage.commit import Commit
+from penstock.storage.store import Store
 
 
 @dataclass
@@ -29,10 +36,10 @@ class Models:
     """The models of one rank. Reference and teacher are weights in host memory; for a forward pass they are swapped
     into the policy's model. The reference of a policy with adapters may be its base, which needs no copy."""
 
-    policy: MegatronEngine
-    critic: MegatronEngine | None = None
-    reference: Snapshot | None = None
-    teacher: Snapshot | None = None
+    policy: TrainEngine
+    critic: TrainEngine | None = None
+    reference: Any = None  # snapshot of `TrainEngine.snapshot_weights`
+    teacher: Any = None  # a snapshot, too
     reference_is_base: bool = False  # the policy without adapters
     refreshed: bool = False  # the reference is a later policy (--ref-update-interval), not the starting one
 
@@ -57,7 +64,7 @@ class Models:
         reference."""
         if self.reference is not None:
             return self.policy.using_weights(self.reference)
-        return self.policy.using_base_weights() if self.reference_is_base else None
+        return self.policy.using_weights(None) if self.reference_is_base else None
 
     def refresh_reference(self) -> None:
         """Make the current policy the reference."""
@@ -82,28 +89,32 @@ class Models:
 
 
 def build_models(shape: ModelShape, config: TrainConfig) -> Models:
-    """Build the policy and, if the algorithm uses one, the critic, with random weights. Call `init_parallel` before."""
-    if config.deterministic_mode:
-        use_deterministic_kernels()
-
-    def build_engine(role: Literal["policy", "value"], optimizer: dict[str, Any]) -> MegatronEngine:
-        return MegatronEngine(
-            shape,
-            config.parallel_layout,
-            dtype=config.params_dtype or ("bf16" if torch.cuda.is_available() else "fp32"),
-            optimizer=optimizer,
-            overrides=config.megatron.model_dump(),
-            seed=config.seed,
-            role=role,
-        )
-
-    critic = build_engine("value", config.critic_optimizer_options) if config.uses_critic else None
-    frozen = frozen_parameters(shape, config.freeze_params_name_list, config.only_train_params_name_list)
-    trained = {"frozen": frozen, "lora": config.lora}
-    policy = build_engine("policy", config.optimizer_options | trained)
-    for chunk in policy.chunks:
-        chunk.fp32_head = config.fp32_lm_head
-    return Models(policy, critic)
+    """Build the policy and, if the algorithm uses one, the critic, with random weights, on initialized ranks."""
+    policy = EngineBuild(
+        shape,
+        config.parallel_layout,
+        dtype=config.params_dtype or ("bf16" if torch.cuda.is_available() else "fp32"),
+        optimizer=config.optimizer_options,
+        options=config.megatron.model_dump(),
+        seed=config.seed,
+        freeze=config.freeze_params_name_list,
+        only_train=config.only_train_params_name_list,
+        lora=config.lora,
+        fp32_head=config.fp32_lm_head,
+        deterministic=config.deterministic_mode,
+    )
+    critic = replace(
+        policy,
+        role="value",
+        optimizer=config.critic_optimizer_options,
+        freeze=None,
+        only_train=None,
+        lora=None,
+        fp32_head=False,
+    )
+    backend = train_backend()
+    built = backend.build(critic) if config.uses_critic else None
+    return Models(backend.build(policy), built)
 
 
 def load_auxiliary_model(models: Models, name: str, directory: Path) -> None:
@@ -157,3 +168,21 @@ def resume_models(models: Models, directory: Path) -> dict[str, Any]:
         critic = directory / "critic"
         models.critic.load(critic) if critic.is_dir() else models.critic.load_weights(directory)
     return models.policy.load(directory)
+
+
+@contextmanager
+def open_commit_files(store: Store, commit: Commit, machine: str) -> Iterator[Path]:
+    """Yield a local directory with the verified files of `commit`. Collective over all ranks: the first rank of each
+    machine (`machine` is an id of this rank's machine) downloads the files.
+
+    If the download fails, the other ranks wait in the collective until the driver kills all ranks.
+    """
+    machines: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(machines, machine)
+    fetcher = machines.index(machine)
+    with ExitStack() as reading:
+        own_path = str(reading.enter_context(store.reading(commit))) if dist.get_rank() == fetcher else ""
+        paths: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(paths, own_path)
+        yield Path(paths[fetcher])
+        dist.barrier()  # wait until all ranks have read the files: the end of the block removes a downloaded copy

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from penstock.engines.megatron.megatron_options import MegatronOptions
-from penstock.engines.megatron.parallel_layout import ParallelLayout
+from penstock.engines.parallel_layout import ParallelLayout
 from penstock.stages.train.algorithm_config import AlgorithmConfig
 from penstock.storage.config import option
 from penstock.storage.errors import OptionError
@@ -94,7 +94,7 @@ class TrainConfig(AlgorithmConfig):
 
     params_dtype: Literal["fp32", "bf16"] | None = option(None)
     """Data type of weights and activations (optimizer states are fp32); bf16 on GPUs, fp32 on CPUs if not given.
-    Engines compute in it on CPUs, and in bf16 on GPUs, unless --sglang-dtype is given."""
+    Engines compute in it on CPUs, and in bf16 on GPUs, unless the engine's own option dtype is given."""
 
     fp32_lm_head: bool = option(False)
     """Compute the logits of a model in bf16 in fp32, in trainer and engines, so that their log-probs differ less."""

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from penstock.engines.energy import ReadCounters, energy_metric, no_counters
-from penstock.stages.train.group import TrainerGroup
+from penstock.engines.local_gpus import ReadCounters, energy_metric, no_counters
+from penstock.engines.training import train_backend
 from penstock.stages.train.spec import AuxiliaryModel, TrainResult
+from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import ADAPTERS, CheckpointRef, Commit, Frozen, RunKeys, StepRef, commit_key
 from penstock.storage.errors import RunError
 from penstock.storage.failpoints import failpoint
@@ -226,7 +227,7 @@ class PolicyRestorer:
         return CheckpointRef(
             key=commit_key(prefix),
             uri=f"{self.store.uri}/{commit.attempt}",
-            format="torch_dist",
+            format=train_backend().checkpoint_format,
             policy_version=version,
         )
 

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from penstock.engines.backends import DEFAULT
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.memory import STATE_KINDS, StateKind
+from penstock.engines.training import STATE_KINDS, StateKind
 from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.diagnostics.config import DiagnosticsConfig
 from penstock.storage.commit import FileRecord, Frozen
@@ -43,6 +44,7 @@ class TrainerSpec(BaseModel):
     shape: ModelShape
     config: TrainConfig
     temperature: float = 1.0  # sampling temperature of the rollout; the trainer divides its logits by it, too
+    engine: str = DEFAULT  # --engine: the inference engine that gets the weights
     store: str  # URI
     store_options: dict[str, Any] = {}
     network_interface: str | None = None  # over which the ranks of several nodes communicate

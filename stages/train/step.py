@@ -1,25 +1,26 @@
 """One round of training on one rank: plan, log-probs and values before the update, advantages, optimizer steps.
 
-This is the only module that uses both the algorithms and the Megatron engine. The engine adds up gradients over
-micro-batches and ranks without averaging, and Megatron's loss scaling is not used: the token weights contain all
+This is the only module that uses both the algorithms and the training engine. The engine adds up gradients over
+micro-batches and ranks without averaging, and does not scale the loss: the token weights contain all
 denominators, so the sum of weight x value over all tokens is the mean over the optimizer step. Every rank holds the
 data of all N trained tokens of the rollout, so every rank computes the same advantages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.engines.megatron.engine import MegatronEngine
+from penstock.engines.training import Routing, TrainEngine
 from penstock.stages.train.algorithms.advantages import estimate_advantages
 from penstock.stages.train.algorithms.experience import Estimate, Experience, TokenFields
 from penstock.stages.train.algorithms.logprobs import LMHead, token_logprobs
@@ -28,13 +29,20 @@ from penstock.stages.train.algorithms.postprocess import postprocess_rollout
 from penstock.stages.train.batching import Batch, PackedMicrobatch
 from penstock.stages.train.build import Models
 from penstock.stages.train.config import TrainConfig
-from penstock.stages.train.metrics import Clock, Metrics, speed_metrics, sum_over_ranks
-from penstock.stages.train.plan import LossWeights, Steps, compute_loss_weights, plan_steps
+from penstock.stages.train.microbatches import LossWeights, Steps, compute_loss_weights, plan_steps
 from penstock.storage.failpoints import failpoint
 
+Metrics = dict[str, float]
+PHASES = {  # phase -> name of the metric with its wall-clock seconds
+    "old_logprobs": "perf/log_probs_time",
+    "ref_logprobs": "perf/ref_log_probs_time",
+    "teacher_logprobs": "perf/teacher_log_probs_time",
+    "values": "perf/values_time",
+    "critic": "perf/critic_train_time",
+    "update": "perf/actor_train_time",
+}
 Forward = Callable[[Tensor, LMHead, PackedMicrobatch], Tensor]  # hidden [r, H] -> one number per trained token [n]
 MicrobatchLoss = Callable[[Tensor, LMHead, PackedMicrobatch, TokenFields], tuple[Tensor, dict[str, Tensor]]]
-Routing = Literal["record", "replay"]
 Trace = Callable[[str], AbstractContextManager[object]]  # part of a round -> block in which the part may be profiled
 
 
@@ -184,7 +192,7 @@ def choose_update_routing(config: TrainConfig, num_steps: int) -> Routing | None
 
 
 def forward_all_tokens(
-    engine: MegatronEngine, steps: Steps, num_tokens: int, forward: Forward, routing: Routing | None = None
+    engine: TrainEngine, steps: Steps, num_tokens: int, forward: Forward, routing: Routing | None = None
 ) -> Tensor:  # [N] float64
     """Run `forward` on all micro-batches and return its results for all N trained tokens of the rollout, on every rank.
 
@@ -202,7 +210,7 @@ def forward_all_tokens(
     return sum_token_values(engine, result)
 
 
-def sum_token_values(engine: MegatronEngine, values: Tensor) -> Tensor:  # [N] -> [N] float64
+def sum_token_values(engine: TrainEngine, values: Tensor) -> Tensor:  # [N] -> [N] float64
     """Return values of the rollout's trained tokens, of which every rank has those that it computed and zeros."""
     if engine.tensor_group is not None and engine.tensor_group.rank() > 0:
         values.zero_()  # all tensor-parallel ranks hold the same values: add only those of rank 0
@@ -227,7 +235,7 @@ def policy_logprobs(
     hidden: Tensor,
     head: LMHead,
     packed: PackedMicrobatch,
-    engine: MegatronEngine,
+    engine: TrainEngine,
     config: TrainConfig,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:  # [n], [n]
@@ -274,7 +282,7 @@ def policy_microbatch_loss(
     packed: PackedMicrobatch,
     fields: TokenFields,
     *,
-    engine: MegatronEngine,
+    engine: TrainEngine,
     config: TrainConfig,
     temperature: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -291,7 +299,7 @@ def critic_microbatch_loss(
 
 
 def run_optimizer_steps(
-    engine: MegatronEngine, steps: Steps, loss: MicrobatchLoss, routing: Routing | None = None
+    engine: TrainEngine, steps: Steps, loss: MicrobatchLoss, routing: Routing | None = None
 ) -> list[Metrics]:
     """Run all optimizer steps of the round and return the metrics of each step, summed over all ranks."""
 
@@ -310,9 +318,61 @@ def run_optimizer_steps(
         learning_rate = engine.lr
         updated, grad_norm = engine.optimizer_step()
         failpoint("train-mid-step")  # weights changed, PolicyState.clean is False, more optimizer steps may follow
-        assert updated, "Megatron's optimizer skipped the step"
+        assert updated, "the optimizer skipped the step"
         names = outputs[0] if outputs else ()  # only the last pipeline stage has outputs
         sums: dict[str, Any] = {name: torch.stack([out[name] for out in outputs]).double().sum() for name in names}
         replicated = {"train/grad_norm": grad_norm, "train/lr-pg_0": learning_rate}
         results.append({"partial_sums": sums, "replicated": replicated})
     return sum_over_ranks(engine, results)
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def sum_over_ranks(engine: TrainEngine, steps: list[dict[str, Any]]) -> list[Metrics]:
+    """Sum the metrics of every optimizer step over all ranks, with one all-gather for the whole round. The ranks of a
+    tensor-parallel group hold the same values; only its first rank is counted.
+
+    Args:
+        engine: its parallel layout tells which ranks are counted.
+        steps: one dictionary per optimizer step: {"partial_sums": metric -> this rank's part of the sum,
+            "replicated": metric -> value that is equal on all ranks}.
+    """
+    counted = engine.tensor_group is None or engine.tensor_group.rank() == 0
+    own = [{name: float(value) for name, value in step["partial_sums"].items()} if counted else {} for step in steps]
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, own)
+    shares = [share for share in shares if share[0]]
+    return [
+        {name: sum(share[i][name] for share in shares) for name in shares[0][i]} | step["replicated"]
+        for i, step in enumerate(steps)
+    ]
+
+
+def speed_metrics(engine: TrainEngine, batch: Batch, seconds: dict[str, float]) -> Metrics:
+    """Return the seconds of each phase and, for the policy update, tokens/s (all GPUs), TFLOP/s per GPU and MFU."""
+    metrics = {metric: seconds[name] for name, metric in PHASES.items() if name in seconds}
+    if "update" not in seconds:
+        return metrics
+    num_tokens = len(batch.token_ids)
+    squares, frozen = int((batch.lengths**2).sum()), engine.lora is not None
+    flops = engine.shape.train_flops(num_tokens, squares, frozen=frozen)
+    rate = flops / dist.get_world_size() / seconds["update"]
+    metrics |= {"perf/actor_train_tok_per_s": num_tokens / seconds["update"], "perf/actor_train_tflops": rate / 1e12}
+    peak = engine.peak_flops
+    return metrics | ({"perf/actor_train_mfu": rate / peak} if peak else {})
+
+
+class Clock:
+    """Timer of phases: `with clock("update"):` stores the phase's wall-clock seconds after synchronizing the GPU."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] = time.perf_counter() - start

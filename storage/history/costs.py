@@ -5,7 +5,7 @@ seconds of its stages and its idle seconds add up to the time that drivers of th
 on a device (a checkpoint that is saved during an evaluation on the same GPUs), their common time counts for the one
 that started later. Idle includes starts, weight updates and waits.
 
-Energy is that of the GPUs, where the driver's node has their counters (engines/energy.py); otherwise it is absent.
+Energy is that of the GPUs, where the driver's node has their counters (engines/local_gpus.py); otherwise it is absent.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class ExpertsFormat:
         ):
             raise EngineError(
                 f"the engine returned routed expert ids that are not {self.top_k} different ones of {self.num_experts} "
-                "experts per token: use another release of SGLang, or --use-routing-replay instead of "
+                "experts per token: use another release of the engine, or --use-routing-replay instead of "
                 "--use-rollout-routing-replay"
             )
         return routed.astype(self._dtype).tobytes()

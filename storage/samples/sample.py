@@ -55,7 +55,7 @@ class Sample:
     rollout_logprobs: list[float] = field(
         default_factory=list
     )  # [L] log-probs from the engine; 0.0 where loss_mask is 0
-    teacher_logprobs: list[float] | None = None  # [L] of --opd-type sglang; 0.0 where loss_mask is 0
+    teacher_logprobs: list[float] | None = None  # [L] of a teacher's engine; 0.0 where loss_mask is 0
     routed_experts: bytes | None = None  # encoded expert ids, if the engine returned them (routed_experts.py)
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)  # named components of the reward

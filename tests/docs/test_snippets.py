@@ -168,7 +168,9 @@ def check_command(snippet: Snippet, words: list[str], capsys: pytest.CaptureFixt
     cli.main([command, *(word for word in argv if word in ("--rescore", "--compare")), "--help"])
     known = {"--config", *flags.penstock_flags(), *re.findall(r"--[a-z-]+", capsys.readouterr().out)}
     used = {word.partition("=")[0] for word in argv if word.startswith("--")}
-    assert {flag for flag in used - known if not flag.startswith(flags.ENGINE_PREFIXES)} == set(), f"{snippet}: {words}"
+    assert {flag for flag in used - known if not flag.startswith(flags.engine_prefixes())} == set(), (
+        f"{snippet}: {words}"
+    )
     if command in HARMLESS:
         # Neither a store on the network nor a directory of this machine is reached.
         code = cli.main([command, *(word.removeprefix("s3://").removeprefix("/") for word in argv)])

@@ -1,7 +1,7 @@
 """The same kills on a GPU, with weights over CUDA IPC and deterministic kernels.
 
 PENSTOCK_TRAIN_OPTIONS may hold further `penstock train` options that a machine's SGLang needs, for instance
---sglang-pythonpath.
+--engine-pythonpath.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from penstock.engines.megatron.memory_plan import (
     estimate_trainer_memory,
     stage_layers,
 )
-from penstock.engines.megatron.parallel_layout import ParallelLayout
+from penstock.engines.parallel_layout import ParallelLayout
 from tests.engines.megatron_reference import OPTIMIZER, SHAPE
 
 EXPERTS = Experts(

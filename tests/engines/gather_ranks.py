@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.engines.families.shape import Experts, ModelShape
 from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
-from penstock.engines.memory import STATE_KINDS
+from penstock.engines.training import STATE_KINDS
 from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, Pack, make_pack, targets_of
 
 EXPERTS = Experts(num_experts=4, top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=16, num_dense_layers=1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.model.expert_routing import UNKNOWN, RoutingRecord
+from penstock.engines.megatron.model.expert_routing import UNKNOWN
 from penstock.engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
 from tests.engines.megatron_reference import OPTIMIZER, make_pack, targets_of
 from tests.families import make_family
@@ -45,23 +45,23 @@ class RoutedPack:
     cu_seqlens: Tensor
     max_seqlen: int
     stream: Any = None  # PackedStream | None
-    routing: Any = None  # RoutingRecord | None
+    routing: dict[int, torch.Tensor] | None = None
 
 
 def replay_packs() -> list[RoutedPack]:
     return [RoutedPack(**vars(make_pack(lengths, seed))) for seed, lengths in enumerate(LENGTHS)]
 
 
-def random_record(num_tokens: int, shape: ModelShape, seed: int) -> RoutingRecord:
+def random_record(num_tokens: int, shape: ModelShape, seed: int) -> dict[int, torch.Tensor]:
     """Return random distinct experts, as if an engine's router were unrelated; every seventh token has no record."""
     experts = shape.experts
     assert experts is not None
     generator = torch.Generator().manual_seed(seed)
-    record = RoutingRecord(num_tokens)
+    record = {}
     for layer in range(experts.num_dense_layers, shape.num_layers):
         choice = torch.rand(num_tokens, experts.num_experts, generator=generator).topk(experts.top_k).indices.short()
         choice[::7] = UNKNOWN
-        record.choices[layer] = choice
+        record[layer] = choice
     return record
 
 
@@ -100,11 +100,9 @@ def run(name: str, rank: int, directory: Path, shape: ModelShape) -> None:
     forward_only(engine, packs, "record")
     for number, pack in zip(numbers, packs):
         theirs: list[Any] = [None, None]
-        dist.all_gather_object(theirs, pack.routing.choices)
+        dist.all_gather_object(theirs, pack.routing)
         for layer, choice in expected["recorded"][number].items():
-            parts = [
-                record[layer] for record in (theirs if data_size == 1 else [pack.routing.choices]) if layer in record
-            ]
+            parts = [record[layer] for record in (theirs if data_size == 1 else [pack.routing]) if layer in record]
             merged = torch.stack(parts).amax(0)  # -1 where only the other rank has the token
             assert torch.equal(merged, choice), (name, number, layer)
     compare(name, engine, packs, "replay", [expected["free"][number] for number in numbers], expected["free norm"])
@@ -170,7 +168,7 @@ def run_one_rank(directory: Path) -> None:
             for number, pack in enumerate(packs):
                 pack.routing = random_record(len(pack.token_ids), shape, number)
         forward_only(engine, packs, "record" if kind == "free" else None)
-        expected |= {"recorded": [pack.routing.choices for pack in packs]} if kind == "free" else {}
+        expected |= {"recorded": [pack.routing for pack in packs]} if kind == "free" else {}
         engine.zero_grad()
         outputs = engine.forward_backward(packs, loss_fn_of(engine), routing="replay")
         expected[kind] = [output["logprobs"] for output in outputs]

@@ -20,14 +20,14 @@ from penstock.engines.lora import (
     served_tensors,
 )
 from penstock.engines.options import EngineOptions, ServedAdapters
-from penstock.engines.serving import adapters
-from penstock.engines.serving.adapters import BASE, AdapterNames
+from penstock.engines.serving import adapter_requests
+from penstock.engines.serving.adapter_requests import BASE, AdapterNames
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang import control
-from penstock.engines.sglang.checks.adapters import check_external_adapters, lora_args, reason_against_adapters
+from penstock.engines.sglang.checks.lora_support import check_external_adapters, lora_args, reason_against_adapters
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.sglang.weights.adapter import sha256_of_tensors
 from penstock.engines.sglang.weights.payload import FlatBucket
+from penstock.engines.sglang.weights.update import sha256_of_tensors
 from penstock.engines.weights.routes import ProcessPlace
 from penstock.storage.errors import EngineError
 from tests.engines.megatron_reference import SHAPE
@@ -42,7 +42,7 @@ NAMES = AdapterNames("store run 1.0")
 @pytest.fixture(autouse=True)
 def no_adapters() -> Iterator[None]:
     yield
-    adapters._current.clear()
+    adapter_requests._current.clear()
 
 
 class AdapterServer:
@@ -85,10 +85,10 @@ def publish(*servers: AdapterServer, version: str = "run/1", **transport: Any) -
 def test_names_contain_the_version_and_belong_to_one_driver_of_one_run() -> None:
     name, other = NAMES.name("run/12"), AdapterNames("store run 2.0").name("run/12")
     earlier = AdapterNames("store run 1.0").name("run/11")  # of another driver of this run
-    assert adapters.version_of(name) == "run/12" and name == NAMES.name("run/12")
+    assert adapter_requests.version_of(name) == "run/12" and name == NAMES.name("run/12")
     assert len({name, other, earlier.replace("/11@", "/12@")}) == 3
     loaded = [name, other, earlier, "run/3", "run-2/11@" + name.partition("@")[2], NAMES.name("run/13")]
-    assert adapters.other_adapters(name, [*loaded, NAMES.name("run/3")]) == [earlier, NAMES.name("run/3")]
+    assert adapter_requests.other_adapters(name, [*loaded, NAMES.name("run/3")]) == [earlier, NAMES.name("run/3")]
 
 
 def test_update_loads_without_a_pause_and_resumes_after_a_failure() -> None:
@@ -144,14 +144,16 @@ def test_adapters_are_unloaded_when_no_request_uses_them() -> None:
     foreign = AdapterNames("other store").name("run/1")
     server.loaded = [foreign]
     first = publish(server)
-    with adapters.requesting(server.url) as used:
+    with adapter_requests.requesting(server.url) as used:
         assert used == first
         second = publish(server, version="run/2")
         SGLangClient([server.url]).unload_adapters()
         assert server.loaded == [foreign, first], "unloaded while a request uses it"
     publish(server, version="run/2")
     SGLangClient([server.url]).unload_adapters()
-    assert server.loaded == [foreign] and adapters.adapter_of(server.url) is None and second not in server.loaded
+    assert (
+        server.loaded == [foreign] and adapter_requests.adapter_of(server.url) is None and second not in server.loaded
+    )
 
 
 def test_restarted_engine_does_not_serve_the_policy() -> None:
@@ -173,14 +175,14 @@ def test_requests_name_the_adapter_and_record_its_version() -> None:
     async def use(urls: list[str]) -> list[Any]:
         async with SGLangClient(urls) as client:
             without = await client.generate([1], {})
-            adapters.set_adapter(urls[0], NAMES.name("run/4"))
+            adapter_requests.set_adapter(urls[0], NAMES.name("run/4"))
             return [*without, *await client.generate([1], {}, n=2)]
 
     without, *with_adapter = with_servers([handler], use)
     assert without.weight_versions == [(BASE, 2)]
     assert [generation.weight_versions for generation in with_adapter] == [[("run/4", 2)]] * 2
     assert [body.get("lora_path") for body in bodies] == [None, NAMES.name("run/4"), NAMES.name("run/4")]
-    assert not adapters.is_requested(NAMES.name("run/4"))
+    assert not adapter_requests.is_requested(NAMES.name("run/4"))
 
 
 def test_engines_compute_the_scale_of_rslora() -> None:

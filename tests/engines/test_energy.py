@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.engines import energy
-from penstock.engines.energy import energy_metric, read_counters, used_joules
-from penstock.engines.local_gpus import all_gpu_joules, visible_gpu_usage
+from penstock.engines import local_gpus
+from penstock.engines.local_gpus import all_gpu_joules, energy_metric, read_counters, used_joules, visible_gpu_usage
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.processes import Processes
 from penstock.storage.commit import RunKeys
@@ -18,7 +17,7 @@ from penstock.storage.store import Store
 
 
 def test_counters_are_those_of_the_named_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energy, "all_gpu_joules", lambda: [10.0, 20.0, None])
+    monkeypatch.setattr(local_gpus, "all_gpu_joules", lambda: [10.0, 20.0, None])
     assert read_counters([("n", "1"), ("n", "0"), ("n", "1")], "n") == {"0": 10.0, "1": 20.0}
 
 
@@ -26,7 +25,7 @@ def test_counters_are_those_of_the_named_gpus(monkeypatch: pytest.MonkeyPatch) -
     "gpus", [[], [("other", "0")], [("n", "0"), ("n", "2")], [("n", "7")], [("n", "MIG-1")]], ids=str
 )
 def test_no_counters_if_one_gpu_has_none_here(gpus: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energy, "all_gpu_joules", lambda: [10.0, 20.0, None])
+    monkeypatch.setattr(local_gpus, "all_gpu_joules", lambda: [10.0, 20.0, None])
     assert read_counters(gpus, "n") == {}
 
 
@@ -39,7 +38,7 @@ def test_energy_is_the_difference_of_two_readings_of_the_same_gpus() -> None:
 
 def test_energy_of_a_start_counts_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counters = [1000.0, 2000.0, 3000.0]
-    monkeypatch.setattr(energy, "all_gpu_joules", lambda: list(counters))
+    monkeypatch.setattr(local_gpus, "all_gpu_joules", lambda: list(counters))
     processes = Processes(parse_config(["--run", "r"]), Store(str(tmp_path)), RunKeys("r"), {}, print, print)
     counters[:] = [1010.0, 2020.0, 3040.0]
     assert processes.used_joules() is None  # a start that failed before it had GPUs

@@ -146,7 +146,7 @@ def test_engines_get_the_flag_of_sglang(fp32: bool, has_gpus: bool) -> None:
 @pytest.mark.parametrize("name", ["enable_fp32_lm_head", "enable-fp32-lm-head"])
 @pytest.mark.parametrize("value", [True, False, "true"])
 def test_the_flag_of_the_engine_alone_is_refused(name: str, value: Any) -> None:
-    from penstock.engines.sglang.args import check_sglang_args
+    from penstock.engines.sglang.passthrough import check_sglang_args
 
     with pytest.raises(EngineError, match="--fp32-lm-head, for trainer and engines"):
         check_sglang_args({name: value})

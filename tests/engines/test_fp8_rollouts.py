@@ -150,7 +150,7 @@ def engine_of(cluster: Cluster, model: Path, log_dir: Path) -> Iterator[SGLangCl
     args = {
         "mem_fraction_static": 0.2,
         "disable_cuda_graph": True,
-        **parse_config(["--run", "r", *further]).rollout.sglang,
+        **parse_config(["--run", "r", *further]).rollout.engine_options,
     }
     pool = EnginePool(cluster, ServerSpec(model_path=str(model), args=args, log_dir=str(log_dir)))
     try:

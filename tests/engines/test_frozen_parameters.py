@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engines.families.shape import Experts, ModelShape
 from penstock.engines.megatron.frozen_parameters import check_frozen_layers, frozen_parameters
-from penstock.engines.memory import STATE_KINDS
+from penstock.engines.training import STATE_KINDS
 from penstock.storage.errors import OptionError
 from tests.engines.megatron_reference import OPTIMIZER, SHAPE
 from tests.engines.test_megatron_optimizer import train

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.engines.megatron.parallel import ParallelLayout
-from penstock.engines.megatron.parallel_layout import FIRST_STAGE_FLAG, LAST_STAGE_FLAG, check_pipeline, split_layers
+from penstock.engines.parallel_layout import FIRST_STAGE_FLAG, LAST_STAGE_FLAG, check_pipeline, split_layers
 from penstock.flows.options import flags
 from penstock.storage.errors import LayoutError
 from tests.engines.megatron_reference import SHAPE

@@ -69,7 +69,7 @@ def test_start_ray_does_not_retry_wrong_options(monkeypatch: pytest.MonkeyPatch)
         calls.append(options)
         raise ValueError("num_cpus must be positive")
 
-    monkeypatch.setattr(local_ray, "_kill_half_started_ray", lambda keep_pids: pytest.fail("nothing was started"))
+    monkeypatch.setattr(local_ray, "kill_processes", lambda processes: pytest.fail("nothing was started"))
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
     monkeypatch.setattr(local_ray, "connect_to_ray", init)
     monkeypatch.setattr(local_ray, "_patched_ray", nullcontext)

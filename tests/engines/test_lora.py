@@ -85,7 +85,7 @@ def test_adapters_train_and_resume_bit_for_bit_while_the_base_keeps_its_bits(wor
     assert engine.digest() == start
     engine.load(tmp_path / "adapters")
     assert (train(engine), engine.digest(), engine.optimizer_state_digest()) == expected
-    with engine.using_base_weights():
+    with engine.using_weights(None):
         base = engine.forward_backward(PACKS, loss_fn, forward_only=True)
     full.load_weights(tmp_path / "base")
     assert base == full.forward_backward(PACKS, loss_fn, forward_only=True)
@@ -108,7 +108,7 @@ def test_options_of_megatron_do_not_change_how_adapters_are_trained(
     world: None, tmp_path: Path, overrides: dict[str, Any]
 ) -> None:
     from penstock.engines.megatron.engine import MegatronEngine
-    from penstock.engines.memory import STATE_KINDS
+    from penstock.engines.training import STATE_KINDS
     from tests.engines.test_megatron_families import train
 
     shape = read_shape(make_family(tmp_path, "deepseek-v3"))

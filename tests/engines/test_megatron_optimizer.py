@@ -149,7 +149,7 @@ def test_bf16_gradient_buffers_train_and_keep_no_fp32_copies() -> None:
     """The optimizer step copies the gradients to fp32, as many bytes as the plan counts, and frees the copies."""
     from penstock.engines.megatron.memory_plan import TrainerOptions, estimate_trainer_memory
     from penstock.engines.megatron.optimizer import inner_optimizers
-    from penstock.engines.megatron.parallel_layout import ParallelLayout
+    from penstock.engines.parallel_layout import ParallelLayout
 
     options = {"grad_reduce_in_fp32": False}
     engine, offloaded = make_engine(SHAPE, "bf16", **options), make_engine(SHAPE, "bf16", **options, **OFFLOAD)

@@ -11,7 +11,7 @@ import torch
 
 from penstock.engines.families.shape import Experts
 from penstock.engines.megatron.megatron_options import ALIASES, MegatronOptions
-from penstock.engines.megatron.parallel_layout import ParallelLayout
+from penstock.engines.parallel_layout import ParallelLayout
 from penstock.flows.config import validate_config
 from penstock.flows.options.flags import parse_config
 from penstock.storage.errors import OptionError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.memory import STATE_KINDS, StateKind
+from penstock.engines.training import STATE_KINDS, StateKind
 from tests.engines.megatron_reference import SHAPE
 from tests.engines.test_megatron_optimizer import MIXTURE, OFFLOAD, make_engine, train
 

@@ -23,8 +23,8 @@ from penstock.engines.megatron.memory_plan import (
     estimate_trainer_memory,
     stage_layers,
 )
-from penstock.engines.megatron.parallel_layout import ParallelLayout
 from penstock.engines.options import EngineOptions
+from penstock.engines.parallel_layout import ParallelLayout
 from penstock.engines.serving.server import ServerSpec
 from penstock.storage.errors import EngineError, LayoutError
 from tests.engines.built_memory import SHAPES, built_bytes
@@ -222,7 +222,11 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plan_is_made_without_torch() -> None:
-    modules = ["penstock.engines.megatron.memory_plan", "penstock.engines.serving.memory", "penstock.flows.gpu_plan"]
+    modules = [
+        "penstock.engines.megatron.memory_plan",
+        "penstock.engines.serving.engine_memory",
+        "penstock.flows.gpu_plan",
+    ]
     program = f"import sys, {', '.join(modules)}; print({{'torch', 'megatron.core'}} & sys.modules.keys())"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.strip() == "set()"

@@ -12,7 +12,7 @@ import pytest
 from penstock.engines import network
 from penstock.engines.serving.server import KEY_VARIABLE, ServerSpec
 from penstock.engines.sglang import control
-from penstock.engines.sglang.server import LAUNCHER, SGLangServer
+from penstock.engines.sglang.backend import LAUNCHER, SGLangServer
 from penstock.storage.errors import EngineError
 
 

@@ -17,7 +17,7 @@ RANK = """
 import sys, psutil, torch.distributed as dist
 from datetime import timedelta
 from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
-from penstock.engines.rendezvous import listen_at
+from penstock.engines.network import listen_at
 rank, address = int(sys.argv[1]), sys.argv[2]
 listener = listen_at("127.0.0.1") if rank == 0 else None
 if listener is not None:

@@ -89,7 +89,7 @@ def test_replay_after_a_step_uses_the_recorded_experts(world: None, shapes: dict
     experts = shapes[name].experts
     assert experts is not None
     layers = range(experts.num_dense_layers, shapes[name].num_layers)
-    records = [{layer: choice.clone() for layer, choice in pack.routing.choices.items()} for pack in packs]
+    records = [{layer: choice.clone() for layer, choice in pack.routing.items()} for pack in packs]
     assert [list(record) for record in records] == [list(layers)] * len(packs)
     again = forward_backward(engine, packs, "replay")
     assert all(torch.equal(x, y) for x, y in zip(again[0], before[0]))
@@ -100,12 +100,12 @@ def test_replay_after_a_step_uses_the_recorded_experts(world: None, shapes: dict
     engine.optimizer_step()  # lr 1e-2: the router now selects other experts for many tokens
     other = replay_packs()
     free = forward_only(engine, other, "record")
-    moved = sum((a.routing.choices[i] != b[i]).any(-1).sum() for a, b in zip(other, records) for i in b)
+    moved = sum((a.routing[i] != b[i]).any(-1).sum() for a, b in zip(other, records) for i in b)
     assert moved > 100, f"only {moved} selections changed"
     replayed = forward_only(engine, packs, "replay")
     assert all((x - y).abs().max() > 1e-3 for x, y in zip(free, replayed))
     forward_only(engine, packs, "record")
-    assert all(torch.equal(pack.routing.choices[i], record[i]) for pack, record in zip(packs, records) for i in record)
+    assert all(torch.equal(pack.routing[i], record[i]) for pack, record in zip(packs, records) for i in record)
 
 
 def test_replay_equals_transformers_with_the_same_experts(
@@ -123,7 +123,7 @@ def test_replay_equals_transformers_with_the_same_experts(
     for pack, logprobs in zip(packs, ours):
         starts = pack.cu_seqlens.tolist()
         for start, end in pairwise(starts):
-            force(model, {layer: choice[start:end].long() for layer, choice in pack.routing.choices.items()})
+            force(model, {layer: choice[start:end].long() for layer, choice in pack.routing.items()})
             targets = pack.token_ids.roll(-1)[start:end]
             logits = model(input_ids=pack.token_ids[None, start:end]).logits[0]
             theirs = -F.cross_entropy(logits, targets, reduction="none")

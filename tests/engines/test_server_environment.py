@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engines.serving.server import EngineServer, ServerSpec
+from penstock.engines.serving.server import ServerSpec
+from penstock.engines.sglang.backend import SGLangServer
 
 PRINT = "import os; print(*(f'{name}={value}' for name, value in os.environ.items()), sep='\\n', flush=True)"
 
 
-class PrintingServer(EngineServer):
+class PrintingServer(SGLangServer):
     """Prints its environment into its log, and ends."""
 
     name = "printing"

@@ -19,12 +19,12 @@ from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.generation import EngineRefused, Generation, PublishedAdapter, WeightTransport
 from penstock.engines.lora import PREFIX, LoraOptions, served_config, served_modules, served_tensors
 from penstock.engines.options import EngineOptions, ServedAdapters
-from penstock.engines.serving import adapters, keys
-from penstock.engines.serving.adapters import BASE, AdapterNames
+from penstock.engines.serving import adapter_requests, endpoints
+from penstock.engines.serving.adapter_requests import BASE, AdapterNames
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang import control
+from penstock.engines.sglang.backend import SGLangServer
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.sglang.server import SGLangServer
 from penstock.storage.errors import EngineError
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -49,7 +49,7 @@ def serve(model: Path, lora: LoraOptions, log_dir: Path) -> Iterator[str]:
     try:
         yield url
     finally:
-        adapters.set_adapter(url, None)
+        adapter_requests.set_adapter(url, None)
         server.stop()
 
 
@@ -183,7 +183,7 @@ def test_requests_without_the_key_are_refused(url: str) -> None:
     engine_backend().check_external_server(url, control.call_server(url, "/model_info")["model_path"], args)
     with pytest.raises(EngineError, match="start it with --enable-lora --max-lora-rank 8"):
         engine_backend().check_external_server(url, "", args | {"max_lora_rank": 8})
-    key = keys.known_api_keys([url])[url]
+    key = endpoints.known_api_keys([url])[url]
     assert key
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.engines.families import FAMILIES
-from penstock.engines.sglang.checks.architectures import check_architecture, check_model, implements_architecture
+from penstock.engines.sglang.checks.model_support import check_architecture, check_model, implements_architecture
 from penstock.storage.errors import EngineError
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def test_implements_architecture_reads_the_registry(source: str, served: bool, t
 
 def test_check_architecture_imports_neither_torch_nor_sglang() -> None:
     code = (
-        "import sys\nfrom penstock.engines.sglang.checks.architectures import check_architecture\n"
+        "import sys\nfrom penstock.engines.sglang.checks.model_support import check_architecture\n"
         "check_architecture('Qwen3ForCausalLM')\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'sglang', 'transformers')))"
     )

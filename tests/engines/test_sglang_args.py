@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engines.sglang.args import add_return_experts_flag, check_sglang_args, sglang_flags, to_command_line
 from penstock.engines.sglang.older_release import to_current_flag
+from penstock.engines.sglang.passthrough import (
+    check_sglang_args,
+    sglang_flags,
+    to_command_line,
+)
 from penstock.storage.errors import EngineError
 
 DATACLASS = """
@@ -51,7 +55,7 @@ def test_sglang_flags_reads_every_way_of_declaring_a_flag(tmp_path: Path) -> Non
 
 def test_installed_sglang_is_read_without_importing_it() -> None:
     program = (
-        "import sys; from penstock.engines.sglang.args import sglang_flags\n"
+        "import sys; from penstock.engines.sglang.passthrough import sglang_flags\n"
         "n = len(sglang_flags()); print(n, {'torch', 'sglang'} & set(sys.modules))"
     )
     result = subprocess.run(
@@ -88,14 +92,6 @@ def test_command_line_spells_every_kind_of_value() -> None:
         *("--mem-fraction-static", "0.7", "--disable-radix-cache", "--sleep-on-idle"),
         *("--cuda-graph-bs-decode", "1", "2", "--json-model-override-args", '{"rope": 1}'),
     ]
-
-
-def test_add_return_experts_flag_needs_a_flag_of_the_installed_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = add_return_experts_flag({"log_level": "info"})
-    assert to_command_line(args) == ["--log-level", "info", "--enable-return-routed-experts"]
-    monkeypatch.setattr("penstock.engines.sglang.args.sglang_flags", lambda: {"log_level": sglang_flags()["log_level"]})
-    with pytest.raises(EngineError, match=r"enable_return_routed_experts.*--use-routing-replay"):
-        add_return_experts_flag({})
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from small_servers import Handler, answer, echo, with_servers
 
 from penstock.engines.generation import TokenCounts
 from penstock.engines.ports import reserve_free_port
-from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.sglang.response import parse_generation
+from penstock.engines.sglang.client import SGLangClient, parse_generation
 from penstock.storage.samples.routed_experts import ExpertsFormat
 
 

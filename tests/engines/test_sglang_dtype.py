@@ -12,7 +12,7 @@ from penstock.engines.backends import engine_backend
 from penstock.engines.families import shape_from_config
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.sglang.server import SGLangServer
+from penstock.engines.sglang.backend import SGLangServer
 from penstock.flows.options.adapters import with_adapters
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.engine_options import engine_options, teacher_options

@@ -13,9 +13,9 @@ from small_servers import serve_json
 
 from penstock.engines.backends import engine_backend
 from penstock.engines.options import HealthCheck
-from penstock.engines.serving import external, supervisor
-from penstock.engines.serving.addresses import engine_url, is_on_this_machine
-from penstock.engines.serving.external import ExternalReplica
+from penstock.engines.serving import replica, supervisor
+from penstock.engines.serving.endpoints import engine_url, is_on_this_machine
+from penstock.engines.serving.replica import ExternalReplica
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.serving.supervisor import Supervisor
 from penstock.storage.errors import EngineError
@@ -60,7 +60,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def external_server(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExternalServer]:
     monkeypatch.setattr(supervisor, "TICK", 0.01)
-    monkeypatch.setattr(external, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(replica, "POLL_SECONDS", 0.01)
     engine = ExternalServer(str(model))
     yield engine
     engine.die()

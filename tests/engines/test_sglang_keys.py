@@ -14,14 +14,14 @@ from aiohttp import web
 from small_servers import answer, with_servers
 
 from penstock.engines.backends import engine_backend
-from penstock.engines.serving import keys
-from penstock.engines.serving.addresses import engine_url
-from penstock.engines.serving.external import ExternalReplica
+from penstock.engines.serving import endpoints
+from penstock.engines.serving.endpoints import engine_url
 from penstock.engines.serving.pool import EnginePool
+from penstock.engines.serving.replica import ExternalReplica
 from penstock.engines.serving.server import ServerSpec, read_log_tail
 from penstock.engines.sglang import control
-from penstock.engines.sglang.args import check_sglang_args
 from penstock.engines.sglang.client import SGLangClient
+from penstock.engines.sglang.passthrough import check_sglang_args
 from penstock.engines.sglang.router import SGLangRouter
 from penstock.storage.errors import EngineError
 
@@ -61,11 +61,11 @@ def test_each_server_gets_only_its_own_key_also_through_the_router(tmp_path: Pat
         return handle
 
     async def use(urls: list[str]) -> None:
-        keys.set_api_keys(dict(zip(urls, ("first-key", "second-key"))))
+        endpoints.set_api_keys(dict(zip(urls, ("first-key", "second-key"))))
         async with SGLangClient([urls[0]]) as client:
             await client.generate([1], {})
         async with SGLangClient(["http://127.0.0.1:9"], num_tries=1) as client:
-            assert keys.auth_headers("http://127.0.0.1:9") == {}
+            assert endpoints.auth_headers("http://127.0.0.1:9") == {}
         with SGLangRouter({}, str(tmp_path)) as router:
             router.set_backends(urls)
             async with SGLangClient(urls, router=router.address, timeout=60) as client:
@@ -76,23 +76,23 @@ def test_each_server_gets_only_its_own_key_also_through_the_router(tmp_path: Pat
                             break
                 address = router.address()
                 assert address is not None
-                key = keys.known_api_keys([address])[address]
+                key = endpoints.known_api_keys([address])[address]
                 assert [status(f"{address}/workers", given) for given in (None, "first-key", key)] == [401, 401, 200]
                 assert status(f"{address}/generate", post=True) == 401
                 assert key not in command_lines() and "first-key" not in command_lines()
         for url in urls:
-            keys.set_api_key(url, None)
+            endpoints.set_api_key(url, None)
 
     with_servers([engine(0), engine(1)], use)  # type: ignore[list-item]
     assert set(seen[0]) == {"Bearer first-key"} and set(seen[1]) == {"Bearer second-key"}
 
 
 def test_read_log_tail_redacts_keys(tmp_path: Path) -> None:
-    keys.set_api_key("http://127.0.0.1:8", "a-key-of-a-test")
+    endpoints.set_api_key("http://127.0.0.1:8", "a-key-of-a-test")
     log = tmp_path / "log"
     log.write_text("server_args=ServerArgs(api_key='a-key-of-a-test')\n")
     assert read_log_tail(log, 5) == "server_args=ServerArgs(api_key='***')"
-    keys.set_api_key("http://127.0.0.1:8", None)
+    endpoints.set_api_key("http://127.0.0.1:8", None)
 
 
 def test_external_engines_use_sglang_api_key_and_refuse_credentials_in_addresses(tiny_model: Path) -> None:
@@ -101,8 +101,8 @@ def test_external_engines_use_sglang_api_key_and_refuse_credentials_in_addresses
     ExternalReplica(
         "127.0.0.1:7", ServerSpec(model_path=str(tiny_model)), 0, engine_backend()
     )  # without a key the known one stays
-    assert keys.auth_headers("http://127.0.0.1:7") == {"Authorization": "Bearer given-key"}
-    keys.set_api_key("http://127.0.0.1:7", None)
+    assert endpoints.auth_headers("http://127.0.0.1:7") == {"Authorization": "Bearer given-key"}
+    endpoints.set_api_key("http://127.0.0.1:7", None)
     with pytest.raises(EngineError) as refused:
         engine_url("http://me:hunter22@127.0.0.1:7")
     assert "hunter22" not in str(refused.value)
@@ -113,7 +113,7 @@ def test_external_engines_use_sglang_api_key_and_refuse_credentials_in_addresses
 @pytest.mark.integration
 def test_a_real_engine_answers_401_without_its_key(engine_pool: EnginePool) -> None:
     [url] = engine_pool.urls
-    key = keys.known_api_keys([url])[url]
+    key = endpoints.known_api_keys([url])[url]
     assert len(key) == 64 and key not in command_lines()
     for path in ("/generate", *CONTROL):
         assert status(url + path, post=True) == status(url + path, "guess", post=True) == 401, path

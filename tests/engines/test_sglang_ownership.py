@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engines.serving.server import ServerSpec, read_log_tail
-from penstock.engines.sglang.server import SGLangServer
+from penstock.engines.sglang.backend import SGLangServer
 
 SPEC = ServerSpec(model_path="/model")
 

@@ -18,13 +18,12 @@ import torch
 from families import hf_model
 
 from penstock.engines.generation import Generation, TokenCounts, WeightTransport
-from penstock.engines.serving import keys
+from penstock.engines.serving import endpoints
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang import control
-from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.sglang.response import parse_generation
+from penstock.engines.sglang.backend import SGLangServer
+from penstock.engines.sglang.client import SGLangClient, parse_generation
 from penstock.engines.sglang.router import SGLangRouter
-from penstock.engines.sglang.server import SGLangServer
 from penstock.flows.commands.demo_model import make_tiny_model, make_tokenizer
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.plugins.custom_generation import EngineHandle
@@ -224,7 +223,7 @@ async def stream(engine: Engine, prompt: list[int], length: int, started: asynci
     """Generate `length` tokens; set `started` when the first one has come."""
     body = {"input_ids": prompt, "sampling_params": GREEDY | {"max_new_tokens": length}, "return_logprob": True}
     async with (
-        aiohttp.ClientSession(headers=keys.auth_headers(engine.url)) as session,
+        aiohttp.ClientSession(headers=endpoints.auth_headers(engine.url)) as session,
         session.post(engine.url + "/generate", json=body | {"stream": True}) as response,
     ):
         lines = []

@@ -17,10 +17,15 @@ import pytest
 from small_servers import SmallEngine, with_servers
 
 from penstock.engines.sglang import control
-from penstock.engines.sglang.args import check_router_args, router_flags, to_command_line
 from penstock.engines.sglang.client import SGLangClient
+from penstock.engines.sglang.passthrough import (
+    DROPPED_BY_ROUTER,
+    check_router_args,
+    router_flags,
+    sampling_parameter_names,
+    to_command_line,
+)
 from penstock.engines.sglang.router import SGLangRouter
-from penstock.engines.sglang.sampling import DROPPED_BY_ROUTER, sampling_parameter_names
 from penstock.storage.errors import EngineError
 
 ROOT = Path(__file__).parents[2]

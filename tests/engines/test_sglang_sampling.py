@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engines.sglang.sampling import (
+from penstock.engines.sglang.passthrough import (
     check_sampling,
     check_sampling_seeds,
     find_biasing_params,

@@ -22,8 +22,8 @@ from penstock.engines.generation import EngineGone, Generation, WeightTransport
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang import control
+from penstock.engines.sglang.backend import SGLangServer
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.sglang.server import SGLangServer
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
@@ -213,7 +213,7 @@ def test_server_dies_with_its_parent(tiny_model: Path, tmp_path: Path) -> None:
     """Also if the parent is killed during the start, before SGLang runs."""
     program = (
         "import signal; from penstock.engines.serving.server import ServerSpec\n"
-        "from penstock.engines.sglang.server import SGLangServer\n"
+        "from penstock.engines.sglang.backend import SGLangServer\n"
         f"server = SGLangServer(ServerSpec(model_path={str(tiny_model)!r}, log_dir={str(tmp_path)!r}))\n"
         "server._launch(); print(server.pid(), flush=True); signal.pause()"
     )

@@ -18,9 +18,9 @@ from penstock.engines.families import shape_from_config
 from penstock.engines.generation import TokenCounts
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.sglang.args import sglang_flags
 from penstock.engines.sglang.checks.speculative import DRAFT_MODEL, SIZES, THRESHOLDS
-from penstock.engines.sglang.response import parse_generation
+from penstock.engines.sglang.client import parse_generation
+from penstock.engines.sglang.passthrough import sglang_flags
 from penstock.engines.sglang.weights.payload import FlatBucket
 from penstock.engines.sglang.weights.update import WeightUpdate
 from penstock.storage.errors import EngineError, ModelError, OptionError

@@ -85,7 +85,7 @@ def serve(cluster: Cluster, model: Path, log_dir: Path, *, speculate: bool) -> I
     spec = ServerSpec(model_path=str(model), args=args, log_dir=str(log_dir))
     options = EngineOptions(spec, offload=True, return_experts=True)
     backend.check_options(options)
-    pool = start_pool(cluster, options, backend)
+    pool = start_pool(cluster, options)
     try:
         yield pool
     finally:

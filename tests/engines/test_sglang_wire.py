@@ -20,9 +20,9 @@ from torch.multiprocessing import reductions
 
 from penstock.engines.generation import EngineRefused
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.sglang.weights import group, payload
-from penstock.engines.sglang.weights.group import EngineGroup
+from penstock.engines.sglang.weights import payload, sender
 from penstock.engines.sglang.weights.payload import FlatBucket
+from penstock.engines.sglang.weights.sender import EngineGroup
 from penstock.engines.sglang.weights.update import WeightUpdate
 from penstock.engines.weights.buckets import split_into_buckets
 
@@ -187,7 +187,7 @@ def test_engine_with_released_memory_is_healthy(servers: list[SmallServer]) -> N
 @pytest.mark.parametrize("lazy", ["0", "1"])  # lazy: connect at the first broadcast, as NCCL does
 def test_failed_join_is_raised_and_frees_the_name_of_the_group(lazy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", lazy)
-    monkeypatch.setattr(group, "TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr(sender, "TIMEOUT", timedelta(seconds=0.2))
 
     def refuse(url: str, route: str, body: dict[str, Any]) -> None:
         raise EngineRefused(f"{url}{route} answered HTTP 400")

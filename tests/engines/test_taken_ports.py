@@ -16,7 +16,7 @@ import pytest
 from penstock.engines.ports import reserve_free_port
 from penstock.engines.serving import server as server_module
 from penstock.engines.serving.server import EngineServer, ServerSpec
-from penstock.engines.sglang.server import SGLangServer
+from penstock.engines.sglang.backend import SGLangServer
 from penstock.storage.errors import EngineError
 
 # Binds as uvicorn does, when the file exists, and prints asyncio's message if the port is taken.
@@ -40,8 +40,7 @@ asyncio.run(main())
 """
 
 
-class LateServer(EngineServer):
-    name = "sglang"
+class LateServer(SGLangServer):
     go: Path
 
     def command(self, port: int) -> list[str]:
@@ -89,7 +88,7 @@ def test_fixed_port_that_is_in_use_is_refused_without_a_start(
     monkeypatch.setattr(server_module, "PORT_TIMEOUT", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as other:
         with_port(late, port := other.getsockname()[1])
-        with pytest.raises(EngineError, match=f"port {port}.*--sglang-port {port}"):
+        with pytest.raises(EngineError, match=f"port {port}.*--engine-port {port}"):
             late.start()
     assert late._process is None
 
@@ -105,7 +104,7 @@ def test_fixed_port_that_is_freed_in_time_is_used(late: LateServer) -> None:
 def test_fixed_port_taken_while_the_model_loads_is_one_error(late: LateServer) -> None:
     with_port(late, port := reserve_free_port())
     start = time.monotonic()
-    with take_port_when_launched(late), pytest.raises(EngineError, match=f"--sglang-port {port}"):
+    with take_port_when_launched(late), pytest.raises(EngineError, match=f"--engine-port {port}"):
         late.start()
     assert time.monotonic() - start < late.spec.start_timeout / 2, "the start was not cut short"
     assert not late.alive()
@@ -123,6 +122,6 @@ def test_sglang_that_cannot_bind_its_port_is_noticed(tiny_model: Path, tmp_path:
     spec = ServerSpec(model_path=str(tiny_model), port=reserve_free_port(), log_dir=str(tmp_path))
     server = SGLangServer(spec)
     server.go = tmp_path / "go"  # type: ignore[attr-defined]
-    with take_port_when_launched(server), pytest.raises(EngineError, match=f"--sglang-port {spec.port}"):
+    with take_port_when_launched(server), pytest.raises(EngineError, match=f"--engine-port {spec.port}"):
         server.start()
     assert "bind on address" in next(tmp_path.glob("sglang-0-*.log")).read_text()

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from penstock_command import penstock
 
-from penstock.engines.serving import keys
+from penstock.engines.serving import endpoints
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang import control
-from penstock.engines.sglang.server import SGLangServer
+from penstock.engines.sglang.backend import SGLangServer
 from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
@@ -69,7 +69,7 @@ def test_two_runs_share_an_engine(
         ]
         for run in runs:
             check_policy_is_served(run.result())
-    keys.set_api_key(f"http://{shared_engine}", KEY)
+    endpoints.set_api_key(f"http://{shared_engine}", KEY)
     assert control.weight_version(f"http://{shared_engine}") == "default", "the base is never replaced"
     assert control.loaded_adapters(f"http://{shared_engine}") == [], "each run unloads its adapters at its end"
 

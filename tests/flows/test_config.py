@@ -66,7 +66,7 @@ def test_aliases_set_the_option_and_repeated_flags_extend_it() -> None:
 def test_switch_can_be_turned_off_and_refuses_a_value(tmp_path) -> None:
     file = tmp_path / "c.toml"
     file.write_text(
-        "[train]\nuse_kl_loss = true\n[rollout.sglang]\ncontext_length = 8192\n"
+        "[train]\nuse_kl_loss = true\n[rollout.engine_options]\ncontext_length = 8192\n"
         '[eval]\neval_prompt_data = [["a", "x"]]\n'
     )
     config = parse_config(
@@ -83,7 +83,7 @@ def test_switch_can_be_turned_off_and_refuses_a_value(tmp_path) -> None:
         ]
     )
     assert not config.train.use_kl_loss
-    assert config.rollout.sglang == {"context_length": 8192, "log_level": "info"}
+    assert config.rollout.engine_options == {"context_length": 8192, "log_level": "info"}
     assert config.eval.eval_prompt_data == [("b", "y")], "flags win over files"
     with pytest.raises(ValueError, match="--use-kl-loss is a switch"):
         parse_config([*MODEL, "--use-kl-loss", "yes"])
@@ -101,7 +101,7 @@ def test_engine_flags_reach_their_engines() -> None:
             "3",
         ]
     )
-    assert config.rollout.sglang == {"mem_fraction_static": 0.4}
+    assert config.rollout.engine_options == {"mem_fraction_static": 0.4}
     assert config.train.megatron.model_dump() == {
         "recompute_granularity": "full",
         "num_layers_in_first_pipeline_stage": 3,

@@ -131,7 +131,7 @@ def test_custom_config_sets_options_of_all_families_and_arguments_of_functions(t
     config = with_yaml(tmp_path, text, "--lr", "1e-6", "--sglang-log-level", "info")
     assert (config.train.lr, config.rollout.rollout_temperature) == (1e-4, 0.7)  # overrides the flag
     assert config.rollout.rollout_stop == ["a", "b"]
-    assert config.rollout.sglang == {"log_level": "info", "mem_fraction_static": 0.4}
+    assert config.rollout.engine_options == {"log_level": "info", "mem_fraction_static": 0.4}
     assert config.train.megatron.model_dump() == {"recompute_granularity": "full"}
     assert config.rollout.plugin_args == {"search_url": "http://127.0.0.1:1", "tools": {"python": {"limit": 3}}}
     assert config.debug.custom_config_path is None  # the run records the values

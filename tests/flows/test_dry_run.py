@@ -328,7 +328,7 @@ def test_plan_reads_whether_the_weights_are_quantized(
 ) -> None:
     config = checkpoint(tmp_path / name, quantization)
     if by_engines:
-        config.rollout.sglang["quantization"] = by_engines
+        config.rollout.engine_options["quantization"] = by_engines
     assert describe_weights(config).endswith(shown) and describe_weights(config)[:2] == ("F8" if quantization else "BF")
     assert [str(tmp_path / name) in warning for warning in fp8_warning(config)] == [True] * is_warned
 

@@ -309,8 +309,8 @@ def test_activations_above_the_memory_only_warn(
     ("words", "num_samples"),
     [
         ("", 512),  # 64 x 8 samples
-        ("--sglang-server-concurrency 100", 96),  # whole groups
-        ("--sglang-server-concurrency 4", 8),
+        ("--engine-concurrency 100", 96),  # whole groups
+        ("--engine-concurrency 4", 8),
         ("--rollout-batch-size 32", 256),
         ("--rollout-batch-size 16 --over-sampling-batch-size 24", 192),
         ("--rollout-batch-size 16 --async-mode streaming --max-staleness 2", 384),

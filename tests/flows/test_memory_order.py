@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from penstock.engines.memory import STATE_KINDS, MemorySwitch, StateKind
 from penstock.engines.serving import pool as pools
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
+from penstock.engines.training import STATE_KINDS, MemorySwitch, StateKind
 from penstock.engines.weights.routes import ProcessPlace
 from penstock.flows import tasks
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.processes import Processes
 from penstock.stages.train.actor import TrainActor
 from penstock.stages.train.build import Models
-from penstock.stages.train.group import TrainerGroup
 from penstock.stages.train.spec import SaveResult, TrainResult
+from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import CheckpointRef, Commit, RolloutRef, RunKeys, commit_key
 from penstock.storage.store import Store
 from tests.engines.real_models import REAL_MODELS

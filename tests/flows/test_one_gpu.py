@@ -1,7 +1,7 @@
 """The same loop on a GPU: nothing but the configuration differs (benchmarks/gpu/round.py prints the figures).
 
 PENSTOCK_TRAIN_OPTIONS may hold further `penstock train` options that a machine's SGLang needs, for instance
---sglang-pythonpath.
+--engine-pythonpath.
 """
 
 import os

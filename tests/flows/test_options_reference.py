@@ -12,8 +12,13 @@ from pathlib import Path
 import pytest
 
 from penstock.engines.megatron.megatron_options import MegatronOptions
-from penstock.engines.sglang.args import check_router_args, check_sglang_args, sglang_flags, to_command_line
-from penstock.engines.sglang.server_options import reason_for_refusal
+from penstock.engines.sglang.passthrough import (
+    check_router_args,
+    check_sglang_args,
+    reason_for_refusal,
+    sglang_flags,
+    to_command_line,
+)
 from penstock.flows.config import list_options
 from penstock.flows.options.flags import megatron_flag_names, penstock_flags
 from penstock.flows.options.refused import is_listed

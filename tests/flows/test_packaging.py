@@ -85,7 +85,7 @@ def test_recipes_and_launchers_of_the_wheel_exist(installed: Path, tmp_path: Pat
     out = run_script(
         installed,
         tmp_path,
-        "from penstock.engines.sglang.server import LAUNCHER as sglang\n"
+        "from penstock.engines.sglang.backend import LAUNCHER as sglang\n"
         "from penstock.flows.commands.demo import RECIPES\n"
         "from penstock.flows.config import read_toml\n"
         "from penstock.flows.runtime.prefect_api import LAUNCHER as prefect\n"

@@ -213,7 +213,7 @@ def test_unusable_store_or_port_is_refused(good, tmp_path: Path, capsys) -> None
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert str(port) in (message := refusal(good | {"--sglang-port": port}, capsys)) and "--sglang-port" in message
+        assert str(port) in (message := refusal(good | {"--engine-port": port}, capsys)) and "--engine-port" in message
 
 
 def test_contradicting_numbers_and_flags_are_refused(good, capsys) -> None:

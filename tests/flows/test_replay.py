@@ -73,9 +73,9 @@ def store(cluster: Cluster, tiny_model: Path, tmp_path: Path) -> Store:
     """A run of three rounds with a checkpoint of version 2, in a store where nothing else is left of its beginnings."""
     from penstock.engines.families import read_shape
     from penstock.stages.convert.to_torch_dist import convert_hf
-    from penstock.stages.train.group import TrainerGroup
     from penstock.stages.train.restore import PolicyRestorer
     from penstock.stages.train.spec import TrainerSpec
+    from penstock.stages.train.trainer_group import TrainerGroup
 
     config = PostTrainConfig.model_validate(
         {

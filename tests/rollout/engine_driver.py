@@ -24,8 +24,8 @@ from scripted_engine import write_jsonl
 from penstock.engines.cluster import Cluster
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.sglang.args import check_router_args
 from penstock.engines.sglang.client import SGLangClient
+from penstock.engines.sglang.passthrough import check_router_args
 from penstock.engines.sglang.router import SGLangRouter
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts.data_source import RolloutRound
@@ -72,7 +72,7 @@ def rounds_with_a_kill(pool: EnginePool, model: Path, directory: Path) -> dict[s
         partial_rollout=True,
         n_samples_per_prompt=NUM_SAMPLES,
         rollout_max_response_len=128,
-        sglang_server_concurrency=64,
+        engine_concurrency=64,
         rm_type="exact_number",
     )
     store, source = Store(str(directory / "store")), PromptSource.open(config)

@@ -300,7 +300,7 @@ def test_every_prompt_is_trained_dropped_or_buffered_once(  # noqa: PLR0913, dra
     broken: float,
     slots: int,
 ) -> None:
-    options = {"over_sampling_batch_size": over, "partial_rollout": partial, "sglang_server_concurrency": slots}
+    options = {"over_sampling_batch_size": over, "partial_rollout": partial, "engine_concurrency": slots}
     bench = bench_with(tmp_path_factory.mktemp("bench"), tokenizer, share=share, **options)
     chance = random.Random(seed)
     waiting: set[str] = set()

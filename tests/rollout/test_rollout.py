@@ -129,7 +129,7 @@ def test_the_loser_of_a_race_adopts_the_winner(bench: Bench) -> None:
 
 
 def test_concurrency_is_bounded(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
-    bench = Bench(tmp_path, tokenizer, rollout_batch_size=30, n_samples_per_prompt=4, sglang_server_concurrency=10)
+    bench = Bench(tmp_path, tokenizer, rollout_batch_size=30, n_samples_per_prompt=4, engine_concurrency=10)
     bench.round(0, pause_seconds=0.005)
     assert 4 < bench.clients[0].most_in_flight <= 10
 

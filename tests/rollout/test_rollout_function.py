@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.engines.serving import keys
+from penstock.engines.serving import endpoints
 from penstock.stages.plugins import load_function
 from penstock.stages.rollout.plugins.function_check import check_rollout_functions
 from penstock.stages.rollout.plugins.rollout_function import NOT_RETURNED
@@ -269,9 +269,9 @@ def test_requests_are_sent_as_json_and_failed_connections_are_retried() -> None:
         url = f"http://127.0.0.1:{server.server_port}/generate"
         assert asyncio.run(post(url, {"input_ids": [1, 2]})) == {"input_ids": [1, 2]}
         assert asyncio.run(get(url)) == [None]
-        keys.set_api_key(f"http://127.0.0.1:{server.server_port}", "secret-of-a-test")
+        endpoints.set_api_key(f"http://127.0.0.1:{server.server_port}", "secret-of-a-test")
         assert asyncio.run(get(url)) == ["Bearer secret-of-a-test"]
-        keys.set_api_key(f"http://127.0.0.1:{server.server_port}", None)
+        endpoints.set_api_key(f"http://127.0.0.1:{server.server_port}", None)
         server.shutdown()
     with pytest.raises(httpx.TransportError):
         asyncio.run(post(url, {}, max_retries=1))

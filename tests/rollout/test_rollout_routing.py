@@ -15,12 +15,10 @@ from torch import Tensor
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape, experts_format
 from penstock.engines.generation import Generation
-from penstock.engines.megatron.model.expert_routing import RoutingRecord
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.sglang.args import add_return_experts_flag
+from penstock.engines.sglang.backend import SGLangServer
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.sglang.server import SGLangServer
-from penstock.stages.train.routing import EngineChoices
+from penstock.stages.train.batching import EngineChoices
 from penstock.storage.commit import Commit
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_table, write_shards
@@ -40,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sampled(checkpoint: Path, shape: ModelShape, directory: Path) -> list[list[Generation]]:
     """Two answers to each prompt; the second prompt is asked again when its beginning is cached."""
     server = SGLangServer(
-        ServerSpec(model_path=str(checkpoint), args=add_return_experts_flag({}), log_dir=str(directory))
+        ServerSpec(model_path=str(checkpoint), args={"enable_return_routed_experts": True}, log_dir=str(directory))
     )
 
     async def ask(url: str) -> list[list[Generation]]:
@@ -109,14 +107,15 @@ def test_recorded_experts_reach_trainer(world: None, checkpoint: Path, tmp_path:
 
     engine = make_engine(shape, checkpoint)
     free = logprobs_of(engine, pack, "record")
-    own: RoutingRecord = pack.routing  # type: ignore[assignment]
+    own = pack.routing
+    assert own is not None
     theirs = choices.decode(rows)
-    assert list(theirs.choices) == list(own.choices) == [0, 1, 2, 3]
-    for layer, choice in theirs.choices.items():
+    assert list(theirs) == list(own) == [0, 1, 2, 3]
+    for layer, choice in theirs.items():
         assert (choice[last] == -1).all(), "an engine does not run the last token"
         known = torch.ones(len(choice), dtype=torch.bool)
         known[last] = False
-        assert torch.equal(choice[known].sort(-1).values, own.choices[layer][known].sort(-1).values), f"layer {layer}"
+        assert torch.equal(choice[known].sort(-1).values, own[layer][known].sort(-1).values), f"layer {layer}"
     assert (free - of_engine)[trained].abs().max() < 1e-4
 
     pack.routing = theirs
@@ -132,13 +131,12 @@ def test_recorded_experts_reach_trainer(world: None, checkpoint: Path, tmp_path:
                 tensor.add_(0.02 * torch.randn_like(tensor))
     pack.routing = None
     logprobs_of(engine, pack, "record")
-    drifted: RoutingRecord = pack.routing  # type: ignore[assignment]
-    moved = sum(int((drifted.choices[layer] != own.choices[layer]).any(-1).sum()) for layer in own.choices)
+    drifted = pack.routing
+    assert drifted is not None
+    moved = sum(int((drifted[layer] != own[layer]).any(-1).sum()) for layer in own)
     pack.routing = choices.decode(rows)
     replayed = logprobs_of(engine, pack, "record")
-    followed = all(
-        torch.equal(pack.routing.choices[i][:-1][c[:-1] >= 0], c[:-1][c[:-1] >= 0]) for i, c in theirs.choices.items()
-    )
+    followed = all(torch.equal(pack.routing[i][:-1][c[:-1] >= 0], c[:-1][c[:-1] >= 0]) for i, c in theirs.items())
     assert moved > 0 and followed
     print(
         f"{moved} choices moved; log-probs then differ by {(replayed - of_engine)[trained].abs().max():.1e} with replay"

@@ -17,7 +17,6 @@ import numpy as np
 import psutil
 import pytest
 
-from penstock.engines.backends import engine_backend
 from penstock.engines.cluster import Cluster
 from penstock.engines.serving.pool import start_pool
 from penstock.flows.options.flags import parse_config
@@ -212,7 +211,7 @@ def own_teacher(model: Path, *words: str) -> list[str]:
 
 def test_own_teacher_has_an_engine_beside_those_of_the_policy(tmp_path: Path) -> None:
     words = ["--opd-teacher-num-gpus", "2", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "6"]
-    words += ["--rollout-num-gpus-per-engine", "3", "--sglang-port", "30000", "--sglang-context-length", "64"]
+    words += ["--rollout-num-gpus-per-engine", "3", "--engine-port", "30000", "--sglang-context-length", "64"]
     config = parse_config(own_teacher(tmp_path, *words))
     options = teacher_options(config)
     assert options is not None and options.spec.model_path == str(tmp_path)
@@ -244,7 +243,7 @@ def test_killed_engine_of_the_teacher_is_restarted_and_ends_with_its_pool(
 ) -> None:
     options = teacher_options(parse_config(own_teacher(tiny_model)))
     assert options is not None
-    pool = start_pool(cluster, options.replace_spec_fields(log_dir=str(tmp_path)), engine_backend())
+    pool = start_pool(cluster, options.replace_spec_fields(log_dir=str(tmp_path)))
     first, second = sample(), sample()
     with pool.serving(TEACHER, lambda urls: None) as urls:
         asyncio.run(Teacher(urls, "teacher").score([first]))

@@ -58,11 +58,11 @@ def test_a_config_contains_references_that_resolve_to_the_secrets(config: PostTr
     assert not [secret for secret in SECRETS if secret in text]
     assert config.run.store_options["endpoint_url"] == "http://127.0.0.1:9000"
     assert config.run.store_options["key"] == "env:PENSTOCK_SECRET_STORE_OPTIONS_KEY"
-    assert config.rollout.sglang["max_total_tokens"] == 64 and config.rollout.input_key == "question"
+    assert config.rollout.engine_options["max_total_tokens"] == 64 and config.rollout.input_key == "question"
     assert resolve_secrets(config.run.store_options) | {} == {
         "key": "AKIA-literal", "secret": "s3cr3t/with+slash", "endpoint_url": "http://127.0.0.1:9000", "anon": False
     }  # fmt: skip
-    assert resolve_secrets(config.rollout.sglang)["api_key"] == "engine-key-1"
+    assert resolve_secrets(config.rollout.engine_options)["api_key"] == "engine-key-1"
     assert resolve_secrets(config.rollout.rm_url) == WORDS[WORDS.index("--rm-url") + 1]
     assert tracking_uri(Store("memory://secrets-uri"), config.run.mlflow_tracking_uri).startswith(
         "postgresql://me:db-passw0rd@"
@@ -86,21 +86,21 @@ def test_no_record_contains_a_secret_and_a_run_can_read_its_record(config: PostT
 
 def test_literal_secrets_of_old_records_and_hand_made_configs_are_masked() -> None:
     old = {
-        "rollout": {"sglang": {"api_key": "old-key-1"}, "input_key": "question"},
+        "rollout": {"engine_options": {"api_key": "old-key-1"}, "input_key": "question"},
         "run": {"store_options": {"key": "old-key-2"}},
     }
     assert mask_secrets(old) == {
-        "rollout": {"sglang": {"api_key": "***"}, "input_key": "question"},
+        "rollout": {"engine_options": {"api_key": "***"}, "input_key": "question"},
         "run": {"store_options": {"key": "***"}},
     }
     assert "old-key" not in validate_config(old).model_dump_json()
     assert [name for name, _ in flatten_params(old)] == ["rollout.input_key"]
-    assert validate_config({"rollout": {"sglang": {}}}).rollout.sglang == {}
+    assert validate_config({"rollout": {"engine_options": {}}}).rollout.engine_options == {}
 
 
 def test_secret_options_are_not_identity_options() -> None:
     marked = {name for _, name, field in list_options() if field_meta(field).secret}
-    assert {"store", "store_options", "mlflow_tracking_uri", "rm_url", "sglang", "router"} <= marked
+    assert {"store", "store_options", "mlflow_tracking_uri", "rm_url", "engine_options", "router"} <= marked
     assert not [
         name
         for _, name, field in list_options()

@@ -16,9 +16,9 @@ from typing import Any
 from penstock.engines.cluster import Cluster
 from penstock.engines.families import read_shape
 from penstock.stages.train.config import TrainConfig
-from penstock.stages.train.group import TrainerGroup
 from penstock.stages.train.restore import PolicyRestorer
 from penstock.stages.train.spec import TrainerSpec
+from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import CheckpointRef, RunKeys
 from penstock.storage.store import Store
 

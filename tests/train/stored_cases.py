@@ -27,7 +27,7 @@ from penstock.stages.train.algorithms.logprobs import token_logprobs
 from penstock.stages.train.algorithms.losses import LOSSES, value_loss
 from penstock.stages.train.batching import Batch
 from penstock.stages.train.config import TrainConfig
-from penstock.stages.train.plan import compute_loss_weights, plan_steps
+from penstock.stages.train.microbatches import compute_loss_weights, plan_steps
 from penstock.stages.train.step import needs_old_logprobs
 from penstock.storage.errors import PluginError
 

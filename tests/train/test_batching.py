@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from penstock.stages.train.batching import Batch, pack
-from penstock.stages.train.plan import balanced_shares, filled_microbatches, fixed_microbatches, split_into_steps
+from penstock.stages.train.microbatches import (
+    balanced_shares,
+    filled_microbatches,
+    fixed_microbatches,
+    split_into_steps,
+)
 from penstock.storage.errors import OptionError
 from penstock.storage.samples.sample import Sample, to_table
 

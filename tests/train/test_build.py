@@ -9,7 +9,7 @@ import pytest
 from random_rollouts import commit_rollouts
 
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.memory import STATE_KINDS
+from penstock.engines.training import STATE_KINDS
 from penstock.stages.train.batching import Batch
 from penstock.stages.train.build import (
     Models,

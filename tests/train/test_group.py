@@ -27,9 +27,9 @@ from penstock.stages.convert.to_hf import Origin, checkpoint_files, export_hf
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.stages.train.actor import TrainActor
 from penstock.stages.train.config import TrainConfig
-from penstock.stages.train.group import TrainerGroup
 from penstock.stages.train.restore import PolicyRestorer
 from penstock.stages.train.spec import RankDied, TrainerSpec
+from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import CheckpointRef, Commit, RunKeys
 from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import write_shards

@@ -15,7 +15,7 @@ from penstock.stages.train.algorithms.experience import Estimate, Experience
 from penstock.stages.train.algorithms.postprocess import postprocess_rollout
 from penstock.stages.train.batching import Batch, spread
 from penstock.stages.train.config import TrainConfig
-from penstock.stages.train.plan import compute_loss_weights
+from penstock.stages.train.microbatches import compute_loss_weights
 from penstock.storage.errors import OptionError, PluginError
 
 LENGTHS = [5, 4, 3, 6]

@@ -21,9 +21,9 @@ from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.weights.weight_check import update_and_check
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.stages.train.config import TrainConfig
-from penstock.stages.train.group import TrainerGroup
 from penstock.stages.train.restore import PolicyRestorer
 from penstock.stages.train.spec import TrainerSpec
+from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import CheckpointRef, RunKeys
 from penstock.storage.store import Store
 

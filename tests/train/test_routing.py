@@ -11,10 +11,9 @@ import torch
 
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import Experts, experts_format
-from penstock.stages.train.batching import Batch
+from penstock.stages.train.batching import Batch, EngineChoices
 from penstock.stages.train.build import Models
 from penstock.stages.train.config import TrainConfig
-from penstock.stages.train.routing import EngineChoices
 from penstock.stages.train.step import train_rollout
 from penstock.storage.errors import OptionError
 from penstock.storage.samples.routed_experts import ExpertsFormat
@@ -124,6 +123,6 @@ def own_choices(engine: Any, rows: list[Sample], known: ExpertsFormat) -> list[b
             max_seqlen=length,
         )
         engine.forward_backward([pack], lambda *_: (None, {}), forward_only=True, routing="record")
-        chosen = torch.stack([pack.routing.choices[layer] for layer in known.routed_layers], 1)[: length - 1]
+        chosen = torch.stack([pack.routing[layer] for layer in known.routed_layers], 1)[: length - 1]
         contents.append(known.encode(chosen.int().numpy().ravel(), length - 1))
     return contents

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.stages.train.shared_store import check_store_is_shared
+from penstock.stages.train.trainer_group import check_store_is_shared
 from penstock.storage.errors import OptionError
 from penstock.storage.store import Store
 

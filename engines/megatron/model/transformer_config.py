@@ -16,7 +16,7 @@ from penstock.engines.families.shape import Llama3Scaling, ModelShape, YarnScali
 from penstock.engines.megatron.compat import import_megatron
 from penstock.engines.megatron.model.attention_kernel import runs_hopper_kernels
 from penstock.engines.megatron.parallel import ParallelLayout
-from penstock.engines.megatron.parallel_layout import (
+from penstock.engines.parallel_layout import (
     can_group_experts,
     check_grouped_experts,
     check_model_parallel,

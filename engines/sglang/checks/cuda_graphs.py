@@ -13,8 +13,8 @@ from typing import Any
 
 from penstock.engines.options import EngineOptions
 from penstock.engines.sglang import older_release
-from penstock.engines.sglang.args import check_sglang_args, sglang_flags
 from penstock.engines.sglang.checks.speculative import is_speculative
+from penstock.engines.sglang.passthrough import check_sglang_args, sglang_flags
 
 GIB = 1 << 30
 # SGLang's arg_groups/memory_hook.py: memory of a GPU in GiB, below which a row applies -> largest batch with a graph

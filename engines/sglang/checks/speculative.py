@@ -32,7 +32,7 @@ def is_speculative(args: Mapping[str, Any]) -> bool:
 
 def drafts_with_mtp_layer(args: Mapping[str, Any]) -> bool:
     """Return whether these server flags make the engine draft with the MTP layer of --hf-checkpoint."""
-    return is_speculative(args) and _draft_model(args) is None
+    return is_speculative(args) and draft_model(args) is None
 
 
 def check_speculative(args: Mapping[str, Any], options: EngineOptions) -> None:
@@ -41,10 +41,6 @@ def check_speculative(args: Mapping[str, Any], options: EngineOptions) -> None:
     Args:
         args: server flags, underscores in their names.
         options: options of the engines.
-
-    Raises:
-        EngineError: a flag has no effect, SGLang would refuse it, or the samples could not be trained with.
-        ModelError: the model has no MTP layer, or its files lack the layer's tensors.
     """
     if not is_speculative(args):
         if unused := sorted(name for name in args if name.startswith(PREFIX)):
@@ -63,7 +59,7 @@ def check_speculative(args: Mapping[str, Any], options: EngineOptions) -> None:
             f"{', '.join(map(_flag, SIZES))} depend on each other: give all of them, or none to use SGLang's defaults"
         )
     _check_sampling(args, options)
-    if draft := _draft_model(args):
+    if draft := draft_model(args):
         if not (Path(draft) / "config.json").is_file():
             raise EngineError(f"--sglang-speculative-draft-model-path {draft} is not a model directory: download it")
         if options.transport == "disk":  # SGLang loads the directory of an update into both models
@@ -80,7 +76,7 @@ def check_speculative(args: Mapping[str, Any], options: EngineOptions) -> None:
         _check_mtp_layer(Path(options.spec.model_path))
 
 
-def _draft_model(args: Mapping[str, Any]) -> str | None:
+def draft_model(args: Mapping[str, Any]) -> str | None:
     """Return the directory of the separate draft model, or None."""
     return next((str(args[name]) for name in DRAFT_MODEL if args.get(name) is not None), None)
 

@@ -126,11 +126,7 @@ class FlatBucket:
 
 
 def check_shared_memory(bucket: list[NamedTensor]) -> None:
-    """Check that a bucket on CPU fits into /dev/shm; full shared memory would kill this process with SIGBUS.
-
-    Raises:
-        EngineError: the bucket needs more memory than is free in /dev/shm.
-    """
+    """Check that a bucket on CPU fits into /dev/shm; full shared memory would kill this process with SIGBUS."""
     if bucket[0][1].device.type != "cpu":
         return
     needed, free = num_bytes(bucket), shutil.disk_usage("/dev/shm").free

@@ -71,7 +71,7 @@ class Conversation:
         Args:
             messages: the messages since the last reply. In the first call: the whole conversation so far, or no
                 messages to use the sample's prompt.
-            sampling: SGLang's sampling parameters, for this reply only.
+            sampling: the engine's sampling parameters, for this reply only.
 
         Raises:
             ValueError: the chat template or the engine rejects the messages.
@@ -223,7 +223,7 @@ class AgentSession:
             messages: the whole conversation, as the agent sends it.
             tools: tool definitions in OpenAI's format.
             template_options: additional variables of the chat template.
-            sampling: SGLang's sampling parameters.
+            sampling: the engine's sampling parameters.
 
         Raises:
             ValueError: the request is invalid.

@@ -194,7 +194,7 @@ class OpenAIEndpoint:
         # "developer" is OpenAI's newer name of the system role, which chat templates of open models do not know.
         messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
         self._warn_of_ignored_parameters(body)
-        sampling: dict[str, Any] = {}  # sampling parameters that a request may set, under SGLang's names
+        sampling: dict[str, Any] = {}  # sampling parameters that a request may set, under the engine's names
         if (limit := body.get("max_completion_tokens") or body.get("max_tokens")) is not None:
             sampling["max_new_tokens"] = int(limit)
         if stop := body.get("stop"):

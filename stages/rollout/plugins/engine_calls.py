@@ -62,7 +62,7 @@ class EngineCalls:
 
         Args:
             sample: the sample to continue; its tokens so far are sent as the prompt.
-            sampling: SGLang sampling parameters that override those of the run, e.g. `stop`, `max_new_tokens`.
+            sampling: sampling parameters that override those of the run, e.g. `stop`, `max_new_tokens`.
 
         Raises:
             EngineError: an engine rejects the request.

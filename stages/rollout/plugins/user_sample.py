@@ -174,7 +174,7 @@ class UserSample(Sample):
             tokens: token ids.
             log_probs: log-prob of every token; ignored if the tokens are not trainable.
             trainable: whether the model generated the tokens.
-            meta_info: `meta_info` of SGLang's response; the finish reason and weight version in it are used.
+            meta_info: `meta_info` of the engine's response; the finish reason and weight version in it are used.
             text: text of the tokens, appended to `response`. An empty `response` is later decoded from the tokens.
             update_terminal_info: set the status to the finish reason of `meta_info`.
 
@@ -196,7 +196,7 @@ class UserSample(Sample):
             self._add_weight_version(meta_info)
 
     def update_from_meta_info(self, args: Any, meta_info: dict[str, Any]) -> None:
-        """Set the status to the finish reason of SGLang's response, and remember its weight version."""
+        """Set the status to the finish reason of the engine's response, and remember its weight version."""
         reason = (meta_info.get("finish_reason") or {}).get("type", "stop")
         self.status = {"length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}.get(
             reason, SampleStatus.COMPLETED

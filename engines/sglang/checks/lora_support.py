@@ -60,9 +60,6 @@ def check_external_adapters(url: str, args: Mapping[str, Any]) -> None:
     Args:
         url: address of the server.
         args: the flags that the server needs (`lora_args`).
-
-    Raises:
-        EngineError: see the messages.
     """
     info = control.call_server(url, "/server_info")
     modules = info.get("lora_target_modules") or []

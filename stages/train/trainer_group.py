@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -23,12 +23,10 @@ import xxhash
 
 from penstock.engines.cluster import Cluster, ClusterLost, cpu_threads_per_process
 from penstock.engines.generation import OVER_MEMORY, WeightTransport
-from penstock.engines.megatron.parallel_layout import rank_environment
-from penstock.engines.memory import MemorySwitch, StateKind
 from penstock.engines.network import socket_environment
-from penstock.engines.serving.keys import known_api_keys
+from penstock.engines.serving.endpoints import known_api_keys
+from penstock.engines.training import MemorySwitch, StateKind, train_backend
 from penstock.engines.weights.routes import ProcessPlace
-from penstock.stages.train.shared_store import check_store_is_shared
 from penstock.stages.train.spec import (
     FREES_ENGINES_MEMORY,
     AuxiliaryModel,
@@ -42,6 +40,7 @@ from penstock.stages.train.spec import (
     TrainResult,
 )
 from penstock.storage.commit import Commit
+from penstock.storage.errors import OptionError
 from penstock.storage.store import Store
 
 QUERY_TIMEOUT = 60.0  # timeout in seconds of a query that does not touch the weights
@@ -80,7 +79,7 @@ class TrainerGroup:
     def start_processes(self) -> None:
         """Make sure that ranks are running: keep those of this driver, else take over those that the run's previous
         driver left running, else start processes without models, which use no device memory. New processes import torch
-        and Megatron after this method has returned."""
+        and the engine after this method has returned."""
         with self.lock:
             if self._actors or self._take_over_ranks():
                 return
@@ -92,12 +91,13 @@ class TrainerGroup:
             actor = ray.remote(TrainActor)
             actors: list[Any] = []
             for rank, slot in enumerate(self.cluster.place_when_nodes_are_back(build.num_ranks)):
-                environment = slot.actor_options_with_env(
-                    **rank_environment(self.spec.config.parallel_layout, build.threads),
-                    **socket_environment(self.spec.network_interface),
-                )
+                variables = train_backend().rank_environment(self.spec.config.parallel_layout, build.threads)
+                variables |= socket_environment(self.spec.network_interface)
                 options = actor.options(
-                    **environment, max_restarts=0, **self.cluster.detached_options(_actor_name(rank))
+                    **slot.options,
+                    runtime_env={"env_vars": variables},
+                    max_restarts=0,
+                    **self.cluster.detached_options(f"trainer-{rank}"),
                 )
                 actors.append(self.cluster.call_ray(options.remote, build, rank, incarnation, self._owner))
                 actors[-1].call.remote(self._owner, "import_libraries")
@@ -115,7 +115,9 @@ class TrainerGroup:
             nodes = [rank.node for rank in self._ranks]
             check_store_is_shared(store, lambda path: self._call("path_exists", path), nodes)
             self.before_onload()
-            self._call("connect_and_build", self._rendezvous_url())
+            # On one node the ranks meet at a file, which opens no port, otherwise at a TCP address of rank 0.
+            rendezvous = "rendezvous_file" if len(set(nodes)) == 1 else "open_rendezvous"
+            self._call("connect_and_build", self._call(rendezvous, ranks=1)[0])
             self._built = True
 
     def kill(self) -> None:
@@ -183,7 +185,7 @@ class TrainerGroup:
         """Return the running actor of each rank, or None for a rank that is not running. The list may be longer than
         `num_ranks`, because an earlier driver may have started more ranks."""
         actors: list[Any] = []
-        while (actor := self.cluster.find_actor(_actor_name(len(actors)))) is not None or len(
+        while (actor := self.cluster.find_actor(f"trainer-{len(actors)}")) is not None or len(
             actors
         ) < self.spec.config.num_ranks:
             actors.append(actor)
@@ -193,12 +195,6 @@ class TrainerGroup:
         config = self.spec.config
         threads = cpu_threads_per_process(config.trainer_threads, num_processes=config.actor_num_gpus_per_node)
         return Build(spec=self.spec, num_ranks=config.num_ranks, threads=threads, code=_source_hash())
-
-    def _rendezvous_url(self) -> str:
-        """Return the rendezvous URL of the ranks: a file if all are on one node (no port is opened), otherwise a TCP
-        address of rank 0."""
-        is_one_node = len({rank.node for rank in self._ranks}) == 1
-        return self._call("rendezvous_file" if is_one_node else "open_rendezvous", ranks=1)[0]
 
     # ---- queries -----------------------------------------------------------------------------------------------------
 
@@ -228,7 +224,7 @@ class TrainerGroup:
         return _merge_digests(self._call("digest"))
 
     def optimizer_digest(self) -> dict[str, str]:
-        """Return the hashes of optimizer, learning-rate scheduler and RNG states of all ranks: name -> hash."""
+        """Return the hashes of optimizer, scheduler and RNG states of all ranks: name -> hash."""
         return _merge_digests(self._call("optimizer_digest"))
 
     def fingerprint(self) -> dict[str, Any]:
@@ -345,10 +341,10 @@ class TrainerGroup:
                 if isinstance(cause := getattr(error, "cause", None), FencedError):
                     self._fenced, self._actors = cause, []
                     raise cause from error
-                dead = self._find_dead_rank(calls)
+                dead = _find_dead_rank(self.cluster, calls)
                 self._kill_and_forget(actors)
                 if dead is not None:
-                    raise RankDied(self._death_message(dead, method, error)) from error
+                    raise RankDied(_death_message(self._ranks, dead, method, error)) from error
                 raise (error.cause if isinstance(error, ray.exceptions.RayTaskError) else error) from error
             except BaseException:
                 self._kill_and_forget(actors)
@@ -359,42 +355,6 @@ class TrainerGroup:
 
         for actor in actors:
             self.cluster.call_ray(ray.kill, actor)
-
-    def _find_dead_rank(self, calls: list[Any]) -> int | None:
-        """Return the first rank whose process has died, or None. Another rank often reports the death first, as a
-        broken connection."""
-        import ray
-
-        deadline, waiting = time.monotonic() + FAILURE_QUERY_TIMEOUT, calls
-        while waiting and time.monotonic() < deadline:
-            waiting = self.cluster.wait(waiting, deadline - time.monotonic())[1]
-        for rank, call in enumerate(calls):
-            try:
-                self.cluster.get(call, timeout=0)
-            except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError):
-                return rank
-            except ClusterLost:
-                raise
-            except Exception:  # it raised, or is still running: alive in either case
-                continue
-        return None
-
-    def _death_message(self, rank: int, method: str, error: Exception) -> str:
-        """Return the error message for the dead rank `rank`, with the tail of its log."""
-        if rank >= len(self._ranks):  # it died before it sent its RankInfo
-            return f"trainer rank {rank} died while starting: {error}"
-        info = self._ranks[rank]
-        message = f"trainer rank {rank} (process {info.pid}) died in {method!r}"
-        log = Path(info.log)
-        if not log.is_file():
-            return f"{message}; its log is {info.log} on Ray's node {info.node}"
-        lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        return "\n".join([f"{message}; the tail of its log {info.log}:", *(lines or ["(empty)"])])
-
-
-def _actor_name(rank: int) -> str:
-    """Return the name of the Ray actor of a rank."""
-    return f"trainer-{rank}"
 
 
 @cache
@@ -419,3 +379,60 @@ def _merge_digests(digests: list[dict[str, str]]) -> dict[str, str]:
                     "check for faulty hardware or nondeterministic kernels"
                 )
     return merged
+
+
+def _find_dead_rank(cluster: Cluster, calls: list[Any]) -> int | None:
+    """Return the first rank whose process has died, or None. Another rank often reports the death first, as a
+    broken connection."""
+    import ray
+
+    deadline, waiting = time.monotonic() + FAILURE_QUERY_TIMEOUT, calls
+    while waiting and time.monotonic() < deadline:
+        waiting = cluster.wait(waiting, deadline - time.monotonic())[1]
+    for rank, call in enumerate(calls):
+        try:
+            cluster.get(call, timeout=0)
+        except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError):
+            return rank
+        except ClusterLost:
+            raise
+        except Exception:  # it raised, or is still running: alive in either case
+            continue
+    return None
+
+
+def _death_message(ranks: list[RankInfo], rank: int, method: str, error: Exception) -> str:
+    """Return the error message for the dead rank `rank`, with the tail of its log."""
+    if rank >= len(ranks):  # it died before it sent its RankInfo
+        return f"trainer rank {rank} died while starting: {error}"
+    info = ranks[rank]
+    message = f"trainer rank {rank} (process {info.pid}) died in {method!r}"
+    log = Path(info.log)
+    if not log.is_file():
+        return f"{message}; its log is {info.log} on Ray's node {info.node}"
+    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+    return "\n".join([f"{message}; the tail of its log {info.log}:", *(lines or ["(empty)"])])
+
+
+def check_store_is_shared(store: Store, exists: Callable[[str], Sequence[bool]], nodes: Sequence[str]) -> None:
+    """Check that a store in a directory is visible at the same path on every rank's node; skip object stores.
+
+    Args:
+        store: the run's store.
+        exists: returns for each rank whether a path exists on its machine.
+        nodes: Ray's id of each rank's node, for the error message.
+    """
+    if not store.is_local:
+        return
+    probe = Path(store.root) / f".shared-{uuid.uuid4().hex}"
+    probe.touch()
+    try:
+        missing = sorted({node for node, seen in zip(nodes, exists(str(probe)), strict=True) if not seen})
+    finally:
+        probe.unlink()
+    if missing:
+        raise OptionError(
+            f"--store {store.root} is a directory that {len(missing)} of {len(set(nodes))} nodes do not see (Ray's "
+            f"node {missing[0]}): a run on several nodes needs an object store, or a file system that all nodes mount "
+            "at this path"
+        )

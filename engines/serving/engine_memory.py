@@ -15,6 +15,7 @@ class EngineMemory:
     weight_bytes: int
     static_bytes: int  # for weights and KV cache together
     bytes_per_token: int  # KV cache of one token
+    share_flag: str = ""  # sets `static_bytes`, as a share of the GPU
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -35,6 +36,7 @@ def estimate_engine_memory(
     bytes_per_weight: float = 2,
     bytes_per_kv_element: int = 2,
     num_draft_layers: int = 0,
+    share_flag: str = "",
 ) -> EngineMemory:
     """Estimate the memory for weights and KV cache on one GPU of an engine.
 
@@ -47,6 +49,7 @@ def estimate_engine_memory(
         bytes_per_kv_element: bytes of an element of the KV cache.
         num_draft_layers: multi-token prediction layers used for speculative decoding. Each has the size of the model's
             last layer and a replicated projection [hidden, 2 * hidden]; embedding and LM head are the model's.
+        share_flag: see `EngineMemory`.
     """
     parameters = count_rank_parameters(shape, range(shape.num_layers), tensor=gpus_per_engine).total
     draft = count_rank_parameters(shape, [shape.num_layers - 1], tensor=gpus_per_engine, outer=()).total
@@ -59,4 +62,5 @@ def estimate_engine_memory(
         width = 2 * heads * shape.head_dim
         replicated = heads - shape.num_query_groups / gpus_per_engine
         parameters += round(2 * replicated * shape.head_dim * shape.hidden_size * num_layers)
-    return EngineMemory(round(bytes_per_weight * parameters), static_bytes, bytes_per_kv_element * width * num_layers)
+    bytes_per_token = bytes_per_kv_element * width * num_layers
+    return EngineMemory(round(bytes_per_weight * parameters), static_bytes, bytes_per_token, share_flag)

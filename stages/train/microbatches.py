@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engines.megatron.engine import MegatronEngine
+from penstock.engines.training import TrainEngine
 from penstock.stages.train.algorithms.losses import custom_weights, per_sample_weights, per_token_weights
 from penstock.stages.train.batching import Batch, PackedMicrobatch, pack
 from penstock.stages.train.config import TrainConfig
@@ -23,7 +23,7 @@ from penstock.storage.errors import OptionError
 Steps = list[list[PackedMicrobatch]]  # this rank's micro-batches of each optimizer step
 
 
-def plan_steps(engine: MegatronEngine, batch: Batch, config: TrainConfig) -> Steps:
+def plan_steps(engine: TrainEngine, batch: Batch, config: TrainConfig) -> Steps:
     """Return this rank's packed micro-batches of each optimizer step, with the loss inputs on the engine's device."""
     rank, size = engine.data_parallel_rank_and_size
     multiple = size * (config.pipeline_model_parallel_size if config.virtual_pipeline_model_parallel_size else 1)
@@ -107,9 +107,6 @@ def _samples_of_steps(batch: Batch, config: TrainConfig) -> list[np.ndarray]:
 def split_into_steps(trajectory_index: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
     """Return the sample indices of each optimizer step: blocks of `global_batch_size` consecutive trajectories. All
     samples of a trajectory are in the same step.
-
-    Raises:
-        OptionError: the number of trajectories is 0 or not a multiple of `global_batch_size`.
     """
     num_trajectories = int(trajectory_index.max(initial=-1)) + 1
     if num_trajectories == 0 or num_trajectories % global_batch_size:

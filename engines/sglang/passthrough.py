@@ -1,0 +1,355 @@
+"""What is passed on to SGLang: flags of its server (`--sglang-*`) and of its router (`--router-*`), and sampling
+parameters (`--rollout-sampling`). Check the names and build command lines.
+
+Names are parsed from the source of the installed SGLang, without importing torch or SGLang; SGLang checks the values.
+0.5.15.post1 declares the server's flags in one dataclass, 0.5.21 in twelve.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.engines.sglang import older_release
+from penstock.engines.sglang.older_release import DROPPED, RENAMED, to_current_flag
+from penstock.engines.sources import parse_source
+from penstock.storage.errors import EngineError
+from penstock.storage.near_names import nearest_name
+
+# ---- flags -----------------------------------------------------------------------------------------------------------
+
+# Flags that Penstock sets -> the option or value from which it sets them.
+RESERVED = {
+    "model_path": "--hf-checkpoint",
+    "model": "--hf-checkpoint",
+    "host": "the engine's own address",
+    "port": "--engine-port, by default a free port for each engine",
+    "tp_size": "--rollout-num-gpus-per-engine",
+    "tensor_parallel_size": "--rollout-num-gpus-per-engine",
+    "nnodes": "--rollout-num-gpus-per-engine and --num-gpus-per-node",
+    "node_rank": "the engine's placement",
+    "dist_init_addr": "the address of the engine's first node",
+    "nccl_init_addr": "the address of the engine's first node",
+    "base_gpu_id": "the engine's placement",
+    "gpu_id_step": "the engine's placement",
+    "weight_version": "the policy version at every weight update",
+    "admin_api_key": "--sglang-api-key, which is the key of all routes",
+    "config": "[rollout.engine_options] of Penstock's configuration file",
+    "enable_return_routed_experts": "--use-rollout-routing-replay",
+    "enable_fp32_lm_head": "--fp32-lm-head, for trainer and engines",
+    "enable_lora": "--lora-rank and --lora-publish",
+    "max_lora_rank": "--lora-rank",
+    "lora_target_modules": "--lora-target-modules",
+}
+_ONE_ROLE = "every engine does both prefill and decode; omit it"
+_ADAPTERS = "engines get their adapters from the trainer; omit it"
+_STORED_KEYS = "its keys and values outlive the weights that computed them; omit it"
+_WEIGHTS = "weights come from --hf-checkpoint and then from the trainer; omit it"
+# Names, or beginnings of names that end with "_", of flags that Penstock cannot serve -> reason and what to do.
+REFUSED = {
+    **dict.fromkeys(
+        ("hicache_storage_", "enable_lmcache", "lmcache_", "enable_flexkv", "flexkv_", "radix_cache_backend"),
+        _STORED_KEYS,
+    ),
+    **dict.fromkeys(
+        ("enable_unified_cache_external_linker", "unified_cache_external_", "enable_streaming_session"), _STORED_KEYS
+    ),
+    "disaggregation_": _ONE_ROLE,
+    "enable_pd_role_switch": _ONE_ROLE,
+    "encoder_": "only text models are supported; omit it",
+    "load_format": _WEIGHTS,
+    "remote_instance_weight_loader_": _WEIGHTS,
+    "lora_": _ADAPTERS,
+    "enable_lora_": _ADAPTERS,
+    "max_loaded_loras": "it would unload adapters that requests still use; omit it",
+    "skip_tokenizer_init": "requests are made of token ids in any case; omit it",
+    "tokenizer_path": "the tokenizer is that of --hf-checkpoint; omit it",
+    "elastic_ep_": "an engine's GPUs do not change; omit it",
+    "ep_join_": "an engine's GPUs do not change; omit it",
+}
+# Exceptions to the beginnings of names in REFUSED.
+PASSED_ON = {"lora_backend"}
+UNSUPPORTED = (
+    "omit it, because Penstock's engines all have the same role and are registered with the router by Penstock"
+)
+ROUTER_RESERVED = {
+    "host": "omit it, the router listens on loopback only",
+    "port": "omit it, a free port is chosen",
+    **dict.fromkeys(
+        ("worker_urls", "prefill", "decode", "pd_disaggregation", "mini_lb", "service_discovery"), UNSUPPORTED
+    ),
+}
+
+
+class ServerFlag(NamedTuple):
+    """One command-line flag of SGLang's server or router."""
+
+    flag: str  # spelling on SGLang's command line, for instance "--tp-size"
+    switch: bool  # True if the flag takes no value
+
+
+def package_directory(package: str) -> Path | None:
+    """Return the directory of a Python package, or None if the package is not installed."""
+    spec = find_spec(package)
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def sglang_flags(root: Path | None = None) -> dict[str, ServerFlag]:
+    """Return the flags of SGLang's server by name, under each of their spellings, with underscores and without leading
+    dashes; {} if SGLang is not installed.
+
+    Args:
+        root: directory of the `sglang` package to read; by default the installed package.
+    """
+    return _parse_flags(root or package_directory("sglang"), "srt/server_args.py", "srt/arg_groups/fields/*.py")
+
+
+def router_flags() -> dict[str, ServerFlag]:
+    """Return the flags of SGLang's router, as `sglang_flags`; {} if sglang-router is not installed."""
+    return _parse_flags(package_directory("sglang_router"), "router_args.py")
+
+
+@cache
+def _parse_flags(root: Path | None, *patterns: str) -> dict[str, ServerFlag]:
+    """Return the flags that the files below `root` declare, in one of two ways:
+
+    - a dataclass field `name: A[bool, Arg(aliases=[...], cli_name=...)] = ...`, where `no_cli=True` means no flag;
+    - a call `parser.add_argument("--name", ...)`, for flags with computed choices and for deprecated spellings.
+    """
+    flags: dict[str, ServerFlag] = {}
+    paths = [path for pattern in patterns for path in sorted(root.glob(pattern))] if root else []
+    for node in (node for path in paths for node in ast.walk(parse_source(path.read_bytes(), str(path)))):
+        match node:
+            case ast.AnnAssign(ast.Name(name), ast.Subscript(ast.Name("A" | "Annotated"), ast.Tuple([kind, *extras]))):
+                calls = [extra for extra in extras if isinstance(extra, ast.Call)]
+                options = {keyword.arg: _texts(keyword.value) for call in calls for keyword in call.keywords}
+                if "no_cli" in options:
+                    continue
+                spellings = [*options.get("cli_name", ()), f"--{name}", *options.get("aliases", ())]
+                switch = ast.unparse(kind) in ("bool", "Optional[bool]", "bool | None")
+                flags |= dict.fromkeys(_names(spellings), ServerFlag(spellings[0].replace("_", "-"), switch))
+            case ast.Call(ast.Attribute(attr="add_argument"), arguments, keywords):
+                actions = [ast.unparse(keyword.value) for keyword in keywords if keyword.arg == "action"]
+                switch = any("store_" in action or "Store" in action for action in actions)
+                for name in _names(text for argument in arguments for text in _texts(argument)):
+                    flags[name] = ServerFlag("--" + name.replace("_", "-"), switch)
+    return flags
+
+
+def _names(spellings: Iterable[str]) -> list[str]:
+    """Return the names of those texts that are flags: without leading dashes, with underscores."""
+    return [text.removeprefix("--").replace("-", "_") for text in spellings if text.startswith("--")]
+
+
+def _texts(node: ast.expr) -> list[str]:
+    """Return the values of a string literal, or of the string literals in a list; [] for any other syntax node."""
+    match node:
+        case ast.Constant(str(text)):
+            return [text]
+        case ast.List(items):
+            return [text for item in items for text in _texts(item)]
+        case ast.JoinedStr(parts):  # the router's f"--{prefix}policy": the prefix is omitted
+            return ["".join(text for part in parts for text in _texts(part))]
+    return []
+
+
+def check_sglang_args(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the names of SGLang server flags; return the flags with underscores in their names, in the spelling of the
+    installed release.
+    """
+    known, checked = sglang_flags(), {}
+    for key, value in args.items():
+        name = key.lstrip("-").replace("-", "_")
+        if reason := reason_for_refusal(name) or (name not in known and DROPPED.get(name)):
+            raise EngineError(f"{_server_flag(name)} is not allowed: {reason}")
+        name, value = to_current_flag(name, value, set(known))
+        _check_known("--sglang-", name, known, "SGLang", "sglang.launch_server")
+        checked[name] = value
+    return checked
+
+
+def check_router_args(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the names of SGLang router flags; return the flags with underscores in their names."""
+    known = router_flags()
+    if not known:
+        raise EngineError("sglang-router is not installed: pip install sglang-router, or omit --use-router")
+    checked = {key.lstrip("-").replace("-", "_"): value for key, value in args.items()}
+    for name in checked:
+        if name in ROUTER_RESERVED:
+            raise EngineError(f"--router-{name.replace('_', '-')} is not allowed: {ROUTER_RESERVED[name]}")
+        _check_known("--router-", name, known, "sglang-router", "sglang_router.launch_router")
+    return checked
+
+
+def _check_known(prefix: str, name: str, known: Collection[str], program: str, module: str) -> None:
+    """Check that a program has the flag `name`; without a list of its flags (it is not installed) every name passes."""
+    if known and name not in known:
+        near = nearest_name(name, known)
+        hint = f"did you mean {prefix}{near.replace('_', '-')}?" if near else f"see `python -m {module} --help`"
+        raise EngineError(f"{prefix}{name.replace('_', '-')} is not a flag of the installed {program}: {hint}")
+
+
+def reason_for_refusal(name: str) -> str:
+    """Return why Penstock refuses a server flag (underscores, without prefix) and what to do, or "" if it does not."""
+    if name in RESERVED:
+        return f"omit it, Penstock sets it from {RESERVED[name]}"
+    if name in PASSED_ON:
+        return ""
+    beginnings = (key for key in REFUSED if key.endswith("_") and name.startswith(key))
+    return REFUSED.get(name) or next((REFUSED[key] for key in beginnings), "")
+
+
+def _server_flag(name: str) -> str:
+    return f"--sglang-{name.strip('_').replace('_', '-')}"
+
+
+def flag_tables() -> dict[str, dict[str, str]]:
+    """Return the tables of flags for the reference page; see `EngineBackend.flag_tables`."""
+    refused = {_server_flag(name): f"set from {source}" for name, source in RESERVED.items()}
+    refused |= {_server_flag(name) + ("..." if name.endswith("_") else ""): text for name, text in REFUSED.items()}
+    refused |= {f"--router-{name.replace('_', '-')}": text for name, text in ROUTER_RESERVED.items()}
+    renamed = {
+        _server_flag(name): f"means {_server_flag(new)}{'' if value is ... else f' {value}'}"
+        for name, (new, value) in RENAMED.items()
+    }
+    return {
+        "All flags of the installed SGLang are passed on with the prefix `--sglang-`, and those of its router with "
+        "`--router-`, except:": refused,
+        "Names of older releases, if the installed one does not have them:": renamed
+        | {_server_flag(name): f"refused: {text}" for name, text in DROPPED.items()},
+    }
+
+
+def to_command_line(args: Mapping[str, Any], known: dict[str, ServerFlag] | None = None) -> list[str]:
+    """Return a program's flags as a list of command-line arguments.
+
+    `True` becomes a flag without a value; `False` and `None` are omitted; a list becomes several values, a dictionary
+    JSON.
+
+    Args:
+        args: flag name with underscores -> value.
+        known: all flags of the program by name; by default those of SGLang's server.
+    """
+
+    def text(value: Any) -> str:
+        return json.dumps(value) if isinstance(value, dict) else str(value)
+
+    known = sglang_flags() if known is None else known
+    argv: list[str] = []
+    for name, value in args.items():
+        flag = known.get(name)
+        if flag and flag.switch and isinstance(value, str) and value.lower() in ("true", "false"):
+            value = value.lower() == "true"  # Penstock's command line passes values as text
+        if value is None or value is False:
+            continue
+        argv.append(flag.flag if flag else "--" + name.replace("_", "-"))
+        if isinstance(value, (list, tuple)):
+            argv += map(text, value)
+        elif value is not True:
+            argv.append(text(value))
+    return argv
+
+
+# ---- sampling parameters ---------------------------------------------------------------------------------------------
+
+# Parameters that cannot be set with --rollout-sampling: most have an option of their own. Name -> advice for the error.
+RESERVED_SAMPLING = {
+    "temperature": "use --rollout-temperature, by which the trainer divides its logits, too",
+    "top_p": "use --rollout-top-p",
+    "top_k": "use --rollout-top-k",
+    "max_new_tokens": "use --rollout-max-response-len",
+    "stop": "use --rollout-stop",
+    "stop_token_ids": "use --rollout-stop-token-ids",
+    "sampling_seed": "use --rollout-sampling-seeds",
+    "n": "use --n-samples-per-prompt",
+    "beam_width": "omit it, because beam search does not sample from the policy",
+    "skip_special_tokens": "use --rollout-skip-special-tokens, because Penstock decodes the text",
+}
+# sglang-router 0.3.2 rebuilds requests from the fields that it knows, and drops these parameters silently (tested).
+DROPPED_BY_ROUTER = (
+    *("stop_regex", "structural_tag", "spaces_between_special_tokens", "stream_interval", "logit_bias"),
+    "custom_params",
+)
+# Parameters that change the token distribution -> the value with which the parameter has no effect.
+NEUTRAL: dict[str, Any] = {
+    **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0},
+    **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None},
+    **dict.fromkeys(("regex", "json_schema", "ebnf", "structural_tag")),
+}
+# Fields of SGLang's `SamplingParams` that SGLang sets itself; a request cannot set them.
+INTERNAL = frozenset(
+    ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized", "ebnf_full_assistant")
+)
+
+
+def check_sampling(params: Mapping[str, Any], *, routed: bool) -> None:
+    """Check the parameters of `--rollout-sampling`.
+
+    Args:
+        params: parameter name -> value.
+        routed: whether generation requests are sent through SGLang's router.
+    """
+    known = sampling_parameter_names()
+    for name in params:
+        if name in RESERVED_SAMPLING:
+            raise EngineError(f"--rollout-sampling {name} is not allowed: {RESERVED_SAMPLING[name]}")
+        if known and name not in known:
+            near = nearest_name(name, known)
+            hint = f"did you mean {near}?" if near else f"choose from {', '.join(sorted(known))}"
+            raise EngineError(f"--rollout-sampling {name} is not a sampling parameter of the installed SGLang: {hint}")
+        if routed and name in DROPPED_BY_ROUTER:
+            raise EngineError(
+                f"--rollout-sampling {name} has no effect with --use-router, because SGLang's router drops it: "
+                "omit one of the two"
+            )
+
+
+def check_sampling_seeds(use_seeds: bool, params: Mapping[str, Any], server_flags: Mapping[str, Any]) -> None:
+    """Check `--rollout-sampling-seeds` (`use_seeds`) against the other sampling parameters and the server's flags."""
+    if use_seeds and params.get("min_p"):
+        raise EngineError(
+            f"--rollout-sampling min_p={params['min_p']} cannot be combined with --rollout-sampling-seeds, because "
+            "SGLang does not support min_p with seeds: omit one of them"
+        )
+    flags = {name.replace("-", "_"): value for name, value in server_flags.items()}
+    for name in ("enable_deterministic_inference", "rl_on_policy_target"):
+        if flags.get(name) not in (None, False) and not use_seeds:
+            raise EngineError(
+                f"{_server_flag(name)} makes SGLang sample every request with the same seed, so all "
+                "samples of a prompt would be equal: add --rollout-sampling-seeds"
+            )
+
+
+def find_biasing_params(params: Mapping[str, Any]) -> list[str]:
+    """Return those of the sampling parameters, as `name=value`, that make the sampling distribution differ from the
+    policy that the trainer computes.
+
+    SGLang returns log-probs of the full softmax, before top-p, top-k and min-p remove tokens. With penalties, logit
+    biases and grammars it returns log-probs of the modified logits, which the trainer cannot reproduce.
+    """
+    return [f"{name}={value}" for name, value in params.items() if name in NEUTRAL and value != NEUTRAL[name]]
+
+
+@cache
+def sampling_parameter_names(root: Path | None = None) -> frozenset[str]:
+    """Return the names of SGLang's sampling parameters that a request may set; empty if SGLang is not installed.
+
+    SGLang declares them as fields of `SamplingParams`, together with the INTERNAL fields.
+
+    Args:
+        root: directory of the `sglang` package to read; by default the installed package.
+    """
+    root = root or package_directory("sglang")
+    if root is None:
+        return frozenset()
+    tree = parse_source((root / "srt/sampling/sampling_params.py").read_text(encoding="utf-8"))
+    [params] = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"]
+    fields = [
+        node.target.id for node in params.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+    return frozenset(fields) - INTERNAL if fields else older_release.sampling_parameter_names(params)
