@@ -6,7 +6,7 @@
 
 Simulated are engines that decode all their running requests step by step, groups that end with their slowest sample, a
 trainer, and weight updates; prompts cost nothing. A decoding step with k requests takes `step_seconds` + k x
-`request_seconds`, whatever their lengths. The modes follow flows/turns.py (ahead) and stages/rollout/stream.py
+`request_seconds`, whatever their lengths. The modes follow flows/policy_schedule.py and stages/rollout/stream.py
 (streaming). Trainer and engines do not slow each other down: on a CPU this needs a core for each.
 
 --table takes the speeds of a 4B model on H200 GPUs from benchmarks/results. It assumes that training speed is

@@ -186,9 +186,7 @@ class PostTrainConfig(StageConfig):
         unused: dict[str, Any] = {
             "--async-buffer-size": run.async_buffer_size,
             "--partial-rollout": rollout.partial_rollout,
-            "--over-sampling-batch-size": rollout.over_sampling_batch_size,
             "--data-source-path": rollout.data_source_path,
-            "--buffer-filter-path": rollout.buffer_filter_path,
             "--rollout-function-path": rollout.rollout_function_path,
         }
         for flag, value in unused.items():

@@ -7,7 +7,7 @@ from prefect import State, flow
 from penstock.flows import tasks
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.reporting.prefect_page import report_end
-from penstock.flows.runtime.session import Session
+from penstock.flows.runtime.session import open_session
 
 
 @flow(
@@ -24,7 +24,7 @@ def evaluate(config: PostTrainConfig) -> State[None]:
         config: `convert.hf_checkpoint` is scored on `eval.eval_prompt_data`; the results are committed to
             the run named `run.run`.
     """
-    with Session("evaluate", config) as session:
+    with open_session("evaluate", config) as session:
         tasks.evaluate(session, 0)
         done = tasks.publish_results(session)
     return done

@@ -1,7 +1,7 @@
 """RL post-training: convert -> [rollout -> train -> publish -> (checkpoint) -> (evaluate)] x N -> export.
 
 Each step of the loop is a task whose result is committed to the store. After a kill, the same call resumes after the
-last committed task. With --async-buffer-size, further rollouts are generated while a round is trained (ahead.py).
+last committed task. With --async-buffer-size, further rollouts are generated while a round is trained (rollouts.py).
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from prefect import State, flow
 
 from penstock.flows import tasks
-from penstock.flows.ahead import rollouts
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.reporting.prefect_page import report_end
-from penstock.flows.runtime.session import Session
+from penstock.flows.rollouts import rollouts
+from penstock.flows.runtime.session import open_session
 
 
 @flow(
@@ -28,8 +28,8 @@ def post_train(config: PostTrainConfig) -> State[None]:
     Args:
         config: config of the run. If the store has a run named `run.run`, that run is resumed.
     """
-    with Session("post_train", config) as session:
-        if session.needs_rollout(session.num_trained_rounds()):
+    with open_session("post_train", config) as session:
+        if session.run.needs_rollout(session.run.num_trained_rounds()):
             session.processes.start_engines()  # the engines load while the model is converted
         if not config.run.debug_rollout_only:
             session.start_trainer()
@@ -50,6 +50,6 @@ def post_train(config: PostTrainConfig) -> State[None]:
         tasks.evaluate_skipped(session)
         tasks.save_missing_hf(session)
         done = tasks.publish_results(session)
-        if config.eval.promote_to and session.num_trained_rounds() == config.run.num_rollout:
+        if config.eval.promote_to and session.run.num_trained_rounds() == config.run.num_rollout:
             tasks.promote(session, config.run.num_rollout)
     return done

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 from penstock.flows import tasks
 from penstock.flows.config import PostTrainConfig, with_sft_loss
 from penstock.flows.reporting.prefect_page import report_end
-from penstock.flows.runtime.session import Session
+from penstock.flows.runtime.session import open_session
 
 
 @flow(
@@ -25,7 +25,7 @@ def sft(config: Annotated[PostTrainConfig, BeforeValidator(with_sft_loss)]) -> S
     Args:
         config: config of the run. If a run of its name exists, that run is resumed.
     """
-    with Session("sft", config) as session:
+    with open_session("sft", config) as session:
         session.start_trainer()
         tasks.convert(session)
         tasks.restore(session)

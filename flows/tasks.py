@@ -42,17 +42,19 @@ def convert(session: Session) -> CheckpointRef:
     auxiliary: dict[str, CheckpointRef] = {}  # path -> model
     for name, path in session.config.train.auxiliary_models.items():
         auxiliary[path] = convert_unless_unchanged(session, name, path)
-        session.pin_model(name, path, auxiliary[path])
+        session.run.pin_model(name, path, auxiliary[path])
     start = starting_weights(session.config)
     base = auxiliary.get(start) or convert_unless_unchanged(session, "base", start)
     if (adapter := session.config.train.lora_load) is not None:
         from penstock.stages.convert.exported_adapters import import_peft
 
         cluster = session.processes.cluster
-        imported = cluster.run(import_peft, session.store, adapter, timeout=session.config.convert.convert_timeout)
-        session.pin_model("adapter", adapter, imported)
+        imported = cluster.run(import_peft, session.run.store, adapter, timeout=session.config.convert.convert_timeout)
+        session.run.pin_model("adapter", adapter, imported)
     session.set_stage_message(f"{start} is converted: {base.key}")
-    return session.pin_base_model(start, base)
+    session.run.pin_model("base", start, base)
+    session.processes.base_checkpoint = base
+    return base
 
 
 def convert_unless_unchanged(session: Session, role: str, path: str) -> CheckpointRef:
@@ -60,12 +62,12 @@ def convert_unless_unchanged(session: Session, role: str, path: str) -> Checkpoi
     from; otherwise convert them. Only a conversion needs a process."""
     from penstock.stages.convert.targets import is_conversion_of
 
-    model = session.store.read_record(CheckpointRef, session.keys.origin_key(role))
-    if model is not None and is_conversion_of(session.store, model, path):
+    model = session.run.store.read_record(CheckpointRef, session.run.keys.origin_key(role))
+    if model is not None and is_conversion_of(session.run.store, model, path):
         return model
     # A run loads its initial weights from its own store.
     config = session.config.convert.model_copy(update={"convert_save": None})
-    return import_model(session.processes.cluster, session.store, config, path)
+    return import_model(session.processes.cluster, session.run.store, config, path)
 
 
 def trained_policy(version: int) -> list[str]:
@@ -89,51 +91,44 @@ def rollout_inputs(session: Session, rollout_id: int, *_: object) -> list[list[s
 def restore(session: Session) -> None:
     """Start the trainer with the run's latest policy version, unless all rounds are trained."""
     session.processes.materialize_fork()
-    version = session.num_trained_rounds()
-    if version < session.num_rounds:
+    version = session.run.num_trained_rounds()
+    if version < session.run.num_rounds:
         session.display.note_wait("waiting for the trainer (it loads torch, Megatron-core and the policy)")
         session.processes.restore_trainer_at(version)
         session.set_stage_message(f"the trainer has policy version {version}")
     else:
-        session.set_stage_message(f"all {session.num_rounds} rounds are trained: no trainer is needed")
+        session.set_stage_message(f"all {session.run.num_rounds} rounds are trained: no trainer is needed")
 
 
 @stage("rollout-{rollout_id:06d}", needs=rollout_inputs)
-def rollout(session: Session, rollout_id: int) -> RolloutRef:
-    """Generate and grade the samples of round `rollout_id` with policy version `rollout_id`; with an older one, which
-    the commit records, under --async-buffer-size, --update-weights-interval and --debug-rollout-only."""
-    from penstock.stages.rollout.prompts.data_source import RolloutRound
-    from penstock.stages.rollout.resume_point import read_resume_point
-    from penstock.stages.rollout.rollout import rollout_stage
-
-    prefix, processes = session.keys.rollout_prefix(rollout_id), session.processes
-    commit = session.store.committed(prefix)
+def rollout(session: Session, rollout_id: int, generate: Callable[[int], Commit]) -> RolloutRef:
+    """Commit the samples of round `rollout_id`, which `generate` generates and grades with policy version
+    `rollout_id`, or with an older one under --async-buffer-size, --async-mode streaming, --update-weights-interval and
+    --debug-rollout-only; the commit records it."""
+    prefix = session.run.keys.rollout_prefix(rollout_id)
+    commit = session.run.store.committed(prefix)
     if commit is None and session.config.debug.load_debug_rollout_data:
         commit = load_rollout(session, rollout_id)
-    if commit is None:
-        with (
-            session.display.progress(f"rollout, round {rollout_id}: samples", "rollout") as report,
-            processes.engines_for_rollout(rollout_id) as (version, engines),
-        ):
-            context = rollout_context(session, engines, report)
-            limit = session.config.run.staleness_limit
-            round = RolloutRound(session.keys.run, rollout_id, policy_version=version, max_staleness=limit)
-            commit = rollout_stage(context, prefix, round, read_resume_point(session.store, session.keys, rollout_id))
-    return _rollout_ref(session, prefix, commit)
+    commit = session.report_commit(prefix, commit or generate(rollout_id))
+    dump_samples(session.config, session.run.store, commit, commit.index, session.display)
+    return _rollout_ref(prefix, commit)
 
 
 def load_rollout(session: Session, rollout_id: int) -> Commit:
     """Commit the samples of the file of --load-debug-rollout-data for round `rollout_id`, and return the commit."""
     from penstock.stages.rollout.debug_data import loaded_rollout_stage
     from penstock.stages.rollout.prompts.data_source import RolloutRound
-    from penstock.stages.rollout.resume_point import read_resume_point
-    from penstock.stages.rollout.rollout import RolloutContext
+    from penstock.stages.rollout.rollout import RolloutContext, read_resume_point
 
-    config, keys = session.config, session.keys
+    config, keys = session.config, session.run.keys
     context = RolloutContext(
-        session.store, config.rollout_with_args, session.prompts, session.tokenizer, provenance=session.provenance
+        session.run.store,
+        config.rollout_with_args,
+        session.prompts,
+        session.tokenizer,
+        provenance=session.run.provenance,
     )
-    point = read_resume_point(session.store, keys, rollout_id)
+    point = read_resume_point(session.run.store, keys, rollout_id)
     return loaded_rollout_stage(
         context,
         keys.rollout_prefix(rollout_id),
@@ -144,13 +139,6 @@ def load_rollout(session: Session, rollout_id: int) -> Commit:
     )
 
 
-@stage("rollout-{rollout_id:06d}", needs=rollout_inputs)
-def take_rollout(session: Session, rollout_id: int, run_round: Callable[[int], Commit]) -> RolloutRef:
-    """Commit the next groups of a `RolloutStream` as round `rollout_id` (--async-mode streaming)."""
-    prefix = session.keys.rollout_prefix(rollout_id)
-    return _rollout_ref(session, prefix, session.store.committed(prefix) or run_round(rollout_id))
-
-
 def rollout_context(
     session: Session, engines: Callable[[], list[str]], on_progress: ProgressCallback
 ) -> RolloutContext:
@@ -158,17 +146,17 @@ def rollout_context(
     from penstock.stages.rollout.rollout import RolloutContext
 
     return RolloutContext(
-        session.store,
+        session.run.store,
         session.config.rollout_with_args,
         session.prompts,
         session.tokenizer,
         engines,
         session.grader,
-        provenance=session.provenance,
+        provenance=session.run.provenance,
         stop=session.stop,
         on_progress=on_progress,
-        connect=session.processes.training_client_factory,
-        read_counters=session.processes.read_engine_counters,
+        connect=session.processes.setup.connect_for_training,
+        read_counters=session.processes.engine_counters,
         serving_teacher=session.processes.serving_teacher if teacher_options(session.config) else None,
     )
 
@@ -176,24 +164,25 @@ def rollout_context(
 @stage("demonstrations-{rollout_id:06d}", needs=lambda session, r: [[f"demonstrations-{r - 1:06d}"]])
 def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
     """Commit the demonstrations of round `rollout_id` from the data set (SFT). They take the place of a rollout."""
-    from penstock.stages.rollout.resume_point import read_resume_point
-    from penstock.stages.rollout.rollout import RolloutContext
+    from penstock.stages.rollout.rollout import RolloutContext, read_resume_point
     from penstock.stages.rollout.sft_data import sft_data_stage
 
-    prefix = session.keys.rollout_prefix(rollout_id)
-    commit = session.store.committed(prefix)
+    prefix = session.run.keys.rollout_prefix(rollout_id)
+    commit = session.run.store.committed(prefix)
     if commit is None:
         context = RolloutContext(
-            session.store,
+            session.run.store,
             session.config.rollout,
             session.prompts,
             session.tokenizer,
-            provenance=session.provenance,
-            max_seq_len=session.processes.shape.max_position_embeddings,
+            provenance=session.run.provenance,
+            max_seq_len=session.processes.setup.shape.max_position_embeddings,
         )
-        state = read_resume_point(session.store, session.keys, rollout_id).state
-        commit = sft_data_stage(context, prefix, session.keys.run, rollout_id, state)
-    return _rollout_ref(session, prefix, commit)
+        state = read_resume_point(session.run.store, session.run.keys, rollout_id).state
+        commit = sft_data_stage(context, prefix, session.run.keys.run, rollout_id, state)
+    session.report_commit(prefix, commit)
+    dump_samples(session.config, session.run.store, commit, commit.index, session.display)
+    return _rollout_ref(prefix, commit)
 
 
 def train_inputs(session: Session, rollout: RolloutRef) -> list[list[str]]:
@@ -208,10 +197,10 @@ def train(session: Session, rollout: RolloutRef) -> StepRef:
     from penstock.stages.train.restore import step_ref
 
     r = rollout.rollout_id
-    prefix = session.keys.step_prefix(r)
-    with session.processes.turns.training(r):
-        commit = session.store.committed(prefix) or session.processes.policy_restorer.train_round(r)
-    step = step_ref(session.keys, session.print_and_track(prefix, commit))
+    prefix = session.run.keys.step_prefix(r)
+    with session.engines.turns.training(r):
+        commit = session.run.store.committed(prefix) or session.processes.policy_restorer().train_round(r)
+    step = step_ref(session.run.keys, session.report_commit(prefix, commit))
     check_gates(session.config, commit)
     return step
 
@@ -221,14 +210,14 @@ def publish(session: Session, version: int) -> None:
     """Load policy `version` into every engine, unless no more rollouts are needed. With --async-mode streaming, the
     engines generate meanwhile."""
     run = session.config.run
-    if run.streams and session.needs_rollout(run.num_rollout - 1):
-        session.processes.publish_in_flight(version)
-    elif session.needs_rollout(version):
-        session.processes.publish_weights(version)
+    if run.streams and session.run.needs_rollout(run.num_rollout - 1):
+        session.engines.publish_in_flight(version)
+    elif session.run.needs_rollout(version):
+        session.engines.publish(version)
     else:
         session.set_stage_message("no more rollouts are needed")
         return
-    session.set_stage_message(f"the engines have policy version {session.processes.turns.engine_version}")
+    session.set_stage_message(f"the engines have policy version {session.engines.turns.schedule.in_engines}")
 
 
 def checkpoint(session: Session, version: int) -> None:
@@ -246,12 +235,12 @@ def checkpoint(session: Session, version: int) -> None:
 @stage("checkpoint-{version:06d}", needs=lambda session, version: [trained_policy(version)])
 def save(session: Session, version: int) -> CheckpointRef:
     """Save policy `version` with its optimizer state, then remove old checkpoints."""
-    prefix = session.keys.checkpoint_prefix(version)
-    if session.store.committed(prefix) is None:
-        session.processes.policy_restorer.save_checkpoint(version)
-    commit = session.print_and_track(prefix, session.read_existing_commit(prefix))
+    prefix = session.run.keys.checkpoint_prefix(version)
+    if session.run.store.committed(prefix) is None:
+        session.processes.policy_restorer().save_checkpoint(version)
+    commit = session.report_commit(prefix, session.run.read_commit(prefix))
     remove_old_checkpoints(session)
-    uri = session.store.path(commit.attempt or "")
+    uri = session.run.store.path(commit.attempt or "")
     return CheckpointRef(key=commit_key(prefix), uri=uri, format="torch_dist", policy_version=version)
 
 
@@ -261,10 +250,10 @@ def remove_old_checkpoints(session: Session) -> None:
     run = session.config.run
     if run.keep_checkpoints is None:
         return
-    versions = session.store.committed_indices(f"{session.keys.prefix}/checkpoints") if run.keep_best else []
+    versions = session.run.store.committed_indices(f"{session.run.keys.prefix}/checkpoints") if run.keep_best else []
     expired = expire_checkpoints(
-        session.store,
-        session.keys,
+        session.run.store,
+        session.run.keys,
         num_to_keep=run.keep_checkpoints,
         best_metric=run.keep_best,
         keep_versions={version for version, _ in postponed_evaluations(session, versions)},
@@ -282,8 +271,8 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
 
     evals = session.config.eval
-    prefix = session.keys.eval_prefix(version, name)
-    commit = session.store.committed(prefix)
+    prefix = session.run.keys.eval_prefix(version, name)
+    commit = session.run.store.committed(prefix)
     if commit is None:
         config = session.config.rollout_with_args.model_copy(
             update=evals.rollout_overrides(dict(evals.eval_prompt_data)[name], name)
@@ -291,24 +280,26 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
         source = PromptSource.open(config)
         with (
             session.display.progress(f"eval {name} of version {version}: samples", "eval") as report,
-            session.processes.engines_for_evaluation(version) as engines,
+            session.engines.for_evaluation(version) as engines,
         ):
             context = RolloutContext(
-                session.store,
+                session.run.store,
                 config,
                 source,
                 session.tokenizer,
                 engines,
-                provenance=session.provenance,
+                provenance=session.run.provenance,
                 stop=session.stop,
                 on_progress=report,
-                connect=session.processes.evaluation_client_factory,
-                read_counters=partial(session.processes.read_engine_counters, evaluation=True),
+                connect=session.processes.setup.connect_for_evaluation,
+                read_counters=partial(session.processes.engine_counters, evaluation=True),
             )
             commit = rollout_stage(
                 context,
                 prefix,
-                RolloutRound(session.keys.run, version, version, kind="eval", id_prefix=f"eval-{version:06d}-{name}-"),
+                RolloutRound(
+                    session.run.keys.run, version, version, kind="eval", id_prefix=f"eval-{version:06d}-{name}-"
+                ),
                 num_prompts=len(source),
                 summarize=lambda samples: compute_eval_metrics(
                     samples,
@@ -317,8 +308,8 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
                     require_pass_rate=evals.log_passrate,
                 ),
             )
-    session.print_and_track(prefix, commit)
-    dump_samples(session.config, session.store, commit, f"eval_{version}_{name}", session.display)
+    session.report_commit(prefix, commit)
+    dump_samples(session.config, session.run.store, commit, f"eval_{version}_{name}", session.display)
     return EvalRef(
         key=commit_key(prefix), task=name, policy_version=version, mean_reward=commit.summary[f"eval/{name}"]
     )
@@ -327,7 +318,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
 @stage("eval-{version:06d}", needs=lambda session, version: [published_policy(version, version)])
 def evaluate_all(session: Session, version: int) -> list[EvalRef]:
     """Score policy `version` on all data sets in parallel, so that a few long responses do not leave engines idle."""
-    with session.processes.share_engines_at(version):
+    with session.engines.for_evaluation(version):
         scores = [evaluate_one.submit(session, version, name) for name, _ in session.config.eval.eval_prompt_data]
         for score in scores:
             score.wait()
@@ -349,19 +340,20 @@ def evaluate(session: Session, version: int) -> list[EvalRef]:
 def missing_evaluations(session: Session, version: int) -> list[str]:
     """Return the names of the data sets on which policy `version` is not scored yet."""
     names = [name for name, _ in session.config.eval.eval_prompt_data]
-    return [name for name in names if session.store.committed(session.keys.eval_prefix(version, name)) is None]
+    return [name for name in names if session.run.store.committed(session.run.keys.eval_prefix(version, name)) is None]
 
 
 def request_evaluation(session: Session, version: int) -> None:
     """Score policy `version`, the trainer's newest, while training continues: on engines of its own (--eval-mode
     apart), on engines that generate rollouts meanwhile (--async-mode streaming), or before the next rollout."""
-    processes = session.processes
+    turns = session.engines.turns
     if not missing_evaluations(session, version):
         return
-    if not processes.evaluates_apart and not session.config.run.streams:
-        processes.turns.request_evaluation(version)
+    if not turns.schedule.limits.evaluates_apart and not turns.schedule.limits.streams:
+        with turns.change() as schedule:
+            schedule.requested = version
         return
-    if not processes.evaluates_apart and not session.needs_rollout(session.config.run.num_rollout - 1):
+    if not turns.schedule.limits.evaluates_apart and not session.run.needs_rollout(session.config.run.num_rollout - 1):
         evaluate_in_turn(session, version)
         return
     try:
@@ -369,8 +361,9 @@ def request_evaluation(session: Session, version: int) -> None:
     except Exception as error:
         note_postponed_evaluation(session, version, error)
         return
+    with turns.change() as schedule:
+        schedule.evaluated = version
     flow_run = contextvars.copy_context()  # the thread's tasks belong to this flow run
-    processes.turns.begin_evaluation()
     evaluate_here = partial(flow_run.run, evaluate_or_postpone, session, version)
     threading.Thread(target=evaluate_here, name="evaluation", daemon=True).start()
 
@@ -378,22 +371,18 @@ def request_evaluation(session: Session, version: int) -> None:
 @stage("publish-for-eval-{version:06d}", needs=lambda session, version: [trained_policy(version)])
 def publish_for_evaluation(session: Session, version: int) -> None:
     """Load policy `version`, the trainer's, into the engines that evaluate it, after the evaluation before."""
-    processes = session.processes
-    if processes.evaluates_apart:
-        processes.turns.wait_for_evaluation()
-        processes.publish_for_evaluation(version)
-    else:
-        processes.publish_in_flight(version, during_evaluation=False)
+    session.engines.publish_for_evaluation(version)
 
 
 def evaluate_or_postpone(session: Session, version: int) -> None:
-    """Score policy `version`, after `Turns.begin_evaluation`. If this fails, `evaluate_skipped` does it later."""
+    """Score policy `version`, which is `PolicySchedule.evaluated`. If this fails, `evaluate_skipped` does it later."""
     try:
         evaluate(session, version)
     except (Exception, Preempted) as error:
         note_postponed_evaluation(session, version, error)
     finally:
-        session.processes.turns.end_evaluation()
+        with session.engines.turns.change() as schedule:
+            schedule.evaluated = None
 
 
 def note_postponed_evaluation(session: Session, version: int, error: BaseException) -> None:
@@ -403,15 +392,14 @@ def note_postponed_evaluation(session: Session, version: int, error: BaseExcepti
 
 def evaluate_in_turn(session: Session, version: int) -> None:
     """Score policy `version` after the stream and the evaluation before have ended. The next stage waits for it."""
-    session.processes.turns.wait_for_evaluation()
-    session.processes.stream_ended.wait()
+    session.engines.turns.wait_until(lambda schedule: schedule.evaluated is None and not schedule.rollouts.streams)
     evaluate(session, version)
 
 
 def evaluate_skipped(session: Session) -> None:
     """Score the policies whose evaluations a failure or a kill has prevented, each restored from the store."""
-    session.processes.turns.wait_for_evaluation()
-    for version, name in postponed_evaluations(session, range(1, session.num_trained_rounds())):
+    session.engines.turns.wait_until(lambda schedule: schedule.evaluated is None)
+    for version, name in postponed_evaluations(session, range(1, session.run.num_trained_rounds())):
         evaluate_one(session, version, name)
     if session.config.run.keep_best:
         remove_old_checkpoints(session)
@@ -421,15 +409,15 @@ def postponed_evaluations(session: Session, versions: Iterable[int]) -> Iterator
     """Yield those of the policies `versions` that `evaluate_skipped` scores, with the names of their data sets. Data
     sets that were added to the run later are not evaluated for earlier policies. A fork does not evaluate its parent's
     policies: with its options, training could not reproduce them."""
-    due, keys = build_stage_schedule(session), session.keys
+    due, keys = build_stage_schedule(session), session.run.keys
     skips_first = session.config.eval.skip_eval_before_train
-    record = read_run_record(session.store, keys)
+    record = read_run_record(session.run.store, keys)
     fork_point = record.parent.at if record and record.parent else 0
     for version in versions:
         if version >= max(1, fork_point) and request_evaluation in due(version):
-            trained_at = session.read_existing_commit(keys.step_prefix(version - 1)).created_at
+            trained_at = session.run.read_commit(keys.step_prefix(version - 1)).created_at
             for name in missing_evaluations(session, version):
-                first = session.store.committed(keys.eval_prefix(0, name))
+                first = session.run.store.committed(keys.eval_prefix(0, name))
                 if skips_first or (first is not None and first.created_at < trained_at):
                     yield version, name
 
@@ -439,19 +427,19 @@ def export(session: Session, version: int) -> CheckpointRef:
     """Export policy `version` as a Hugging Face directory."""
     from penstock.stages.convert.to_hf import export_hf
 
-    prefix = session.keys.export_prefix(version)
-    commit = session.store.committed(prefix)
+    prefix = session.run.keys.export_prefix(version)
+    commit = session.run.store.committed(prefix)
     if commit is None:
-        checkpoint = session.keys.checkpoint_prefix(version)
+        checkpoint = session.run.keys.checkpoint_prefix(version)
         origin = export_origin(session.config.convert, keep_mtp=session.config.drafts_with_mtp_layers)
-        arguments = (session.store, session.read_existing_commit(checkpoint), origin, prefix)
+        arguments = (session.run.store, session.run.read_commit(checkpoint), origin, prefix)
         inputs, timeout = {"checkpoint": commit_key(checkpoint)}, session.config.convert.convert_timeout
         write = partial(export_hf, *arguments, inputs=inputs)
         commit = session.processes.trainer.export(version, origin.directory, write, timeout)
         if commit is None:  # the trainer does not hold this version: from the checkpoint
             commit = session.processes.cluster.run(export_hf, *arguments, inputs=inputs, timeout=timeout)
-    session.print_and_track(prefix, commit)
-    uri = session.store.path(commit.attempt or "")
+    session.report_commit(prefix, commit)
+    uri = session.run.store.path(commit.attempt or "")
     return CheckpointRef(key=commit_key(prefix), uri=uri, format="hf", policy_version=version)
 
 
@@ -460,8 +448,8 @@ def save_hf(session: Session, version: int) -> None:
     """Copy the export of policy `version` to --save-hf, unless the copy exists."""
     from penstock.stages.convert.targets import copy_export
 
-    exported = session.read_existing_commit(session.keys.export_prefix(version))
-    ref = copy_export(session.store, exported, session.config.run.hf_path(version))
+    exported = session.run.read_commit(session.run.keys.export_prefix(version))
+    ref = copy_export(session.run.store, exported, session.config.run.hf_path(version))
     session.set_stage_message(f"Hugging Face files of policy {version}: {ref.uri}")
 
 
@@ -469,12 +457,12 @@ def save_missing_hf(session: Session) -> None:
     """With --save-hf, write the Hugging Face files of all checkpoints for which a kill or a failure prevented it."""
     from penstock.stages.convert.targets import is_published
 
-    keys = session.keys
+    keys = session.run.keys
     if session.config.run.save_hf is None:
         return
     session.wait_for_checkpoint()
-    for version in session.store.committed_indices(f"{keys.prefix}/checkpoints"):
-        if not is_published(session.config.run.hf_path(version), session.store.options):
+    for version in session.run.store.committed_indices(f"{keys.prefix}/checkpoints"):
+        if not is_published(session.config.run.hf_path(version), session.run.store.options):
             export(session, version)
             save_hf(session, version)
 
@@ -492,9 +480,11 @@ def promote(session: Session, version: int) -> None:
         PromotionRefused: a condition does not hold, with --promote-refused fail.
     """
     evals = session.config.eval
-    decision = promote_policy(session.store, evals.promote_to or "", f"{session.keys.run}/{version}", gate_of(evals))
+    decision = promote_policy(
+        session.run.store, evals.promote_to or "", f"{session.run.keys.run}/{version}", gate_of(evals)
+    )
     conditions = "; ".join(map(str, decision.conditions))
-    text = f"{evals.promote_to}: {session.keys.run}/{version} {decision.action} ({conditions})"
+    text = f"{evals.promote_to}: {session.run.keys.run}/{version} {decision.action} ({conditions})"
     session.set_stage_message(text)
     if decision.action != "refused":
         session.display.note(text)
@@ -508,7 +498,7 @@ def publish_results(session: Session) -> State[None]:
     """Print a table of the run's results. Return the final state of the flow run, whose message says what this start
     has done."""
     session.wait_for_checkpoint()
-    return Completed(message=session.print_results())
+    return Completed(message=session.report_results())
 
 
 def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], Any]]]:
@@ -532,7 +522,9 @@ def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Ses
         if version == 0 and not is_last and evals.skip_eval_before_train:
             scores = False
         if evals.eval_prompt_data and scores and not run.debug_train_only:
-            in_turn = version in (0, last) or not (run.generates_ahead or session.processes.evaluates_apart)
+            in_turn = version in (0, last) or not (
+                run.generates_ahead or session.engines.turns.schedule.limits.evaluates_apart
+            )
             stages.append(evaluate_in_turn if in_turn else request_evaluation)
         if is_last and version > 0 and not run.save_hf:
             stages.append(export)
@@ -541,10 +533,7 @@ def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Ses
     return due
 
 
-def _rollout_ref(session: Session, prefix: str, commit: Commit) -> RolloutRef:
-    """Show a rollout's commit in the terminal and in MLflow, and dump its samples. Return a reference to it."""
-    session.print_and_track(prefix, commit)
-    dump_samples(session.config, session.store, commit, commit.index, session.display)
+def _rollout_ref(prefix: str, commit: Commit) -> RolloutRef:
     return RolloutRef(
         key=commit_key(prefix),
         rollout_id=commit.index,

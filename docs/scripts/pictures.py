@@ -205,6 +205,38 @@ def draw_staleness() -> None:
     p.save(IMAGES / "concept-staleness.svg")
 
 
+def draw_policy() -> None:
+    """Draw who uses the policy, and the rules between them (flows/policy_schedule.py)."""
+    p = Picture(
+        430, "The trainer has the newest policy; weights are sent between two rounds; two bounds order the rest"
+    )
+    p.box(20, 40, 170, 62, "train round r|trainer: version r|-> version r + 1", color=BLUE)
+    p.box(290, 40, 170, 62, "publish version v|trainer -> engines|one send at a time", color=AMBER)
+    p.box(290, 190, 170, 62, "generate round r|engines: version v")
+    p.box(20, 190, 170, 62, "evaluate version v|engines keep v|until its end", color=GREY)
+    p.arrow((190, 71), (290, 71))
+    p.text(240, 62, "never both", size=12, color=RED)
+    p.arrow((375, 102), (375, 190))
+    p.text(382, 150, "v is due", anchor="start", size=12, color=GREY)
+    p.arrow((290, 228), (190, 228))
+    p.text(240, 246, "same v", size=12, color=GREY)
+    p.arrow((300, 190), (150, 102))
+    p.text(160, 160, "commit", size=12, color=GREY)
+    p.text(20, 288, "round r may be generated with version v if", anchor="start", bold=True)
+    p.text(34, 308, "r - (rounds trained) <= lead    and    r - v <= bound", anchor="start", size=14)
+    rows = (
+        ("", "lead", "bound", "weights are sent"),
+        ("synchronous", "0", "N - 1", "between two rollouts"),
+        ("--async-buffer-size K", "K", "K + N - 1", "between two rollouts"),
+        ("--async-mode streaming", "S", "S", "while groups are in flight"),
+    )
+    for i, row in enumerate(rows):
+        for x, cell in zip((20, 190, 226, 300), row):
+            p.text(x, 338 + i * 20, cell, anchor="start", size=13, color=GREY if i == 0 else "#1c2529")
+    p.text(20, 422, "N: --update-weights-interval, S: --max-staleness", anchor="start", size=12, color=GREY)
+    p.save(IMAGES / "concept-policy.svg")
+
+
 def draw_lineage() -> None:
     """Draw the graph from data and models to an export."""
     p = Picture(410, "Every artifact names what it was made from")
@@ -235,5 +267,5 @@ def draw_lineage() -> None:
 
 
 if __name__ == "__main__":
-    for draw in (draw_loop, draw_log, draw_crash, draw_placement, draw_staleness, draw_lineage):
+    for draw in (draw_loop, draw_log, draw_crash, draw_placement, draw_staleness, draw_policy, draw_lineage):
         draw()

@@ -6,12 +6,36 @@ import threading
 from collections.abc import Callable
 
 from penstock.flows.inspect.report import make_report
+from penstock.flows.reporting.observer import Observer
+from penstock.flows.runtime.active_run import ActiveRun
+from penstock.flows.runtime.display import Display
 from penstock.storage.commit import RunKeys
 from penstock.storage.secrets import redact
-from penstock.storage.store import Store
+from penstock.storage.store import Store, committed_prefixes
+from penstock.storage.tracking.delivery import RunTracking
 
 MAX_SAMPLES = 2000  # fewer than `penstock report` shows: the end of a run waits for the report
 TIMEOUT = 30.0  # seconds
+
+
+class FinalReport(Observer):
+    """Writes the report at the end of a start, unless that was stopped, and gives it to the trackers."""
+
+    def __init__(self, run: ActiveRun, display: Display, tracking: RunTracking) -> None:
+        self.run = run
+        self.display = display
+        self.tracking = tracking
+        self.written = False
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        run = self.run
+        if not run.writes_report(kind) or not committed_prefixes(run.store, run.keys):
+            return
+        content = write_final_report(run.store, run.keys, self.display.note)
+        if content is not None:
+            self.written = True
+            self.tracking.record_report(run.keys.report, content)
+            self.display.note(f"report: {run.store.path(run.keys.report)}")
 
 
 def write_final_report(store: Store, keys: RunKeys, note: Callable[[str], object]) -> bytes | None:

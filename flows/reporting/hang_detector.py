@@ -15,21 +15,21 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
 from penstock.engines.scratch import STACK_SIGNAL, own_temp_directory, stack_directory
+from penstock.flows.reporting.observer import Observer
 
 ANSWER_SECONDS = 2.0  # how long a process may take to print its stacks
 HANDLED = "SigCgt:"  # line of /proc/PID/status: bit mask of the signals that the process handles
 
 
-class HangDetector:
-    """A context manager that watches for calls of `moved` in a thread.
+class HangDetector(Observer):
+    """Watches in a thread whether stages move.
 
     Args:
-        timeout: seconds without a call of `moved` that count as a hang; 0 turns the detector off.
+        timeout: seconds without progress that count as a hang; 0 turns the detector off.
         warn: prints a message for the user.
         directory: for the files with the stacks, one for each hang.
     """
@@ -43,19 +43,19 @@ class HangDetector:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-detector", daemon=True)
 
-    def moved(self) -> None:
-        """Record that a stage has moved."""
+    def on_progress(self) -> None:
         self._moved_at = time.monotonic()
 
+    def on_stage(self, name: str, rollout_id: int | None) -> None:
+        self.on_progress()
+
     def __enter__(self) -> HangDetector:
-        self.moved()
+        self.on_progress()
         if self.timeout:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stop.set()
         if self.timeout:
             self._thread.join(ANSWER_SECONDS)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from uuid import UUID
 
 from httpx import HTTPError
@@ -27,17 +26,32 @@ from prefect.client.schemas.filters import (
     TaskRunFilterStateType,
 )
 from prefect.exceptions import ObjectNotFound
+from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Crashed, StateType
 
 from penstock.flows.config import validate_config
-from penstock.flows.reporting.progress import describe_progress
+from penstock.flows.reporting.final_report import FinalReport
+from penstock.flows.reporting.observer import Observer
+from penstock.flows.reporting.progress import (
+    describe_progress,
+    evaluation_rewards,
+    reward_curve_svg,
+    run_page,
+    training_rewards,
+)
+from penstock.flows.runtime.active_run import ActiveRun
+from penstock.flows.runtime.display import Display
+from penstock.flows.runtime.prefect_api import wait_for_api
 from penstock.flows.runtime.runs import open_store
+from penstock.flows.runtime.signals import patience_after
 from penstock.flows.services.child_process import http_answers
-from penstock.storage.commit import RunKeys, attempt_in_path
+from penstock.storage.commit import Commit, RunKeys, attempt_in_path
 from penstock.storage.history.run_record import read_starts
 from penstock.storage.leases import describe_live_drivers
+from penstock.storage.secrets import redact
 from penstock.storage.store import Store, read_commits
+from penstock.storage.tracking.delivery import RunTracking
 
 if TYPE_CHECKING:
     from prefect import Flow
@@ -45,11 +59,6 @@ if TYPE_CHECKING:
 
 REPORT_TIMEOUT = 3.0  # seconds to wait for the last task states of this process, which Prefect sends asynchronously
 _ACTIVE = [StateType.PENDING, StateType.RUNNING, StateType.SCHEDULED, StateType.PAUSED, StateType.CANCELLING]
-
-
-def keep_finished_lines_out_of_logs() -> None:
-    """Drop Prefect's log line "Finished in state Completed" of each task: the stage logs a line with its result."""
-    logging.getLogger("prefect.task_runs").addFilter(is_worth_a_line)
 
 
 def is_worth_a_line(record: logging.LogRecord) -> bool:
@@ -63,40 +72,74 @@ def model_title(path: str) -> str:
     return f"{parts[1]}/{int(parts[3])}" if parts[0] == "runs" else PurePath(path).name
 
 
-def tag_flow_run(flow_run_id: UUID, tags: Iterable[str]) -> None:
-    """Add tags to a flow run, by which its page and the list of flow runs can be filtered.
-
-    The tags of a flow run are not those of its task runs: for each tag of a task run Prefect calls the server.
-    """
-    with get_client(sync_client=True) as client:
-        existing = client.read_flow_run(flow_run_id).tags
-        client.update_flow_run(flow_run_id, tags=sorted({*existing, *tags}))
-
-
-class RunArtifact:
-    """The artifact of a run on the page of its flow run. All starts of a run share its key.
+class PrefectPage(Observer):
+    """The pages of this flow run: tags, and the artifact of the run, whose key all starts of the run share. A failure
+    is printed and does not fail the run.
 
     Args:
-        run: name of the run.
-        note: prints a message for the user.
+        run: the run.
+        display: the terminal, which prints the same results.
+        tracking: the trackers, to whose pages the artifact has links.
+        report: the report that is written at the end.
     """
 
-    def __init__(self, run: str, note: Callable[[str], object]) -> None:
-        self.key = f"run-{re.sub('[^a-z0-9]+', '-', run.lower()).strip('-')}"
+    def __init__(self, run: ActiveRun, display: Display, tracking: RunTracking, report: FinalReport) -> None:
         self.run = run
-        self.note = note
-        self._id: UUID | None = None
+        self.display = display
+        self.tracking = tracking
+        self.report = report
+        self._commits: list[Commit] | None = None
+        self._id: UUID | None = None  # of the artifact
 
-    def publish(self, markdown: str) -> None:
-        """Create the artifact, or replace its content. A failure is printed and does not fail the run."""
+    def on_results(self, commits: list[Commit]) -> None:
+        self._commits = commits
+
+    def __enter__(self) -> Self:
+        """Tag the flow run, publish the artifact, and end the flow runs that killed drivers have left as running."""
+        run, config = self.run, self.run.config
+        tags = [f"run:{run.keys.run}", f"model:{model_title(config.convert.hf_checkpoint)}"]
+        if config.run.generates_ahead:
+            tags.append(f"async:{config.run.async_mode}")
+        if config.train.loss_type == "policy_loss":
+            tags.append(f"algorithm:{config.train.advantage_estimator}")
+        logging.getLogger("prefect.task_runs").addFilter(is_worth_a_line)
+        commits, flow_run_id = read_commits(run.store, run.keys), UUID(flow_run.id)
+        self.display.add_earlier(commits)
+        self._publish("running", commits)
+        try:
+            with get_client(sync_client=True) as client:
+                # Not tags of the task runs: for each tag of a task run Prefect calls the server.
+                existing = client.read_flow_run(flow_run_id).tags
+                client.update_flow_run(flow_run_id, tags=sorted({*existing, *tags}))
+            crash_runs_of_killed_drivers(run.store, run.keys, flow_run_id, own_lease=run.lease_key)
+        except HTTPError as error:
+            self.display.note(f"the flow run's tags or earlier flow runs are not updated ({type(error).__name__})")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        if wait_for_api(self.display.note, patience_seconds=patience_after(kind)):
+            commits = self._commits or read_commits(self.run.store, self.run.keys)
+            self._publish(describe_progress(commits, self.run.started_at), commits)
+
+    def _publish(self, progress: str, commits: list[Commit]) -> None:
+        """Create the artifact, or replace its content."""
+        run, page = self.run, self.tracking.deliveries[0].page
+        links = {"MLflow": page or redact(self.display.tracking_uri), "store": run.store.uri}
+        if self.report.written:
+            links["report"] = run.store.path(run.keys.report)
+            if page:
+                links["report in MLflow"] = page.replace("?", "/artifacts/report.html?")
+        svg = reward_curve_svg(training_rewards(commits), evaluation_rewards(commits))
+        markdown = run_page(run.keys.run, progress, self.display.summary(commits), links, svg)
         try:
             if self._id is None:
-                self._id = create_markdown_artifact(markdown, key=self.key, description=f"Run {self.run}")  # type: ignore[assignment]
+                key = f"run-{re.sub('[^a-z0-9]+', '-', run.keys.run.lower()).strip('-')}"
+                self._id = create_markdown_artifact(markdown, key=key, description=f"Run {run.keys.run}")  # type: ignore[assignment]
                 return
             with get_client(sync_client=True) as client:
                 client.update_artifact(self._id, ArtifactUpdate(data=markdown))
         except HTTPError as error:
-            self.note(f"the results could not be written to the Prefect page ({type(error).__name__}: {error})")
+            self.display.note(f"the results could not be written to the Prefect page ({type(error).__name__}: {error})")
 
 
 def crash_runs_of_killed_drivers(store: Store, keys: RunKeys, flow_run_id: UUID, *, own_lease: str) -> int:
@@ -129,13 +172,13 @@ def crash_flow_run(flow_run_id: UUID, message: str, *, also_flow_run: bool = Tru
     """
     with get_client(sync_client=True) as client:
         try:
-            flow_run = client.read_flow_run(flow_run_id)
+            found = client.read_flow_run(flow_run_id)
         except ObjectNotFound:
             return 0
         active = read_active_task_runs(client, flow_run_id)
         for task_run in active:
             client.set_task_run_state(task_run.id, Crashed(message=message), force=True)
-        is_active = also_flow_run and (flow_run.state is None or not flow_run.state.is_final())
+        is_active = also_flow_run and (found.state is None or not found.state.is_final())
         if is_active:
             client.set_flow_run_state(flow_run_id, Crashed(message=message), force=True)
         return len(active) + is_active

@@ -9,10 +9,10 @@ import math
 import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from penstock.flows.reporting.observer import CommitReport, Observer
 from penstock.storage.errors import OptionError
 from penstock.storage.tracking.tracker import Committed, metric_points
 
@@ -35,17 +35,19 @@ def check_prometheus_port(port: int | None) -> None:
         ) from None
 
 
-class PrometheusEndpoint:
-    """A context manager that serves the newest value of each metric of a run on loopback.
+class PrometheusEndpoint(Observer):
+    """Serves the newest value of each metric of a run on loopback.
 
     Args:
         run: name of the run, the label of all metrics.
         port: 0 for a free port; `port` is then the chosen one.
+        note: prints a message for the user.
     """
 
-    def __init__(self, run: str, port: int) -> None:
+    def __init__(self, run: str, port: int, note: Callable[[str], object] = lambda text: None) -> None:
         self.run = run
         self.port = port
+        self.note = note
         self._values: dict[str, float] = {}
         self._stage = ""
         self._lock = threading.Lock()
@@ -61,9 +63,11 @@ class PrometheusEndpoint:
         if record.commit.kind == "step":
             self.update({"round": record.commit.index, "policy_version": record.commit.policy_version})
 
-    def set_stage(self, name: str) -> None:
-        """Set the stage that was started last."""
+    def on_stage(self, name: str, rollout_id: int | None) -> None:
         self._stage = name
+
+    def on_commit(self, report: CommitReport) -> None:
+        self.update_from_record(Committed(report.key, report.commit.created_at, report.commit))
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the metrics, as prometheus_client asks of a collector."""
@@ -88,11 +92,10 @@ class PrometheusEndpoint:
         registry.register(self)
         self._server, self._thread = start_http_server(self.port, addr=LOOPBACK, registry=registry)
         self.port = self._server.server_port
+        self.note(f"metrics for Prometheus: http://{LOOPBACK}:{self.port}/metrics")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import psutil
 
 from penstock.engines.local_gpus import visible_gpu_usage
+from penstock.flows.reporting.observer import Observer
 
 SAMPLE_SECONDS = 2.0  # between two samples
 INTERVAL_SAMPLES = 5  # samples that are averaged for one record
@@ -38,8 +38,8 @@ def average(samples: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: round(sum(of_name) / len(of_name), 2) for name, of_name in values.items()}
 
 
-class SystemMetrics:
-    """A context manager that samples in a thread and logs the mean of every INTERVAL_SAMPLES samples, at its end also
+class SystemMetrics(Observer):
+    """Samples in a thread and logs the mean of every INTERVAL_SAMPLES samples, at its end also
     of the remaining ones. If sampling fails, it ends with a note; the run is not affected.
 
     Args:
@@ -64,9 +64,7 @@ class SystemMetrics:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stop.set()
         self._thread.join(SAMPLE_SECONDS)
 

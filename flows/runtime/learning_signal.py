@@ -5,11 +5,17 @@ All metrics are read from commits, so a resumed run also counts the rounds befor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
+from penstock.engines.weights.fp8_blocks import fp8_weights
+from penstock.flows.reporting.observer import CommitReport, Observer
 from penstock.stages.train.algorithms.registry import ESTIMATORS
 from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
+
+if TYPE_CHECKING:
+    from penstock.flows.runtime.active_run import ActiveRun
 
 NUM_ROUNDS = 3  # consecutive rounds without a gradient before a warning
 LOGPROB_GAP = "train/train_rollout_logprob_abs_diff"
@@ -19,6 +25,31 @@ _ZERO_STD = "rollout/zero_std/count_"
 # Estimators whose advantages are zero if all rewards of a prompt are equal; a KL loss or an entropy bonus may still
 # give a gradient.
 GROUP_RELATIVE = tuple(name for name, estimator in ESTIMATORS.items() if estimator.group_relative)
+
+
+class LearningSignal(Observer):
+    """Warns if a round and the rounds just before it had zero gradients and, once per run, if the log-probs of engine
+    and trainer differ and no option corrects it. `warn` prints a warning."""
+
+    def __init__(self, run: ActiveRun, warn: Callable[[str], object]) -> None:
+        self.run = run
+        self.warn = warn
+
+    def on_commit(self, report: CommitReport) -> None:
+        if not report.is_new or report.commit.kind != "step":
+            return
+        run, train, r = self.run, self.run.config.train, report.commit.index
+        custom_advantages = train.custom_advantage_function_path or train.disable_rewards_normalization or train.use_opd
+        custom_advantages = custom_advantages or run.config.rollout.sets_train_rewards
+        group_relative = (
+            train.loss_type == "policy_loss" and train.advantage_estimator in GROUP_RELATIVE and not custom_advantages
+        )
+        warnings = [zero_gradient_warning(run.store, run.keys, r, group_relative=group_relative)]
+        if not (train.use_tis or train.use_rollout_logprobs):
+            fp8 = bool(fp8_weights(run.config.convert.hf_checkpoint))
+            warnings.append(logprob_gap_warning(run.store, run.keys, r, fp8=fp8))
+        for warning in filter(None, warnings):
+            self.warn(warning)
 
 
 def zero_gradient_warning(store: Store, keys: RunKeys, rollout_id: int, *, group_relative: bool) -> str | None:

@@ -153,6 +153,12 @@ def kill_command(exit_code: int) -> None:
     os._exit(exit_code)
 
 
+def patience_after(kind: type[BaseException] | None) -> float | None:
+    """Return how many seconds a session that ends by an exception of class `kind` waits for each service at most; None:
+    as long as usual."""
+    return CLEANUP / 4 if kind is not None and issubclass(kind, (Preempted, KeyboardInterrupt)) else None
+
+
 def describe_cleanup(kind: type[BaseException] | None, *, is_requested: bool, writes_report: bool) -> str:
     """Return what a session does when it ends, and why it ends. `kind` is the exception that ends it, if any;
     `is_requested`: a stop was requested, so that other exceptions are its consequences."""

@@ -63,14 +63,12 @@ class Stage:
             details = StateDetails(task_run_id=task_run.id, flow_run_id=task_run.flow_run_id)
             session.started_stages[task_run.name] = Completed(data=True, state_details=details)
             number = round_of_task(task_run.name)
+            store = session.run.store
+            directories = [store.root] if store.is_local else []
             with log_context(body.__name__, number), session.running_stage(body.__name__, number):
-                try:
-                    result = retry_while_disk_full(
-                        lambda: body(session, *args), session.local_directories, session.stop, session.display.note
-                    )
-                except BaseException as error:
-                    session.report_failure(body.__name__, error)
-                    raise
+                result = retry_while_disk_full(
+                    lambda: body(session, *args), directories, session.stop, session.display.note
+                )
             session.stage_results.append(result)
             return Completed(message=session.stage_messages.pop(task_run.id, None), data=result)
 

@@ -19,8 +19,7 @@ from penstock.stages.rollout.metrics import rollout_metrics, sample_preview
 from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound
 from penstock.stages.rollout.prompts.source import SourceState
-from penstock.stages.rollout.resume_point import ResumePoint
-from penstock.stages.rollout.rollout import RolloutContext, commit_samples
+from penstock.stages.rollout.rollout import ResumePoint, RolloutContext, commit_samples
 from penstock.stages.torch_files import load_torch_file, save_torch_file
 from penstock.storage.commit import DEBUG_DATA, Commit
 from penstock.storage.errors import DataError

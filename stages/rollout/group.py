@@ -64,6 +64,7 @@ class GroupRunner:
     hook: Callable[[Sample], Awaitable[None]] | None  # called with every generated sample before it is graded
     slots: asyncio.Semaphore  # limits how many groups are generated concurrently
     partial_rollout: bool  # aborted samples keep their tokens; otherwise they restart from the prompt
+    num_gpus: int = 1  # of all engines; on a machine without GPUs, the number of engines
     teacher: Teacher | None = None  # computes log-probs in an engine
     stopping: bool = False  # whether `stop` was called
     generated: list[Sample] = field(default_factory=list)  # samples generated in this attempt (not from the journal)

@@ -21,7 +21,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -58,18 +58,21 @@ from penstock.stages.rollout.prompts.data_source import (
     Group,
     PromptIntake,
     RolloutRound,
+    group_by_group_id,
     load_buffer_filter,
     open_data_source,
+    resized_group,
 )
-from penstock.stages.rollout.prompts.source import LengthFilter, PromptSource
-from penstock.stages.rollout.resume_point import ResumePoint
+from penstock.stages.rollout.prompts.source import LengthFilter, PromptSource, SourceState
 from penstock.stages.rollout.teacher import ServingTeacher, open_teacher
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.storage.commit import BUFFER, Commit, Kind
+from penstock.storage.commit import BUFFER, Commit, Kind, RunKeys
+from penstock.storage.errors import RunError
 from penstock.storage.failpoints import failpoint
+from penstock.storage.history.run_record import read_run_record
 from penstock.storage.preemption import StopRequest
 from penstock.storage.samples.sample import Sample, Status
-from penstock.storage.samples.shards import write_shards
+from penstock.storage.samples.shards import read_samples, write_shards
 from penstock.storage.store import Store
 
 DISCARDED = "not kept by the data source"  # drop reason of an unused group that the data source did not buffer
@@ -107,6 +110,46 @@ class RolloutContext:
     max_seq_len: int | None = None  # of the model, in tokens; bounds conversations of SFT
 
 
+@dataclass(frozen=True)
+class ResumePoint:
+    """The data-source state and buffered groups that a round starts from. The defaults are for the first round of a
+    run."""
+
+    state: dict[str, Any] | None = None  # state of the data source; None: start of the data
+    buffer: Sequence[Sample] = ()  # samples of the groups that earlier rounds buffered
+
+
+def read_resume_point(store: Store, keys: RunKeys, rollout_id: int) -> ResumePoint:
+    """Return the resume point of round `rollout_id`.
+
+    In a run forked with new data (`restart_data`), the first round after the fork starts at the beginning of the data
+    without buffered groups; only the count of issued prompts continues, because group ids are derived from this count.
+    In a run forked with other options of the rollout (`discard_responses`), the buffered groups lose their responses
+    and get the fork's number of samples.
+
+    Raises:
+        RunError: the previous round is not committed.
+    """
+    if rollout_id == 0:
+        return ResumePoint()
+    previous = store.committed(keys.rollout_prefix(rollout_id - 1))
+    if previous is None:
+        raise RunError(
+            f"round {rollout_id} needs the data position of round {rollout_id - 1}, which is not committed: "
+            f"run round {rollout_id - 1} first"
+        )
+    state = previous.state["data_source"]
+    record = read_run_record(store, keys)
+    fork = record.parent if record and record.parent and record.parent.at == rollout_id else None
+    if fork and fork.restart_data:
+        return ResumePoint(SourceState(issued=state["issued"], segments=()).model_dump(mode="json"))
+    buffer = read_samples(store, previous, BUFFER) if previous.num_samples(BUFFER) else []
+    if record and fork and fork.discard_responses:
+        num_samples = record.config["rollout"]["n_samples_per_prompt"]
+        buffer = [sample for group in group_by_group_id(buffer) for sample in resized_group(group, num_samples)]
+    return ResumePoint(state, buffer)
+
+
 @dataclass
 class CollectedGroups:
     """The groups of a round, each in one of three lists, which are sorted by group id (the prompt order)."""
@@ -134,7 +177,6 @@ class RoundResult:
 
     groups: CollectedGroups
     runner: GroupRunner
-    num_gpus: int  # GPUs of all engines; on a machine without GPUs, the number of engines
     seconds: dict[str, float]  # "generate": from the start to the last token; "reward": from the last token to the end
     energy: dict[str, float]  # metric of the engines' energy during "generate" and "reward"; {} if not measured
 
@@ -164,7 +206,9 @@ def rollout_stage(
     """
     if commit := context.store.committed(prefix):
         return commit
-    context = context_of(context, round)
+    if round.kind == "eval":
+        function = {"rollout_function_path": find_evaluation_function(context.config)}
+        context = replace(context, config=context.config.model_copy(update=EVAL_OVERRIDES | function))
     config, seconds = context.config, dict[str, float]()
     journal = Journal(context.store, prefix, round, config)
     with record_seconds(seconds, "prepare"):
@@ -201,14 +245,6 @@ def rollout_stage(
     return commit
 
 
-def context_of(context: RolloutContext, round: RolloutRound) -> RolloutContext:
-    """Return the context with the options of evaluations, if the round is one."""
-    if round.kind != "eval":
-        return context
-    function = {"rollout_function_path": find_evaluation_function(context.config)}
-    return replace(context, config=context.config.model_copy(update=EVAL_OVERRIDES | function))
-
-
 def open_prompt_intake(context: RolloutContext, round: RolloutRound, resume_point: ResumePoint) -> PromptIntake:
     """Open the data source at the data position of `resume_point`. Rollouts skip prompts above the length limit;
     evaluations do not."""
@@ -231,28 +267,10 @@ async def generate_round(
     """Generate and grade groups until `num_groups` are kept, then run the hooks of the round. `data_set` is the name of
     an evaluation's data set."""
     start, counters = time.perf_counter(), context.read_counters()
-    config, round = context.config, journal.round
-    hooks, group_filter = Hooks(config), load_group_filter(config)
-    num_samples = config.n_samples_per_prompt
+    config = context.config
+    hooks, group_filter, num_samples = Hooks(config), load_group_filter(config), config.n_samples_per_prompt
     progress = SampleProgress(num_samples * num_groups, context.on_progress)
-
-    async def run_sample_hook(sample: Sample) -> None:
-        await asyncio.to_thread(hooks.run_sample_hook, sample)
-
-    client = context.connect(context.engines, timeout=config.rollout_timeout)
-    num_engines = max(1, len(client.urls))
-    serving = open_teacher(config.opd_teacher_url, context.serving_teacher, round)
-    async with client, open_generator(context, client, round) as generator, serving as teacher:
-        runner = GroupRunner(
-            round,
-            generator,
-            journal,
-            grader.submit_group,
-            hook=run_sample_hook if config.rollout_sample_hook_path else None,
-            teacher=teacher,
-            slots=asyncio.Semaphore(max(1, config.engine_concurrency * num_engines // num_samples)),
-            partial_rollout=config.partial_rollout,
-        )
+    async with open_runner(context, context.engines, journal, grader, hooks) as (runner, client):
         collect = partial(
             collect_groups,
             runner=runner,
@@ -260,7 +278,7 @@ async def generate_round(
             num_groups=num_groups,
             batch_size=max(num_groups, config.over_sampling_batch_size or 0),
             max_batches=config.max_waves,
-            on_kept=lambda group: progress.add(num_samples),
+            on_kept=lambda: progress.add(num_samples),
         )
         by_function = config.rollout_function_path is not None
         groups = await run_with_deadline(
@@ -276,7 +294,7 @@ async def generate_round(
     await asyncio.to_thread(hooks.run_round_hook, groups.kept + groups.buffered + groups.dropped_groups, intake.source)
     seconds = {"generate": runner.last_token_time - start, "reward": time.perf_counter() - runner.last_token_time}
     energy = energy_metric("perf/rollout_energy_joules", counters, context.read_counters())
-    return RoundResult(groups, runner, num_engines * config.rollout_num_gpus_per_engine, seconds, energy)
+    return RoundResult(groups, runner, seconds, energy)
 
 
 async def call_rollout_function(
@@ -308,7 +326,7 @@ async def collect_groups(
     num_groups: int,
     batch_size: int,
     max_batches: int,
-    on_kept: Callable[[Group], None] = lambda group: None,
+    on_kept: Callable[[], None] = lambda: None,
 ) -> CollectedGroups:
     """Generate sampling batches until `num_groups` groups are kept, then abort the groups in flight. Every requested
     group ends in exactly one list of the result: kept, dropped with a reason, or buffered (aborted, or finished after
@@ -321,45 +339,116 @@ async def collect_groups(
         num_groups: number of groups to keep.
         batch_size: number of groups in a sampling batch, at least `num_groups`.
         max_batches: maximum number of sampling batches (`--max-waves`).
-        on_kept: called with every group that is kept.
+        on_kept: called for every group that is kept.
 
     Raises:
         RuntimeError: the filter kept fewer than `num_groups` groups of `max_batches` sampling batches.
     """
-    groups = CollectedGroups()
-    running: set[asyncio.Task[Group]] = set()
+    num_batches = 0
     async with asyncio.TaskGroup() as tasks:
-        while len(groups.kept) < num_groups:
-            while len(groups.kept) + len(running) < num_groups:
-                if groups.num_batches == max_batches:
-                    reasons = ", ".join(f"{n} for {reason!r}" for reason, n in groups.drop_reasons.most_common(3))
+        groups = GroupsInFlight(runner, group_filter, tasks, num_needed=num_groups, on_kept=on_kept)
+        while len(groups.finished) < num_groups:
+            while len(groups.finished) + len(groups.running) < num_groups:
+                if num_batches == max_batches:
+                    drop_reasons = Counter(reason for _, reason in groups.dropped)
+                    reasons = ", ".join(f"{n} for {reason!r}" for reason, n in drop_reasons.most_common(3))
                     raise RuntimeError(
                         f"after {max_batches} sampling batches the dynamic sampling filter has kept only "
-                        f"{len(groups.kept)} of {num_groups} groups (dropped: {reasons}): use prompts that the policy "
-                        "solves only sometimes, use a less strict filter, or raise --max-waves"
+                        f"{len(groups.finished)} of {num_groups} groups (dropped: {reasons}): use prompts that the "
+                        "policy solves only sometimes, use a less strict filter, or raise --max-waves"
                     )
-                groups.num_batches += 1
-                running |= {tasks.create_task(runner.run(group)) for group in next_groups(batch_size)}
-            finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            num_open = len(finished) + len(running)  # groups that may still be kept
-            for group in _sorted_by_id(task.result() for task in finished):
-                if len(groups.kept) == num_groups:
-                    groups.buffered.append(group)
-                    continue
-                decision = await group_filter(group)
-                if decision.keep or (decision.keep_when_insufficient and len(groups.kept) + num_open <= num_groups):
-                    groups.kept.append(group)
-                    on_kept(group)
-                else:
-                    groups.dropped.append((group, str(decision.reason)))
-                num_open -= 1
-        if running:
+                num_batches += 1
+                for group in next_groups(batch_size):
+                    groups.start(Flight(group), group)
+            await groups.wait_for_change()
+        if running := list(groups.running.values()):
             await runner.stop()
             await asyncio.wait(running)
-            groups.buffered += [task.result() for task in running]
-    groups.kept, groups.buffered = _sorted_by_id(groups.kept), _sorted_by_id(groups.buffered)
-    groups.dropped.sort(key=lambda entry: entry[0][0].group_id)
-    return groups
+    finished = [flight.group or [] for flight in groups.finished]
+    kept, buffered = _sorted_by_id(finished[:num_groups]), _sorted_by_id(finished[num_groups:])
+    return CollectedGroups(kept, buffered, sorted(groups.dropped, key=lambda entry: entry[0][0].group_id), num_batches)
+
+
+@dataclass(eq=False)
+class Flight:
+    """A group from its start to its use."""
+
+    prompts: Group  # without responses, to start it again
+    version: int = 0  # policy version at its start; of a group that was finished before, that of its first token
+    group: Group | None = None  # with responses and rewards, once it is finished
+
+
+class GroupsInFlight:
+    """Generates, grades and filters groups concurrently, for a round or a stream of rounds. Every group that was
+    started is in one place: `running`, `finished`, or `dropped` with a reason.
+
+    Args:
+        runner: generates and grades a group.
+        group_filter: decides whether a finished group is kept or dropped.
+        tasks: runs the groups.
+        num_needed: number of finished groups after which others finish without the filter; None: no limit.
+        on_kept: called for every group that the filter keeps.
+    """
+
+    def __init__(
+        self,
+        runner: GroupRunner,
+        group_filter: GroupFilter,
+        tasks: asyncio.TaskGroup,
+        *,
+        num_needed: int | None = None,
+        on_kept: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.runner = runner
+        self.filter = group_filter
+        self.num_needed = num_needed
+        self.on_kept = on_kept
+        self.running: dict[Flight, asyncio.Task[None]] = {}
+        self.finished: list[Flight] = []  # the group that finished first comes first
+        self.dropped: list[tuple[Group, str]] = []
+        self.idle_seconds = 0.0  # without a group in flight, since the caller set it to 0
+        self.changed = asyncio.Event()
+        self._tasks = tasks
+        self._idle_since: float | None = None  # set while no group is in flight
+
+    def start(self, flight: Flight, group: Group) -> None:
+        """Start a group: `flight.prompts`, or those prompts with responses of an earlier round."""
+        self.running[flight] = self._tasks.create_task(self._finish(flight, group))
+        self.count_idle_seconds()
+
+    def count_idle_seconds(self) -> None:
+        """Add the time since the last call to the idle seconds, if no group was in flight."""
+        now = time.perf_counter()
+        if self._idle_since is not None:
+            self.idle_seconds += now - self._idle_since
+        self._idle_since = None if self.running else now
+
+    async def wait_for_change(self) -> None:
+        """Wait until a group is finished or dropped, or `changed` is set."""
+        self.changed.clear()
+        await self.changed.wait()
+
+    async def _finish(self, flight: Flight, group: Group) -> None:
+        flight.group = group = await self.runner.run(group)
+        keeps, reason, is_needed = True, "", self._needs_more()
+        if is_needed:
+            decision = await self.filter(group)
+            num_open = len(self.finished) + len(self.running)  # with this one
+            is_insufficient = self.num_needed is not None and num_open <= self.num_needed
+            keeps = decision.keep or (decision.keep_when_insufficient and is_insufficient)
+            reason, is_needed = str(decision.reason), self._needs_more()
+        del self.running[flight]  # without an `await` up to the end: others must find every group in one place
+        self.count_idle_seconds()
+        self.changed.set()
+        if not keeps:
+            self.dropped.append((group, reason))
+            return
+        self.finished.append(flight)
+        if is_needed:
+            self.on_kept()
+
+    def _needs_more(self) -> bool:
+        return self.num_needed is None or len(self.finished) < self.num_needed
 
 
 def _sorted_by_id(groups: Iterable[Group]) -> list[Group]:
@@ -367,15 +456,37 @@ def _sorted_by_id(groups: Iterable[Group]) -> list[Group]:
 
 
 @asynccontextmanager
-async def open_generator(
-    context: RolloutContext, client: EngineClient, round: RolloutRound
-) -> AsyncIterator[Generator]:
-    """Yield the user-defined generator (`--custom-generate-function-path`) if there is one, else the built-in one."""
-    if context.config.custom_generate_function_path is None:
-        yield EngineGenerator(client, context.config, context.tokenizer, round)
-    else:
-        async with CustomGeneration(context.config, client, context.tokenizer, round) as generator:
-            yield generator
+async def open_runner(
+    context: RolloutContext, engines: EngineUrls, journal: Journal, grader: Grader, hooks: Hooks
+) -> AsyncIterator[tuple[GroupRunner, EngineClient]]:
+    """Yield a runner of groups with the generator of --custom-generate-function-path, or the built-in one, and the
+    client of the engines."""
+    config, round = context.config, journal.round
+
+    async def run_sample_hook(sample: Sample) -> None:
+        await asyncio.to_thread(hooks.run_sample_hook, sample)
+
+    client = context.connect(engines, timeout=config.rollout_timeout)
+    num_engines = max(1, len(client.urls))
+    generators: AbstractAsyncContextManager[Generator] = (
+        CustomGeneration(config, client, context.tokenizer, round)
+        if config.custom_generate_function_path is not None
+        else nullcontext(EngineGenerator(client, config, context.tokenizer, round))
+    )
+    teachers = open_teacher(config.opd_teacher_url, context.serving_teacher, round)
+    async with client, generators as generator, teachers as teacher:
+        runner = GroupRunner(
+            round,
+            generator,
+            journal,
+            grader.submit_group,
+            hook=run_sample_hook if config.rollout_sample_hook_path else None,
+            teacher=teacher,
+            slots=asyncio.Semaphore(max(1, config.engine_concurrency * num_engines // config.n_samples_per_prompt)),
+            partial_rollout=config.partial_rollout,
+            num_gpus=num_engines * config.rollout_num_gpus_per_engine,
+        )
+        yield runner, client
 
 
 def samples_to_train(groups: Sequence[Group], config: RolloutConfig, round: RolloutRound) -> tuple[list[Sample], int]:
@@ -425,7 +536,7 @@ def round_metrics(
     """Return the metrics (name -> value) of throughput, dynamic sampling, skipped prompts and staleness of a round, of
     which `num_masked` tokens are masked as too old."""
     groups, dataset = result.groups, intake.source.dataset
-    metrics = throughput_metrics(result.runner, seconds, result.num_gpus) | result.energy
+    metrics = throughput_metrics(result.runner, seconds) | result.energy
     if groups.num_batches > 1 or groups.dropped or groups.buffered:
         metrics["rollout/num_waves"] = float(groups.num_batches)
         metrics["rollout/num_dropped_groups"] = float(len(groups.dropped))

@@ -24,7 +24,7 @@ from typing import Any
 from penstock.engines.generation import EngineUrls
 from penstock.engines.local_gpus import energy_metric
 from penstock.stages.rollout.deadline import flatten_errors
-from penstock.stages.rollout.group import GroupRunner, num_trained_tokens
+from penstock.stages.rollout.group import num_trained_tokens
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.metrics import rollout_metrics
 from penstock.stages.rollout.plugins.filters import load_group_filter
@@ -36,20 +36,21 @@ from penstock.stages.rollout.prompts.data_source import (
     is_too_old,
     without_responses,
 )
-from penstock.stages.rollout.resume_point import ResumePoint
 from penstock.stages.rollout.rollout import (
     CollectedGroups,
+    Flight,
+    GroupsInFlight,
+    ResumePoint,
     RolloutContext,
     RoundResult,
     commit_samples,
-    open_generator,
     open_prompt_intake,
+    open_runner,
     prompt_files_by_name,
     round_metrics,
     samples_to_train,
     state_of_round,
 )
-from penstock.stages.rollout.teacher import open_teacher
 from penstock.storage.commit import Commit
 from penstock.storage.failpoints import failpoint
 from penstock.storage.preemption import Preempted
@@ -63,19 +64,10 @@ class LostRound(Exception):
     """Another driver of the run has committed the round first, with other groups and another position in the data."""
 
 
-@dataclass(eq=False)
-class Flight:
-    """A group from its start to its use."""
-
-    prompts: Group  # without responses, to start it again
-    version: int  # policy version in the engines at its start; of a group that was finished before, of its first token
-    group: Group | None = None  # with responses and rewards, once it is finished
-
-    @property
-    def is_repeated(self) -> bool:
-        """Return whether the group is generated once more, because all its tokens became too old. The mark is in the
-        samples, so that a restart keeps it."""
-        return bool((self.group or self.prompts)[0].metadata.get(REPEATED))
+def is_repeated(flight: Flight) -> bool:
+    """Return whether a group is generated once more, because all its tokens became too old. The mark is in the samples,
+    so that a restart keeps it."""
+    return bool((flight.group or flight.prompts)[0].metadata.get(REPEATED))
 
 
 @dataclass(frozen=True)
@@ -122,12 +114,7 @@ class RolloutStream:
         self.num_rounds, self.engine_version = num_rounds, engine_version
         self.hooks, self.filter = Hooks(context.config), load_group_filter(context.config)
         self.intake = open_prompt_intake(context, round, resume_point)
-        self._running: dict[Flight, asyncio.Task[None]] = {}  # a flight leaves when it is finished or dropped
-        self._finished: list[Flight] = []  # the group that finished first comes first
-        self._dropped: list[tuple[Group, str]] = []
-        self._num_wasted_tokens = 0
-        self._idle_seconds = 0.0  # without a group in flight, in this round
-        self._idle_since: float | None = None  # set while no group is in flight
+        self._num_wasted_tokens = 0  # of groups that are generated once more
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()  # set when `_loop` runs or has failed
@@ -219,35 +206,20 @@ class RolloutStream:
 
     async def _generate(self, urls: EngineUrls) -> None:
         """Keep groups in flight until `close` is called, a stop is requested or a group fails."""
-        context, config = self.context, self.context.config
-        self._loop, self._closed, self._changed = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        context = self.context
+        self._loop, self._closed = asyncio.get_running_loop(), asyncio.Event()
         assert context.grader is not None
         journal = self._open_journal(self.round)
         journal.load_finished_groups()
-        client = context.connect(urls, timeout=config.rollout_timeout)
-        self._num_engines = max(1, len(client.urls))
-        serving = open_teacher(config.opd_teacher_url, context.serving_teacher, self.round)
-        async with client, open_generator(context, client, self.round) as generator, serving as teacher:
-            self.runner = GroupRunner(
-                self.round,
-                generator,
-                journal,
-                context.grader.submit_group,
-                hook=self._run_sample_hook if config.rollout_sample_hook_path else None,
-                teacher=teacher,
-                slots=asyncio.Semaphore(
-                    max(1, config.engine_concurrency * self._num_engines // config.n_samples_per_prompt)
-                ),
-                partial_rollout=False,
-            )
+        async with open_runner(context, urls, journal, context.grader, self.hooks) as (self.runner, _):
             self._since, self._counters = time.perf_counter(), context.read_counters()
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    self._tasks = tasks
+                    self.groups = GroupsInFlight(self.runner, self.filter, tasks)
                     background = [tasks.create_task(self._flush_periodically()), tasks.create_task(self._fill())]
                     self._ready.set()
                     await self._closed.wait()
-                    for task in [*background, *self._running.values()]:
+                    for task in [*background, *self.groups.running.values()]:
                         task.cancel()
             except BaseExceptionGroup as failures:
                 raise next(flatten_errors(failures)) from None
@@ -256,53 +228,30 @@ class RolloutStream:
 
     async def _fill(self) -> None:
         """Start groups whenever fewer are in flight or unused than could be trained before they get too old."""
-        config, round, version = self.context.config, self.round, self.engine_version()
+        config, groups, version = self.context.config, self.groups, self.engine_version()
+        max_dropped = config.max_waves * config.rollout_batch_size
+        surplus = max(0, (config.over_sampling_batch_size or 0) - config.rollout_batch_size)
         while True:
             if version != self.engine_version():
                 version = self.engine_version()
-                self._changed.set()
+                groups.changed.set()
             if self.context.stop is not None:
                 self.context.stop.raise_if_requested()
-            end = min(self.num_rounds, version + round.max_staleness + 1)
-            rounds = end - self.round.rollout_id
-            room = rounds * config.rollout_batch_size - len(self._running) - len(self._finished)
+            if len(groups.dropped) > max_dropped:
+                raise RuntimeError(
+                    f"the dynamic sampling filter has dropped {len(groups.dropped)} groups since the last round: use "
+                    "prompts that the policy solves only sometimes, use a less strict filter, or raise --max-waves"
+                )
+            end = min(self.num_rounds, version + self.round.max_staleness + 1)
+            num_rounds = end - self.round.rollout_id
+            room = num_rounds * config.rollout_batch_size + surplus - len(groups.running) - len(groups.finished)
             if room > 0:
                 for group in self.intake.next_groups(room):
                     first = min(
                         (sample.policy_versions[0] for sample in group if any(sample.loss_mask)), default=version
                     )
-                    self._start(Flight(without_responses(group), first), group)
+                    groups.start(Flight(without_responses(group), first), group)
             await asyncio.sleep(FILL_INTERVAL)
-
-    def _start(self, flight: Flight, group: Group) -> None:
-        self._running[flight] = self._tasks.create_task(self._finish(flight, group))
-        self._count_idle_seconds()
-
-    def _count_idle_seconds(self) -> None:
-        """Add the time since the last call to the idle seconds, if no group was in flight."""
-        now = time.perf_counter()
-        if self._idle_since is not None:
-            self._idle_seconds += now - self._idle_since
-        self._idle_since = None if self._running else now
-
-    async def _finish(self, flight: Flight, group: Group) -> None:
-        """Generate, grade and filter one group."""
-        flight.group = await self.runner.run(group)
-        decision = await self.filter(flight.group)
-        del self._running[flight]  # without an `await` up to the end: `_end_round` must find every group in one place
-        self._count_idle_seconds()
-        self._changed.set()
-        if decision.keep:
-            self._finished.append(flight)
-        else:
-            self._dropped.append((flight.group, str(decision.reason)))
-            self._num_wasted_tokens += num_trained_tokens(flight.group)
-            limit = self.context.config.max_waves * self.context.config.rollout_batch_size
-            if len(self._dropped) > limit:
-                raise RuntimeError(
-                    f"the dynamic sampling filter has dropped {len(self._dropped)} groups since the last round: use "
-                    "prompts that the policy solves only sometimes, use a less strict filter, or raise --max-waves"
-                )
 
     async def _take(self, rollout_id: int) -> Taken:
         """Wait until the groups of the next round are finished, and take them."""
@@ -314,18 +263,19 @@ class RolloutStream:
                 await self._wait_for_groups(oldest, size, limit)
         except TimeoutError:
             raise TimeoutError(
-                f"only {len(self._finished)} of {size} groups were finished within --rollout-timeout "
+                f"only {len(self.groups.finished)} of {size} groups were finished within --rollout-timeout "
                 f"{config.rollout_timeout:g} s: raise --rollout-timeout, or use more engines"
             ) from None
-        self._finished.sort(key=lambda flight: flight.version if flight.is_repeated else math.inf)  # stable
-        taken = self._finished[:size]  # `_end_round` removes them; until then `_fill` counts them
+        finished = self.groups.finished
+        finished.sort(key=lambda flight: flight.version if is_repeated(flight) else math.inf)  # stable
+        taken = finished[:size]  # `_end_round` removes them; until then `_fill` counts them
         kept = sorted((flight.group or [] for flight in taken), key=lambda group: group[0].group_id)
         for sample in (sample for group in kept for sample in group if sample.rollout_id != rollout_id):
             sample.metadata.setdefault("start_rollout_id", sample.rollout_id)
             sample.rollout_id = rollout_id
         await asyncio.to_thread(self.hooks.run_sample_filter, kept)
         await asyncio.to_thread(
-            self.hooks.run_round_hook, kept + [group for group, _ in self._dropped], self.intake.source
+            self.hooks.run_round_hook, kept + [group for group, _ in self.groups.dropped], self.intake.source
         )
         samples, num_masked = samples_to_train(kept, config, round)
         samples = await asyncio.to_thread(make_train_data, samples, config, self.context.tokenizer)
@@ -340,18 +290,17 @@ class RolloutStream:
                 if limit.when() is None:
                     limit.reschedule(asyncio.get_running_loop().time() + self.context.config.rollout_timeout)
                 self._repeat_stale_groups(oldest)
-                if len(self._finished) >= number and not self._must_await_repeated_groups(oldest, number):
+                if len(self.groups.finished) >= number and not self._must_await_repeated_groups(oldest, number):
                     return
             if self.context.on_progress is not None:
-                self.context.on_progress(min(len(self._finished), number), number)
-            self._changed.clear()
-            await self._changed.wait()
+                self.context.on_progress(min(len(self.groups.finished), number), number)
+            await self.groups.wait_for_change()
 
     def _must_await_repeated_groups(self, oldest: int, number: int) -> bool:
         """Return whether too few of the groups that are generated once more are finished: if a round takes `number` of
         them now, those left are more than later rounds can take before they get too old."""
-        running = [flight.version for flight in self._running if flight.is_repeated]
-        finished = [flight.version for flight in self._finished if flight.is_repeated]
+        running = [flight.version for flight in self.groups.running if is_repeated(flight)]
+        finished = [flight.version for flight in self.groups.finished if is_repeated(flight)]
         for version in {*running, *finished}:
             num_running, num_finished = (sum(v <= version for v in versions) for versions in (running, finished))
             num_left = num_running + max(0, num_finished - number)
@@ -361,41 +310,40 @@ class RolloutStream:
 
     def _repeat_stale_groups(self, oldest: int) -> None:
         """Start those finished groups again whose tokens all come from policy versions before `oldest`."""
-        for flight in list(self._finished):
+        for flight in list(self.groups.finished):
             group = flight.group or []
-            if is_too_old(group, oldest) and not flight.is_repeated:
-                self._finished.remove(flight)
+            if is_too_old(group, oldest) and not is_repeated(flight):
+                self.groups.finished.remove(flight)
                 self._num_wasted_tokens += num_trained_tokens(group)
                 self.runner.journal.forget_finished_group(group[0].group_id)
                 for sample in flight.prompts:
                     sample.metadata[REPEATED] = True
                 again = Flight(flight.prompts, self.engine_version())
-                self._start(again, [copy_sample(sample) for sample in flight.prompts])
+                self.groups.start(again, [copy_sample(sample) for sample in flight.prompts])
 
     def _end_round(self, kept: list[Group], samples: list[Sample], num_masked: int) -> Taken:
         """Return what the round commits, and begin the next round. Other coroutines do not run meanwhile, so every
         group is either in flight, finished, dropped or kept."""
-        config, round, runner = self.context.config, self.round, self.runner
-        del self._finished[: config.rollout_batch_size]
-        waiting = [flight.group or [] for flight in self._finished]
-        dropped = sorted(self._dropped, key=lambda entry: entry[0][0].group_id)
+        config, round, runner, groups = self.context.config, self.round, self.runner, self.groups
+        del groups.finished[: config.rollout_batch_size]
+        waiting = [flight.group or [] for flight in groups.finished]
+        dropped = sorted(groups.dropped, key=lambda entry: entry[0][0].group_id)
         counters = self.context.read_counters()
         result = RoundResult(
             CollectedGroups(kept, waiting, dropped, num_batches=1),
             runner,
-            self._num_engines * config.rollout_num_gpus_per_engine,
             seconds={"generate": time.perf_counter() - self._since},
             energy=energy_metric("perf/rollout_energy_joules", self._counters, counters),
         )
         metrics = round_metrics(result, self.intake, round, samples, result.seconds, num_masked)
-        unused = [flight.prompts for flight in self._running] + waiting + self.intake.buffered_groups
-        self._count_idle_seconds()
+        unused = [flight.prompts for flight in groups.running] + waiting + self.intake.buffered_groups
+        groups.count_idle_seconds()
         metrics.pop("rollout/num_waves", None)
         metrics["rollout/num_buffered_groups"] = float(len(unused))
         metrics["rollout/num_waiting_groups"] = float(len(waiting))
-        metrics["rollout/num_running_groups"] = float(len(self._running))
-        metrics["perf/engine_idle_ratio"] = min(1.0, self._idle_seconds / result.seconds["generate"])
-        metrics["rollout/wasted_tokens"] = float(num_masked + self._num_wasted_tokens)
+        metrics["rollout/num_running_groups"] = float(len(groups.running))
+        metrics["perf/engine_idle_ratio"] = min(1.0, groups.idle_seconds / result.seconds["generate"])
+        metrics["rollout/wasted_tokens"] += self._num_wasted_tokens
         state = state_of_round(result, self.intake, samples, round, config.num_shown_samples)
         ids = [group[0].group_id for group in [*kept, *unused]]
         assert len(set(ids)) == len(ids), "a group is in two places of the stream"
@@ -405,7 +353,7 @@ class RolloutStream:
         self.round = replace(round, rollout_id=round.rollout_id + 1, policy_version=self.engine_version())
         self.intake.begin_round(self.round)
         runner.begin_round(self.round, self._open_journal(self.round))
-        self._dropped, self._num_wasted_tokens, self._idle_seconds = [], 0, 0.0
+        groups.dropped, groups.idle_seconds, self._num_wasted_tokens = [], 0.0, 0
         self._since, self._counters = time.perf_counter(), counters
         return taken
 
@@ -416,9 +364,6 @@ class RolloutStream:
         while interval := self.context.config.rollout_journal_interval:
             await asyncio.sleep(interval)
             await asyncio.to_thread(self.runner.journal.flush)
-
-    async def _run_sample_hook(self, sample: Sample) -> None:
-        await asyncio.to_thread(self.hooks.run_sample_hook, sample)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

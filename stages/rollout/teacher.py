@@ -76,7 +76,9 @@ class Teacher:
         }
         async with self._slots:
             for attempt in range(TRIES):
-                url = await self._live_url()
+                while not (urls := self.urls()):  # noqa: ASYNC110  # another thread restarts it
+                    await asyncio.sleep(POLL_SECONDS)
+                url = urls[0]
                 try:
                     async with session.post(f"{url}/generate", json=body, headers=auth_headers(url)) as response:
                         response.raise_for_status()
@@ -89,12 +91,6 @@ class Teacher:
                         ) from error
                 await asyncio.sleep(2**attempt)
         raise AssertionError("the last attempt returns or raises")
-
-    async def _live_url(self) -> str:
-        """Return the server's address; wait while it restarts."""
-        while not (urls := self.urls()):  # noqa: ASYNC110  # another thread restarts it
-            await asyncio.sleep(POLL_SECONDS)
-        return urls[0]
 
 
 @asynccontextmanager

@@ -11,6 +11,7 @@ import pytest
 from penstock.engines import local_gpus
 from penstock.engines.local_gpus import all_gpu_joules, energy_metric, read_counters, used_joules, visible_gpu_usage
 from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.processes import Processes
 from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
@@ -39,11 +40,13 @@ def test_energy_is_the_difference_of_two_readings_of_the_same_gpus() -> None:
 def test_energy_of_a_start_counts_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counters = [1000.0, 2000.0, 3000.0]
     monkeypatch.setattr(local_gpus, "all_gpu_joules", lambda: list(counters))
-    processes = Processes(parse_config(["--run", "r"]), Store(str(tmp_path)), RunKeys("r"), {}, print, print)
+    processes = Processes(
+        ActiveRun(Store(str(tmp_path)), RunKeys("r"), "post_train", parse_config(["--run", "r"])), print
+    )
     counters[:] = [1010.0, 2020.0, 3040.0]
     assert processes.used_joules() is None  # a start that failed before it had GPUs
     processes._cluster = SimpleNamespace(alive=lambda: True, driver_node=lambda: "n")  # type: ignore[assignment]
-    processes._engines = SimpleNamespace(gpus=lambda: [("n", "1"), ("n", "2")])  # type: ignore[assignment]
+    processes.pools["rollout"] = SimpleNamespace(gpus=lambda: [("n", "1"), ("n", "2")])  # type: ignore[assignment]
     assert processes.used_joules() == 60.0  # no stage has read the counters
 
 

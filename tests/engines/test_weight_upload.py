@@ -18,7 +18,9 @@ from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.weights.routes import ProcessPlace, upload_weights
 from penstock.engines.weights.weight_check import update_and_check
 from penstock.flows.config import PostTrainConfig
+from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.processes import Processes
+from penstock.flows.runtime.publishing import PolicyPublisher
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import StoreError
 from penstock.storage.store import Store
@@ -92,13 +94,13 @@ def test_weights_are_uploaded_only_if_no_directory_is_shared(
 ) -> None:
     config = PostTrainConfig.model_validate({"run": {"run": "r", "update_weight_disk_dir": disk_dir}})
     store = Store(uri.format(tmp_path=tmp_path), probe=False)
-    processes = Processes(config, store, RunKeys("r"), {}, print, lambda *args: None)
+    processes = Processes(ActiveRun(store, RunKeys("r"), "post_train", config), print)
     by_url = {f"http://{index}": place for index, place in enumerate(places)}
     engines = SimpleNamespace(places=lambda urls: by_url, actors=lambda urls: dict.fromkeys(urls, "actor"))
-    processes.__dict__["_options"] = EngineOptions(ServerSpec(model_path="model"), transport="disk")
+    processes.setup.__dict__["options"] = EngineOptions(ServerSpec(model_path="model"), transport="disk")
     processes.start_engines = lambda: engines  # type: ignore[method-assign, assignment, return-value]
     trainer: Any = SimpleNamespace(places=lambda: [HERE])
-    transport = processes._weight_transport(trainer, list(by_url), 0)
+    transport = PolicyPublisher(processes, print).transport(trainer, list(by_url), 0)
     assert transport.kind == "disk" and (transport.upload is not None) == uploads
     if directory is not None:
         assert transport.directory == directory.format(tmp_path=tmp_path)

@@ -18,8 +18,10 @@ from penstock.engines.serving.pool import EnginePool
 from penstock.flows import tasks
 from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.options.flags import parse_config
+from penstock.flows.policy_schedule import PolicyLimits, PolicySchedule, PolicyTurns
+from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.preflight import check_eval_engines
-from penstock.flows.runtime.processes import Processes
+from penstock.flows.runtime.processes import EngineSetup
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import EngineError, OptionError
 from penstock.storage.maintenance.audit import audit_run
@@ -70,12 +72,9 @@ def test_options_of_evaluation_that_cannot_work_are_refused(words: list[str]) ->
 
 def test_evaluations_apart_do_not_use_the_router(tmp_path: Path) -> None:
     words = ["--run", "r", "--use-router", "--eval-mode", "apart", "--eval-prompt-data", "h", "h.jsonl"]
-    processes = Processes(
-        parse_config(words), Store(str(tmp_path)), KEYS, {}, note=print, on_published=lambda *published: None
-    )
-    processes.__dict__["router"] = SimpleNamespace(address=lambda: "http://router")
-    rollouts = processes.engine_client_factory(["http://0"])
-    evaluations = processes.evaluation_client_factory(["http://0"])
+    setup = EngineSetup(ActiveRun(Store(str(tmp_path)), KEYS, "post_train", parse_config(words)), has_trainer=True)
+    setup.__dict__["router"] = SimpleNamespace(address=lambda: "http://router")
+    rollouts, evaluations = setup.connect(["http://0"]), setup.connect_for_evaluation(["http://0"])
     assert rollouts.router is not None and evaluations.router is None  # type: ignore[attr-defined]
 
 
@@ -91,16 +90,13 @@ def test_only_evaluations_of_data_sets_that_the_run_had_are_made_up_for(
     store.commit(KEYS.eval_prefix(0, "new"), Commit(kind="eval", policy_version=0, created_at=3.5))  # after a resume
     evaluated: list[tuple[int, str]] = []
     monkeypatch.setattr(tasks, "evaluate_one", lambda session, version, name: evaluated.append((version, name)))
-    processes = SimpleNamespace(evaluates_apart=False, turns=SimpleNamespace(wait_for_evaluation=lambda: None))
+    store.create(KEYS.record, run_json())
+    run = ActiveRun(store, KEYS, "post_train", config)
     session = SimpleNamespace(
         config=config,
-        store=store,
-        keys=KEYS,
-        processes=processes,
-        num_trained_rounds=lambda: 4,
-        read_existing_commit=store.committed,
+        run=run,
+        engines=SimpleNamespace(turns=PolicyTurns(PolicySchedule(PolicyLimits(lead=1, bound=1)))),
     )
-    store.create(KEYS.record, run_json())
     tasks.evaluate_skipped(session)  # type: ignore[arg-type]
     assert evaluated == [(1, "old"), (2, "old"), (3, "old"), (3, "new")]
     evaluated.clear()
@@ -118,11 +114,9 @@ def test_checkpoint_is_kept_until_its_postponed_evaluation_is_done(tmp_path: Pat
     keys = make_run(store, config, 4, save=(1, 2, 3, 4), score=(0, 1))
     session = SimpleNamespace(
         config=config,
-        store=store,
-        keys=keys,
-        processes=SimpleNamespace(evaluates_apart="apart" in mode),
+        run=ActiveRun(store, keys, "post_train", config),
+        engines=SimpleNamespace(turns=PolicyTurns(PolicySchedule(PolicyLimits(evaluates_apart="apart" in mode)))),
         display=SimpleNamespace(note=notes.append),
-        read_existing_commit=store.committed,
     )
     for version, reward, kept in ((2, 9.0, [2, 3, 4]), (3, 5.0, [2, 4])):
         tasks.remove_old_checkpoints(session)  # type: ignore[arg-type]

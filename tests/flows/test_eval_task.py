@@ -56,7 +56,7 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
         return clients[-1]
 
     @contextmanager
-    def engines_for_evaluation(version: int) -> Iterator[list[str]]:
+    def for_evaluation(version: int) -> Iterator[list[str]]:
         yield ["http://engine"]
 
     @contextmanager
@@ -64,11 +64,11 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
         yield
 
     session = SimpleNamespace(
-        config=config, store=store, keys=open_run(store, "evaluate", config), tokenizer=tokenizer,
-        processes=SimpleNamespace(engines_for_evaluation=engines_for_evaluation, evaluation_client_factory=connect,
-                                  read_engine_counters=lambda evaluation: {}),
-        display=SimpleNamespace(progress=progress), provenance={}, stop=None,
-        print_and_track=lambda prefix, commit: commit,
+        config=config, run=SimpleNamespace(store=store, keys=open_run(store, "evaluate", config), provenance={}),
+        engines=SimpleNamespace(for_evaluation=for_evaluation), tokenizer=tokenizer,
+        processes=SimpleNamespace(setup=SimpleNamespace(connect_for_evaluation=connect),
+                                  engine_counters=lambda evaluation: {}),
+        display=SimpleNamespace(progress=progress), stop=None, report_commit=lambda prefix, commit: commit,
     )  # fmt: skip
     found = {name: tasks.evaluate_one.body(session, 7, name) for name, _ in config.eval.eval_prompt_data}
     assert list(found) == ["plain", "own"]
@@ -78,7 +78,7 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
     }
     assert {(sampling["temperature"], sampling["max_new_tokens"], n) for _, sampling, n in asked_own} == {(0.0, 5, 4)}
     assert (len(asked_plain), len(asked_own)) == (3, 2)
-    commit = store.committed(session.keys.eval_prefix(7, "own"))
+    commit = store.committed(session.run.keys.eval_prefix(7, "own"))
     assert commit is not None and {"eval/own-pass@4", "eval/own-majority@4", "eval/own-ci_low"} <= commit.summary.keys()
     assert found["own"].mean_reward == commit.summary["eval/own"]
     assert cli.main(["eval", "--rescore", "run", "--store", store.root, "--eval-rm-type", "boxed_exact_number"]) == 0

@@ -18,7 +18,7 @@ from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.options.flags import parse_config
 from penstock.flows.replay import _check_versions_are_replayable
 from penstock.flows.runtime.runs import config_of_round, missing_fork_checkpoint, open_run, read_flow_and_config
-from penstock.stages.rollout.resume_point import read_resume_point
+from penstock.stages.rollout.rollout import read_resume_point
 from penstock.storage.commit import BUFFER, Commit, RunKeys, commit_key
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.leases import store_time

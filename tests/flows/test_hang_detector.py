@@ -85,7 +85,7 @@ def test_each_hang_is_reported_once_with_a_file(impatient: None, tmp_path: Path)
         assert reported.wait(60)
         reported.clear()
         assert not reported.wait(0.3)  # the same hang
-        detector.moved()
+        detector.on_progress()
         assert reported.wait(60)
     files = sorted((tmp_path / "logs").iterdir())
     assert len(messages) == 2 and "== driver" in messages[0]
@@ -96,5 +96,5 @@ def test_each_hang_is_reported_once_with_a_file(impatient: None, tmp_path: Path)
 def test_no_hang_is_reported_before_the_timeout(timeout: float, tmp_path: Path) -> None:
     messages: list[str] = []
     with HangDetector(timeout, messages.append, tmp_path) as detector:
-        detector.moved()
+        detector.on_progress()
     assert messages == [] and list(tmp_path.iterdir()) == []

@@ -1,16 +1,17 @@
 """The warning after three rounds without gradient, also after a resume."""
 
-import io
-import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from penstock.flows.runtime.display import Display
-from penstock.flows.runtime.learning_signal import explain_zero_gradient, logprob_gap_warning, zero_gradient_warning
+from penstock.flows.reporting.observer import CommitReport
+from penstock.flows.runtime.learning_signal import (
+    LearningSignal,
+    explain_zero_gradient,
+    logprob_gap_warning,
+    zero_gradient_warning,
+)
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
 
@@ -49,28 +50,24 @@ def test_three_rounds_without_gradient_warn_also_after_a_resume(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("options", "expected"), [([], True), (["--advantage-estimator", "ppo"], False)])
-def test_zero_gradient_warning_is_shown_in_terminal_and_prefect_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], expected: bool
-) -> None:
+def test_zero_gradient_warning_is_told_once_for_new_steps(tmp_path: Path, options: list[str], expected: bool) -> None:
     from penstock.flows.options.flags import parse_config
-    from penstock.flows.runtime import session as sessions
+    from penstock.flows.runtime.active_run import ActiveRun
 
-    out, page = io.StringIO(), logging.getLogger("page of the flow run")
-    monkeypatch.setattr(sessions, "get_run_logger", lambda: page)
-    session = sessions.Session.__new__(sessions.Session)
-    session.store, session.keys = Store(str(tmp_path)), KEYS
-    session.config = parse_config(["--run", "r", "--num-rollout", "4", "--hf-checkpoint", "model", *options])
-    session._prometheus = None
-    session.tracker = SimpleNamespace(record_commit=lambda key, commit: True)  # type: ignore[assignment]
-    monkeypatch.setattr(session, "set_stage_message", lambda text: None)
-    console = Console(file=out, soft_wrap=True, highlight=False)
-    session.display = Display("r", "post_train", session.config, "/store", console=console)
+    store, warnings = Store(str(tmp_path)), list[str]()
+    words = ["--run", "r", "--num-rollout", "4", "--hf-checkpoint", "model", *options]
+    signal = LearningSignal(ActiveRun(store, KEYS, "post_train", parse_config(words)), warnings.append)
     for index in range(3):
-        commit_round(session.store, index, 0.01)  # of a KL loss
+        commit_round(store, index, 0.01)  # of a KL loss
         for prefix in (KEYS.rollout_prefix(index), KEYS.step_prefix(index)):
-            session.print_and_track(prefix, session.read_existing_commit(prefix))
-    assert ("WARNING: nothing was learned in the last 3 rounds" in out.getvalue()) == expected
-    assert out.getvalue().count("WARNING") == int(expected)
+            commit = store.committed(prefix)
+            assert commit is not None
+            signal.on_commit(CommitReport(prefix, commit, is_new=False))
+            assert warnings == []
+            signal.on_commit(CommitReport(prefix, commit))
+    assert [text.partition(":")[0] for text in warnings] == [
+        "nothing was learned in the last 3 rounds (zero gradients)"
+    ] * expected
 
 
 def test_zero_advantages_count_although_a_kl_loss_gives_a_gradient(tmp_path: Path) -> None:
@@ -129,20 +126,16 @@ def test_logprob_gap_warns_once_and_suggests_tis(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--use-tis"], ["--use-rollout-logprobs"]], ids=str)
 def test_logprob_gap_is_not_reported_if_the_loss_corrects_it(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+    tmp_path: Path, tiny_model: Path, options: list[str]
 ) -> None:
     from penstock.flows.options.flags import parse_config
-    from penstock.flows.runtime import session as sessions
+    from penstock.flows.runtime.active_run import ActiveRun
 
-    shown: list[str] = []
-    monkeypatch.setattr(sessions, "get_run_logger", lambda: logging.getLogger("page of the flow run"))
-    session = sessions.Session.__new__(sessions.Session)
-    session.store, session.keys = Store(str(tmp_path)), KEYS
-    session.config = parse_config(["--run", "r", "--hf-checkpoint", str(tiny_model), *options])
-    session.display = SimpleNamespace(warn=shown.append)  # type: ignore[assignment]
+    shown, store = list[str](), Store(str(tmp_path))
     step = Commit(
         kind="step", run="r", index=0, policy_version=0, summary={"train/train_rollout_logprob_abs_diff": 0.5}
     )
-    session.store.commit(KEYS.step_prefix(0), step)
-    session._warn_about_step(0)
+    store.commit(KEYS.step_prefix(0), step)
+    config = parse_config(["--run", "r", "--hf-checkpoint", str(tiny_model), *options])
+    LearningSignal(ActiveRun(store, KEYS, "post_train", config), shown.append).on_commit(CommitReport("key", step))
     assert len(shown) == (not options)

@@ -18,7 +18,9 @@ from penstock.engines.training import STATE_KINDS, MemorySwitch, StateKind
 from penstock.engines.weights.routes import ProcessPlace
 from penstock.flows import tasks
 from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.processes import Processes
+from penstock.flows.runtime.publishing import PolicyEngines
 from penstock.stages.train.actor import TrainActor
 from penstock.stages.train.build import Models
 from penstock.stages.train.spec import SaveResult, TrainResult
@@ -122,9 +124,9 @@ class World:
         self.events: Events = []
         self.store = Store(str(directory / "store"))
         self.engine = SmallReplica(0, lambda: SmallServer("turns/0", self.events))
-        self.processes = Processes(
-            self.config, self.store, KEYS, {}, note=lambda text: None, on_published=lambda *published: None
-        )
+        self.run = ActiveRun(self.store, KEYS, "post_train", self.config)
+        self.processes = Processes(self.run, note=lambda text: None)
+        self.engines = PolicyEngines(self.processes, on_published=lambda *published: None)
         self.cluster: Any = cluster
         self.processes._cluster = self.cluster
         self.processes.base_checkpoint = CheckpointRef(key="base", uri="", format="torch_dist", policy_version=0)
@@ -135,7 +137,7 @@ class World:
         return pool
 
     def start_trainer(self) -> None:
-        group: TrainerGroup = self.processes._new_trainer(self.cluster, self.config)
+        group: TrainerGroup = self.processes.new_trainer(self.cluster, self.config)
         actor = ScriptedActor(group._current_build(), 0, "incarnation", group._owner)
         actor._state = actor._state.model_copy(update={"clean": True})
         models: list[Any] = [ScriptedModel(name, self.events) for name in ("policy", "critic")]
@@ -143,24 +145,22 @@ class World:
         group._actors = [SimpleNamespace(call=SimpleNamespace(remote=actor.call))]
         group._built = True
         group.places = lambda: [ProcessPlace("")]  # type: ignore[method-assign]
-        self.processes._trainer = group
+        self.processes.started_trainer = group
 
     @property
     def session(self) -> Any:
         return SimpleNamespace(
             config=self.config,
-            store=self.store,
-            keys=KEYS,
+            run=self.run,
             processes=self.processes,
-            needs_rollout=lambda version: True,
-            print_and_track=lambda prefix, commit: commit,
-            read_existing_commit=self.store.committed,
+            engines=self.engines,
+            report_commit=lambda prefix, commit: commit,
             set_stage_message=lambda text: None,
         )
 
     def run_round(self, r: int) -> None:
         """Run the stages of a round as the flow does, without Prefect."""
-        with self.processes.engines_at(r):
+        with self.engines.at(r):
             server = self.engine.server
             assert server is not None and not server.paused and server.version == f"turns/{r}"
             assert server.allocated == {"weights", "kv_cache"}
@@ -213,7 +213,7 @@ def test_memory_moves_in_turn_between_generation_and_training(
     run.start_trainer()
     for r in range(2):
         run.run_round(r)
-    with run.processes.engines_at(2):
+    with run.engines.at(2):
         run.events.append("generate")
     first, second, third = (index for index, event in enumerate(run.events) if event == "generate")
     assert run.events[:first] == ([] if flag == "--offload-rollout" else [*OFFLOAD, *LAST_OFFLOAD])
@@ -227,7 +227,7 @@ def test_engines_of_a_killed_driver_release_their_memory_before_the_trainer_star
 ) -> None:
     """Only an external Ray cluster can have engines of an earlier driver; else none are started just to be released."""
     run = world("--colocate", owned=owned)
-    group = run.processes._new_trainer(run.cluster, run.config)
+    group = run.processes.new_trainer(run.cluster, run.config)
     group.before_onload()
     server = run.engine.server
     assert server is not None and server.allocated == ({"weights", "kv_cache"} if owned else set())

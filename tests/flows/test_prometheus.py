@@ -30,7 +30,7 @@ def test_newest_value_of_each_metric_is_served_with_the_run() -> None:
         endpoint.update({"rollout/response_len/mean": 1.0, "rollout/zero_std/count_1.0": 2.0, "x": float("nan")})
         endpoint.update({"rollout/response_len/mean": 3.0})
         endpoint.update_from_record(Committed("runs/r/steps/000004", 1.0, step))
-        endpoint.set_stage("train")
+        endpoint.on_stage("train", 4)
         served = scrape(endpoint.port)
     run = {"run": 'a"b'}
     assert served == {

@@ -59,7 +59,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     monkeypatch.setattr(cluster.Cluster, "start", start)
     monkeypatch.setattr(cluster, "import_ray_with_settings", lambda **options: None)
     yield starts
-    assert processes._ray_start is None
+    assert processes._early_ray.get() is None
 
 
 def config_of(*words: str) -> Any:
@@ -126,8 +126,9 @@ def test_a_ray_that_no_run_has_taken_is_stopped(
 
 def test_a_ray_that_a_run_has_taken_is_left_to_it(started: list[dict[str, Any]]) -> None:
     with ray_starting(config_of("--actor-num-gpus-per-node", "2")):
-        assert processes._ray_start is not None
-        taken: Any = processes._ray_start.take()
+        start = processes._early_ray.get()
+        assert start is not None
+        taken: Any = start.take()
     assert not taken.ended.is_set()
     [options] = started
     assert options["namespace"] == namespace_of_run("r") and options["options"].trainer_gpus == 2
@@ -136,7 +137,7 @@ def test_a_ray_that_a_run_has_taken_is_left_to_it(started: list[dict[str, Any]])
 
 def test_an_external_ray_is_not_started(started: list[dict[str, Any]]) -> None:
     with ray_starting(config_of("--ray-address", "127.0.0.1:6379")):
-        assert processes._ray_start is None
+        assert processes._early_ray.get() is None
     assert started == []
 
 

@@ -183,26 +183,29 @@ def test_training_with_fp8_engines_starts_from_ref_load(good, fp8_model: Path, b
     from penstock.engines.weights.weight_check import INITIAL
     from penstock.flows import tasks
     from penstock.flows.options.flags import parse_config
+    from penstock.flows.runtime.active_run import ActiveRun
     from penstock.flows.runtime.processes import Processes
+    from penstock.flows.runtime.publishing import PolicyPublisher
     from penstock.storage.commit import RunKeys
     from penstock.storage.store import Store
 
-    def processes(*words: str, **options: bool) -> Processes:
+    def publisher(*words: str, has_trainer: bool = True) -> PolicyPublisher:
         flags = good | {"--hf-checkpoint": str(fp8_model)}
         config = parse_config([*(word for pair in flags.items() for word in pair), *words])
-        return Processes(config, Store(str(tmp_path / "store")), RunKeys("r"), {}, print, print, **options)
+        run = ActiveRun(Store(str(tmp_path / "store")), RunKeys("r"), "post_train", config)
+        return PolicyPublisher(Processes(run, print, has_trainer=has_trainer), print)
 
     ref_load = ("--ref-load", str(bf16_model))
     for built, version, model in (
-        (processes(), "r/0", fp8_model),
-        (processes(*ref_load), INITIAL, bf16_model),  # the trainer sends version 0
-        (processes(*ref_load, has_trainer=False), "r/0", bf16_model),
-        (processes("--check-weight-update-equal"), INITIAL, fp8_model),
+        (publisher(), "r/0", fp8_model),
+        (publisher(*ref_load), INITIAL, bf16_model),  # the trainer sends version 0
+        (publisher(*ref_load, has_trainer=False), "r/0", bf16_model),
+        (publisher("--check-weight-update-equal"), INITIAL, fp8_model),
     ):
-        assert built._options.spec.weight_version == version
+        assert built.processes.setup.options.spec.weight_version == version
         assert tasks.starting_weights(built.config) == str(model)
-    assert str(bf16_model) in (processes(*ref_load)._reason_against_initial_comparison() or "")
-    assert processes()._reason_against_initial_comparison() is None
+    assert str(bf16_model) in (publisher(*ref_load).reason_against_initial_comparison() or "")
+    assert publisher().reason_against_initial_comparison() is None
 
 
 def test_unusable_store_or_port_is_refused(good, tmp_path: Path, capsys) -> None:

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from penstock.flows.options.flags import parse_config
+from penstock.flows.policy_schedule import PolicyTurns
+from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.processes import Processes
+from penstock.flows.runtime.publishing import PolicyEngines
 from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
@@ -46,26 +49,32 @@ def pool() -> ScriptedPool:
 
 
 @pytest.fixture
-def processes(tmp_path: Path, pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch) -> Processes:
+def engines(tmp_path: Path, pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch) -> PolicyEngines:
     config = parse_config(["--async-mode", "streaming", "--max-staleness", "2", "--num-rollout", "9"])
-    keys, store = RunKeys("run"), Store(str(tmp_path / "store"))
-    processes = Processes(config, store, keys, {}, note=lambda text: None, on_published=lambda *published: None)
-    monkeypatch.setattr(processes, "start_engines", lambda: pool)
-    monkeypatch.setattr(processes, "_send_weights", lambda version, urls, rewind: None)
-    processes.turns.num_trained = 3
-    return processes
+    run = ActiveRun(Store(str(tmp_path / "store")), RunKeys("run"), "post_train", config)
+    processes = Processes(run, note=lambda text: None)
+    monkeypatch.setattr(processes, "start_engines", lambda role: pool)
+    engines = PolicyEngines(processes, on_published=lambda *published: None)
+    monkeypatch.setattr(engines.publisher, "send", lambda version, urls, rewind: None)
+    engines.turns.schedule.trained = 3
+    return engines
+
+
+def set_evaluated(turns: PolicyTurns, version: int | None) -> None:
+    with turns.change() as schedule:
+        schedule.evaluated = version
 
 
 class Stream:
-    """A thread inside `engines_for_stream` until `end`."""
+    """A thread inside `for_stream` until `end`."""
 
-    def __init__(self, processes: Processes) -> None:
-        self.processes, self.serves, self.may_end = processes, threading.Event(), threading.Event()
+    def __init__(self, engines: PolicyEngines) -> None:
+        self.engines, self.serves, self.may_end = engines, threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
-        with self.processes.engines_for_stream() as urls:
+        with self.engines.for_stream() as urls:
             assert urls() == URLS
             self.serves.set()
             assert self.may_end.wait(HANG)
@@ -76,13 +85,13 @@ class Stream:
         assert not self.thread.is_alive(), "deadlock"
 
 
-def evaluate(processes: Processes, version: int) -> tuple[threading.Thread, list[Any]]:
+def evaluate(engines: PolicyEngines, version: int) -> tuple[threading.Thread, list[Any]]:
     """Evaluate a policy in a thread. Returns it, and a list of its result: the engines' addresses or an exception."""
     results: list[Any] = []
 
     def run() -> None:
         try:
-            with processes.engines_for_evaluation(version) as urls:
+            with engines.for_evaluation(version) as urls:
                 results.append(urls())
         except RuntimeError as error:
             results.append(error)
@@ -92,34 +101,34 @@ def evaluate(processes: Processes, version: int) -> tuple[threading.Thread, list
     return thread, results
 
 
-def train(processes: Processes, rollout_id: int) -> None:
-    with processes.turns.training(rollout_id):
+def train(engines: PolicyEngines, rollout_id: int) -> None:
+    with engines.turns.training(rollout_id):
         pass
 
 
 def test_policy_published_before_any_weights_is_left_to_the_start_of_the_engines(
-    processes: Processes, pool: ScriptedPool
+    engines: PolicyEngines, pool: ScriptedPool
 ) -> None:
     """Regression test: a round trained while the engines of an evaluation were starting ended the run."""
-    processes.turns.begin_evaluation()
-    processes.turns.num_trained = 4
-    processes.publish_in_flight(4)
+    set_evaluated(engines.turns, 3)
+    engines.turns.schedule.trained = 4
+    engines.publish_in_flight(4)
     assert pool.updates == []
-    processes.turns.end_evaluation()
+    set_evaluated(engines.turns, None)
     pool.may_serve.set()
-    stream = Stream(processes)
+    stream = Stream(engines)
     assert stream.serves.wait(HANG) and pool.updates == ["run/4"]
     stream.end()
 
 
 @pytest.mark.parametrize("version", [3, 2])
 def test_evaluation_that_finds_a_starting_stream_uses_its_engines(
-    processes: Processes, pool: ScriptedPool, version: int
+    engines: PolicyEngines, pool: ScriptedPool, version: int
 ) -> None:
     """Regression test: it waited for the end of the stream, which waited for rounds, whose weights waited for it."""
-    stream = Stream(processes)
+    stream = Stream(engines)
     assert pool.is_starting.wait(HANG)
-    thread, results = evaluate(processes, version)
+    thread, results = evaluate(engines, version)
     thread.join(0.05)
     pool.may_serve.set()
     thread.join(HANG / 4)
@@ -128,17 +137,17 @@ def test_evaluation_that_finds_a_starting_stream_uses_its_engines(
         assert results == [URLS]
     else:
         assert isinstance(results[0], RuntimeError) and "version 3 meanwhile" in str(results[0])
-    assert stream.thread.is_alive() and not processes.stream_ended.is_set()
+    assert stream.thread.is_alive() and engines.turns.schedule.rollouts.streams
     stream.end()
-    assert processes.stream_ended.is_set() and pool.updates == ["run/3"]
+    assert not engines.turns.schedule.rollouts.streams and pool.updates == ["run/3"]
 
 
-def test_stream_waits_for_an_evaluation_that_uses_the_engines(processes: Processes, pool: ScriptedPool) -> None:
+def test_stream_waits_for_an_evaluation_that_uses_the_engines(engines: PolicyEngines, pool: ScriptedPool) -> None:
     pool.may_serve.set()
-    with processes.engines_at(3):
-        stream = Stream(processes)
+    with engines.at(3):
+        stream = Stream(engines)
         assert not stream.serves.wait(0.05)
-        trainer = threading.Thread(target=train, args=(processes, 3), daemon=True)
+        trainer = threading.Thread(target=train, args=(engines, 3), daemon=True)
         trainer.start()
         trainer.join(HANG / 4)
         assert not trainer.is_alive(), "a stream that waits does not delay the trainer"
@@ -148,41 +157,41 @@ def test_stream_waits_for_an_evaluation_that_uses_the_engines(processes: Process
 
 
 def test_weights_are_sent_during_an_evaluation_only_when_rollouts_would_get_too_old(
-    processes: Processes, pool: ScriptedPool
+    engines: PolicyEngines, pool: ScriptedPool
 ) -> None:
     pool.may_serve.set()
-    stream, turns = Stream(processes), processes.turns
+    stream, turns = Stream(engines), engines.turns
     assert stream.serves.wait(HANG)
-    turns.begin_evaluation()
-    turns.num_trained = 4
-    processes.publish_in_flight(4)
-    assert turns.engine_version == 3, "4 - 3 + 1 <= --max-staleness 2: later"
-    turns.num_trained = 5
-    publish = threading.Thread(target=processes.publish_in_flight, args=(5,), daemon=True)
+    set_evaluated(turns, 3)
+    turns.schedule.trained = 4
+    engines.publish_in_flight(4)
+    assert turns.schedule.in_engines == 3, "4 - 3 + 1 <= --max-staleness 2: later"
+    turns.schedule.trained = 5
+    publish = threading.Thread(target=engines.publish_in_flight, args=(5,), daemon=True)
     publish.start()
     publish.join(0.05)
-    assert publish.is_alive() and turns.engine_version == 3, "it waits for the evaluation"
-    turns.end_evaluation()
+    assert publish.is_alive() and turns.schedule.in_engines == 3, "it waits for the evaluation"
+    set_evaluated(turns, None)
     publish.join(HANG)
-    assert not publish.is_alive() and turns.engine_version == 5 and pool.updates == ["run/3", "run/5"]
-    with pytest.raises(RuntimeError, match="version 5 meanwhile"), processes.engines_at(3):
+    assert not publish.is_alive() and turns.schedule.in_engines == 5 and pool.updates == ["run/3", "run/5"]
+    with pytest.raises(RuntimeError, match="version 5 meanwhile"), engines.at(3):
         pass
     stream.end()
 
 
-def test_weights_are_not_sent_without_a_stream(processes: Processes, pool: ScriptedPool) -> None:
-    processes.publish_in_flight(3)
-    assert pool.updates == [] and processes.turns.engine_version is None
+def test_weights_are_not_sent_without_a_stream(engines: PolicyEngines, pool: ScriptedPool) -> None:
+    engines.publish_in_flight(3)
+    assert pool.updates == [] and engines.turns.schedule.in_engines is None
 
 
-def test_evaluation_waits_for_the_one_before_without_a_stream(processes: Processes, pool: ScriptedPool) -> None:
+def test_evaluation_waits_for_the_one_before_without_a_stream(engines: PolicyEngines, pool: ScriptedPool) -> None:
     """Regression test: the evaluation after the last round failed if an earlier one still shared the engines."""
     pool.may_serve.set()
-    with processes.share_engines_at(3):
-        same, results = evaluate(processes, 3)
+    with engines.for_evaluation(3):
+        same, results = evaluate(engines, 3)
         same.join(HANG)
         assert results == [URLS]
-        other, results = evaluate(processes, 4)
+        other, results = evaluate(engines, 4)
         other.join(0.3)
         assert other.is_alive() and results == []
     other.join(HANG)
@@ -190,20 +199,20 @@ def test_evaluation_waits_for_the_one_before_without_a_stream(processes: Process
 
 
 def test_trainer_is_not_restored_for_an_evaluation_beside_it(
-    processes: Processes, pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch
+    engines: PolicyEngines, pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rewinds: list[bool] = []
-    monkeypatch.setattr(processes, "_send_weights", lambda version, urls, rewind: rewinds.append(rewind))
+    monkeypatch.setattr(engines.publisher, "send", lambda version, urls, rewind: rewinds.append(rewind))
     pool.may_serve.set()
-    with processes.engines_for_evaluation(3):
+    with engines.for_evaluation(3):
         pass
-    processes.turns.begin_evaluation()
-    with processes.engines_for_evaluation(3):
+    set_evaluated(engines.turns, 3)
+    with engines.for_evaluation(3):
         pass
     assert rewinds == [True, False]
 
 
-def test_wait_for_an_evaluation_can_be_limited(processes: Processes) -> None:
-    processes.turns.begin_evaluation()
-    processes.turns.wait_for_evaluation(timeout=0.01)
-    assert processes.turns.is_evaluating
+def test_wait_for_an_evaluation_can_be_limited(engines: PolicyEngines) -> None:
+    set_evaluated(engines.turns, 3)
+    engines.turns.wait_until(lambda schedule: schedule.evaluated is None, timeout=0.01)
+    assert engines.turns.schedule.evaluated == 3

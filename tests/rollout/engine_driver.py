@@ -30,8 +30,7 @@ from penstock.engines.sglang.router import SGLangRouter
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.prompts.source import PromptSource
-from penstock.stages.rollout.resume_point import read_resume_point
-from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
+from penstock.stages.rollout.rollout import RolloutContext, read_resume_point, rollout_stage
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store

@@ -24,8 +24,7 @@ from penstock.engines.generation import (
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.prompts.source import PromptSource
-from penstock.stages.rollout.resume_point import read_resume_point
-from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
+from penstock.stages.rollout.rollout import RolloutContext, read_resume_point, rollout_stage
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.preemption import StopRequest

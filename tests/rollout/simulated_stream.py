@@ -24,8 +24,7 @@ from scripted_engine import KEYS, Bench, ScriptedClient
 from penstock.engines.generation import Generation, TokenCounts
 from penstock.stages.rewards.outcome import Outcome
 from penstock.stages.rollout.prompts.data_source import RolloutRound
-from penstock.stages.rollout.resume_point import read_resume_point
-from penstock.stages.rollout.rollout import RolloutContext
+from penstock.stages.rollout.rollout import RolloutContext, read_resume_point
 from penstock.stages.rollout.stream import RolloutStream, Taken
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import Commit

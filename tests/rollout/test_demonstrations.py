@@ -7,8 +7,7 @@ from scripted_engine import write_jsonl
 
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts.source import Prompt, PromptSource
-from penstock.stages.rollout.resume_point import read_resume_point
-from penstock.stages.rollout.rollout import RolloutContext
+from penstock.stages.rollout.rollout import RolloutContext, read_resume_point
 from penstock.stages.rollout.sft_data import sft_data_stage, sft_samples
 from penstock.stages.rollout.text.templates import Messages
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer

@@ -18,8 +18,7 @@ from penstock.engines.generation import Generation
 from penstock.flows.options.flags import parse_config
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.prompts.source import PromptSource
-from penstock.stages.rollout.resume_point import read_resume_point
-from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
+from penstock.stages.rollout.rollout import RolloutContext, read_resume_point, rollout_stage
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokenizer
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_samples

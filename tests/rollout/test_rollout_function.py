@@ -17,7 +17,7 @@ from penstock.engines.serving import endpoints
 from penstock.stages.plugins import load_function
 from penstock.stages.rollout.plugins.function_check import check_rollout_functions
 from penstock.stages.rollout.plugins.rollout_function import NOT_RETURNED
-from penstock.stages.rollout.resume_point import read_resume_point
+from penstock.stages.rollout.rollout import read_resume_point
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.stages.slime.slime_modules import MODULES
 from penstock.storage.commit import Commit

@@ -17,7 +17,7 @@ from run_records import run_json
 from scripted_engine import KEYS
 from simulated_stream import Clock, SimulatedBench, SimulatedStream, clock, lengths_of, number_of, short_lengths
 
-from penstock.flows.ahead import StreamOfRun
+from penstock.flows.rollouts import StreamSource
 from penstock.stages.rollout.group import policy_spans
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import BUFFER, Commit
@@ -101,7 +101,7 @@ def test_groups_that_finished_first_are_taken_first_also_after_a_wait(bench: Sim
     bench.round(0)
     bench.clock.run_for(20)
     assert bench.stream is not None
-    order = [flight.prompts[0].group_id for flight in bench.stream._finished]
+    order = [flight.prompts[0].group_id for flight in bench.stream.groups.finished]
     assert [int(group_id) for group_id in order][:8] == [6, 1, 3, 0, 9, 8, 11, 10]
     assert ids(trained(bench, bench.round(1))) == [0, 1, 3, 6]
     bench.kill()  # the order is in the buffer
@@ -139,7 +139,7 @@ def test_number_of_groups_in_flight_is_bounded(bench: SimulatedBench, max_stalen
         bench.round(r)
         for _ in range(8):
             assert bench.stream is not None
-            num_groups = len(bench.stream._running) + len(bench.stream._finished)
+            num_groups = len(bench.stream.groups.running) + len(bench.stream.groups.finished)
             assert num_groups <= (bench.version + max_staleness + 1 - bench.stream.round.rollout_id) * BATCH
             most = max(most, num_groups)
             bench.clock.run_for(0.7)
@@ -388,7 +388,7 @@ def test_unfinished_groups_begin_again_without_their_tokens(bench: SimulatedBenc
 
 def stream_of_second_driver(
     directory: Path, tokenizer: PromptTokenizer, clock: Clock, store: Store
-) -> tuple[SimulatedBench, StreamOfRun]:
+) -> tuple[SimulatedBench, StreamSource]:
     """Return another driver of the run in `store`, whose engines finish other groups first, with its stream already
     opened at round 0."""
     other = SimulatedBench(directory, tokenizer, clock, rollout_shuffle=False)
@@ -397,11 +397,10 @@ def stream_of_second_driver(
     streams, notes = [other.open(0)], list[str]()
     session = SimpleNamespace(
         display=SimpleNamespace(progress=lambda *_: nullcontext(lambda done, total: None), note=notes.append),
-        keys=KEYS,
-        read_existing_commit=store.committed,
+        run=SimpleNamespace(keys=KEYS, read_commit=store.committed),
     )
-    run = StreamOfRun(session)  # type: ignore[arg-type]
-    run._open = lambda r: streams.pop() if streams else other.open(r)  # type: ignore[method-assign]
+    run = StreamSource(session)  # type: ignore[arg-type]
+    run.open = lambda r: streams.pop() if streams else other.open(r)  # type: ignore[method-assign]
     return other, run
 
 
@@ -418,7 +417,7 @@ def test_stream_continues_from_rounds_that_another_driver_has_committed(
             bench.round(r)
             bench.close()
         if r not in rounds_of_first or r in (0, 3):  # the second driver loses rounds 0 and 3; others it does not take
-            commit = second.run_round(r)
+            commit = second.generate(r)
             assert commit == bench.store.committed(KEYS.rollout_prefix(r))
         other.train(r)
         if r not in rounds_of_first:
@@ -636,8 +635,49 @@ def test_dropped_groups_are_replaced_and_recorded(tmp_path: Path, tokenizer: Pro
 def test_filter_that_drops_everything_fails_the_round(tmp_path: Path, tokenizer: PromptTokenizer, clock: Clock) -> None:
     code = "def check(args, samples):\n    return False\n"
     bench = filtered_bench(tmp_path, tokenizer, clock, code, max_waves=3)
-    with pytest.raises(RuntimeError, match=r"dropped 13 groups .*--max-waves"):
+    with pytest.raises(RuntimeError, match=r"dropped \d+ groups .*--max-waves"):
         bench.round(0)
+
+
+@pytest.mark.parametrize("size", [5, 9])
+def test_more_groups_than_a_round_needs_are_in_flight_with_over_sampling(
+    tmp_path: Path, tokenizer: PromptTokenizer, clock: Clock, size: int
+) -> None:
+    """The slowest groups of a round are not awaited; later rounds take them, also after a kill."""
+    bench = SimulatedBench(tmp_path, tokenizer, clock, over_sampling_batch_size=size, num_rounds=8)
+    for r in range(8):
+        bench.round(r)
+        assert bench.stream is not None
+        num_groups = len(bench.stream.groups.running) + len(bench.stream.groups.finished)
+        bound = (bench.version + bench.max_staleness + 1 - r) * BATCH + size - BATCH
+        assert num_groups <= bound
+        if r % 3 == 2:
+            bench.kill()
+    bench.close()
+    check_every_prompt_is_used_once(bench)
+    check_staleness(bench)
+    issued = commits_of(bench)[-1].state["data_source"]["issued"]
+    assert issued == 8 * BATCH + size - BATCH, "the surplus of the last round stays in the buffer"
+
+
+def test_buffer_filter_selects_the_groups_that_a_restarted_stream_begins_with(
+    tmp_path: Path, tokenizer: PromptTokenizer, clock: Clock
+) -> None:
+    code = "def last_first(args, rollout_id, buffer, num_samples):\n    return buffer[::-1][:num_samples]\n"
+    (tmp_path / "filters.py").write_text(code)
+    bench = SimulatedBench(
+        tmp_path, tokenizer, clock, rollout_shuffle=False, buffer_filter_path=f"{tmp_path}/filters.py:last_first"
+    )
+    bench.round(0)
+    before = len(bench.issues)
+    waiting = ids(buffered(bench, commits_of(bench)[0]))
+    bench.kill()
+    for r in range(1, 5):
+        bench.round(r)
+    bench.close()
+    again = [number_of(prompt) for prompt in bench.issues[before:]]
+    assert again and set(waiting) & set(again) and again[0] == max(set(waiting) & set(again))
+    check_every_prompt_is_used_once(bench)
 
 
 def test_rounds_must_be_taken_in_order(bench: SimulatedBench) -> None:

@@ -7,7 +7,7 @@ from penstock.flows.config import PostTrainConfig, config_hash
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.runs import open_run
 from penstock.stages.rollout.prompts.source import PromptSource
-from penstock.stages.rollout.resume_point import read_resume_point
+from penstock.stages.rollout.rollout import read_resume_point
 from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.history.run_record import read_run_record
 from penstock.storage.samples.sample import Sample, Status

@@ -1,0 +1,252 @@
+"""Who uses the policy, and when: the one place that decides it. docs/design/0024-who-uses-the-policy.md has a picture.
+
+Four actions use the policy: a round is trained, a version is sent to engines (published), a rollout is generated, a
+version is evaluated. Two bounds order them, both in rounds:
+
+    lead    a rollout starts at most this many rounds ahead of the trainer
+    bound   no token is trained more than this many versions after the version that generated it
+
+Synchronous runs have lead 0. --async-buffer-size K and --update-weights-interval N mean lead K and bound K + N - 1.
+--async-mode streaming means lead and bound --max-staleness, and weight updates while groups are in flight.
+
+`PolicySchedule` has the rules and no threads: `may_...` and `version_for` are the rules, the other methods record what
+happens. `PolicyTurns` lets threads wait until a rule allows what they want to do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from penstock.storage.preemption import Preempted
+
+
+@dataclass
+class EngineUse:
+    """Who uses a pool of engines. One block opens the pool at a policy version; others join it."""
+
+    version: int | None = None  # that the pool is opened at
+    serves: bool = False  # whether the engines have this version
+    streams: bool = False  # whether the version may change while the pool is used
+    num_users: int = 0
+
+
+@dataclass(frozen=True)
+class PolicyLimits:
+    """What the options of a run say about the use of its policy."""
+
+    lead: int = 0
+    bound: int = 0
+    interval: int = 1  # versions that are multiples of this are sent
+    streams: bool = False
+    evaluates_apart: bool = False  # on engines that generate no rollouts
+
+
+@dataclass
+class PolicySchedule:
+    """The state of one start of a run, and the rules. The trainer has only the newest version (`trained`)."""
+
+    limits: PolicyLimits = PolicyLimits()
+    trained: int = 0  # rounds; also the trainer's policy version
+    in_engines: int | None = None  # policy version of the engines that generate; None: unknown, or not sent yet
+    is_training: bool = False
+    num_sending: int = 0
+    is_reserved: bool = False  # weights will be sent next: no round begins before
+    next_rollout: int | None = None  # what the generating thread does next, announced before it asks
+    requested: int | None = None  # version that the generating thread evaluates before its next rollout
+    evaluated: int | None = None  # version that is evaluated beside training
+    rollouts: EngineUse = field(default_factory=EngineUse)
+    evaluations: EngineUse = field(default_factory=EngineUse)  # with `evaluates_apart`
+
+    # ---- the rules ---------------------------------------------------------------------------------------------------
+
+    def may_train(self) -> bool:
+        """A round is trained when no weights are sent, and none are due to whoever waits for them: they would be gone
+        afterwards. A stream gets its weights from the trainer's thread."""
+        next_needs_weights = self.version_for(self.next_rollout) not in (None, self.in_engines)
+        waits = self.is_reserved or self.requested is not None or (next_needs_weights and not self.limits.streams)
+        return not (self.is_training or self.num_sending or waits)
+
+    def may_send(self) -> bool:
+        """Weights are sent between two rounds, one send at a time."""
+        return not self.is_training and not self.num_sending
+
+    def version_for(self, rollout_id: int | None) -> int | None:
+        """The version with which a rollout may start now; None if it must wait. It waits for newer weights that are due
+        but cannot be sent yet only if the bound forbids those that the engines have."""
+        newest, sent = self.trained, self.in_engines
+        if rollout_id is None or rollout_id - newest > self.limits.lead:
+            return None
+        if sent is not None and newest - newest % self.limits.interval <= sent:
+            return sent  # no newer weights are due
+        if not self.is_training:
+            return newest
+        return sent if sent is not None and rollout_id - sent <= self.limits.bound else None
+
+    def may_update_in_flight(self, *, may_skip: bool = True) -> Literal["send", "skip", "wait"]:
+        """Engines that generate get the newest weights, unless an evaluation needs those that they have. Then the
+        update is skipped if the bound also holds until the next one."""
+        if self.evaluated is not None and not self.limits.evaluates_apart:
+            sent = self.in_engines
+            is_early = sent is not None and self.trained + self.limits.interval - sent <= self.limits.bound
+            return "skip" if sent is None or (is_early and may_skip) else "wait"
+        return "send" if self.rollouts.serves and self.in_engines != self.trained else "skip"
+
+    def may_use(self, pool: EngineUse, version: int | None) -> Literal["open", "join", "wait", "never"]:
+        """The users of a pool share its version. Only a stream (`version` None) gets newer versions meanwhile; it opens
+        the pool between two rounds, does not end before the last rollout, and never returns to an older version."""
+        if pool.num_users == 0:
+            return "wait" if version is None and self.is_training else "open"
+        if version is None or not (pool.serves or pool.streams):
+            return "wait"
+        if version != pool.version:
+            return "never" if pool.streams else "wait"
+        return "join" if pool.serves else "wait"
+
+    # ---- what happens ------------------------------------------------------------------------------------------------
+
+    def begin_training(self) -> None:
+        """Record that a round is being trained."""
+        self.is_training = True
+
+    def end_training(self, num_trained: int) -> None:
+        """Record the number of rounds that are trained now; after a failure it is not larger than before."""
+        self.is_training, self.trained = False, max(self.trained, num_trained)
+
+    def begin_rollout(self, rollout_id: int) -> int:
+        """Return the version that generates a rollout. If the engines lack it, no round begins before they have it."""
+        version = self.version_for(rollout_id)
+        assert version is not None, "the rollout must wait"
+        self.next_rollout, self.is_reserved = None, version != self.in_engines
+        return version
+
+    def take_request(self) -> int | None:
+        """Return the version whose evaluation is requested, if any. No round begins before the engines have it."""
+        version, self.requested = self.requested, None
+        self.is_reserved = version is not None
+        return version
+
+    def open_pool(self, pool: EngineUse, version: int | None) -> int:
+        """Record that a pool is being opened at a version, and return it. None: by a stream, at the newest version."""
+        pool.streams = version is None
+        if version is None:
+            version, self.is_reserved = self.trained, True
+        pool.version, pool.num_users = version, 1
+        return version
+
+    def weights_sent(self, pool: EngineUse, version: int) -> None:
+        """Record that all engines of a pool have a version."""
+        if pool is self.rollouts:
+            self.in_engines, self.is_reserved = version, False
+        if pool.num_users:
+            pool.version, pool.serves = version, True
+
+
+class PolicyTurns:
+    """Lets threads wait until the rules of a `PolicySchedule` allow what they want to do. All methods are thread-safe.
+    Without a second thread no call waits."""
+
+    def __init__(self, schedule: PolicySchedule) -> None:
+        self.schedule = schedule
+        self.closed = False  # waiting has ended: of the trainer's side by returning, of the engines' side by Preempted
+        self._changed = threading.Condition(threading.RLock())
+
+    @contextmanager
+    def change(self) -> Iterator[PolicySchedule]:
+        """Change the schedule in the block."""
+        with self._changed:
+            yield self.schedule
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the waiting of `training`, `sending`, `wait_for_turn` and `rollout`."""
+        with self.change():
+            self.closed = True
+
+    def wait_until(self, reached: Callable[[PolicySchedule], bool], timeout: float | None = None) -> None:
+        """Wait until the schedule is in a state, at most `timeout` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: reached(self.schedule), timeout)
+
+    @contextmanager
+    def training(self, rollout_id: int) -> Iterator[None]:
+        """Train a round in the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed or self.schedule.may_train())
+            self.schedule.begin_training()
+        num_trained = 0
+        try:
+            yield
+            num_trained = rollout_id + 1
+        finally:
+            with self.change() as schedule:
+                schedule.end_training(num_trained)
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Send weights in the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed or self.schedule.may_send())
+            self.schedule.num_sending += 1
+        try:
+            yield
+        finally:
+            with self.change() as schedule:
+                schedule.num_sending -= 1
+
+    def wait_for_turn(self, rollout_id: int | None) -> int | None:
+        """Wait until a rollout may start, and return None, or until an evaluation is requested, and return its version.
+        Raises Preempted after `close`."""
+        with self._changed:
+            schedule = self.schedule
+            self._wait(lambda: schedule.requested is not None or schedule.version_for(rollout_id) is not None)
+            return schedule.take_request()
+
+    @contextmanager
+    def rollout(self, rollout_id: int) -> Iterator[int]:
+        """Wait until a rollout may start. It is generated in the block, with the yielded version. Raises Preempted
+        after `close`."""
+        with self._changed:
+            self._wait(lambda: self.schedule.version_for(rollout_id) is not None)
+            version = self.schedule.begin_rollout(rollout_id)
+            self._changed.notify_all()
+        try:
+            yield version
+        except BaseException:
+            self.schedule.in_engines = None  # the trainer may have a newer version by now
+            raise
+        finally:
+            with self.change() as schedule:
+                schedule.is_reserved = False
+
+    @contextmanager
+    def using(self, pool: EngineUse, version: int | None) -> Iterator[int | None]:
+        """Use a pool of engines at a version in the block; None: as a stream. Yields the version if the caller opens
+        the pool, and None if it joins another user. Raises RuntimeError if a stream has another version."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.schedule.may_use(pool, version) != "wait")
+            may = self.schedule.may_use(pool, version)
+            if may == "never":
+                raise RuntimeError(f"the engines have got the weights of version {pool.version} meanwhile")
+            if may == "join":
+                pool.num_users += 1
+            opened = self.schedule.open_pool(pool, version) if may == "open" else None
+        try:
+            yield opened
+        finally:
+            with self.change() as schedule:
+                if opened is not None:
+                    pool.serves = False  # nobody joins any more
+                    schedule.is_reserved &= version is not None  # set by a stream that could not load the weights
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: pool.num_users == 1)
+                    pool.streams = False
+                pool.num_users -= 1
+
+    def _wait(self, reached: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: self.closed or reached())
+        if self.closed:
+            raise Preempted("the run ends")

@@ -1,0 +1,123 @@
+"""The observers of a run, one row each: `add_observers`."""
+
+from __future__ import annotations
+
+from prefect import get_run_logger
+
+from penstock.engines import scratch
+from penstock.engines.training import GIB, MemorySwitch
+from penstock.flows.reporting.final_report import FinalReport
+from penstock.flows.reporting.hang_detector import HangDetector
+from penstock.flows.reporting.observer import CommitReport, Observer, Observers
+from penstock.flows.reporting.prefect_page import PrefectPage
+from penstock.flows.reporting.prometheus import PrometheusEndpoint
+from penstock.flows.reporting.system_metrics import SystemMetrics, sample_system
+from penstock.flows.runtime.active_run import ActiveRun
+from penstock.flows.runtime.display import Display
+from penstock.flows.runtime.learning_signal import LearningSignal
+from penstock.flows.runtime.runs import logs_of_run
+from penstock.flows.runtime.signals import patience_after
+from penstock.storage.commit import Commit
+from penstock.storage.errors import StoreError
+from penstock.storage.tracking.delivery import RunTracking, read_committed, read_cost_metrics
+
+DELIVERY_SECONDS = 30.0  # to wait for the trackers at the end of a run
+
+
+def add_observers(observers: Observers, run: ActiveRun, display: Display, tracking: RunTracking) -> None:
+    """Add the observers of a run in the order in which they are told. They are left in the reverse order."""
+    logs, report = (
+        logs_of_run(run.store, run.keys) or scratch.temp_base_directory(),
+        FinalReport(run, display, tracking),
+    )
+    trackers = Trackers(run, display, tracking)
+
+    def warn(text: str) -> None:
+        display.warn(text)
+        get_run_logger().warning(text)
+
+    observers.add(HangDetector(run.config.run.hang_timeout, display.warn, logs))
+    observers.add(PrefectPage(run, display, tracking, report))
+    observers.add(trackers)
+    observers.add(report)
+    observers.add(Terminal(display))
+    if (port := run.config.run.prometheus_port) is not None:
+        endpoint = PrometheusEndpoint(run.keys.run, port, display.note)
+        for record in read_committed(run.store, run.keys):
+            endpoint.update_from_record(record)
+        tracking.on_metrics = endpoint.update
+        observers.add(endpoint)
+    observers.add(LearningSignal(run, warn))
+    observers.add(SystemMetrics(trackers.log_system_metrics, display.note, trackers.sample_system))
+
+
+class Terminal(Observer):
+    """Prints commits, weight updates and results."""
+
+    def __init__(self, display: Display) -> None:
+        self.display = display
+
+    def on_commit(self, report: CommitReport) -> None:
+        if report.is_new:
+            report.line = self.display.print_commit(report.commit)
+
+    def on_publish(self, version: int, metrics: dict[str, float], switches: list[MemorySwitch]) -> None:
+        self.display.record_publish(metrics["perf/update_weights_time"])
+        for switch in switches:
+            self.display.note(f"moved GPU memory: {switch}")
+
+    def on_overlap(self, rollout_id: int, metrics: dict[str, float]) -> None:
+        self.display.record_overlap(rollout_id, metrics)
+
+    def on_results(self, commits: list[Commit]) -> None:
+        self.display.print_summary(commits)
+
+
+class Trackers(Observer):
+    """Tells the trackers (MLflow, TensorBoard, W&B) what happens, and at the end what the run has cost."""
+
+    def __init__(self, run: ActiveRun, display: Display, tracking: RunTracking) -> None:
+        self.run = run
+        self.display = display
+        self.tracking = tracking
+
+    def on_commit(self, report: CommitReport) -> None:
+        report.is_new = self.tracking.record_commit(report.key, report.commit)
+
+    def on_publish(self, version: int, metrics: dict[str, float], switches: list[MemorySwitch]) -> None:
+        if switches:
+            metrics["perf/memory_switch_time"] = sum(switch.seconds for switch in switches)
+            metrics["perf/device_memory_peak_gib"] = max(switch.device_bytes_before for switch in switches) / GIB
+            metrics["perf/host_memory_gib"] = max(switch.host_bytes_after for switch in switches) / GIB
+        if version > 0:  # one point per step, also if a version is published again after a fault or a resume
+            self.tracking.enqueue_metrics(f"publish-{version}", metrics, step=version - 1)
+
+    def on_overlap(self, rollout_id: int, metrics: dict[str, float]) -> None:
+        self.tracking.enqueue_metrics(f"overlap-{rollout_id}", metrics, step=rollout_id)
+
+    def sample_system(self) -> dict[str, float]:
+        """Return metrics of the driver's node, after showing them in the panel."""
+        metrics = sample_system()
+        self.display.panel.machine = metrics
+        return metrics
+
+    def log_system_metrics(self, metrics: dict[str, float]) -> None:
+        """Log metrics of the driver's node. Their step is the time since the run was created, in seconds, so that it
+        increases over all starts."""
+        seconds = int(self.run.age)
+        self.tracking.enqueue_metrics(f"system-{self.run.start}-{seconds}", metrics, step=seconds)
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        name, price = self.run.keys.run, self.run.config.run.price_per_device_hour
+        try:
+            for record in read_cost_metrics(self.run.store, self.run.keys, price, self.run.start):
+                self.tracking.enqueue_metrics(record.key, record.metrics, record.step, record.at)
+        except (StoreError, OSError) as error:
+            self.display.note(f"the costs of the run are not logged ({error}); `penstock cost {name}` shows them")
+        self.tracking.close("FAILED" if kind else "FINISHED", timeout=patience_after(kind) or DELIVERY_SECONDS)
+        for delivery in self.tracking.deliveries:
+            if waiting := delivery.num_waiting():
+                self.display.note(
+                    f"{waiting} records are not delivered to {delivery.name} yet ({delivery.problem}); "
+                    "the next start delivers them"
+                )

@@ -1,0 +1,305 @@
+"""Give engines the policy: load a version into the engines that use it, and send the trainer's weights to engines.
+
+`PolicyEngines` enters the blocks of flows/policy_schedule.py, in which a rollout, a stream or an evaluation uses the
+engines. `PolicyPublisher` sends weights, and moves the state of trainer and engines between devices and host memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from penstock.engines.serving.adapter_requests import AdapterNames
+from penstock.engines.training import MemorySwitch
+from penstock.engines.weights.routes import add_upload
+from penstock.engines.weights.weight_check import update_and_check
+from penstock.flows.options.adapters import adapter_of_version
+from penstock.flows.options.start_weights import starting_weights
+from penstock.flows.policy_schedule import EngineUse, PolicyLimits, PolicySchedule, PolicyTurns
+from penstock.flows.runtime.processes import Processes
+from penstock.storage.failpoints import failpoint
+
+if TYPE_CHECKING:
+    from penstock.engines.generation import WeightTransport
+    from penstock.engines.serving.pool import EnginePool
+    from penstock.stages.train.trainer_group import TrainerGroup
+
+Urls = Callable[[], list[str]]  # returns the addresses of the live engines
+OnPublished = Callable[[int, dict[str, float], list[MemorySwitch]], None]
+
+
+class PolicyEngines:
+    """The engines of a run, at the policy versions that rollouts and evaluations need.
+
+    Args:
+        processes: trainer and engines.
+        on_published: called after each weight update with (policy version, metrics, moves of state between devices and
+            host memory since the weight update before).
+    """
+
+    def __init__(self, processes: Processes, on_published: OnPublished) -> None:
+        run = processes.run.config.run
+        lead = run.max_staleness if run.streams else run.async_buffer_size
+        lead = run.num_rollout if run.debug_rollout_only else lead
+        limits = PolicyLimits(
+            lead=lead,
+            bound=run.max_staleness if run.streams else lead + run.update_weights_interval - 1,
+            interval=run.update_weights_interval,
+            streams=run.streams,
+            evaluates_apart=processes.setup.evaluates_apart,
+        )
+        self.turns = PolicyTurns(PolicySchedule(limits))
+        self.processes = processes
+        self.publisher = PolicyPublisher(processes, on_published)
+        self._urls: dict[int, Urls] = {}  # identity of a pool's `EngineUse` -> addresses, while the pool is used
+
+    @contextmanager
+    def for_rollout(self, rollout_id: int) -> Iterator[tuple[int, Urls]]:
+        """Wait until rollout `rollout_id` may start, and load the policy version that generates it into all engines.
+        Yields this version and the engines."""
+        with self.turns.rollout(rollout_id) as version, self.at(version, rewind=False) as urls:
+            yield version, urls
+
+    @contextmanager
+    def at(self, version: int, *, rewind: bool = True) -> Iterator[Urls]:
+        """Load policy `version` into the engines that generate rollouts, also into those that restart during the block.
+
+        Args:
+            version: the policy version.
+            rewind: whether a trainer that has a newer version is restored to `version`; otherwise RuntimeError is
+                raised.
+        """
+        with self._using(self.turns.schedule.rollouts, version, rewind=rewind) as urls:
+            yield urls
+
+    @contextmanager
+    def for_evaluation(self, version: int) -> Iterator[Urls]:
+        """Load policy `version` into the engines that evaluate. Evaluations of one version share them. A trainer that
+        trains the next rounds meanwhile is not restored."""
+        schedule = self.turns.schedule
+        pool = schedule.evaluations if schedule.limits.evaluates_apart else schedule.rollouts
+        with self._using(pool, version, rewind=schedule.evaluated is None) as urls:
+            yield urls
+
+    @contextmanager
+    def for_stream(self) -> Iterator[Urls]:
+        """Load the newest policy into all engines, and those that other threads publish during the block."""
+        with self._using(self.turns.schedule.rollouts, None, rewind=False) as urls:
+            yield urls
+            self.turns.wait_until(lambda schedule: schedule.evaluated is None)
+
+    @contextmanager
+    def _using(self, use: EngineUse, version: int | None, *, rewind: bool) -> Iterator[Urls]:
+        with self.turns.using(use, version) as opened:
+            if opened is None:
+                yield self._urls[id(use)]
+                return
+            pool = self._pool(use)
+            send = partial(self._send, None if version is None else opened, rewind=rewind)
+            if use is self.turns.schedule.rollouts:
+                self.publisher.offload_trainer(keep_weights=True)
+            with pool.serving(self.processes.run.weight_version(opened), send) as urls:
+                self._urls[id(use)] = urls
+                with self.turns.change() as schedule:
+                    schedule.weights_sent(use, opened)
+                if use is schedule.rollouts:
+                    self.publisher.offload_trainer()
+                yield urls
+
+    def publish(self, version: int) -> None:
+        """Load policy `version` into every engine that generates rollouts, between two rollouts."""
+        rollouts = self.turns.schedule.rollouts
+        self.publisher.offload_trainer(keep_weights=True)
+        self._update(rollouts, version)
+        with self.turns.change() as schedule:
+            schedule.weights_sent(rollouts, version)
+
+    def publish_for_evaluation(self, version: int) -> None:
+        """Load policy `version`, the trainer's, into the engines that evaluate it, after the evaluation before."""
+        schedule = self.turns.schedule
+        if schedule.limits.evaluates_apart:
+            self.turns.wait_until(lambda schedule: schedule.evaluated is None)
+            self._update(schedule.evaluations, version)
+        else:
+            self.publish_in_flight(version, may_skip=False)
+
+    def publish_in_flight(self, version: int, *, may_skip: bool = True) -> None:
+        """Load policy `version` into every engine while it generates, unless `PolicySchedule.may_update_in_flight`
+        leaves that to a later call or to the start of the engines."""
+        schedule = self.turns.schedule
+        self.turns.wait_until(lambda schedule: schedule.may_update_in_flight(may_skip=may_skip) != "wait")
+        if schedule.may_update_in_flight(may_skip=may_skip) == "skip":
+            return
+        self._pool(schedule.rollouts).update_while_serving(
+            self.processes.run.weight_version(version), partial(self._send, None, rewind=False)
+        )
+        with self.turns.change():
+            schedule.weights_sent(schedule.rollouts, version)
+
+    def _update(self, use: EngineUse, version: int) -> None:
+        self._pool(use).update_to_version(
+            self.processes.run.weight_version(version), partial(self._send, version, rewind=True)
+        )
+
+    def _pool(self, use: EngineUse) -> EnginePool:
+        return self.processes.start_engines("rollout" if use is self.turns.schedule.rollouts else "evaluation")
+
+    def _send(self, version: int | None, urls: list[str], *, rewind: bool) -> None:
+        """Send policy `version`, or None: the newest, to the engines at `urls`."""
+        with self.turns.sending():
+            self.publisher.send(self.turns.schedule.trained if version is None else version, urls, rewind=rewind)
+
+
+class PolicyPublisher:
+    """Sends the weights of policy versions from the trainer to engines."""
+
+    def __init__(self, processes: Processes, on_published: OnPublished) -> None:
+        self.processes = processes
+        self.config = processes.run.config
+        self.on_published = on_published
+        self._switches: list[MemorySwitch] = []  # since the last weight update
+        record = processes.run.record
+        self._adapter_names = AdapterNames(
+            f"{processes.run.store.uri} {processes.run.keys.run} {record.created_at if record else None}"
+        )
+        processes.before_onload = self.release_engines
+
+    def send(self, version: int, urls: list[str], *, rewind: bool) -> None:
+        """Send policy `version` to the engines at `urls`. If the trainer has another version, restore it before; if it
+        has a newer one, only with `rewind`, else raise RuntimeError."""
+        processes, run = self.processes, self.config.run
+        if not rewind and (state := processes.trainer.policy_state()) is not None and state.version > version:
+            raise RuntimeError(  # not a ValueError, which is not retried
+                f"an engine needs the weights of version {version}, but the trainer has version {state.version}: a "
+                "rollout starts again with these and keeps its finished groups; an evaluation follows later"
+            )
+        trainer = processes.restore_trainer_at(version)
+        start = time.perf_counter()
+        transport = self.transport(trainer, urls, version)
+        metrics: dict[str, float] = {}
+        if (adapter := transport.adapter) is not None:
+            trainer.publish(urls, processes.run.weight_version(version), transport)
+            failpoint("adapter-loaded")
+            processes.setup.connect(urls).use_adapter(adapter.name)
+            metrics = {"perf/checked_weight_tensors": adapter.num_tensors} if adapter.compare else {}
+        elif run.check_weight_update_equal:
+            metrics = self._send_and_check(trainer, urls, version, transport)
+        else:
+            trainer.publish(urls, processes.run.weight_version(version), transport)
+        if run.offloads_engines:
+            self.offload_trainer()  # the KV cache needs the memory of the weights
+            failpoint("engines-without-cache")
+            with self._record_memory_switch("engines: resume KV cache"):
+                processes.setup.connect(urls).resume_kv_cache()
+        metrics["perf/update_weights_time"] = time.perf_counter() - start - metrics.get("perf/check_weights_time", 0.0)
+        if run.alternates_trainer_and_engines:
+            self._switches += trainer.take_memory_switches()
+        switches, self._switches = self._switches, []
+        self.on_published(version, metrics, switches)
+
+    def transport(self, trainer: TrainerGroup, urls: list[str], version: int) -> WeightTransport:
+        """Return the transport of policy `version` to the engines at `urls`. If it is disk, the files are written to
+        --update-weight-disk-dir, else to a local store, else to the trainer machine's temporary directory, from which
+        they are uploaded to the store if engines run on other machines."""
+        from penstock.engines.generation import WeightUpload
+
+        processes, config = self.processes, self.config
+        engines, store, prefix = (
+            processes.start_engines(),
+            processes.run.store,
+            f"{processes.run.keys.prefix}/published",
+        )
+        places, ranks = engines.places(urls), trainer.places()
+        directory = config.run.update_weight_disk_dir or (store.path(prefix) if store.is_local else None)
+        transport = processes.setup.options.weight_transport(places, ranks, directory or tempfile.gettempdir())
+        if processes.setup.options.adapters is not None:
+            adapter = adapter_of_version(
+                processes.run.weight_version(version),
+                self._adapter_names,
+                config.train,
+                processes.setup.shape,
+                config.convert.hf_checkpoint,
+                compare=config.run.check_weight_update_equal,
+            )
+            transport = replace(transport, adapter=adapter)
+        if directory is not None:
+            return transport
+        upload = WeightUpload(store.uri, store.options, prefix, engines.actors(urls))
+        return add_upload(transport, places, ranks[0].node, upload)
+
+    def _send_and_check(
+        self, trainer: TrainerGroup, urls: list[str], version: int, transport: WeightTransport
+    ) -> dict[str, float]:
+        """Send the weights of policy `version` to the engines at `urls`, check every tensor, and return metrics."""
+        processes = self.processes
+        skipped = self.reason_against_initial_comparison() if version == 0 else None
+        if skipped:
+            processes.note(
+                f"the weights that engines load from --hf-checkpoint are not compared with version 0: {skipped}"
+            )
+        start = time.perf_counter()
+        num_tensors, update_time = update_and_check(
+            processes.setup.connect(urls),
+            partial(trainer.publish, urls),
+            processes.run.weight_version(version),
+            transport,
+            is_initial=version == 0 and not skipped,
+        )
+        processes.note(f"weights of version {version} are equal in trainer and engines: {num_tensors} tensors compared")
+        check_time = time.perf_counter() - start - update_time
+        return {"perf/checked_weight_tensors": num_tensors, "perf/check_weights_time": check_time}
+
+    def reason_against_initial_comparison(self) -> str | None:
+        """Return why the weights of --hf-checkpoint may differ from those that the trainer sends as version 0; None if
+        they must be equal."""
+        from penstock.engines.weights.fp8_blocks import fp8_weights, keeps_scales
+
+        path, start = self.config.convert.hf_checkpoint, starting_weights(self.config)
+        if start != path:
+            return f"version 0 has the weights of {start}"
+        if fp8_weights(path) and not keeps_scales(path):
+            return "its fp8 scales are not amax / 448 of bf16 weights, so they change when they are computed again"
+        return None
+
+    def offload_trainer(self, keep_weights: bool = False) -> None:
+        """With --offload-train, move the trainer's state to host memory; the trainer moves it back on next use."""
+        trainer = self.processes.started_trainer
+        if trainer is not None and self.config.run.offloads_trainer:
+            trainer.offload(keep=("weights",) if keep_weights else ())
+            failpoint("trainer-offloaded")
+
+    def release_engines(self) -> None:
+        """With --offload-rollout, release the GPU memory of the engines before the trainer uses it, also of engines
+        that a previous driver of this run left running on an external Ray cluster."""
+        run, processes = self.config.run, self.processes
+        if not run.offloads_engines or run.debug_train_only or self.config.train.loss_type == "sft_loss":
+            return
+        if "rollout" not in processes.pools and not processes.cluster.owned:
+            processes.start_engines()
+        if (engines := processes.pools.get("rollout")) is not None:
+            with self._record_memory_switch("engines: release weights and KV cache"):
+                engines.release_memory()
+            failpoint("engines-released")
+
+    @contextmanager
+    def _record_memory_switch(self, name: str) -> Iterator[None]:
+        """Record a `MemorySwitch` for the block: its duration, and memory use of trainer rank 0 before and after."""
+        trainer, start = self.processes.started_trainer, time.perf_counter()
+        before = trainer.memory_use() if trainer else (0, 0)
+        yield
+        seconds, after = time.perf_counter() - start, trainer.memory_use() if trainer else (0, 0)
+        self._switches.append(
+            MemorySwitch(
+                name=name,
+                seconds=seconds,
+                device_bytes_before=before[0],
+                device_bytes_after=after[0],
+                host_bytes_before=before[1],
+                host_bytes_after=after[1],
+            )
+        )

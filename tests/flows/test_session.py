@@ -1,0 +1,249 @@
+"""Beginning and end of a session, without Prefect's server, trackers and processes; and the loop of rollouts."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prefect.exceptions import TerminationSignal
+
+from penstock.flows import rollouts as rollouts_module
+from penstock.flows import tasks
+from penstock.flows.options.flags import parse_config
+from penstock.flows.policy_schedule import PolicyLimits, PolicySchedule, PolicyTurns
+from penstock.flows.reporting import observers, prefect_page
+from penstock.flows.reporting.observer import Observer
+from penstock.flows.rollouts import RoundSource, rollouts
+from penstock.flows.runtime import session as sessions
+from penstock.flows.runtime.session import open_session
+from penstock.storage.commit import Commit, RolloutRef, RunKeys
+from penstock.storage.errors import RunError
+from penstock.storage.history.run_record import read_completion, read_starts
+from penstock.storage.leases import describe_live_drivers
+from penstock.storage.preemption import Preempted, StopRequest
+from penstock.storage.store import Store
+
+KEYS = RunKeys("r")
+
+
+class ScriptedTracking:
+    def __init__(self, *_: object) -> None:
+        self.events: list[str] = []
+        self.deliveries = [SimpleNamespace(name="MLflow", page=None, problem=None, num_waiting=lambda: 0)]
+
+    def record_missing_commits(self, store: Store, keys: RunKeys) -> None:
+        pass
+
+    def record_commit(self, key: str, commit: Commit) -> bool:
+        return True
+
+    def enqueue_metrics(self, *_: object, **__: object) -> None:
+        pass
+
+    def close(self, status: str, timeout: float) -> None:
+        self.events.append(status)
+
+
+class Client:
+    """A Prefect client for a flow run without tags and tasks."""
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_, **__: [] if name == "read_task_runs" else SimpleNamespace(tags=[], state=None)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    flow_run = SimpleNamespace(ui_url=None, id=str(uuid.uuid4()))
+    world = SimpleNamespace(store=Store(str(tmp_path / "store")), tracking=ScriptedTracking(), artifacts=list[str]())
+    world.config = parse_config(["--run", "r", "--store", world.store.root, "--num-rollout", "2"])
+    for module, name, value in (
+        (sessions, "resolve_config", lambda flow, config: config),
+        (sessions, "preflight", lambda flow, config: None),
+        (sessions, "config_warnings", lambda flow, config: []),
+        (sessions, "flow_run", flow_run),
+        (sessions, "RunTracking", lambda *_: world.tracking),
+        (prefect_page, "flow_run", flow_run),
+        (prefect_page, "get_client", lambda **_: Client()),
+        (prefect_page, "create_markdown_artifact", lambda text, **_: world.artifacts.append(text) or uuid.uuid4()),
+        (prefect_page, "wait_for_api", lambda note, patience_seconds: True),
+        (observers, "read_cost_metrics", lambda *_: []),
+    ):
+        monkeypatch.setattr(module, name, value)
+    return world
+
+
+def drivers(world: SimpleNamespace) -> list[str]:
+    return describe_live_drivers(world.store, KEYS)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "outcome", "status"),
+    [
+        (None, None, "FINISHED", "FINISHED"),
+        (RuntimeError("why"), RuntimeError, "FAILED", "FAILED"),
+        (KeyboardInterrupt(), KeyboardInterrupt, "STOPPED", "FAILED"),
+        (Preempted("stopped"), TerminationSignal, "STOPPED", "FAILED"),
+    ],
+    ids=str,
+)
+def test_end_of_a_session_is_recorded_and_frees_the_run(
+    world: SimpleNamespace, error: BaseException | None, raised: type[BaseException] | None, outcome: str, status: str
+) -> None:
+    def run() -> None:
+        with open_session("post_train", world.config) as session:
+            assert len(drivers(world)) == 1 and session.run.num_rounds == 2
+            assert [end for _, end in read_starts(world.store, KEYS)] == [None]
+            if error is not None:
+                raise error
+
+    if raised is None:
+        run()
+    else:
+        with pytest.raises(raised):
+            run()
+    [(_, end)] = read_starts(world.store, KEYS)
+    assert end is not None and end.outcome == outcome
+    assert drivers(world) == [] and world.tracking.events == [status]
+    assert (read_completion(world.store, KEYS) is not None) == (error is None)
+
+
+@pytest.mark.parametrize("name", ["read_existing_record", "config_warnings", "Processes"])
+def test_failure_while_a_session_is_opened_frees_the_run(
+    world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Regression test: the thread that renews the lease went on, and the run counted as driven."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RunError("damaged")
+
+    monkeypatch.setattr(sessions, name, fail)
+    before = threading.active_count()
+    with pytest.raises(RunError, match="damaged"), open_session("post_train", world.config):
+        pass
+    assert drivers(world) == [] and threading.active_count() <= before
+
+
+def test_observer_is_told_what_happens_in_the_order_of_the_rows(world: SimpleNamespace) -> None:
+    told: list[str] = []
+
+    class Listener(Observer):
+        def on_stage(self, name: str, rollout_id: int | None) -> None:
+            told.append(f"{name} {rollout_id}")
+
+        def on_results(self, commits: list[Commit]) -> None:
+            told.append(f"{len(commits)} commits")
+
+        def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+            told.append(f"ended by {kind}")
+
+    with open_session("post_train", world.config) as session:
+        session.observers.add(Listener())
+        with session.running_stage("train", 1):
+            pass
+        assert session.report_results() == "no new stage was committed"
+    assert told == ["train 1", "0 commits", "ended by None"]
+
+
+# ---- rollouts --------------------------------------------------------------------------------------------------------
+
+
+class Ahead:
+    """A run whose rollouts and evaluations are only counted."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch, *words: str, num_rounds: int = 5) -> None:
+        config = parse_config(["--run", "r", "--num-rollout", str(num_rounds), *words])
+        run = config.run
+        schedule = PolicySchedule(PolicyLimits(run.async_buffer_size, run.staleness_limit, run.update_weights_interval))
+        self.turns, self.versions, self.evaluated = PolicyTurns(schedule), dict[int, int](), list[int]()
+        self.overlaps: list[int] = []
+        self.fails_at: int | None = None
+        self.session: Any = SimpleNamespace(
+            config=config,
+            run=SimpleNamespace(
+                num_rounds=num_rounds,
+                keys=KEYS,
+                num_trained_rounds=lambda: schedule.trained,
+                needs_rollout=lambda r: r not in self.versions,
+                read_commit=lambda prefix: Commit(kind="rollout", policy_version=0, seconds={"generate": 0.0}),
+            ),
+            engines=SimpleNamespace(turns=self.turns),
+            stop=StopRequest(),
+            observers=SimpleNamespace(tell=lambda event, r, metrics: self.overlaps.append(r)),
+            wait_for_checkpoint_until_deadline=lambda: None,
+        )
+        monkeypatch.setattr(RoundSource, "generate", self.generate)
+        monkeypatch.setattr(tasks, "rollout", lambda session, r, generate: generate(r))
+        monkeypatch.setattr(tasks, "evaluate", lambda session, version: self.evaluate(version))
+        monkeypatch.setattr(tasks, "note_postponed_evaluation", lambda session, version, error: None)
+
+    def generate(self, r: int) -> RolloutRef:
+        with self.turns.rollout(r) as version, self.turns.using(self.turns.schedule.rollouts, version):
+            with self.turns.sending(), self.turns.change() as schedule:
+                schedule.weights_sent(schedule.rollouts, version)
+            if r == self.fails_at:
+                raise ConnectionError("no engine answered")
+            self.versions[r] = version
+        return RolloutRef(key=str(r), rollout_id=r, num_samples=1, policy_version=version)
+
+    def evaluate(self, version: int) -> None:
+        with self.turns.using(self.turns.schedule.rollouts, version), self.turns.sending():
+            assert self.turns.schedule.trained == version
+            self.evaluated.append(version)
+            with self.turns.change() as schedule:
+                schedule.weights_sent(schedule.rollouts, version)
+
+    def train(self, rounds: Iterator[int], evaluate: tuple[int, ...] = ()) -> None:
+        with rollouts(self.session) as get:
+            for r in rounds:
+                assert get(r).rollout_id == r
+                with self.turns.training(r):
+                    pass
+                if r + 1 in evaluate:
+                    with self.turns.change() as schedule:
+                        schedule.requested = r + 1
+
+
+@pytest.mark.parametrize(("k", "n"), [(0, 1), (0, 3), (1, 1), (3, 1), (2, 2)])
+def test_rollouts_are_handed_over_in_order_within_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k: int, n: int
+) -> None:
+    words = ["--async-buffer-size", str(k), "--update-weights-interval", str(n)]
+    run = Ahead(Store(str(tmp_path)), monkeypatch, *words, num_rounds=12)
+    evaluate = (3, 7, 8) if k else ()
+    run.train(iter(range(12)), evaluate)
+    assert list(run.versions) == list(range(12)) and run.evaluated == list(evaluate)
+    assert all(0 <= r - version <= k + n - 1 for r, version in run.versions.items())
+    assert run.overlaps == (list(range(12)) if k else [])
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
+
+
+def test_failed_rollout_fails_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Ahead(Store(str(tmp_path)), monkeypatch, "--async-buffer-size", "1")
+    run.fails_at = 2
+    with pytest.raises(ConnectionError, match="no engine answered"):
+        run.train(iter(range(5)))
+    assert list(run.versions) == [0, 1] and run.session.stop.requested
+
+
+def test_failed_training_ends_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Ahead(Store(str(tmp_path)), monkeypatch, "--async-buffer-size", "1")
+    monkeypatch.setattr(rollouts_module, "END_TIMEOUT", 30.0)
+
+    def rounds() -> Iterator[int]:
+        yield from (0, 1)
+        raise ValueError("the trainer failed")
+
+    with pytest.raises(ValueError, match="the trainer failed"):
+        run.train(rounds())
+    assert run.turns.closed and not [thread for thread in threading.enumerate() if thread.name == "rollouts"]
