@@ -276,7 +276,7 @@ class TrainEngine(ABC):
 class TrainBackend(ABC):
     """A training engine's implementation: prepares ranks and builds engines. The driver imports it without torch."""
 
-    checkpoint_format: ClassVar[str]  # of the directories that `TrainEngine.save` writes
+    checkpoint_format: ClassVar[Literal["torch_dist", "hf"]]  # of the directories that `TrainEngine.save` writes
 
     @abstractmethod
     def rank_environment(self, layout: ParallelLayout, threads: int) -> dict[str, str]:

@@ -112,9 +112,7 @@ class EngineSetup:
     @property
     def connect(self) -> Callable[..., EngineClient]:
         """Return a function: engine URLs -> client that sends its requests to the router, if there is one."""
-        return partial(
-            engine_backend(self.options.engine).connect, router=self.router.address if self.router else None
-        )
+        return partial(engine_backend(self.options.engine).connect, router=self.router.address if self.router else None)
 
     @property
     def connect_for_evaluation(self) -> Callable[..., EngineClient]:
