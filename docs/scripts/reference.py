@@ -74,8 +74,8 @@ def configuration_page() -> str:
         "has its type and bound, its default, whether a resumed run may change it, and where the name comes from:",
         "slime, Megatron or Penstock.",
         "",
-        "Options of Megatron-core are accepted under Megatron's names, those of SGLang's servers as `--sglang-NAME`",
-        "and those of its router as `--router-NAME`. [Names of slime, Megatron and SGLang](../options.md) lists them,",
+        "Options of Megatron-core are accepted under Megatron's names, those of engines as `--<engine>-NAME`",
+        "and those of its router as `--router-NAME`. [Names of slime, Megatron and engines](../options.md) lists them,",
         "with the names that are synonyms, accepted without effect, or refused.",
         "",
     ]

@@ -211,6 +211,7 @@ SYNONYMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "--use-slime-router": (("--use-router",),),
     "--wandb-entity": (("--wandb-team", "..."),),
     "--wandb-save-dir": (("--wandb-dir", "..."),),
+    "--sglang-server-concurrency": (("--engine-concurrency", "..."),),
     "--sglang-router-policy": (("--router-policy", "..."),),
     "--sglang-router-request-timeout-secs": (("--router-request-timeout-secs", "..."),),
     "--rollout-function-path slime.rollout.sft_rollout.generate_rollout": (("--loss-type", "sft_loss"),),

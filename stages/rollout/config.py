@@ -331,8 +331,8 @@ class RolloutConfig(GenerationConfig):
     router: dict[str, Any] = option(default_factory=dict, mutability="placement", secret=True)
     """Arguments of the engine's router, under the router's names; on the command line --router-<name>."""
 
-    engine_concurrency: int = option(512, aliases=("sglang-server-concurrency",), mutability="placement", ge=1)
-    """Maximum number of samples in flight per engine; --sglang-server-concurrency is slime's name of it."""
+    engine_concurrency: int = option(512, mutability="placement", ge=1)
+    """Maximum number of samples in flight per engine."""
 
     rollout_timeout: float = option(3600.0, mutability="placement", gt=0)
     """Seconds that a whole rollout may take; after that it is cancelled and retried."""
