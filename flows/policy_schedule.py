@@ -1,4 +1,4 @@
-"""Who uses the policy, and when: the one place that decides it. docs/design/0024-who-uses-the-policy.md has a picture.
+"""Who uses the policy, and when: the one place that decides it. docs/design/0027-who-uses-the-policy.md has a picture.
 
 Four actions use the policy: a round is trained, a version is sent to engines (published), a rollout is generated, a
 version is evaluated. Two bounds order them, both in rounds:

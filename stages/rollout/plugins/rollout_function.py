@@ -195,7 +195,7 @@ class RolloutFunctionCall:
     async def run(self, num_groups: int) -> tuple[list[Group], list[Group], list[tuple[Group, str]]]:
         """Call the function; return the groups to train on, the groups for later rounds, and the dropped groups with
         the reasons. Raises PluginError."""
-        args = SimpleNamespace(**self.config.plugin_arguments(), engine=self.handle, rollout=self.tools)
+        args = SimpleNamespace(**self.config.plugin_arguments() | {"engine": self.handle, "rollout": self.tools})
         args.sglang_router_ip, args.sglang_router_port = self.handle.address
         if self.data_set is not None:
             args.eval_prompt_data = [self.data_set, self.config.prompt_data[0]]
