@@ -158,8 +158,7 @@ def test_refused_promotion_at_the_end_of_a_run_says_the_numbers(refused: str, st
     said: dict[str, list[str]] = {"note": [], "warn": [], "message": []}
     session = SimpleNamespace(
         config=parse_config(["--hf-checkpoint", "m", "--run", "r", *flags]),
-        store=store,
-        keys=KEYS,
+        run=SimpleNamespace(store=store, keys=KEYS),
         display=SimpleNamespace(note=said["note"].append, warn=said["warn"].append),
         set_stage_message=said["message"].append,
     )
