@@ -259,5 +259,4 @@ _WAITS = {  # stage -> what its first start waits for
     "convert": "converting {model}, unless the store has it",
     "evaluate_one": _ENGINES,
     "rollout": _ENGINES,
-    "take_rollout": _ENGINES,
 }

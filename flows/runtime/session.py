@@ -51,6 +51,13 @@ _NO_PAGE = "`make up` shows this run, also after its end"
 EVALUATION_END_TIMEOUT = 60.0  # seconds for an evaluation in another thread to end after a failure
 
 
+def page_of_flow_run() -> tuple[str, str]:
+    """Return the URL of this flow run's page and a link to it that logs a browser in; "" if the page's server ends with
+    this process."""
+    page = "" if server_ends_with_process() else flow_run.ui_url or ""
+    return page, page_link(page)
+
+
 class Session:
     """One execution of a flow for a run. `open_session` makes one.
 

@@ -29,7 +29,6 @@ STAGES = {  # name of a stage's function -> its name in the panel, in the order 
     "convert": "convert",
     "restore": "restore",
     "rollout": "rollout",
-    "take_rollout": "rollout",
     "demonstrate": "data",
     "train": "train",
     "publish": "publish",
