@@ -242,13 +242,6 @@ def open_session(flow: str, config: PostTrainConfig) -> Iterator[Session]:
         raise TerminationSignal(signal.SIGTERM) from error  # Prefect marks the flow run as crashed or cancelled
 
 
-def page_of_flow_run() -> tuple[str, str]:
-    """Return the URL of this flow run's page and a link to it that logs a browser in; "" if the page's server ends with
-    this process."""
-    page = "" if server_ends_with_process() else flow_run.ui_url or ""
-    return page, page_link(page)
-
-
 def _open(run: ActiveRun, observers: Observers, stop: StopRequest) -> tuple[RunTracking, Session]:
     """Return the trackers and the session of a run, whose observers are added to `observers`."""
     flow, config, uris = run.flow, run.config, tracking_uris(run.store, run.config.run)
