@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -140,11 +141,9 @@ def test_a_buffered_group_that_is_too_old_for_a_round_is_generated_again() -> No
     assert num_masked == 1 and samples[0].loss_mask == [0, 0, 0, 1]
 
 
-def test_an_unfinished_group_continues_and_only_its_old_tokens_are_masked() -> None:
-    group = buffered_group((2, 3), (1, 1))
-    for sample in group:
-        sample.group_id, sample.status = "1", Status.ABORTED
-    source = SimpleNamespace(
+def source_of(group: list[Sample]) -> Any:
+    """A data source whose buffer has one group, for round 6 at policy version 5."""
+    return SimpleNamespace(
         args=SimpleNamespace(n_samples_per_prompt=2),
         dataset=SimpleNamespace(
             round=RolloutRound("run", 6, policy_version=5, max_staleness=1), state=SimpleNamespace(skipped=0, issued=9)
@@ -154,7 +153,23 @@ def test_an_unfinished_group_continues_and_only_its_old_tokens_are_masked() -> N
         get_samples=lambda num: [group],
         buffered_samples=lambda: [],
     )
-    intake = PromptIntake(source, None, group)  # type: ignore[arg-type]
+
+
+def test_a_buffered_group_with_a_failed_sample_starts_again() -> None:
+    group = buffered_group((4, 5), (1, 1))
+    for sample in group:
+        sample.group_id = "1"
+    group[1].fail("refused by the engine")
+    [again] = PromptIntake(source_of(group), None, group).next_groups(1)
+    assert [sample.status for sample in again] == [Status.PENDING] * 2 and "error" not in again[1].metadata
+    assert [len(sample.token_ids) for sample in again] == [sample.prompt_length for sample in group]
+
+
+def test_an_unfinished_group_continues_and_only_its_old_tokens_are_masked() -> None:
+    group = buffered_group((2, 3), (1, 1))
+    for sample in group:
+        sample.group_id, sample.status = "1", Status.ABORTED
+    intake = PromptIntake(source_of(group), None, group)
     [continued] = intake.next_groups(1)
     assert [sample.status for sample in continued] == [Status.PENDING] * 2 and intake.num_discarded_tokens == 0
     assert [sample.token_ids for sample in continued] == [[7, 8, 9, 9]] * 2, "the prefix is kept"

@@ -118,6 +118,11 @@ def is_unfinished(group: Group) -> bool:
     return any(sample.status in (Status.PENDING, Status.ABORTED) for sample in group)
 
 
+def has_failed(group: Group) -> bool:
+    """Return whether a sample of a group has failed, except because of its prompt."""
+    return any(s.status is Status.FAILED and s.prompt == escape_invalid_text(s.prompt) for s in group)
+
+
 def without_responses(group: Group) -> Group:
     """Return copies of a group's samples as they were before their responses, one for each trajectory."""
     first = {sample.trajectory_id: sample for sample in reversed(group)}
@@ -381,9 +386,14 @@ class PromptIntake:
         """Take the next `count` groups from the data source, and assign their samples to this round.
 
         If a sample was aborted in an earlier round and keeps its tokens, `metadata["start_rollout_id"]` is set to the
-        number of the round that generated its first token.
+        number of the round that generated its first token. Buffered groups with failed samples start again: else
+        failures, which finish first, would fill the next round, also when it is retried.
         """
         round, groups = self.source.dataset.round, take_checked_groups(self.source, count)
+        groups = [
+            without_responses(group) if group[0].group_id in self._groups and has_failed(group) else group
+            for group in groups
+        ]
         if round.max_staleness and not round.updates_in_flight:
             oldest = round.rollout_id - round.max_staleness
             # A group that is too old starts again; an unfinished one continues, and its old tokens will be masked.
