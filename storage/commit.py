@@ -182,9 +182,15 @@ class Commit(BaseModel):
         parts = (self.attempt or "").split("/")
         return parts[1] if parts[0] == "runs" else ""
 
+    def shards(self, name: str = TRAINED) -> list[FileRecord]:
+        """Return the shards `<name>-00000.parquet`, ... (TRAINED or BUFFER), in the order of their names."""
+        pattern = re.compile(rf"{name}-\d+\.parquet")
+        files = [file for file in self.files if pattern.fullmatch(file.path.rpartition("/")[2])]
+        return sorted(files, key=lambda file: file.path)
+
     def num_samples(self, name: str = TRAINED) -> int:
-        """Return the number of rows in the committed shards `<name>-*.parquet` (TRAINED or BUFFER)."""
-        return sum(file.rows or 0 for file in self.files if file.path.rpartition("/")[2].startswith(f"{name}-"))
+        """Return the number of samples in the shards (TRAINED or BUFFER)."""
+        return sum(file.rows or 0 for file in self.shards(name))
 
 
 def eval_rewards(commit: Commit) -> dict[str, float]:

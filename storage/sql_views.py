@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs as pafs
 
-from penstock.storage.commit import BUFFER, TRAINED, Commit, RunKeys, commit_key
+from penstock.storage.commit import BUFFER, Commit, RunKeys, commit_key
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import OptionError, PenstockError, RunError
 from penstock.storage.history.run_record import RunRecord, read_run_record
@@ -250,6 +250,7 @@ def add_commit(contents: _Contents, store: Store, run: str, prefix: str, commit:
     """Add the rows and shards of one commit of `run`. A fork's commits also list files of its parent's attempts, so the
     run is that of the record's directory, not that of its files."""
     rows, version = contents.rows, commit.policy_version
+    place: dict[str, str | int]
     created_at, seconds = _timestamp(commit.created_at), sum(commit.seconds.values())
     common = {"run": run, "kind": commit.listed_kind, "index": commit.index}
     row = commit.model_dump(include={"attempt", "config_hash", "code_version"})
@@ -258,9 +259,9 @@ def add_commit(contents: _Contents, store: Store, run: str, prefix: str, commit:
     rows["commits"].append(common | row | {"seconds": seconds, "seconds_by_part": list(commit.seconds.items())})
     rows["metrics"] += [common | {"name": name, "value": value} for name, value in commit.summary.items()]
     if commit.kind == "rollout":
-        place: dict[str, str | int] = {"run": run, "policy_version": version, "rollout_id": commit.index}
-        contents.samples += _shards(commit, TRAINED, place)
-        contents.buffered += _shards(commit, BUFFER, place)
+        place = {"run": run, "policy_version": version, "rollout_id": commit.index}
+        contents.samples += [_Shard(shard.path, place) for shard in commit.shards()]
+        contents.buffered += [_Shard(shard.path, place) for shard in commit.shards(BUFFER)]
         for group in commit.state.get("dropped", []):
             row = place | {"group_id": group["group_id"], "reason": group["reason"]}
             source = group.get("source") or {}
@@ -274,7 +275,8 @@ def add_commit(contents: _Contents, store: Store, run: str, prefix: str, commit:
             {"run": run, "policy_version": version, "data_set": data_set, "created_at": created_at}
             | {**scores, "num_samples": commit.num_samples()}
         )
-        contents.eval_samples += _shards(commit, TRAINED, {"run": run, "policy_version": version, "data_set": data_set})
+        place = {"run": run, "policy_version": version, "data_set": data_set}
+        contents.eval_samples += [_Shard(shard.path, place) for shard in commit.shards()]
     elif commit.kind == "checkpoint":
         rows["checkpoints"].append(_checkpoint_row(store, run, commit))
     elif commit.kind == "step":
@@ -284,11 +286,6 @@ def add_commit(contents: _Contents, store: Store, run: str, prefix: str, commit:
         contents.trained_tokens += [
             _Shard(file.path, {"run": run, "rollout_id": commit.index}) for file in commit.files
         ]
-
-
-def _shards(commit: Commit, name: str, constants: dict[str, str | int]) -> list[_Shard]:
-    paths = [file.path for file in commit.files]
-    return [_Shard(path, constants) for path in paths if path.rpartition("/")[2].startswith(f"{name}-")]
 
 
 def _checkpoint_row(store: Store, run: str, commit: Commit) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from penstock.storage.commit import ORIGINS, CheckpointRef, Commit, RunKeys, att
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.history.run_record import read_run_record
-from penstock.storage.samples.shards import is_shard
 from penstock.storage.store import Store, committed_prefixes
 
 _NUM_THREADS = 16  # commit records read at the same time
@@ -219,7 +218,7 @@ def find_rollout_of(graph: LineageGraph, store: Store, run: str, column: str, va
         commit = store.committed(prefix)
         if commit is None or commit.kind not in ("rollout", "eval"):
             continue
-        shards = [store.path(file.path) for file in commit.files if is_shard(file.path)]
+        shards = [store.path(shard.path) for shard in commit.shards()]
         try:
             if shards and pq.read_table(shards, columns=[column], filesystem=store.fs, filters=[(column, "=", value)]):
                 return graph.resolve(commit_key(prefix))

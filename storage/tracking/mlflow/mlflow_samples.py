@@ -38,7 +38,6 @@ from mlflow.tracing.client import TracingClient
 
 from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import SCHEMA, Status
-from penstock.storage.samples.shards import is_shard
 from penstock.storage.store import Store
 from penstock.storage.tracking.mlflow.mlflow_runs import MlflowRuns, replace_forbidden_characters
 
@@ -220,10 +219,10 @@ class MlflowTraces:
 def read_first_samples(store: Store, commit: Commit, num: int) -> list[Row]:
     """Return the first sample of each of the first `num` groups of a rollout, without log-probs. A missing or damaged
     shard is logged, and does not keep MLflow from receiving the commit."""
-    shard = next((file.path for file in commit.files if is_shard(file.path)), None)
     samples: dict[str, Row] = {}
-    if shard is None:
+    if not commit.shards():
         return []
+    shard = commit.shards()[0].path
     try:
         with pq.ParquetFile(store.path(shard), filesystem=store.fs) as file:
             for number, batch in enumerate(file.iter_batches(_BATCH, columns=_COLUMNS)):
