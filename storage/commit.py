@@ -176,6 +176,11 @@ class Commit(BaseModel):
         return "rescore" if self.kind == "eval" and "samples" in self.inputs else self.kind
 
     @property
+    def started_at(self) -> float:
+        """When the stage began, in seconds since the epoch."""
+        return self.created_at - sum(self.seconds.values())
+
+    @property
     def writer(self) -> str:
         """The run that wrote the files; "" for models, which belong to no run, and for commits without files. In a fork
         it is another run for the commits that are copies of its parent's."""
