@@ -51,11 +51,10 @@ _FINISH_TIMEOUT = 20.0  # seconds; W&B would wait for a lost server without limi
 _INIT_TIMEOUT = 60.0
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """The tracker for Weights & Biases, for one Penstock run."""
 
     name: ClassVar[str] = "W&B"
-    wants_all = False
     buffers: ClassVar[bool] = True
 
     @staticmethod
@@ -119,10 +118,6 @@ class WandbTracker:
             raise
         if isinstance(records[-1], RunEnded):
             self._finish(exit_code=0 if records[-1].status == "FINISHED" else 1)
-
-    def is_permanent_refusal(self, error: Exception) -> bool:
-        """Return False: W&B accepts all names, and all numbers as values."""
-        return False
 
     def _finish(self, exit_code: int) -> None:
         client, self._client = self._client, None

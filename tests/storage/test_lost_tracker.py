@@ -43,7 +43,7 @@ def rounds_in_file(uri: str) -> list[int]:
 
 def rounds_in_mlflow(database: Path) -> list[int]:
     tracker = MlflowTracker(f"sqlite:///{database}", RUN)
-    run = tracker.runs.find_main_run(RUN)
+    run = tracker.runs.find_part("", RUN)
     assert run is not None
     return [point.step for point in tracker.client.get_metric_history(run.info.run_id, "rollout/raw_reward")]
 
@@ -126,7 +126,7 @@ def test_tracker_that_has_the_run_gets_nothing_again(uri: str, tmp_path: Path, m
 
 def delete_run(database: Path) -> None:
     tracker = MlflowTracker(f"sqlite:///{database}", RUN)
-    run = tracker.runs.find_main_run(RUN)
+    run = tracker.runs.find_part("", RUN)
     assert run is not None
     tracker.client.delete_run(run.info.run_id)
 

@@ -191,10 +191,6 @@ class MlflowRuns:
         assert self._experiment_id is not None
         return self._experiment_id
 
-    def find_main_run(self, run: TrackedRun) -> Run | None:
-        """Return the MLflow run of a Penstock run, or None if MLflow does not have it."""
-        return self.find_part("", run)
-
     def find_or_create_part(
         self, part: str, name: str, start_time: int | None, tags: dict[str, str] | None = None
     ) -> str:
@@ -210,7 +206,8 @@ class MlflowRuns:
         return self.find_or_create(key, name, start_time, {"penstock.store": self.run.store_uri, **(tags or {})})
 
     def find_part(self, part: str, run: TrackedRun | None = None) -> Run | None:
-        """Return a child run of the run (by default, this one), or None if MLflow does not have it."""
+        """Return the MLflow run of a run (by default, this one) or of one of its child runs, or None if MLflow does not
+        have it."""
         return next(iter(self.find_all(self._part_tags(run or self.run, part), max_results=1)), None)
 
     def find_or_create(self, key: dict[str, str], name: str, start_time: int | None, tags: dict[str, str]) -> str:

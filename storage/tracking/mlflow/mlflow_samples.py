@@ -209,7 +209,7 @@ class MlflowTraces:
         from tokenizers import Tokenizer
 
         model = run.store.read_record(CheckpointRef, RunKeys(run.name).origin_key("base"))
-        commit = run.store.committed(model.key.removesuffix(commit_key(""))) if model else None
+        commit = run.store.read_record(Commit, model.key) if model else None
         if commit is None or f"{commit.attempt}/{_TOKENIZER}" not in [file.path for file in commit.files]:
             return None
         with run.store.reading(commit, only=[_TOKENIZER]) as directory:
