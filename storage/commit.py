@@ -60,12 +60,10 @@ def is_run_name(name: str) -> bool:
 TRAINED, BUFFER = "part", "buffer"  # names of a rollout's shards: samples to train on, and groups for a later round
 DEBUG_DATA = "debug_rollout_data"  # role of the file from which --load-debug-rollout-data has committed a rollout
 Kind = Literal["model", "rollout", "step", "checkpoint", "eval", "export"]
+STAGE_KINDS = ("rollout", "step", "checkpoint", "eval", "export")  # of the stages of a run; a model belongs to no run
 
 Record = TypeVar("Record", bound=BaseModel)
 Key = Annotated[str, AfterValidator(validate_key)]  # path relative to the root of the store, validated
-
-
-_ATTEMPT = re.compile(r"(?:runs/[^/]+/(?:checkpoints|exports)/\d+|models)/attempt-[^/]+")
 
 
 def decode_record(model: type[Record], key: str, data: bytes) -> Record:
@@ -132,9 +130,6 @@ class EvalRef(Frozen):
     mean_reward: float
 
 
-COMMIT_VERSION = 2  # format version of commit records
-
-
 class Commit(BaseModel):
     """The commit record of a stage. It is written after all files, by one conditional create, and never changed."""
 
@@ -157,7 +152,7 @@ class Commit(BaseModel):
         default_factory=dict
     )  # input of the next stage or a replay: data cursor, digest of the weights, ...
 
-    record_version: int = Field(default=COMMIT_VERSION, ge=COMMIT_VERSION, le=COMMIT_VERSION)
+    record_version: Literal[2] = 2
     digest: str = ""  # hash of all other fields (`record_digest`), set by `encode_commit`
 
     @model_validator(mode="after")
@@ -294,6 +289,9 @@ def split_stage_key(key: str) -> tuple[str, list[str]]:
         case _:
             length = 0
     return "/".join(parts[:length]), parts[length:]
+
+
+_ATTEMPT = re.compile(r"(?:runs/[^/]+/(?:checkpoints|exports)/\d+|models)/attempt-[^/]+")
 
 
 def attempt_in_path(path: str) -> str | None:

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from penstock.storage.commit import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
+from penstock.storage.commit import ORIGINS, STAGE_KINDS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.history.costs import RunCosts, close_starts, compute_costs
 from penstock.storage.history.run_record import ParentRecord, RunRecord, ScheduleChange, read_starts
 from penstock.storage.maintenance.deletion import expired_versions
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store, read_commits
 
-STAGE_KINDS = ("rollout", "step", "checkpoint", "eval", "export")  # stages of a run, as shown in the time line
 _ENDS = {"FINISHED": "finished", "FAILED": "failed", "STOPPED": "been stopped"}  # by the outcome of a start
 
 Compare = Callable[[Store, Commit, Commit], dict[str, Any]]
