@@ -148,10 +148,7 @@ class Commit(BaseModel):
     created_at: float = Field(default_factory=time.time)  # seconds since the epoch
     seconds: dict[str, float] = Field(default_factory=dict)  # part of the stage -> duration
     summary: dict[str, float] = Field(default_factory=dict)  # metrics: rollout/..., train/..., eval/...
-    state: dict[str, Any] = Field(
-        default_factory=dict
-    )  # input of the next stage or a replay: data cursor, digest of the weights, ...
-
+    state: dict[str, Any] = Field(default_factory=dict)  # for the next stage or a replay: data cursor, digests, ...
     record_version: Literal[2] = 2
     digest: str = ""  # hash of all other fields (`record_digest`), set by `encode_commit`
 

@@ -176,6 +176,7 @@ class Tracker(Protocol):
     @staticmethod
     def check_options(options: Any) -> None:
         """Check that the tracker can be used on this machine if the options choose it. Raises OptionError if not."""
+        return
 
     def __init__(self, uri: str, run: TrackedRun) -> None: ...
 

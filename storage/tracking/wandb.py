@@ -159,7 +159,7 @@ class WandbTracker(Tracker):
             finish_timeout=_FINISH_TIMEOUT,
             silent=True,
             **server,
-            **_NOTHING_BUT_RECORDS,
+            **_ONLY_RECORDS,
         )
         self.directory.mkdir(parents=True, exist_ok=True)
         self._client = wandb.init(
@@ -224,7 +224,7 @@ class WandbOptions(OptionsOfTracker):
 
 
 # What W&B would also send: output of the terminal, source code, git state, packages and hardware of the machine.
-_NOTHING_BUT_RECORDS: dict[str, Any] = {
+_ONLY_RECORDS: dict[str, Any] = {
     "console": "off",
     "disable_code": True,
     "disable_git": True,

@@ -177,11 +177,10 @@ class MlflowCommits:
         if commits.is_copy(key, commit):  # its artifacts are MLflow objects of the fork's parent
             return []
         self.run_page.log_origins(main_run, commits)
-        part = commits.child_run_name(key, commit)
-        text = commit.model_dump_json(indent=1)
         if commit.kind == "model":
             return []
-        if not part:
+        text = commit.model_dump_json(indent=1)
+        if not (part := commits.child_run_name(key, commit)):
             self.client.log_text(main_run, text, f"commits/{key.removeprefix(f'runs/{self.runs.run.name}/')}")
             return self._log_rollout(main_run, key, commit, commits) if commit.kind == "rollout" else []
         tags = {"mlflow.parentRunId": main_run, "penstock.commit": key}

@@ -214,11 +214,9 @@ class MlflowRuns:
         """Return the id of the MLflow run with the tags `key`. It is created with these and with `tags` if missing."""
         cached = tuple(key.values())
         if cached not in self._ids:
-            existing = self.find_all(key, max_results=1)
-            run = existing[0] if existing else None
-            if run is None:
-                run = self.client.create_run(self.experiment_id, start_time, {**key, **tags}, name)
-            self._ids[cached] = run.info.run_id
+            runs = self.find_all(key, max_results=1)
+            runs = runs or [self.client.create_run(self.experiment_id, start_time, {**key, **tags}, name)]
+            self._ids[cached] = runs[0].info.run_id
         return self._ids[cached]
 
     def find_all(self, key: dict[str, str], max_results: int = 100) -> list[Run]:

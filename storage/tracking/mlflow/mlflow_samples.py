@@ -138,8 +138,7 @@ def _hash(text: str) -> str:
 
 
 def _preview(value: Any) -> Any:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _PREVIEW_TEXT else f"{text[:_PREVIEW_TEXT]} ..."
+    return _shorten(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), _PREVIEW_TEXT)
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------
@@ -302,8 +301,8 @@ def to_span(trace: bytes, number: int, part: SamplePart, failed: bool) -> Span:
     attributes = {
         "mlflow.traceRequestId": f"tr-{trace.hex()}",
         "mlflow.spanType": part.type,
-        "mlflow.spanInputs": _shorten(part.inputs),
-        "mlflow.spanOutputs": _shorten(part.outputs),
+        "mlflow.spanInputs": _shorten(part.inputs, _MAX_TEXT),
+        "mlflow.spanOutputs": _shorten(part.outputs, _MAX_TEXT),
         **part.attributes,
     }
     fields = {
@@ -320,8 +319,8 @@ def to_span(trace: bytes, number: int, part: SamplePart, failed: bool) -> Span:
 
 
 def _span_id(trace: bytes, number: int) -> str:
-    return base64.b64encode(hashlib.sha256(trace + bytes([number % 256])).digest()[:8]).decode()
+    return base64.b64encode(hashlib.sha256(trace + number.to_bytes(4)).digest()[:8]).decode()
 
 
-def _shorten(value: Any) -> Any:
-    return f"{value[:_MAX_TEXT]} ..." if isinstance(value, str) and len(value) > _MAX_TEXT else value
+def _shorten(value: Any, limit: int) -> Any:
+    return f"{value[:limit]} ..." if isinstance(value, str) and len(value) > limit else value
