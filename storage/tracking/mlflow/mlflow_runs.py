@@ -72,8 +72,8 @@ def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 ARTIFACTS = "artifacts"  # directory next to the database
 _TIMEOUT = 30.0  # seconds to wait for other writers of the database
 _COLUMNS = (
-    *(("experiments", "artifact_location"), ("runs", "artifact_uri"), ("logged_models", "artifact_location")),
-    *(("model_versions", "source"), ("model_versions", "storage_location"), ("trace_tags", "value")),
+    "experiments.artifact_location runs.artifact_uri logged_models.artifact_location model_versions.source "
+    "model_versions.storage_location trace_tags.value"
 )
 
 
@@ -98,7 +98,7 @@ def update_artifact_paths(database: Path, experiment: str) -> bool:
         root = (database.absolute().parent / ARTIFACTS).as_uri()
         if old in ("", root) or not (database.parent / ARTIFACTS / name).is_dir():
             return False
-        for table, column in _COLUMNS:
+        for table, column in (name.split(".") for name in _COLUMNS.split()):
             if has_column(table, column):
                 values = (f"{root}/", len(old) + 2, len(old) + 1, f"{old}/")
                 change = f"update {table} set {column} = ? || substr({column}, ?) where substr({column}, 1, ?) = ?"
