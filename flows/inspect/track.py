@@ -20,14 +20,13 @@ from penstock.storage.leases import describe_live_drivers
 from penstock.storage.maintenance.deletion import is_removed
 from penstock.storage.secrets import mask_secrets, redact
 from penstock.storage.store import Store
-from penstock.storage.tracking.delivery import read_committed, read_cost_metrics
+from penstock.storage.tracking.delivery import deliver_all, read_committed, read_cost_metrics
 from penstock.storage.tracking.tracker import (
     Committed,
     Record,
     ReportWritten,
     RunEnded,
     RunStarted,
-    deliver_all,
     metric_points,
     report_record_key,
 )

@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from penstock.stages.convert.targets import Target, full_disk_as_store_error
 from penstock.storage import disk, leases
 from penstock.storage.commit import FileRecord, Frozen
-from penstock.storage.store import hash_file
+from penstock.storage.disk import hash_file
 
 OnBytes = Callable[[int, int], object]  # arguments: bytes done, total bytes
 NUM_THREADS = 4  # per process; one thread can read while another waits for the disk
