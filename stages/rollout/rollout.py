@@ -280,10 +280,9 @@ async def generate_round(
             max_batches=config.max_waves,
             on_kept=lambda: progress.add(num_samples),
         )
-        by_function = config.rollout_function_path is not None
         groups = await run_with_deadline(
             call_rollout_function(context, client, runner, intake, collect, num_groups, data_set)
-            if by_function
+            if config.rollout_function_path
             else collect(intake.next_groups),
             [journal.flush_periodically()],
             progress,

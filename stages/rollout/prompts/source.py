@@ -41,7 +41,7 @@ class Segment(Frozen):
     start: int  # number of the first row
     rows: int  # number of rows
     digest: str  # xxh3-64 of the rows
-    order: Literal["stored", "computed"]  # shuffled by order.permutation (stored) or order.permuted_index
+    order: Literal["stored", "computed"]  # shuffled by `permutation` (stored) or `permuted_index`
 
 
 class SourcePosition(Frozen):
@@ -49,7 +49,7 @@ class SourcePosition(Frozen):
 
     epoch: int = 0
     cursor: int = 0  # number of prompts of this epoch already visited (issued or skipped)
-    credit: int = 0  # credit in the weighted round robin (order.select_sources); order.WHOLE is one prompt
+    credit: int = 0  # credit in the weighted round robin (`select_sources`); WHOLE is one prompt
 
 
 class SourceState(Frozen):
