@@ -284,7 +284,7 @@ async def generate_round(
             call_rollout_function(context, client, runner, intake, collect, num_groups, data_set)
             if config.rollout_function_path
             else collect(intake.next_groups),
-            [journal.flush_periodically()],
+            [runner.flush_journal_periodically()],
             progress,
             time_limit=config.rollout_timeout,
             stop=context.stop,
