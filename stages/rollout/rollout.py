@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -52,7 +52,7 @@ from penstock.stages.rollout.metrics import (
 from penstock.stages.rollout.plugins.custom_generation import CustomGeneration, EngineHandle
 from penstock.stages.rollout.plugins.filters import GroupFilter, load_group_filter
 from penstock.stages.rollout.plugins.hooks import Hooks, make_train_data, run_log_function
-from penstock.stages.rollout.plugins.rollout_function import RolloutFunctionCall, find_evaluation_function
+from penstock.stages.rollout.plugins.rollout_function import Collect, RolloutFunctionCall, find_evaluation_function
 from penstock.stages.rollout.prompts.data_source import (
     Dataset,
     Group,
@@ -301,7 +301,7 @@ async def call_rollout_function(
     client: EngineClient,
     runner: GroupRunner,
     intake: PromptIntake,
-    collect: Callable[[Callable[[int], Sequence[Group]]], Awaitable[CollectedGroups]],
+    collect: Collect,
     num_groups: int,
     data_set: str | None,
 ) -> CollectedGroups:

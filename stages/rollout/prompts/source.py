@@ -32,6 +32,8 @@ from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import Frozen
 from penstock.storage.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 
 class Segment(Frozen):
     """Consecutive rows of one entry of --prompt-data that were added together: the rows that the entry had in the run's
@@ -390,9 +392,6 @@ def select_sources(credits: Sequence[int], shares: Sequence[int], count: int) ->
 
 
 # ---- length limits ---------------------------------------------------------------------------------------------------
-
-
-logger = logging.getLogger(__name__)
 
 
 def max_prompt_tokens(config: PromptConfig) -> int | None:
