@@ -33,8 +33,6 @@ _CONNECT_TIMEOUT = 5.0  # seconds
 # Built-in reward -> what a response must contain to get more than the lowest reward.
 _GRADED_FORMAT = {"math": r"\boxed", "deepscaler": r"\boxed", "dapo": "Answer:"}
 _WITHOUT_LABEL = ("random", "remote_rm", "ifbench", "gpqa")  # gpqa's answer may be in the metadata instead
-
-
 _COMPARES_LABEL = ("math", "deepscaler", "dapo", "f1", "gpqa", "exact_number")
 
 

@@ -366,7 +366,8 @@ class PromptIntake:
 
     Every attempt creates a new data source from the committed state, so the retry after a failed attempt gets the same
     groups. The commit of the round accounts for every group that was requested or buffered: it is trained on, dropped
-    with a reason, or still buffered.
+    with a reason, or still buffered. Buffered groups with failed samples start again: otherwise failures, which finish
+    first, would fill the next round and every retry of it.
 
     Args:
         source: the data source.
@@ -377,23 +378,19 @@ class PromptIntake:
     def __init__(self, source: RolloutDataSource, state: dict[str, Any] | None, buffer: Sequence[Sample]) -> None:
         self.source = source
         source.load_state_dict(state or {})
-        source.restore_buffer([copy_sample(sample) for sample in buffer])
+        groups = [without_responses(group) if has_failed(group) else group for group in group_by_group_id(buffer)]
+        source.restore_buffer([copy_sample(sample) for group in groups for sample in group])
         self._skipped_before = source.dataset.state.skipped
         self.num_discarded_tokens = 0  # trained tokens of finished groups that were too old for this round
-        self._groups = {group[0].group_id: group for group in group_by_group_id(buffer)}
+        self._groups = {group[0].group_id: group for group in groups}
 
     def next_groups(self, count: int) -> list[Group]:
         """Take the next `count` groups from the data source, and assign their samples to this round.
 
         If a sample was aborted in an earlier round and keeps its tokens, `metadata["start_rollout_id"]` is set to the
-        number of the round that generated its first token. Buffered groups with failed samples start again: else
-        failures, which finish first, would fill the next round, also when it is retried.
+        number of the round that generated its first token.
         """
         round, groups = self.source.dataset.round, take_checked_groups(self.source, count)
-        groups = [
-            without_responses(group) if group[0].group_id in self._groups and has_failed(group) else group
-            for group in groups
-        ]
         if round.max_staleness and not round.updates_in_flight:
             oldest = round.rollout_id - round.max_staleness
             # A group that is too old starts again; an unfinished one continues, and its old tokens will be masked.
@@ -436,15 +433,6 @@ class PromptIntake:
 
 
 # ---- user-defined data sources and buffer filters --------------------------------------------------------------------
-
-
-__all__ = [  # user-defined data sources import the first two classes from here
-    "RolloutDataSource",
-    "RolloutDataSourceWithBuffer",
-    "load_buffer_filter",
-    "load_data_source",
-    "open_data_source",
-]
 
 
 def load_data_source(path: str) -> type[RolloutDataSource]:
