@@ -9,7 +9,7 @@ rollouts. Contract of the loss function:
     loss_fn(hidden, head, packed) -> (loss, outputs)
 
     hidden    [r, H] final hidden states. r is the number of tokens of the pack, except under context parallelism, where
-              a rank has only some of the tokens: `loss_token_slice(packed)` returns which.
+              a rank has only some of the tokens: `packed.stream.pack_slice` tells which.
     head      maps rows of hidden states to logits, or to values if the engine's role is "value".
     packed    the packed micro-batch that the caller passed.
     loss      scalar tensor, or None in a forward-only pass.
@@ -70,6 +70,14 @@ class MemorySwitch(Frozen):
         return f"{self.name} in {self.seconds:.2f} s: device {device}, host {host}"
 
 
+class EngineStream(Protocol):
+    """The tokens of a micro-batch that one rank processes, padded and split, on the device."""
+
+    @property
+    def pack_slice(self) -> slice:
+        """Return the tokens of the micro-batch whose hidden states this rank's loss function gets."""
+
+
 class EnginePack(Protocol):
     """A packed micro-batch of B sequences with T tokens in total. A loss function may use further fields.
 
@@ -81,7 +89,7 @@ class EnginePack(Protocol):
     position_ids: Tensor  # [T] int64, from 0 in every sequence
     cu_seqlens: Tensor  # [B + 1] int32, index of each sequence's first token, and T
     max_seqlen: int  # number of tokens of the longest sequence
-    stream: Any  # result of `TrainEngine.pack_stream`; None: every pass calls it
+    stream: Any  # `EngineStream` that `TrainEngine.pack_stream` returned; None: every pass calls it
 
 
 class Weights(Protocol):
@@ -131,18 +139,9 @@ class TrainEngine(ABC):
     # ---- one optimizer step ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def pack_stream(self, packed: EnginePack) -> Any:
-        """Return the tokens of a micro-batch that this rank processes, padded and split, on the device. Kept in
-        `packed.stream`, they need not be copied again in every pass, which would wait for the GPU. Not collective."""
-
-    @abstractmethod
-    def loss_token_slice(self, packed: EnginePack) -> slice | None:
-        """Return the tokens of the micro-batch whose hidden states this rank's loss function gets; None: all. Not
-        collective."""
-
-    @abstractmethod
-    def zero_grad(self) -> None:
-        """Set all gradients to zero."""
+    def pack_stream(self, packed: EnginePack) -> EngineStream:
+        """Return this rank's tokens of a micro-batch. Kept in `packed.stream`, they need not be copied again in every
+        pass, which would wait for the GPU. Not collective."""
 
     @abstractmethod
     def forward_backward(
@@ -153,7 +152,7 @@ class TrainEngine(ABC):
         forward_only: bool = False,
         routing: Routing | None = None,
     ) -> list[dict[str, Any]]:
-        """Run forward and backward passes of micro-batches, then all-reduce the gradients.
+        """Run forward and backward passes of micro-batches, then all-reduce the gradients, which replace earlier ones.
 
         Args:
             microbatches: the same number on every rank, and the same micro-batches on the tensor-, context- and
@@ -169,17 +168,12 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def optimizer_step(self, num_scheduler_steps: int = 1) -> tuple[bool, float]:
-        """Clip the gradients, update the weights, and advance the learning-rate scheduler by `num_scheduler_steps`.
+    def optimizer_step(self) -> tuple[bool, float, float]:
+        """Clip the gradients, update the weights, and advance the learning-rate scheduler by one step.
 
         Returns:
-            whether the weights were updated, and the gradient norm before clipping.
+            whether the weights were updated, the gradient norm before clipping, and the learning rate of this step.
         """
-
-    @property
-    @abstractmethod
-    def lr(self) -> float:
-        """Return the learning rate of the next optimizer step."""
 
     @abstractmethod
     def reset_optimizer_states(self) -> None:
