@@ -143,7 +143,7 @@ class EngineBackend(ABC):
         """
         self.check_args(options.spec.args)
         if options.router is not None:
-            raise EngineError(f"--use-router cannot be used, because {self.title} has no router: omit it")
+            raise EngineError(f"--use-router cannot be used, because {self.title} has no router: omit the option")
 
     def check_gpus(self, options: EngineOptions, *, has_gpus: bool) -> None:  # noqa: B027
         """Check that the machines of the engines have GPUs if an option needs them. External engines are not checked.
