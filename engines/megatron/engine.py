@@ -68,10 +68,8 @@ class MegatronEngine(TrainEngine):
         layout: parallel sizes, the same as passed to `init_parallel`.
         dtype: dtype of weights and computation. Optimizer states are fp32 in either case, and so are gradient buffers,
             unless the option grad_reduce_in_fp32 is False: then they have the dtype of the weights.
-        optimizer: values of lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad, lr_decay_style,
-            lr_warmup_iters and, unless lr_decay_style is constant, lr_decay_iters; optionally `frozen`, the global
-            names of the parameters that are not trained, or `lora`, the `LoraOptions` of adapters, which are then the
-            only trained parameters.
+        optimizer: the values of `EngineBuild.optimizer`, and optionally `frozen`, the global names of the parameters
+            that are not trained, or `lora`, as `EngineBuild.lora`.
         overrides: user-defined `megatron` options (fields of Megatron's dataclasses).
         seed: seed of the random initial weights.
         role: "policy": `head` maps hidden states [n, H] to the logits of this rank's vocabulary shard. "value": a
