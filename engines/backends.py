@@ -51,11 +51,7 @@ class RequestRouter(Protocol):
     ) -> None: ...
 
     def set_backends(self, urls: list[str]) -> None:
-        """Replace the list of engines to which the router sends requests.
-
-        Args:
-            urls: addresses of the live engines.
-        """
+        """Replace the list of live engines to which the router sends requests by those at `urls`."""
 
     def address(self) -> str | None:
         """Return the router's URL, or None while the router cannot accept requests."""

@@ -1,7 +1,7 @@
 """The interface of a training engine: `TrainEngine`, one rank of a model with its optimizer, and `TrainBackend`, what a
 stage and its driver need besides. Imports torch for type checkers only, because the driver uses this module.
 
-To add a training engine, write a package `engines/<name>` with subclasses of both, and add a row to `TRAIN_ENGINES`.
+To add a training engine, write a package `engines/<name>` with subclasses of both, and name its backend in `TRAIN_ENGINE`.
 
 A step passes packed micro-batches and a loss function of hidden states; engines do not depend on samples, losses or
 rollouts. Contract of the loss function:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from penstock.engines.lora import LoraOptions
     from penstock.engines.parallel_layout import ParallelLayout
 
-TRAIN_ENGINES = {"megatron": "penstock.engines.megatron.train_backend:MegatronBackend"}  # name -> module:class
+TRAIN_ENGINE = "penstock.engines.megatron.train_backend:MegatronBackend"  # module:class of the `TrainBackend`
 OutputHead = Callable[["Tensor"], "Tensor"]
 LossFunction = Callable[["Tensor", OutputHead, Any], "tuple[Tensor | None, dict[str, Any]]"]
 Routing = Literal["record", "replay"]
@@ -124,7 +124,8 @@ class TrainEngine(ABC):
     """One rank of a model and its optimizer. Create it after `TrainBackend.init_ranks`.
 
     Every method is collective (all ranks must call it) unless its docstring says otherwise. Several engines of one
-    process (actor and critic) share process groups and RNG states.
+    process (actor and critic) share process groups and RNG states. Only what every engine must have is abstract: by
+    default an engine has no adapters, and its state stays on the device.
     """
 
     shape: ModelShape
@@ -190,10 +191,6 @@ class TrainEngine(ABC):
         """Return shapes, dtypes and full tensors of all weights."""
 
     @abstractmethod
-    def named_adapters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield layer, A and B of every adapter."""
-
-    @abstractmethod
     def digest(self) -> dict[str, str]:
         """Return a hash of each of this rank's weight shards, by name. Not collective."""
 
@@ -242,29 +239,35 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the versions, hardware and settings on which the exact bits of training results depend. Runs with
+        equal fingerprints and equal inputs have equal weight digests."""
+
+    # ---- adapters (`lora`) -------------------------------------------------------------------------------------------
+
+    def named_adapters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield layer, A and B of every adapter."""
+        raise NotImplementedError
+
     def load_adapters(self, matrices_of: Callable[[str], tuple[Tensor, Tensor]]) -> None:
         """Set the adapters: `matrices_of` returns A [parts * r, in] and B [out, r] of a layer by its global name. Not
         collective."""
+        raise NotImplementedError
 
-    # ---- device memory and reproducibility ---------------------------------------------------------------------------
+    # ---- device memory -----------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def offload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
         """Move these kinds of state to host memory and free their device memory; the content of gradients is discarded.
         Return the duration and memory use of the move, or None if there was nothing to move. Not collective.
 
         Methods that need an offloaded kind fail until `onload`.
         """
+        return None
 
-    @abstractmethod
     def onload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
         """Move these kinds of state back to the device; gradients are zero afterwards. Return the duration and memory
         use of the move, or None if there was nothing to move. Not collective."""
-
-    @abstractmethod
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the versions, hardware and settings on which the exact bits of training results depend. Runs with
-        equal fingerprints and equal inputs have equal weight digests."""
+        return None
 
 
 class TrainBackend(ABC):
@@ -315,8 +318,8 @@ class TrainBackend(ABC):
 
 
 @cache
-def train_backend(name: str = "megatron") -> TrainBackend:
-    """Return the training engine that `TRAIN_ENGINES` lists under `name`."""
-    module, _, cls = TRAIN_ENGINES[name].partition(":")
+def train_backend() -> TrainBackend:
+    """Return the training engine."""
+    module, _, cls = TRAIN_ENGINE.partition(":")
     backend: TrainBackend = getattr(importlib.import_module(module), cls)()
     return backend

@@ -43,10 +43,8 @@ from penstock.storage.commit import Commit
 from penstock.storage.errors import OptionError
 from penstock.storage.store import Store
 
-QUERY_TIMEOUT = 60.0  # timeout in seconds of a query that does not touch the weights
-FAILURE_QUERY_TIMEOUT = (
-    2.0  # timeout in seconds of the queries after a failure: which driver owns the ranks, which rank died
-)
+QUERY_TIMEOUT = 60.0  # seconds for a query that does not touch the weights
+FAILURE_QUERY_TIMEOUT = 2.0  # seconds for the queries after a failure: which driver owns the ranks, which rank died
 LOG_LINES = 20  # number of lines of a dead rank's log in the error
 
 
