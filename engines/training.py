@@ -1,7 +1,7 @@
 """The interface of a training engine: `TrainEngine`, one rank of a model with its optimizer, and `TrainBackend`, what a
 stage and its driver need besides. Imports torch for type checkers only, because the driver uses this module.
 
-To add a training engine, write a package `engines/<name>` with subclasses of both, and name its backend in `TRAIN_ENGINE`.
+To add a training engine, write a package `engines/<name>` with subclasses of both, and name it in `TRAIN_ENGINE`.
 
 A step passes packed micro-batches and a loss function of hidden states; engines do not depend on samples, losses or
 rollouts. Contract of the loss function:

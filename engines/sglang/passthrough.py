@@ -48,20 +48,19 @@ RESERVED = {
 }
 # Reason -> names, or beginnings of names that end with "_", of flags that Penstock cannot serve.
 _REFUSED = {
-    "its keys and values outlive the weights that computed them": (
-        *("hicache_storage_", "enable_lmcache", "lmcache_", "enable_flexkv", "flexkv_", "radix_cache_backend"),
-        *("enable_unified_cache_external_linker", "unified_cache_external_", "enable_streaming_session"),
-    ),
-    "every engine does both prefill and decode": ("disaggregation_", "enable_pd_role_switch"),
-    "only text models are supported": ("encoder_",),
-    "weights come from --hf-checkpoint and then from the trainer": ("load_format", "remote_instance_weight_loader_"),
-    "engines get their adapters from the trainer": ("lora_", "enable_lora_"),
-    "it would unload adapters that requests still use": ("max_loaded_loras",),
-    "requests are made of token ids in any case": ("skip_tokenizer_init",),
-    "the tokenizer is that of --hf-checkpoint": ("tokenizer_path",),
-    "an engine's GPUs do not change": ("elastic_ep_", "ep_join_"),
+    "its keys and values outlive the weights that computed them": "hicache_storage_ enable_lmcache lmcache_ "
+    "enable_flexkv flexkv_ radix_cache_backend enable_unified_cache_external_linker unified_cache_external_ "
+    "enable_streaming_session",
+    "every engine does both prefill and decode": "disaggregation_ enable_pd_role_switch",
+    "only text models are supported": "encoder_",
+    "weights come from --hf-checkpoint and then from the trainer": "load_format remote_instance_weight_loader_",
+    "engines get their adapters from the trainer": "lora_ enable_lora_",
+    "it would unload adapters that requests still use": "max_loaded_loras",
+    "requests are made of token ids in any case": "skip_tokenizer_init",
+    "the tokenizer is that of --hf-checkpoint": "tokenizer_path",
+    "an engine's GPUs do not change": "elastic_ep_ ep_join_",
 }
-REFUSED = {name: reason for reason, names in _REFUSED.items() for name in names}
+REFUSED = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
 PASSED_ON = {"lora_backend"}  # exceptions to the beginnings of names in REFUSED
 ROUTER_RESERVED = {
     "host": "the router listens on loopback only",
@@ -260,9 +259,8 @@ RESERVED_SAMPLING = {
     "skip_special_tokens": "use --rollout-skip-special-tokens, because Penstock decodes the text",
 }
 # sglang-router 0.3.2 rebuilds requests from the fields that it knows, and drops these parameters silently (tested).
-DROPPED_BY_ROUTER = (
-    *("stop_regex", "structural_tag", "spaces_between_special_tokens", "stream_interval", "logit_bias"),
-    "custom_params",
+DROPPED_BY_ROUTER = frozenset(
+    ("stop_regex", "structural_tag", "spaces_between_special_tokens", "stream_interval", "logit_bias", "custom_params")
 )
 # Parameters that change the token distribution -> the value with which the parameter has no effect.
 NEUTRAL: dict[str, Any] = {

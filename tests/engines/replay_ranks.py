@@ -116,7 +116,7 @@ def compare(
     outputs = engine.forward_backward(packs, loss_fn_of(engine), routing=routing)
     for output, pack, logprobs in zip(outputs, packs, expected):
         rows = engine.pack_stream(pack).pack_slice
-        error = (output["logprobs"] - (logprobs if rows is None else logprobs[rows])).abs().max()
+        error = (output["logprobs"] - logprobs[rows]).abs().max()
         assert error < 1e-4, f"{name}: log-probs differ by {error:.1e}"
     learning_rate = engine.optimizer.param_groups[0]["lr"]
     for group in engine.optimizer.param_groups:
@@ -146,8 +146,7 @@ def loss_fn_of(engine: Any) -> Any:
             logits = gather_from_tensor_model_parallel_region(logits, engine.tensor_group)[:, : engine.shape.vocab_size]
         targets, counted = targets_of(pack)
         rows = engine.pack_stream(pack).pack_slice
-        if rows is not None:
-            targets, counted = targets[rows], counted[rows]
+        targets, counted = targets[rows], counted[rows]
         logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0] * counted
         return -logprobs.sum(), {"logprobs": logprobs.detach()}
 
