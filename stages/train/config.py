@@ -224,7 +224,7 @@ class TrainConfig(AlgorithmConfig):
         """Let Megatron's --bf16 mean --params-dtype bf16."""
         if self.megatron.bf16:
             if self.params_dtype == "fp32":
-                raise OptionError("--bf16 contradicts --params-dtype fp32: omit one of them")
+                raise OptionError("--bf16 contradicts --params-dtype fp32: omit --bf16, or give --params-dtype bf16")
             self.params_dtype = "bf16"
         return self
 
@@ -248,7 +248,7 @@ class TrainConfig(AlgorithmConfig):
             if self.lr_warmup_iters not in (0, num_steps):
                 raise OptionError(
                     f"--lr-warmup-fraction {self.lr_warmup_fraction:g} is {num_steps} steps, but --lr-warmup-iters is "
-                    f"{self.lr_warmup_iters}: omit one of them"
+                    f"{self.lr_warmup_iters}: omit --lr-warmup-fraction, or --lr-warmup-iters"
                 )
             self.lr_warmup_iters = num_steps
         rates = {"--lr": self.lr, "--critic-lr": self.critic_lr}

@@ -56,7 +56,6 @@ def train(engine: Any, seeds: range) -> tuple[list[tuple[float, float]], dict[st
     """Return the loss and the gradient norm of one step per seed, and digests of weights and state."""
     results = []
     for seed in seeds:
-        engine.zero_grad()
         outputs = engine.forward_backward([make_pack(LENGTHS, seed), make_pack([9, 30], seed)], cross_entropy)
         results.append((sum(output["loss"].item() for output in outputs), engine.optimizer_step()[1]))
     return results, engine.digest(), engine.optimizer_state_digest()

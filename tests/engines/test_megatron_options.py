@@ -121,7 +121,6 @@ def summed_loss(factor: float = 1.0) -> Any:
 
 
 def one_step(engine: Any, factor: float = 1.0) -> None:
-    engine.zero_grad()
     engine.forward_backward([make_pack([5, 9])], summed_loss(factor))
 
 
@@ -200,7 +199,6 @@ def kind_of_experts(engine: Any) -> str:
 def offloaded_share(engine: Any) -> float:
     from penstock.engines.megatron.optimizer import inner_optimizers
 
-    engine.zero_grad()
     engine.optimizer_step()
     params = [param for inner in inner_optimizers(engine.optimizer) for param in inner.state]
     freed = [param for param in params if param.untyped_storage().nbytes() == 0]
