@@ -37,12 +37,13 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 
 from penstock.engines.families.shape import ModelShape
+from penstock.engines.families.tensor_rows import HEAD
 from penstock.engines.megatron.checkpoints.layout import to_transformer_engine_key
 from penstock.engines.megatron.checkpoints.safe_load import SafeReader, read_common, read_metadata, read_object
 from penstock.engines.megatron.checkpoints.writer import ParallelWriter
 from penstock.engines.megatron.host_memory import hash_tensors
 from penstock.engines.megatron.lora_layers import adapter_state, load_adapter_state, reset_adapters
-from penstock.engines.megatron.model.gpt import HEAD, VALUE_HEAD, PolicyModel, ValueModel
+from penstock.engines.megatron.model.gpt import VALUE_HEAD, PolicyModel, ValueModel
 from penstock.engines.megatron.optimizer import (
     inner_optimizers,
     load_moments_and_steps,
