@@ -114,17 +114,12 @@ class PostTrainConfig(StageConfig):
 
     @model_validator(mode="after")
     def _check_retention(self) -> PostTrainConfig:
-        """Check that --keep-best names an evaluation metric of the run and is given with --keep-checkpoints."""
-        best, names = self.run.keep_best, [name for name, _ in self.eval.eval_prompt_data]
-        if best is not None and self.run.keep_checkpoints is None:
+        """Check that --keep-best is given with --keep-checkpoints."""
+        if self.run.keep_best is not None and self.run.keep_checkpoints is None:
             raise OptionError(
-                f"--keep-best {best} has no effect without --keep-checkpoints (all checkpoints are kept): add "
-                "--keep-checkpoints N"
+                f"--keep-best {self.run.keep_best} has no effect without --keep-checkpoints (all checkpoints are "
+                "kept): add --keep-checkpoints N"
             )
-        metrics = [f"eval/{name}" for name in names]
-        if best is not None and not best.startswith(tuple(metrics)):  # check_keep_best of preflight is stricter
-            given = ", ".join(metrics) or "none, because --eval-prompt-data is not given"
-            raise OptionError(f"--keep-best {best} does not match any evaluation metric of this run ({given})")
         return self
 
     @model_validator(mode="after")

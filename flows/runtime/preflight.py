@@ -135,10 +135,10 @@ def check_keep_best(config: PostTrainConfig) -> None:
         rollout.custom_eval_rollout_log_function_path or rollout.eval_function_path or rollout.rollout_function_path
     )
     if best is not None and not any(is_eval_metric(best, name, any_suffix=adds_metrics) for name in names):
-        metrics = ", ".join(f"eval/{name}" for name in names)
+        metrics = " or ".join(f"eval/{name}" for name in names) or "--eval-prompt-data and eval/NAME"
         raise OptionError(
-            f"--keep-best {best} is not an evaluation metric of this run: give one of {metrics}, or another metric of "
-            "these data sets (docs/metrics.md)"
+            f"--keep-best {best} is not an evaluation metric of this run: give {metrics}, or another metric of these "
+            "data sets (docs/metrics.md)"
         )
 
 

@@ -77,13 +77,8 @@ def rewards_by_prompt(store: Store, commit: Commit) -> dict[int, float]:
 
 def check_same_data(name: str, a: Commit, b: Commit) -> None:
     """Check that two evaluations on the data set `name` used the same prompts. Raises DataError."""
-    content_a, content_b = (
-        [
-            (segment["rows"], segment["digest"])
-            for segment in (commit.state.get("data_source") or {}).get("segments", [])
-        ]
-        for commit in (a, b)
-    )
+    segments_a, segments_b = ((commit.state.get("data_source") or {}).get("segments", []) for commit in (a, b))
+    content_a, content_b = ([(s["rows"], s["digest"]) for s in segments] for segments in (segments_a, segments_b))
     if content_a != content_b:
         rows_a, rows_b = (sum(rows for rows, _ in content) for content in (content_a, content_b))
         raise DataError(
