@@ -70,7 +70,7 @@ def test_every_spelling_sets_its_field() -> None:
             "full",
             r"^\[train.megatron\] recompute_granularty: no such option: did you mean recompute_granularity\?",
         ),
-        ("num_layers", 2, "num_layers: no such option: `penstock train --help-all` lists those"),
+        ("num_layers", 2, "num_layers: no such option: `penstock train --help-all` lists them"),
         ("log_interval", 1, "log_interval: no such option"),
         ("lr", 1e-5, "lr: no such option"),
         ("recompute_granularity", "ful", "--recompute-granularity 'ful': input should be 'full' or 'selective'"),
