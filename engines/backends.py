@@ -2,7 +2,7 @@
 
 To add an inference engine, write a package `engines/<name>` with subclasses of `EngineBackend` (in `backend.py`),
 `EngineClient` and `EngineServer`, and add a row to `BACKENDS`; `--engine <name>` selects it, and its own flags are
-given as `--<name>-FLAG` (docs/add-an-engine.md). All backends share the code for placement, supervision,
+given as `--<name>-FLAG` (docs/internals.md). All backends share the code for placement, supervision,
 restarts and external engines (`engines/serving`).
 """
 
