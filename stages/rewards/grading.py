@@ -112,8 +112,6 @@ class Grader:
                 required_package=self.settings.allow_row_code if is_of_row else None,
             )
         name = builtin_reward_name(sample.metadata, self.settings.rm_type)
-        if name is None:
-            return None  # `grade_builtin` reports that no reward is given
         reward = get_checked_builtin_reward(name, self.settings.rm_url, self.settings.reward_key)
         if reward.in_process:
             return None
