@@ -2,7 +2,7 @@
 
 To add an inference engine, write a package `engines/<name>` with subclasses of `EngineBackend` (in `backend.py`),
 `EngineClient` and `EngineServer`, and add a row to `BACKENDS`; `--engine <name>` selects it, and its own flags are
-given as `--<name>-FLAG` (docs/add-an-engine.md). All backends share the code for placement, supervision,
+given as `--<name>-FLAG` (docs/internals.md). All backends share the code for placement, supervision,
 restarts and external engines (`engines/serving`).
 """
 
@@ -51,11 +51,7 @@ class RequestRouter(Protocol):
     ) -> None: ...
 
     def set_backends(self, urls: list[str]) -> None:
-        """Replace the list of engines to which the router sends requests.
-
-        Args:
-            urls: addresses of the live engines.
-        """
+        """Replace the list of live engines to which the router sends requests by those at `urls`."""
 
     def address(self) -> str | None:
         """Return the router's URL, or None while the router cannot accept requests."""
@@ -143,7 +139,7 @@ class EngineBackend(ABC):
         """
         self.check_args(options.spec.args)
         if options.router is not None:
-            raise EngineError(f"--use-router cannot be used, because {self.title} has no router: omit it")
+            raise EngineError(f"--use-router cannot be used, because {self.title} has no router: omit the option")
 
     def check_gpus(self, options: EngineOptions, *, has_gpus: bool) -> None:  # noqa: B027
         """Check that the machines of the engines have GPUs if an option needs them. External engines are not checked.

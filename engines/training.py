@@ -1,7 +1,7 @@
 """The interface of a training engine: `TrainEngine`, one rank of a model with its optimizer, and `TrainBackend`, what a
 stage and its driver need besides. Imports torch for type checkers only, because the driver uses this module.
 
-To add a training engine, write a package `engines/<name>` with subclasses of both, and add a row to `TRAIN_ENGINES`.
+To add a training engine, write a package `engines/<name>` with subclasses of both, and name it in `TRAIN_ENGINE`.
 
 A step passes packed micro-batches and a loss function of hidden states; engines do not depend on samples, losses or
 rollouts. Contract of the loss function:
@@ -9,7 +9,7 @@ rollouts. Contract of the loss function:
     loss_fn(hidden, head, packed) -> (loss, outputs)
 
     hidden    [r, H] final hidden states. r is the number of tokens of the pack, except under context parallelism, where
-              a rank has only some of the tokens: `loss_token_slice(packed)` returns which.
+              a rank has only some of the tokens: `packed.stream.pack_slice` tells which.
     head      maps rows of hidden states to logits, or to values if the engine's role is "value".
     packed    the packed micro-batch that the caller passed.
     loss      scalar tensor, or None in a forward-only pass.
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from penstock.engines.lora import LoraOptions
     from penstock.engines.parallel_layout import ParallelLayout
 
-TRAIN_ENGINES = {"megatron": "penstock.engines.megatron.train_backend:MegatronBackend"}  # name -> module:class
+TRAIN_ENGINE = "penstock.engines.megatron.train_backend:MegatronBackend"  # module:class of the `TrainBackend`
 OutputHead = Callable[["Tensor"], "Tensor"]
 LossFunction = Callable[["Tensor", OutputHead, Any], "tuple[Tensor | None, dict[str, Any]]"]
 Routing = Literal["record", "replay"]
@@ -70,6 +70,14 @@ class MemorySwitch(Frozen):
         return f"{self.name} in {self.seconds:.2f} s: device {device}, host {host}"
 
 
+class EngineStream(Protocol):
+    """The tokens of a micro-batch that one rank processes, padded and split, on the device."""
+
+    @property
+    def pack_slice(self) -> slice:
+        """Return the tokens of the micro-batch whose hidden states this rank's loss function gets."""
+
+
 class EnginePack(Protocol):
     """A packed micro-batch of B sequences with T tokens in total. A loss function may use further fields.
 
@@ -81,7 +89,7 @@ class EnginePack(Protocol):
     position_ids: Tensor  # [T] int64, from 0 in every sequence
     cu_seqlens: Tensor  # [B + 1] int32, index of each sequence's first token, and T
     max_seqlen: int  # number of tokens of the longest sequence
-    stream: Any  # result of `TrainEngine.pack_stream`; None: every pass calls it
+    stream: Any  # `EngineStream` that `TrainEngine.pack_stream` returned; None: every pass calls it
 
 
 class Weights(Protocol):
@@ -116,7 +124,8 @@ class TrainEngine(ABC):
     """One rank of a model and its optimizer. Create it after `TrainBackend.init_ranks`.
 
     Every method is collective (all ranks must call it) unless its docstring says otherwise. Several engines of one
-    process (actor and critic) share process groups and RNG states.
+    process (actor and critic) share process groups and RNG states. Only what every engine must have is abstract: by
+    default an engine has no adapters, and its state stays on the device.
     """
 
     shape: ModelShape
@@ -131,18 +140,9 @@ class TrainEngine(ABC):
     # ---- one optimizer step ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def pack_stream(self, packed: EnginePack) -> Any:
-        """Return the tokens of a micro-batch that this rank processes, padded and split, on the device. Kept in
-        `packed.stream`, they need not be copied again in every pass, which would wait for the GPU. Not collective."""
-
-    @abstractmethod
-    def loss_token_slice(self, packed: EnginePack) -> slice | None:
-        """Return the tokens of the micro-batch whose hidden states this rank's loss function gets; None: all. Not
-        collective."""
-
-    @abstractmethod
-    def zero_grad(self) -> None:
-        """Set all gradients to zero."""
+    def pack_stream(self, packed: EnginePack) -> EngineStream:
+        """Return this rank's tokens of a micro-batch. Kept in `packed.stream`, they need not be copied again in every
+        pass, which would wait for the GPU. Not collective."""
 
     @abstractmethod
     def forward_backward(
@@ -153,7 +153,7 @@ class TrainEngine(ABC):
         forward_only: bool = False,
         routing: Routing | None = None,
     ) -> list[dict[str, Any]]:
-        """Run forward and backward passes of micro-batches, then all-reduce the gradients.
+        """Run forward and backward passes of micro-batches, then all-reduce the gradients, which replace earlier ones.
 
         Args:
             microbatches: the same number on every rank, and the same micro-batches on the tensor-, context- and
@@ -169,17 +169,12 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def optimizer_step(self, num_scheduler_steps: int = 1) -> tuple[bool, float]:
-        """Clip the gradients, update the weights, and advance the learning-rate scheduler by `num_scheduler_steps`.
+    def optimizer_step(self) -> tuple[bool, float, float]:
+        """Clip the gradients, update the weights, and advance the learning-rate scheduler by one step.
 
         Returns:
-            whether the weights were updated, and the gradient norm before clipping.
+            whether the weights were updated, the gradient norm before clipping, and the learning rate of this step.
         """
-
-    @property
-    @abstractmethod
-    def lr(self) -> float:
-        """Return the learning rate of the next optimizer step."""
 
     @abstractmethod
     def reset_optimizer_states(self) -> None:
@@ -194,10 +189,6 @@ class TrainEngine(ABC):
     @abstractmethod
     def gather_weights(self) -> Weights:
         """Return shapes, dtypes and full tensors of all weights."""
-
-    @abstractmethod
-    def named_adapters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield layer, A and B of every adapter."""
 
     @abstractmethod
     def digest(self) -> dict[str, str]:
@@ -248,35 +239,41 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the versions, hardware and settings on which the exact bits of training results depend. Runs with
+        equal fingerprints and equal inputs have equal weight digests."""
+
+    # ---- adapters (`lora`) -------------------------------------------------------------------------------------------
+
+    def named_adapters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield layer, A and B of every adapter."""
+        raise NotImplementedError
+
     def load_adapters(self, matrices_of: Callable[[str], tuple[Tensor, Tensor]]) -> None:
         """Set the adapters: `matrices_of` returns A [parts * r, in] and B [out, r] of a layer by its global name. Not
         collective."""
+        raise NotImplementedError
 
-    # ---- device memory and reproducibility ---------------------------------------------------------------------------
+    # ---- device memory -----------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def offload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
         """Move these kinds of state to host memory and free their device memory; the content of gradients is discarded.
         Return the duration and memory use of the move, or None if there was nothing to move. Not collective.
 
         Methods that need an offloaded kind fail until `onload`.
         """
+        return None
 
-    @abstractmethod
     def onload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
         """Move these kinds of state back to the device; gradients are zero afterwards. Return the duration and memory
         use of the move, or None if there was nothing to move. Not collective."""
-
-    @abstractmethod
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the versions, hardware and settings on which the exact bits of training results depend. Runs with
-        equal fingerprints and equal inputs have equal weight digests."""
+        return None
 
 
 class TrainBackend(ABC):
     """A training engine's implementation: prepares ranks and builds engines. The driver imports it without torch."""
 
-    checkpoint_format: ClassVar[str]  # of the directories that `TrainEngine.save` writes
+    checkpoint_format: ClassVar[Literal["torch_dist", "hf"]]  # of the directories that `TrainEngine.save` writes
 
     @abstractmethod
     def rank_environment(self, layout: ParallelLayout, threads: int) -> dict[str, str]:
@@ -321,8 +318,8 @@ class TrainBackend(ABC):
 
 
 @cache
-def train_backend(name: str = "megatron") -> TrainBackend:
-    """Return the training engine that `TRAIN_ENGINES` lists under `name`."""
-    module, _, cls = TRAIN_ENGINES[name].partition(":")
+def train_backend() -> TrainBackend:
+    """Return the training engine."""
+    module, _, cls = TRAIN_ENGINE.partition(":")
     backend: TrainBackend = getattr(importlib.import_module(module), cls)()
     return backend

@@ -99,17 +99,12 @@ class PostTrainConfig(StageConfig):
 
     @model_validator(mode="after")
     def _check_retention(self) -> PostTrainConfig:
-        """Check that --keep-best names an evaluation metric of the run and is given with --keep-checkpoints."""
-        best, names = self.run.keep_best, [name for name, _ in self.eval.eval_prompt_data]
-        if best is not None and self.run.keep_checkpoints is None:
+        """Check that --keep-best is given with --keep-checkpoints."""
+        if self.run.keep_best is not None and self.run.keep_checkpoints is None:
             raise OptionError(
-                f"--keep-best {best} has no effect without --keep-checkpoints (all checkpoints are kept): add "
-                "--keep-checkpoints N"
+                f"--keep-best {self.run.keep_best} has no effect without --keep-checkpoints (all checkpoints are "
+                "kept): add --keep-checkpoints N"
             )
-        metrics = [f"eval/{name}" for name in names]
-        if best is not None and not best.startswith(tuple(metrics)):  # check_keep_best of preflight is stricter
-            given = ", ".join(metrics) or "none, because --eval-prompt-data is not given"
-            raise OptionError(f"--keep-best {best} does not match any evaluation metric of this run ({given})")
         return self
 
     @model_validator(mode="after")
@@ -119,12 +114,12 @@ class PostTrainConfig(StageConfig):
         if self.run.colocate and engines not in (None, ranks):
             raise OptionError(
                 f"--colocate puts the engines on the trainer's {ranks} GPUs, but --rollout-num-gpus is {engines}: "
-                "omit one of them"
+                "drop --rollout-num-gpus to share them, or --colocate to use others"
             )
         if self.run.offloads_engines and self.rollout.rollout_external_engine_addrs:
             raise OptionError(
                 "--offload-rollout (or --colocate) cannot be combined with --rollout-external-engine-addrs, because "
-                "external engines keep their memory: omit one of them"
+                "external engines keep their memory: drop --offload-rollout and --colocate"
             )
         return self
 
@@ -136,17 +131,18 @@ class PostTrainConfig(StageConfig):
         if run.generates_ahead and run.alternates_trainer_and_engines:
             raise OptionError(
                 f"{mode} generates while the trainer works, but with --colocate, --offload-train or --offload-rollout "
-                "trainer and engines use the memory in turns: omit one of them"
+                f"trainer and engines use the memory in turns: drop {mode}, or these options"
             )
         if run.offloads_engines and run.update_weights_interval > 1:
             raise OptionError(
                 f"--update-weights-interval {run.update_weights_interval} leaves weights in the engines for several "
-                "rounds, but with --colocate or --offload-rollout they release them after each: omit one of them"
+                "rounds, but with --colocate or --offload-rollout they release them after each: give an interval of 1, "
+                "or drop these options"
             )
         if self.eval.eval_mode == "apart" and run.alternates_trainer_and_engines:
             raise OptionError(
                 "--eval-mode apart evaluates while the trainer works, but with --colocate, --offload-train or "
-                "--offload-rollout trainer and engines use the memory in turns: omit one of them"
+                "--offload-rollout trainer and engines take turns: drop --eval-mode apart, or these options"
             )
         if self.eval.eval_mode == "apart" and not self.eval.eval_prompt_data:
             raise OptionError(
@@ -178,12 +174,12 @@ class PostTrainConfig(StageConfig):
             if value:
                 raise OptionError(
                     f"{flag} cannot be combined with --async-mode streaming, in which rounds have no end at which "
-                    "groups are aborted or returned to a data source: omit one of them"
+                    f"groups are aborted or returned to a data source: drop {flag}, or --async-mode streaming"
                 )
         if run.check_weight_update_equal:
             raise OptionError(
                 "--check-weight-update-equal cannot be combined with --async-mode streaming, because it overwrites the "
-                "weights while requests use them: omit one of them"
+                "weights while requests use them: drop --check-weight-update-equal"
             )
         if run.update_weights_interval > run.max_staleness + 1:
             raise OptionError(

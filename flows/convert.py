@@ -136,7 +136,8 @@ def check_megatron_names_options(options: ConvertConfig) -> None:
     hf_only = {"--export-dtype": options.export_dtype, "--vocab-size": options.export_vocab_size}
     if options.convert_load and (unfit := [flag for flag, value in hf_only.items() if value is not None]):
         raise OptionError(
-            f"{unfit[0]} applies to Hugging Face files, but --megatron-names writes torch_dist: leave out one of them"
+            f"{unfit[0]} applies to Hugging Face files, but --megatron-names writes torch_dist: leave out {unfit[0]}, "
+            "or --megatron-names to write Hugging Face files"
         )
 
 

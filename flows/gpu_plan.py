@@ -49,12 +49,12 @@ class GpuPlan:
         `offload_train`: the trainer frees its memory while the engine generates; `offload_rollout`: the engine frees
         its memory while the trainer works.
         """
-        from penstock.engines.megatron.memory_plan import colocated_peak_bytes
+        from penstock.engines.megatron.memory_plan import RUNTIME
 
         assert self.trainer and self.engine, "only a trainer and an engine can share a GPU"
-        return colocated_peak_bytes(
-            self.trainer, self.engine.static_bytes, offload_train=offload_train, offload_rollout=offload_rollout
-        )
+        training = self.trainer.peak_bytes + (0 if offload_rollout else self.engine.static_bytes)
+        rollout = self.engine.static_bytes + RUNTIME + (0 if offload_train else self.trainer.resident_bytes)
+        return max(training, rollout)
 
 
 def plan_gpu_memory(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_bytes: int) -> GpuPlan:

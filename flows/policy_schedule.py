@@ -1,4 +1,4 @@
-"""Who uses the policy, and when: the one place that decides it. docs/design/0024-who-uses-the-policy.md has a picture.
+"""Who uses the policy, and when: the one place that decides it. docs/design/0027-who-uses-the-policy.md has a picture.
 
 Four actions use the policy: a round is trained, a version is sent to engines (published), a rollout is generated, a
 version is evaluated. Two bounds order them, both in rounds:
@@ -24,7 +24,7 @@ from typing import Literal
 from penstock.storage.preemption import Preempted
 
 
-@dataclass
+@dataclass(eq=False)  # two pools in the same state are still two
 class EngineUse:
     """Who uses a pool of engines. One block opens the pool at a policy version; others join it."""
 
@@ -239,7 +239,7 @@ class PolicyTurns:
         finally:
             with self.change() as schedule:
                 if opened is not None:
-                    pool.serves = False  # nobody joins any more
+                    pool.serves = False  # from now on no user can join
                     schedule.is_reserved &= version is not None  # set by a stream that could not load the weights
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: pool.num_users == 1)

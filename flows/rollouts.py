@@ -164,7 +164,10 @@ class StreamSource(RoundSource):
     round, and again by the next one after a failure or after a round that another driver of the run has committed: an
     old one that was presumed dead, or its successor."""
 
-    _stream: RolloutStream | None = None
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._stream: RolloutStream | None = None
+        self._report: ProgressCallback | None = None  # of the round that is being generated
 
     def generate(self, rollout_id: int) -> Commit:
         """Commit the next groups of the stream as round `rollout_id`, and return the commit."""
@@ -204,7 +207,7 @@ class StreamSource(RoundSource):
 
         session, run, schedule = self.session, self.session.run, self.session.engines.turns.schedule
         return RolloutStream(
-            tasks.rollout_context(session, list, on_progress=lambda done, total: self._report(done, total)),
+            tasks.rollout_context(session, list, on_progress=self._show_progress),
             session.engines.for_stream,
             run.keys.rollout_prefix,
             RolloutRound(
@@ -219,4 +222,6 @@ class StreamSource(RoundSource):
             engine_version=lambda: schedule.trained if schedule.in_engines is None else schedule.in_engines,
         )
 
-    _report: ProgressCallback = staticmethod(lambda done, total: None)
+    def _show_progress(self, done: int, total: int) -> None:
+        if self._report is not None:
+            self._report(done, total)

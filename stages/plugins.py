@@ -1,9 +1,8 @@
 """Load, check and call user-defined functions: rewards, advantage estimators, losses, filters, hooks.
 
 A function is named by a path: `file.py:name`, `pkg.module:name`, `pkg.module.name`, or `file.py`, which stands for one
-function of the file (`with_function_name`). Short functions are
-called in this process through `Plugin`; reward and generate functions, which run in their own processes, threads or
-event loops, are only loaded here (`load_function`).
+function of the file (`with_function_name`). Short functions are called in this process through `Plugin`; reward and
+generate functions, which run in their own processes, threads or event loops, are only loaded here (`load_function`).
 """
 
 from __future__ import annotations
@@ -67,9 +66,8 @@ class Plugin:
     """
 
     def __init__(self, path: str, parameters: Sequence[str], *, default_name: str, timeout: float) -> None:
-        path = with_function_name(path, default_name)
         self.function = load_checked_function(path, default_name, parameters)
-        self.name = describe_path(path)
+        self.name = describe_path(with_function_name(path, default_name))
         self.timeout = timeout
         self._lock = threading.Lock()
 

@@ -60,12 +60,10 @@ def is_run_name(name: str) -> bool:
 TRAINED, BUFFER = "part", "buffer"  # names of a rollout's shards: samples to train on, and groups for a later round
 DEBUG_DATA = "debug_rollout_data"  # role of the file from which --load-debug-rollout-data has committed a rollout
 Kind = Literal["model", "rollout", "step", "checkpoint", "eval", "export"]
+STAGE_KINDS = ("rollout", "step", "checkpoint", "eval", "export")  # of the stages of a run; a model belongs to no run
 
 Record = TypeVar("Record", bound=BaseModel)
 Key = Annotated[str, AfterValidator(validate_key)]  # path relative to the root of the store, validated
-
-
-_ATTEMPT = re.compile(r"(?:runs/[^/]+/(?:checkpoints|exports)/\d+|models)/attempt-[^/]+")
 
 
 def decode_record(model: type[Record], key: str, data: bytes) -> Record:
@@ -132,9 +130,6 @@ class EvalRef(Frozen):
     mean_reward: float
 
 
-COMMIT_VERSION = 2  # format version of commit records
-
-
 class Commit(BaseModel):
     """The commit record of a stage. It is written after all files, by one conditional create, and never changed."""
 
@@ -153,11 +148,8 @@ class Commit(BaseModel):
     created_at: float = Field(default_factory=time.time)  # seconds since the epoch
     seconds: dict[str, float] = Field(default_factory=dict)  # part of the stage -> duration
     summary: dict[str, float] = Field(default_factory=dict)  # metrics: rollout/..., train/..., eval/...
-    state: dict[str, Any] = Field(
-        default_factory=dict
-    )  # input of the next stage or a replay: data cursor, digest of the weights, ...
-
-    record_version: int = Field(default=COMMIT_VERSION, ge=COMMIT_VERSION, le=COMMIT_VERSION)
+    state: dict[str, Any] = Field(default_factory=dict)  # for the next stage or a replay: data cursor, digests, ...
+    record_version: Literal[2] = 2
     digest: str = ""  # hash of all other fields (`record_digest`), set by `encode_commit`
 
     @model_validator(mode="after")
@@ -176,15 +168,26 @@ class Commit(BaseModel):
         return "rescore" if self.kind == "eval" and "samples" in self.inputs else self.kind
 
     @property
+    def started_at(self) -> float:
+        """When the stage began, in seconds since the epoch."""
+        return self.created_at - sum(self.seconds.values())
+
+    @property
     def writer(self) -> str:
         """The run that wrote the files; "" for models, which belong to no run, and for commits without files. In a fork
         it is another run for the commits that are copies of its parent's."""
         parts = (self.attempt or "").split("/")
         return parts[1] if parts[0] == "runs" else ""
 
+    def shards(self, name: str = TRAINED) -> list[FileRecord]:
+        """Return the shards `<name>-00000.parquet`, ... (TRAINED or BUFFER), in the order of their names."""
+        pattern = re.compile(rf"{name}-\d+\.parquet")
+        files = [file for file in self.files if pattern.fullmatch(file.path.rpartition("/")[2])]
+        return sorted(files, key=lambda file: file.path)
+
     def num_samples(self, name: str = TRAINED) -> int:
-        """Return the number of rows in the committed shards `<name>-*.parquet` (TRAINED or BUFFER)."""
-        return sum(file.rows or 0 for file in self.files if file.path.rpartition("/")[2].startswith(f"{name}-"))
+        """Return the number of samples in the shards (TRAINED or BUFFER)."""
+        return sum(file.rows or 0 for file in self.shards(name))
 
 
 def eval_rewards(commit: Commit) -> dict[str, float]:
@@ -283,6 +286,9 @@ def split_stage_key(key: str) -> tuple[str, list[str]]:
         case _:
             length = 0
     return "/".join(parts[:length]), parts[length:]
+
+
+_ATTEMPT = re.compile(r"(?:runs/[^/]+/(?:checkpoints|exports)/\d+|models)/attempt-[^/]+")
 
 
 def attempt_in_path(path: str) -> str | None:

@@ -1,6 +1,6 @@
 """Durable files on a local disk: atomic creation, fsync, deletion, hashes.
 
-Used by store.py for local stores, and by objects.py for temporary local copies of files in an object store.
+Used by file_store.py and store.py for local stores, and by objects.py for local copies of files in an object store.
 """
 
 from __future__ import annotations

@@ -95,9 +95,9 @@ class FileStore:
     def read(self, key: str) -> bytes | None:
         """Return the content of a small file, or None if it does not exist."""
         try:
-            if self.is_local:
-                return self._access_with_retries(lambda: disk.read_file(self.path(key)), key)
-            return self._access_with_retries(lambda: objects.read(self.fs, self.path(key)), key)
+            return self._access_with_retries(
+                lambda: disk.read_file(self.path(key)) if self.is_local else objects.read(self.fs, self.path(key)), key
+            )
         except FileNotFoundError:
             return None
 

@@ -14,7 +14,6 @@ if it is SEALED, `gc` keeps the attempt.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -77,7 +76,7 @@ class Lease:
             process |= {"renewed": time.clock_gettime(_CLOCK)}
             self.store.replace(self.key, json.dumps(process).encode())
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in disk.FULL:
                 raise
             self.store.replace(self.key, b"")  # possible on a full disk; the holder is then unknown to others
 

@@ -1,4 +1,5 @@
-"""Retries and transfers for object stores. All functions take full paths; keys, runs and commits are in store.py.
+"""Retries and transfers for object stores. All functions take full paths; keys and commits are in file_store.py and
+store.py.
 
 Three layers retry. botocore and s3fs repeat single requests (one part of an upload, one range of a download) after a
 5xx status, throttling or a broken connection. This module repeats a whole operation when their retries failed, or

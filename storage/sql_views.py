@@ -8,8 +8,9 @@ are those that commit records list; their hashes are not verified (`penstock ver
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import reduce
 from operator import and_
@@ -19,9 +20,10 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs as pafs
 
-from penstock.storage.commit import BUFFER, TRAINED, Commit, RunKeys, commit_key
+from penstock.storage.commit import BUFFER, Commit, RunKeys, commit_key
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import OptionError, PenstockError, RunError
+from penstock.storage.file_store import NUM_REQUESTS
 from penstock.storage.history.run_record import RunRecord, read_run_record
 from penstock.storage.maintenance.deletion import expired_versions, is_removed, read_tombstone
 from penstock.storage.samples.sample import SCHEMA
@@ -44,11 +46,13 @@ VIEWS = {  # name -> content, in the order in which `penstock query` lists them
     "trained_tokens": "one row per sample of a trained round: what the trainer computed for each trained token",
 }
 
-_NUM_REQUESTS = 16  # commit records read in parallel from an object store
-_RUN, _VERSION, _TIME = ("run", pa.string()), ("policy_version", pa.int64()), ("created_at", pa.timestamp("us"))
-_SAMPLES = pa.schema([_RUN, _VERSION, *SCHEMA])
-_EVAL_SAMPLES = pa.schema([_RUN, _VERSION, ("data_set", pa.string()), *SCHEMA])
-_TRAINED_TOKENS = pa.schema([_RUN, ("rollout_id", pa.int64()), *TOKENS_SCHEMA])
+_RUN, _VERSION = ("run", pa.string()), ("policy_version", pa.int64())
+_SHARDS = {
+    "samples": pa.schema([_RUN, _VERSION, *SCHEMA]),
+    "_buffered": pa.schema([_RUN, _VERSION, *SCHEMA]),
+    "eval_samples": pa.schema([_RUN, _VERSION, ("data_set", pa.string()), *SCHEMA]),
+    "trained_tokens": pa.schema([_RUN, ("rollout_id", pa.int64()), *TOKENS_SCHEMA]),
+}
 _STEP_METRICS = {  # column of `steps` -> metric of the commit
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
@@ -58,49 +62,27 @@ _STEP_METRICS = {  # column of `steps` -> metric of the commit
     "train_rollout_logprob_abs_diff": "train/train_rollout_logprob_abs_diff",
     "tokens_per_second": "perf/actor_train_tok_per_s",
 }
+_INTEGERS = "num_rollouts num_steps forked_at rollout_id policy_version index bytes rows num_prompts num_samples"
+_TYPES = {  # column -> type, of all columns of _TABLES that are not text
+    **dict.fromkeys([*_INTEGERS.split(), "source_epoch", "source_file", "source_row"], pa.int64()),
+    **dict.fromkeys([*_STEP_METRICS, "seconds", "value", "mean_reward", "ci_low", "ci_high"], pa.float64()),
+    **dict.fromkeys(["created_at", "expired_at"], pa.timestamp("us")),
+    "expired": pa.bool_(),
+    "seconds_by_part": pa.map_(pa.string(), pa.float64()),
+}
+_COLUMNS = {
+    "runs": "run flow num_rollouts num_steps parent forked_at created_at code_version config_hash config",
+    "commits": "run kind index policy_version created_at attempt bytes rows seconds seconds_by_part config_hash "
+    "code_version key",
+    "metrics": "run kind index name value",
+    "evaluations": "run policy_version data_set mean_reward ci_low ci_high num_prompts num_samples created_at",
+    "checkpoints": "run policy_version bytes uri created_at expired expired_at expired_reason",
+    "steps": f"run rollout_id policy_version {' '.join(_STEP_METRICS)} seconds created_at",
+    "_dropped": "run rollout_id policy_version group_id reason source_epoch source_file source_row",
+}
 _TABLES = {
-    "runs": pa.schema(
-        [
-            *(_RUN, ("flow", pa.string()), ("num_rollouts", pa.int64()), ("num_steps", pa.int64())),
-            *(("parent", pa.string()), ("forked_at", pa.int64()), _TIME),
-            *(("code_version", pa.string()), ("config_hash", pa.string()), ("config", pa.string())),
-        ]
-    ),
-    "commits": pa.schema(
-        [
-            *(_RUN, ("kind", pa.string()), ("index", pa.int64()), _VERSION, _TIME, ("attempt", pa.string())),
-            *(("bytes", pa.int64()), ("rows", pa.int64()), ("seconds", pa.float64())),
-            *(("seconds_by_part", pa.map_(pa.string(), pa.float64())), ("config_hash", pa.string())),
-            *(("code_version", pa.string()), ("key", pa.string())),
-        ]
-    ),
-    "metrics": pa.schema(
-        [_RUN, ("kind", pa.string()), ("index", pa.int64()), ("name", pa.string()), ("value", pa.float64())]
-    ),
-    "evaluations": pa.schema(
-        [
-            *(_RUN, _VERSION, ("data_set", pa.string()), ("mean_reward", pa.float64()), ("ci_low", pa.float64())),
-            *(("ci_high", pa.float64()), ("num_prompts", pa.int64()), ("num_samples", pa.int64()), _TIME),
-        ]
-    ),
-    "checkpoints": pa.schema(
-        [
-            *(_RUN, _VERSION, ("bytes", pa.int64()), ("uri", pa.string()), _TIME, ("expired", pa.bool_())),
-            *(("expired_at", pa.timestamp("us")), ("expired_reason", pa.string())),
-        ]
-    ),
-    "steps": pa.schema(
-        [
-            *(_RUN, ("rollout_id", pa.int64()), _VERSION, *((name, pa.float64()) for name in _STEP_METRICS)),
-            *(("seconds", pa.float64()), _TIME),
-        ]
-    ),
-    "_dropped": pa.schema(
-        [
-            *(_RUN, ("rollout_id", pa.int64()), _VERSION, ("group_id", pa.string()), ("reason", pa.string())),
-            *(("source_epoch", pa.int64()), ("source_file", pa.int64()), ("source_row", pa.int64())),
-        ]
-    ),
+    name: pa.schema([(column, _TYPES.get(column, pa.string())) for column in columns.split()])
+    for name, columns in _COLUMNS.items()
 }
 _PROMPTS_OF_SHARDS = """
     select run, rollout_id, policy_version, group_id, '{fate}' as fate, null::varchar as reason,
@@ -132,24 +114,7 @@ class _Shard:
     constants: dict[str, str | int]
 
 
-@dataclass
-class _Contents:
-    """The rows of the views of commits, and the shards of the views of samples."""
-
-    rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {name: [] for name in _TABLES})
-    samples: list[_Shard] = field(default_factory=list)
-    buffered: list[_Shard] = field(default_factory=list)
-    eval_samples: list[_Shard] = field(default_factory=list)
-    trained_tokens: list[_Shard] = field(default_factory=list)
-
-    def extend(self, other: _Contents) -> None:
-        """Add the rows and shards of `other`."""
-        for name, rows in other.rows.items():
-            self.rows[name] += rows
-        self.samples += other.samples
-        self.buffered += other.buffered
-        self.eval_samples += other.eval_samples
-        self.trained_tokens += other.trained_tokens
+Contents = defaultdict[str, list[Any]]  # name in _TABLES -> rows; name in _SHARDS -> _Shard
 
 
 def open_connection(store: Store, runs: Sequence[str]) -> tuple[duckdb.DuckDBPyConnection, dict[str, str]]:
@@ -163,19 +128,20 @@ def open_connection(store: Store, runs: Sequence[str]) -> tuple[duckdb.DuckDBPyC
         raise OptionError(
             "penstock query needs DuckDB, which is not installed: pip install 'penstock-rl[query]'"
         ) from error
-    contents, problems = _Contents(), {}
+    contents, problems = Contents(list), {}
     for run in runs:
         try:
-            contents.extend(read_run(store, RunKeys(run)))
+            of_run = read_run(store, RunKeys(run))
         except (PenstockError, OSError) as error:
             problems[run] = str(error)
+            continue
+        for name, entries in of_run.items():
+            contents[name] += entries
     connection = duckdb.connect(":memory:")
     for name, schema in _TABLES.items():
-        connection.register(name, pa.Table.from_pylist(contents.rows[name], schema=schema))
-    connection.register("samples", _dataset(store, _SAMPLES, contents.samples))
-    connection.register("_buffered", _dataset(store, _SAMPLES, contents.buffered))
-    connection.register("eval_samples", _dataset(store, _EVAL_SAMPLES, contents.eval_samples))
-    connection.register("trained_tokens", _dataset(store, _TRAINED_TOKENS, contents.trained_tokens))
+        connection.register(name, pa.Table.from_pylist(contents[name], schema=schema))
+    for name, schema in _SHARDS.items():
+        connection.register(name, _dataset(store, schema, contents[name]))
     for statement in (_PROMPTS, *_SETTINGS):
         connection.execute(statement)
     return connection, problems
@@ -208,9 +174,9 @@ def list_columns(connection: duckdb.DuckDBPyConnection) -> dict[str, list[tuple[
 # ---- reading a run ---------------------------------------------------------------------------------------------------
 
 
-def read_run(store: Store, keys: RunKeys) -> _Contents:
+def read_run(store: Store, keys: RunKeys) -> Contents:
     """Return the contents of one run. They are empty if it was removed, or has neither a record nor commits."""
-    contents = _Contents()
+    contents = Contents(list)
     if is_removed(store, keys):
         return contents
     record = read_run_record(store, keys)
@@ -219,9 +185,9 @@ def read_run(store: Store, keys: RunKeys) -> _Contents:
         if prefixes:
             raise RunError("run.json is missing: restore it from a backup")
         return contents
-    commits = map_in_threads(store.committed, prefixes, 1 if store.is_local else _NUM_REQUESTS)
+    commits = map_in_threads(store.committed, prefixes, 1 if store.is_local else NUM_REQUESTS)
     committed = [(prefix, commit) for prefix, commit in zip(prefixes, commits, strict=True) if commit is not None]
-    contents.rows["runs"].append(run_row(keys.run, record, [commit for _, commit in committed]))
+    contents["runs"].append(run_row(keys.run, record, [commit for _, commit in committed]))
     for prefix, commit in committed:
         add_commit(contents, store, keys.run, prefix, commit)
     for version in expired_versions(store, keys):
@@ -229,7 +195,7 @@ def read_run(store: Store, keys: RunKeys) -> _Contents:
         if tombstone is not None and store.committed(keys.checkpoint_prefix(version)) is None:
             row = _checkpoint_row(store, keys.run, tombstone.commit)
             row |= {"expired": True, "expired_at": _timestamp(tombstone.expired_at), "expired_reason": tombstone.why}
-            contents.rows["checkpoints"].append(row)
+            contents["checkpoints"].append(row)
     return contents
 
 
@@ -246,49 +212,46 @@ def run_row(run: str, record: RunRecord, commits: list[Commit]) -> dict[str, Any
     }
 
 
-def add_commit(contents: _Contents, store: Store, run: str, prefix: str, commit: Commit) -> None:
+def add_commit(contents: Contents, store: Store, run: str, prefix: str, commit: Commit) -> None:
     """Add the rows and shards of one commit of `run`. A fork's commits also list files of its parent's attempts, so the
     run is that of the record's directory, not that of its files."""
-    rows, version = contents.rows, commit.policy_version
+    version = commit.policy_version
+    place: dict[str, str | int]
     created_at, seconds = _timestamp(commit.created_at), sum(commit.seconds.values())
     common = {"run": run, "kind": commit.listed_kind, "index": commit.index}
     row = commit.model_dump(include={"attempt", "config_hash", "code_version"})
     row |= {"bytes": sum(file.bytes for file in commit.files), "rows": sum(file.rows or 0 for file in commit.files)}
     row |= {"policy_version": version, "created_at": created_at, "key": commit_key(prefix)}
-    rows["commits"].append(common | row | {"seconds": seconds, "seconds_by_part": list(commit.seconds.items())})
-    rows["metrics"] += [common | {"name": name, "value": value} for name, value in commit.summary.items()]
+    contents["commits"].append(common | row | {"seconds": seconds, "seconds_by_part": list(commit.seconds.items())})
+    contents["metrics"] += [common | {"name": name, "value": value} for name, value in commit.summary.items()]
     if commit.kind == "rollout":
-        place: dict[str, str | int] = {"run": run, "policy_version": version, "rollout_id": commit.index}
-        contents.samples += _shards(commit, TRAINED, place)
-        contents.buffered += _shards(commit, BUFFER, place)
+        place = {"run": run, "policy_version": version, "rollout_id": commit.index}
+        contents["samples"] += [_Shard(shard.path, place) for shard in commit.shards()]
+        contents["_buffered"] += [_Shard(shard.path, place) for shard in commit.shards(BUFFER)]
         for group in commit.state.get("dropped", []):
             row = place | {"group_id": group["group_id"], "reason": group["reason"]}
             source = group.get("source") or {}
-            rows["_dropped"].append(row | {f"source_{name}": source.get(name) for name in ("epoch", "file", "row")})
+            contents["_dropped"].append(row | {f"source_{name}": source.get(name) for name in ("epoch", "file", "row")})
     elif commit.kind == "eval":
         data_set = prefix.rpartition("/")[2]
         metric, summary = f"eval/{data_set}", commit.summary
         columns = {"mean_reward": "", "ci_low": "-ci_low", "ci_high": "-ci_high", "num_prompts": "/num_prompts"}
         scores = {column: summary.get(metric + suffix) for column, suffix in columns.items()}
-        rows["evaluations"].append(
+        contents["evaluations"].append(
             {"run": run, "policy_version": version, "data_set": data_set, "created_at": created_at}
             | {**scores, "num_samples": commit.num_samples()}
         )
-        contents.eval_samples += _shards(commit, TRAINED, {"run": run, "policy_version": version, "data_set": data_set})
+        place = {"run": run, "policy_version": version, "data_set": data_set}
+        contents["eval_samples"] += [_Shard(shard.path, place) for shard in commit.shards()]
     elif commit.kind == "checkpoint":
-        rows["checkpoints"].append(_checkpoint_row(store, run, commit))
+        contents["checkpoints"].append(_checkpoint_row(store, run, commit))
     elif commit.kind == "step":
         metrics = {column: commit.summary.get(name) for column, name in _STEP_METRICS.items()}
         step = {"run": run, "rollout_id": commit.index, "policy_version": version}
-        rows["steps"].append(step | metrics | {"seconds": seconds, "created_at": created_at})
-        contents.trained_tokens += [
+        contents["steps"].append(step | metrics | {"seconds": seconds, "created_at": created_at})
+        contents["trained_tokens"] += [
             _Shard(file.path, {"run": run, "rollout_id": commit.index}) for file in commit.files
         ]
-
-
-def _shards(commit: Commit, name: str, constants: dict[str, str | int]) -> list[_Shard]:
-    paths = [file.path for file in commit.files]
-    return [_Shard(path, constants) for path in paths if path.rpartition("/")[2].startswith(f"{name}-")]
 
 
 def _checkpoint_row(store: Store, run: str, commit: Commit) -> dict[str, Any]:

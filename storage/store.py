@@ -16,11 +16,8 @@ from pathlib import Path
 
 from penstock.storage import disk, leases, objects
 from penstock.storage.commit import Commit, FileRecord, RunKeys, commit_key, encode_commit
-from penstock.storage.disk import hash_file
 from penstock.storage.failpoints import failpoint
-from penstock.storage.file_store import NUM_REQUESTS, FileStore, StoredFile
-
-__all__ = ["AttemptFiles", "Store", "StoredFile", "committed_prefixes", "hash_file", "read_commits"]
+from penstock.storage.file_store import NUM_REQUESTS, FileStore
 
 
 @dataclass
@@ -136,6 +133,11 @@ class Store(FileStore):
 
     # ---- listings ----------------------------------------------------------------------------------------------------
 
+    def committed_names(self, directory: str) -> builtins.list[str]:
+        """Return the sorted names of the stages with a commit record directly under a directory, as it is listed."""
+        suffix = commit_key("")
+        return [name.removesuffix(suffix) for name in self.list(directory) if name.endswith(suffix)]
+
     def committed_indices(self, prefix: str) -> builtins.list[int]:
         """Return the indices of the commits under a directory such as `runs/x/rollouts`, ascending.
 
@@ -143,9 +145,7 @@ class Store(FileStore):
         Rounds are consecutive, so rollouts and steps that the listing lacks are looked up one by one. Commits of other
         kinds may have been deleted since the listing, so those that it contains are looked up again.
         """
-        suffix = commit_key("")
-        names = [name.removesuffix(suffix) for name in self.list(prefix) if name.endswith(suffix)]
-        listed = {int(name) for name in names if name.isdigit()}
+        listed = {int(name) for name in self.committed_names(prefix) if name.isdigit()}
         if prefix.rsplit("/", 1)[-1] not in ("rollouts", "steps"):
             return sorted(self._select_committed(prefix, listed))
         committed = listed | self._select_committed(prefix, set(range(max(listed, default=-1))) - listed)
@@ -172,7 +172,6 @@ def committed_prefixes(store: Store, keys: RunKeys) -> list[str]:
 
     The commit record of a stage is at `commit_key(prefix)`.
     """
-    suffix = commit_key("")
     prefixes = [
         f"{keys.prefix}/{kind}/{index:06d}"
         for kind in ("rollouts", "steps", "checkpoints", "exports")
@@ -180,9 +179,7 @@ def committed_prefixes(store: Store, keys: RunKeys) -> list[str]:
     ]
     for version in store.list(f"{keys.prefix}/evals"):
         directory = f"{keys.prefix}/evals/{version}"
-        prefixes += [
-            f"{directory}/{name.removesuffix(suffix)}" for name in store.list(directory) if name.endswith(suffix)
-        ]
+        prefixes += [f"{directory}/{name}" for name in store.committed_names(directory)]
     return prefixes
 
 

@@ -1,4 +1,5 @@
-"""Model families: reading a `config.json`, and the mapping between Hugging Face and Megatron tensors.
+"""Model families: reading a `config.json`, the mapping between Hugging Face and Megatron tensors, and the number of
+parameters of a rank.
 
 A new family is one file that defines a `Family` and is listed in FAMILIES, or an external file (`--model-family-path`).
 Does not import torch.
@@ -20,7 +21,7 @@ from penstock.engines.families.glm4 import GLM, GLM4, GLM4_MOE
 from penstock.engines.families.llama import LLAMA, QWEN2, QWEN3
 from penstock.engines.families.qwen3_moe import QWEN3_MOE
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.families.tensor_rows import TensorLayout, TensorRow
+from penstock.engines.families.tensor_rows import EMBEDDING, HEAD, TensorLayout, TensorRow
 from penstock.storage.errors import ModelError, PenstockError, PluginError
 
 FAMILIES = {  # architecture -> family
@@ -28,6 +29,8 @@ FAMILIES = {  # architecture -> family
     for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, DEEPSEEK_V3)
 }
 MAX_EXPERT_MATRICES = 1_000_000  # upper limit of (number of layers) x (experts per layer)
+REPLICATED = re.compile(r"layernorm|router\.|_down_proj\.")  # Megatron names of weights that every tensor rank holds
+FROZEN = ".expert_bias"  # suffix of the names of frozen buffers, which are not counted as parameters
 
 
 def read_shape(directory: str | Path, family_path: str | None = None) -> ModelShape:
@@ -159,11 +162,6 @@ def _check_sizes(shape: ModelShape, config: ConfigEntries) -> None:
                 "which exceeds the number of experts that routing can select",
                 "correct config.json",
             )
-
-
-EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-REPLICATED = re.compile(r"layernorm|router\.|_down_proj\.")  # Megatron names of weights that every tensor rank holds
-FROZEN = ".expert_bias"  # suffix of the names of frozen buffers, which are not counted as parameters
 
 
 @dataclass(frozen=True)

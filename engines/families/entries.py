@@ -186,7 +186,7 @@ def check_model_files(directory: Path) -> None:
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         try:
             status = path.stat()
-        except OSError:  # a broken link: whoever needs the file reports it
+        except OSError:  # a broken link: reported where the file is read
             continue
         if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
             raise ModelError(f"{path} is a pipe or a device instead of a file: remove it from the model's directory")

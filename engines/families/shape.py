@@ -81,9 +81,8 @@ class ModelShape(BaseModel):
 
     architecture: str  # exact entry of config.json's `architectures`
     family: str  # `Family.name`
-    family_path: str | None = Field(
-        None, exclude_if=lambda path: path is None
-    )  # --model-family-path of an external family
+    # --model-family-path of an external family
+    family_path: str | None = Field(None, exclude_if=lambda path: path is None)
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int

@@ -23,6 +23,8 @@ from penstock.storage.errors import ModelError
 if TYPE_CHECKING:
     from torch import Tensor
 
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"  # Megatron's names
+
 
 class Op(Protocol):
     """Conversion between a Megatron tensor and the corresponding Hugging Face tensors. `name` is the Megatron tensor's
@@ -228,10 +230,10 @@ def embedding_rows(shape: ModelShape) -> list[TensorRow]:
     head = "lm_head.weight"
     copies = (head,) if shape.tied_embeddings else ()  # Qwen3-0.6B on the hub stores the tied head too
     rows = [
-        TensorRow("embedding.word_embeddings.weight", vocab, {"model.embed_tokens.weight": size}, copies=copies),
+        TensorRow(EMBEDDING, vocab, {"model.embed_tokens.weight": size}, copies=copies),
         TensorRow("decoder.final_layernorm.weight", Same(), {"model.norm.weight": (shape.hidden_size,)}),
     ]
-    return rows if shape.tied_embeddings else [*rows, TensorRow("output_layer.weight", vocab, {head: size})]
+    return rows if shape.tied_embeddings else [*rows, TensorRow(HEAD, vocab, {head: size})]
 
 
 def norm_rows(shape: ModelShape) -> list[TensorRow]:

@@ -68,10 +68,8 @@ class MegatronEngine(TrainEngine):
         layout: parallel sizes, the same as passed to `init_parallel`.
         dtype: dtype of weights and computation. Optimizer states are fp32 in either case, and so are gradient buffers,
             unless the option grad_reduce_in_fp32 is False: then they have the dtype of the weights.
-        optimizer: values of lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad, lr_decay_style,
-            lr_warmup_iters and, unless lr_decay_style is constant, lr_decay_iters; optionally `frozen`, the global
-            names of the parameters that are not trained, or `lora`, the `LoraOptions` of adapters, which are then the
-            only trained parameters.
+        optimizer: the values of `EngineBuild.optimizer`, and optionally `frozen`, the global names of the parameters
+            that are not trained, or `lora`, as `EngineBuild.lora`.
         overrides: user-defined `megatron` options (fields of Megatron's dataclasses).
         seed: seed of the random initial weights.
         role: "policy": `head` maps hidden states [n, H] to the logits of this rank's vocabulary shard. "value": a
@@ -135,22 +133,10 @@ class MegatronEngine(TrainEngine):
 
     # ---- one optimizer step ------------------------------------------------------------------------------------------
 
-    def loss_token_slice(self, packed: EnginePack) -> slice | None:
-        if self.context_group is None:
-            return None
-        stream: PackedStream = packed.stream or self.pack_stream(packed)
-        return stream.pack_slice
-
     def pack_stream(self, packed: EnginePack) -> PackedStream:
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         tensor = self.layout.tensor if self.config.sequence_parallel else 1
         return pack_stream(packed, self.device, tensor, size, rank, self.attention_kernel)
-
-    def zero_grad(self) -> None:
-        self._memory.require_on_device("gradients")
-        for chunk in self.wrapped:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
 
     def forward_backward(
         self,
@@ -167,6 +153,10 @@ class MegatronEngine(TrainEngine):
                 f"found {len(microbatches)} micro-batches, but --virtual-pipeline-model-parallel-size needs a multiple "
                 f"of the {self.layout.pipeline} pipeline stages: pass such a number, or drop the option"
             )
+        if not forward_only:
+            for chunk in self.wrapped:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
         iterators = [iter(microbatches) for _ in self.wrapped]
         with torch.no_grad() if forward_only else nullcontext():
             outputs = get_forward_backward_func()(
@@ -207,22 +197,19 @@ class MegatronEngine(TrainEngine):
 
         return hidden, compute_loss
 
-    def optimizer_step(self, num_scheduler_steps: int = 1) -> tuple[bool, float]:
+    def optimizer_step(self) -> tuple[bool, float, float]:
         self._memory.require_on_device("weights", "gradients", "optimizer")
+        learning_rate = self.optimizer.param_groups[0]["lr"]
         updated, grad_norm, _ = self.optimizer.step()
         self.optimizer.zero_grad()  # frees the fp32 copies of bf16 gradients; the gradient buffers are not changed
         self._param_gather.start_all()
         if updated:
-            self.scheduler.step(num_scheduler_steps)
-        return bool(updated), float(grad_norm)
+            self.scheduler.step(1)
+        return bool(updated), float(grad_norm), learning_rate
 
     def reset_optimizer_states(self) -> None:
         self._memory.require_on_device("optimizer")
         zero_adam_state(self.optimizer)
-
-    @property
-    def lr(self) -> float:
-        return self.optimizer.param_groups[0]["lr"]
 
     # ---- weights and checkpoints -------------------------------------------------------------------------------------
 

@@ -101,13 +101,12 @@ class MegatronOptions(StageConfig):
             name = str(spelling).lstrip("-").replace("-", "_")
             if name not in cls.model_fields and name not in ALIASES:
                 near = nearest_name(name, [*cls.model_fields, *ALIASES])
-                hint = (
-                    f"did you mean {near}?" if near else "`penstock train --help-all` lists those that have an effect"
-                )
+                hint = f"did you mean {near}?" if near else "`penstock train --help-all` lists them"
                 raise OptionError(f"[train.megatron] {name[:80]}: no such option: {hint}")
             field, fixed = ALIASES.get(name, (name, ...))
             if fixed is not ... and not isinstance(value, bool):
-                raise OptionError(f"{_flag(name)} is a switch and takes no value; found {str(value)[:80]!r}")
+                flag = "--" + name.replace("_", "-")
+                raise OptionError(f"{flag} is a switch and takes no value; found {str(value)[:80]!r}")
             if fixed is ... or value:  # False: the switch is not set
                 fields[field] = value if fixed is ... else fixed
         if isinstance(fields.get("recompute_modules"), str):  # one module on a command line
@@ -159,7 +158,3 @@ def options_that_change_results(options: dict[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in options.items() if field_meta(fields[name]).mutability == "identity"}
     rounds = ROUNDING_MODULE in (options.get("recompute_modules") or ())
     return kept | ({"recompute_modules": [ROUNDING_MODULE]} if rounds else {})
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

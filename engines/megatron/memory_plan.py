@@ -24,8 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from penstock.engines.families import EMBEDDING, HEAD, RankParameters, count_rank_parameters, tensor_layout
+from penstock.engines.families import RankParameters, count_rank_parameters, tensor_layout
 from penstock.engines.families.shape import ModelShape
+from penstock.engines.families.tensor_rows import EMBEDDING, HEAD
 from penstock.engines.lora import EXPERT, LoraOptions, adapter_targets
 from penstock.engines.parallel_layout import ParallelLayout, has_grouped_experts, split_layers
 
@@ -38,6 +39,7 @@ MOMENTS = 2 * FP32  # bytes per parameter
 RUNTIME = 5 * GIB
 # Parameter elements of a chunk of --optimizer-cpu-offload: 384 MiB of state. A larger parameter is a chunk of its own.
 CHUNK_NUMEL = 2**25
+MLP_PARTS = ("router", "moe", "moe_act", "shared_experts")  # recomputed together by `--recompute-modules moe`
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,15 @@ class TrainerMemory:
     def peak_bytes(self) -> int:
         """Return the GPU bytes in use at the peak of a training step: in the backward pass or in the optimizer step."""
         return self.resident_bytes + max(self.activations + self.temporary, self.update) + RUNTIME
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Activation memory of consecutive layers on one rank, in bytes per token that the rank processes."""
+
+    stored: float  # kept from the forward pass to the backward pass
+    recomputed: float  # additional peak while a part of the layers is recomputed
+    largest: float  # activations of the layer that has most, without recomputation
 
 
 def estimate_trainer_memory(
@@ -231,34 +242,6 @@ def activation_bytes(
         # the head's input, and input and output of the final norm
         stored += residual + 2 * residual / (layout.tensor if layout.sequence_parallel else 1)
     return stored, temporary
-
-
-def colocated_peak_bytes(
-    trainer: TrainerMemory, engine_bytes: int, *, offload_train: bool = False, offload_rollout: bool = False
-) -> int:
-    """Return the peak memory use, in bytes, of a GPU that trainer and engine share.
-
-    Args:
-        trainer: memory of the trainer's rank.
-        engine_bytes: bytes of the engine's weights and KV cache.
-        offload_train: whether the trainer's weights, gradients and optimizer are in host memory during a rollout.
-        offload_rollout: whether the engine's weights and KV cache are released during training.
-    """
-    training = trainer.peak_bytes + (0 if offload_rollout else engine_bytes)
-    rollout = engine_bytes + RUNTIME + (0 if offload_train else trainer.resident_bytes)
-    return max(training, rollout)
-
-
-MLP_PARTS = ("router", "moe", "moe_act", "shared_experts")  # recomputed together by `--recompute-modules moe`
-
-
-@dataclass(frozen=True)
-class LayerActivations:
-    """Activation memory of consecutive layers on one rank, in bytes per token that the rank processes."""
-
-    stored: float  # kept from the forward pass to the backward pass
-    recomputed: float  # additional peak while a part of the layers is recomputed
-    largest: float  # activations of the layer that has most, without recomputation
 
 
 def layer_activations(

@@ -82,10 +82,12 @@ def build_optimizer(
         wrapped: wrapped pipeline chunks of the model.
         config: Megatron's configuration of the model.
         options: values of the options in `ADAM` and `SCHEDULE`.
-        overrides: user-defined Megatron options. With `optimizer_cpu_offload` the moments and main parameters are
+        overrides: Megatron options. With `optimizer_cpu_offload` the moments and main parameters are
             offloaded by `optimizer_offload.py`: all of them, or the fraction `optimizer_offload_fraction`.
     """
-    overrides, fraction = _split_offload_options(overrides)
+    overrides = dict(overrides)  # without the options for offloading, which would enable Megatron's own
+    fraction = overrides.pop("optimizer_offload_fraction", 1.0)
+    fraction = fraction if overrides.pop("optimizer_cpu_offload", False) else 0.0
     missing = [name for name in (*ADAM, *SCHEDULE) if name not in options]
     assert not missing, f"`options` lacks the optimizer options {missing}"
     fixed = {name: options[name] for name in ADAM}
@@ -112,20 +114,6 @@ def build_optimizer(
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
     return optimizer
-
-
-def _split_offload_options(overrides: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """Separate the user's options for optimizer offloading, which would enable Megatron's own offloading, from the
-    other options.
-
-    Returns:
-        the other options, and the fraction of the optimizer state to offload with `optimizer_offload.py`.
-    """
-    overrides = dict(overrides)
-    offload, fraction = overrides.pop("optimizer_cpu_offload", False), overrides.pop("optimizer_offload_fraction", 1.0)
-    if not 0 <= fraction <= 1:
-        raise OptionError(f"megatron option optimizer_offload_fraction = {fraction} is not between 0 and 1: correct it")
-    return overrides, fraction if offload else 0.0
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
@@ -171,8 +159,8 @@ def _single_rank_state_dict(
 
 def _empty_state(optimizer: MegatronOptimizer, empty: Any) -> dict[str, Any]:
     """Return the state dict of `empty`, an inner optimizer without parameters: its param_groups with the step count of
-    the other inner optimizers. On other pipeline stages this optimizer has
-    parameters, and a load needs the step count."""
+    the other inner optimizers. On other pipeline stages this optimizer has parameters, and a load needs the step
+    count."""
     inner = empty.optimizer.state_dict()
     steps = {state["step"].item() for other in inner_optimizers(optimizer) for state in other.state.values()}
     assert len(steps) == 1, f"all parameters must have the same step count, but found {steps}"

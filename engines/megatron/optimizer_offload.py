@@ -106,7 +106,7 @@ class OptimizerOffload:
                 param.untyped_storage().resize_(param.numel() * param.element_size())
             if param in self.moments:
                 self.inner.state[param] |= {name: torch.empty_like(param) for name in MOMENTS}
-        with _on_stream(self._upload_stream):
+        with on_stream(self._upload_stream):
             for on_device, on_host in self._device_host_pairs(chunk):
                 on_device.copy_(on_host, non_blocking=True)
 
@@ -115,7 +115,7 @@ class OptimizerOffload:
         for param in chunk:
             if param in self.main_params:
                 self._weights[param].copy_(param)
-        with _on_stream(self._download_stream):
+        with on_stream(self._download_stream):
             for on_device, on_host in self._device_host_pairs(chunk):
                 on_host.copy_(on_device, non_blocking=True)
 
@@ -203,7 +203,7 @@ def optimizer_tensors_on_device(inner: torch.optim.Optimizer) -> Iterator[Tensor
 
 
 @contextmanager
-def _on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Run the block on a stream, after all earlier work of the current stream; without CUDA, just run it."""
     if stream is None:
         yield

@@ -20,7 +20,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
 from penstock.engines.megatron.optimizer import inner_optimizers
-from penstock.engines.megatron.optimizer_offload import optimizer_tensors_on_device
+from penstock.engines.megatron.optimizer_offload import on_stream, optimizer_tensors_on_device
 from penstock.engines.training import STATE_KINDS, MemorySwitch, StateKind
 
 BUFFER_BYTES = 2**28  # of a host buffer: torch rounds pinned allocations up to a power of two
@@ -107,13 +107,10 @@ class DeviceMemory:
     @contextmanager
     def _copies_on_side_stream(self) -> Iterator[None]:
         """Run the block's copies on the side stream, after all earlier work, and wait until they are finished."""
-        if self._stream is None:
+        with on_stream(self._stream):
             yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _storages(self, kind: StateKind) -> list[UntypedStorage]:
         """Return the storages of a kind of state, each once. Empty storages are left out, and for the optimizer also

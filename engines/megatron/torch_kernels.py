@@ -1,14 +1,11 @@
 """Faster replacements of functions that Megatron takes from TransformerEngine or apex (`patches.py`).
 
-The norm and the scaling of gradients, in one launch each for all parameters.
+`l2_norm` and `scale` process the gradients of all parameters in one launch. Without them Megatron processes tensor by
+tensor, and waits for the GPU at every norm. The arguments are those of apex's functions.
 
-Megatron without TransformerEngine and apex computes both tensor by tensor, and waits for the GPU at every norm. The
-arguments are those of apex's functions, which Megatron calls.
-
-Weight gradients of linear layers, added to the gradient buffer by the matrix product that computes them.
-
-Megatron-core calls these functions for `gradient_accumulation_fusion` in place of apex's extension
-`fused_weight_gradient_mlp_cuda`. Without them a bf16 gradient is written, read again and added to the fp32 buffer.
+The `wgrad_gemm_*` functions, named as in apex's extension `fused_weight_gradient_mlp_cuda`, add weight gradients of
+linear layers to the gradient buffer in the matrix product (`gradient_accumulation_fusion`). Without them a bf16
+gradient is written, read again and added to the fp32 buffer.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from penstock.engines.families.tensor_rows import EMBEDDING, HEAD
 from penstock.engines.megatron.host_memory import hash_tensors
-from penstock.engines.megatron.model.gpt import HEAD, PolicyModel, is_routed_expert_parameter
+from penstock.engines.megatron.model.gpt import PolicyModel, is_routed_expert_parameter
 
-EMBEDDING = "embedding.word_embeddings.weight"
 VOCABULARY = (EMBEDDING, HEAD)  # weights with one row per vocabulary entry
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")

@@ -22,7 +22,7 @@ from penstock.engines.generation import EngineClient, EngineGone
 from penstock.engines.placement import NodeLost, Slot
 from penstock.engines.serving import endpoints
 from penstock.engines.serving.endpoints import engine_url
-from penstock.engines.serving.server import ServerSpec, read_log_tail
+from penstock.engines.serving.server import ServerInfo, ServerSpec, read_log_tail
 from penstock.engines.weights.routes import ProcessPlace
 
 POLL_SECONDS = 0.5  # interval at which a wait for a starting server checks `cancelled`
@@ -38,11 +38,15 @@ class StartCancelled(Exception):
 class Replica(ABC):
     """One inference engine, as seen by `EnginePool` and `Supervisor`."""
 
-    index: int  # position in the pool
-    spec: ServerSpec
     adopted = False  # True if an earlier driver started the server
-    client: EngineClient
     known_url: str | None = None  # address of the server; None while it is starting
+
+    def __init__(self, spec: ServerSpec, index: int, backend: EngineBackend) -> None:
+        self.spec = spec
+        self.index = index  # position in the pool
+        self.backend = backend
+        # Only methods that take an address are used.
+        self.client: EngineClient = backend.connect(lambda: [])
 
     @property
     def label(self) -> str:
@@ -150,14 +154,9 @@ class RayReplica(Replica):
         owner: str,
         backend: EngineBackend,
     ) -> None:
+        super().__init__(spec, index, backend)
         self.cluster = cluster
-        self.spec = spec
-        self.index = index
         self.owner = owner
-        self.backend = backend
-        self.client = backend.connect(
-            lambda: []
-        )  # only its `generates_tokens` and `weight_version` are used, which take an address
         self._place = place
         self._slots: Sequence[Slot] = []
         self._log = ""
@@ -273,15 +272,13 @@ class RayReplica(Replica):
             return False
 
     def place(self) -> ProcessPlace:
-        nodes = [str(self._call_actor("node", rank=rank)) for rank in range(len(self._actors))]
+        servers = self._server_infos()
         gpu_ids = tuple(gpu for slot in self._slots for gpu in slot.gpu_ids)
-        if len(nodes) == 1:
-            return ProcessPlace(nodes[0], gpu_ids, self.pid())
-        of_ranks = [node for node, slot in zip(nodes, self._slots, strict=True) for _ in slot.gpu_ids or ("cpu",)]
-        return ProcessPlace(nodes[0], gpu_ids, self.pid(), tuple(of_ranks))
+        nodes = [info.node for info, slot in zip(servers, self._slots, strict=True) for _ in slot.gpu_ids or ("cpu",)]
+        return ProcessPlace(servers[0].node, gpu_ids, servers[0].pid, tuple(nodes) if len(servers) > 1 else ())
 
     def pid(self) -> int:
-        return int(self._call_actor("pid"))
+        return int(self._call_actor("info").pid)
 
     def log_tail(self, num_lines: int = 25) -> str:
         return str(self._call_actor("log_tail", num_lines))
@@ -338,12 +335,11 @@ class RayReplica(Replica):
                 return
             url = urls[0]
             # Ray may run an actor on another node than its slot says; the slot's GPU ids are then wrong.
-            at_slots = all(slot.node in ("", self._call_actor("node", rank=r)) for r, slot in enumerate(self._slots))
+            servers = self._server_infos()
+            at_slots = all(slot.node in ("", info.node) for slot, info in zip(self._slots, servers, strict=True))
             if url is not None and None not in urls and at_slots:
-                self._log = str(self._call_actor("log_path"))
-                endpoints.set_api_key(
-                    url, self._call_actor("key")
-                )  # an adopted server's key is known only to its actor
+                self._log = servers[0].log
+                endpoints.set_api_key(url, servers[0].key)  # an adopted server's key is known only to its actor
                 self.known_url, self._starts = url, []
                 return
         except ray.exceptions.RayError as error:
@@ -366,6 +362,10 @@ class RayReplica(Replica):
             finished += done[0]
             waiting, timeout = done[1], 0.0
         return [call for call in self._starts if call in finished]
+
+    def _server_infos(self) -> list[ServerInfo]:
+        """Return the information about each server process, by node rank."""
+        return [self._call_actor("info", rank=rank) for rank in range(len(self._actors))]
 
     def _call_actor(self, method: str, *args: Any, rank: int = 0) -> Any:
         """Call a method of the actor with a node rank and return its result."""
@@ -409,13 +409,8 @@ class ExternalReplica(Replica):
     """
 
     def __init__(self, address: str, spec: ServerSpec, index: int, backend: EngineBackend) -> None:
+        super().__init__(spec, index, backend)
         self.address = address
-        self.spec = spec
-        self.index = index
-        self.backend = backend
-        self.client = backend.connect(
-            lambda: []
-        )  # only its `generates_tokens` and `weight_version` are used, which take an address
         self.known_url = self._url = engine_url(address)
         if key := spec.args.get("api_key"):
             endpoints.set_api_key(self._url, key)

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import psutil
 from pydantic import BaseModel, ConfigDict
@@ -80,6 +80,15 @@ class ServerSpec(BaseModel):
         return hashlib.sha256(f"{self.model_dump_json()} {gpu_ids}".encode()).hexdigest()
 
 
+class ServerInfo(NamedTuple):
+    """A server process and what its pool must know to use it."""
+
+    node: str  # Ray's id of the machine
+    pid: int  # of the main process; 0 if it is not started
+    key: str  # API key that every request must carry
+    log: str  # path of the log on the machine
+
+
 class EngineServer(ABC):
     """One inference server process on this machine. Subclasses define its command line and readiness check.
 
@@ -114,7 +123,7 @@ class EngineServer(ABC):
         self.index = index
         self.gpu_ids = gpu_ids
         self.owner = owner
-        self._key = register_secret(str(spec.args.get("api_key") or secrets.token_hex(32)))
+        self.key = register_secret(str(spec.args.get("api_key") or secrets.token_hex(32)))
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
         self._log: Path | None = None
@@ -162,7 +171,7 @@ class EngineServer(ABC):
             self._host = node_address(self.spec.network_interface)
         for last_try in (False, False, True):
             self._launch()
-            endpoints.set_api_key(self.url(), self._key)
+            endpoints.set_api_key(self.url(), self.key)
             while self.alive() and not self._port_was_taken() and time.monotonic() < deadline:
                 if self.is_ready():
                     return self.url()
@@ -194,9 +203,12 @@ class EngineServer(ABC):
         assert self._process is not None, "the server is not started"
         return f"http://{join_address(self._host, self._port)}"
 
-    def key(self) -> str:
-        """Return the API key that every request to the server must carry."""
-        return self._key
+    def info(self) -> ServerInfo:
+        """Return the machine, process, API key and log of the server."""
+        import ray
+
+        pid = self._process.pid if self._process else 0
+        return ServerInfo(ray.get_runtime_context().get_node_id(), pid, self.key, str(self._log or ""))
 
     def alive(self, owner: str | None = None) -> bool:
         """Return whether the server's main process is running, which must end when one of its child processes dies.
@@ -207,17 +219,6 @@ class EngineServer(ABC):
         if owner is not None and owner != self.owner:
             raise RuntimeError("another driver now uses the engines of this run: start only one driver per run")
         return self._process is not None and self._process.poll() is None
-
-    def pid(self) -> int:
-        """Return the process id of the server's main process."""
-        assert self._process is not None, "the server is not started"
-        return self._process.pid
-
-    def node(self) -> str:
-        """Return Ray's id of this machine."""
-        import ray
-
-        return str(ray.get_runtime_context().get_node_id())
 
     def download(self, store: str, store_options: dict[str, Any], commit: Commit) -> str:
         """Download the files of `commit` to this machine and return their directory; `remove_download` deletes it.
@@ -236,10 +237,6 @@ class EngineServer(ABC):
     def remove_download(self) -> None:
         """Remove the directory of the last `download`, if there is one."""
         self._download.close()
-
-    def log_path(self) -> str:
-        """Return the path of the server's log on this machine."""
-        return str(self._log or "")
 
     def log_tail(self, num_lines: int = 25) -> str:
         """Return the last `num_lines` lines of the server's log."""
@@ -270,7 +267,7 @@ class EngineServer(ABC):
     def _launch(self) -> None:
         """Start the server process, with its output in a new log file."""
         spec = self.spec
-        assert self._key, "a server needs an API key"
+        assert self.key, "a server needs an API key"
         if spec.port and self.node_rank == 0:
             self._port = spec.port + self.index
             self._wait_for_free_port()
@@ -282,7 +279,7 @@ class EngineServer(ABC):
             "PYTHONUNBUFFERED": "1",
             "PENSTOCK_SERVER_PARENT": str(os.getpid()),
             "TMPDIR": str(own_temp_directory()),  # removed when this process ends, with the server's sockets and files
-            KEY_VARIABLE: self._key,
+            KEY_VARIABLE: self.key,
         }
         env.setdefault("HF_HUB_OFFLINE", "1")
         if self.rendezvous or spec.several_nodes:

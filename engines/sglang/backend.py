@@ -222,7 +222,7 @@ class SGLangBackend(EngineBackend):
         if options.return_experts and routed:
             raise EngineError(
                 "--use-rollout-routing-replay cannot be combined with --use-router, because SGLang's router drops the "
-                "request for routed experts: omit one of them"
+                "request for routed experts: omit --use-router, or --use-rollout-routing-replay"
             )
         if spec.port:
             with socket.socket() as probe:
@@ -241,12 +241,12 @@ class SGLangBackend(EngineBackend):
         if options.sampling_seeds:
             raise OptionError(
                 "--rollout-sampling-seeds was given, but no GPU was found for the engines, and SGLang samples "
-                "reproducibly only on GPUs: omit it, or use a machine with GPUs"
+                "reproducibly only on GPUs: omit the option, or use a machine with GPUs"
             )
         if is_speculative(check_sglang_args(options.spec.args)):
             raise OptionError(
                 "--sglang-speculative-algorithm was given, but no GPU was found for the engines, and SGLang ignores "
-                "the temperature when it verifies draft tokens on a CPU: omit it, or use a machine with GPUs"
+                "the temperature when it verifies draft tokens on a CPU: omit the option, or use a machine with GPUs"
             )
 
     def check_sharding(self, options: EngineOptions, shape: ModelShape) -> None:
@@ -264,7 +264,7 @@ class SGLangBackend(EngineBackend):
         if online is not None and not (online == "fp8" and quantization):
             raise EngineError(
                 f"--sglang-quantization {online} quantizes the weights while the engine loads them, and weight updates "
-                f"cannot replace such weights: omit it; for fp8 rollouts {copy} and give it as --hf-checkpoint"
+                f"cannot replace such weights: omit the option; for fp8 rollouts {copy} and give it as --hf-checkpoint"
             )
         if quantization and (difference := find_unsupported_entry(quantization)):
             raise ModelError(

@@ -226,30 +226,25 @@ class SGLangClient(EngineClient):
     async def _send_once(self, url: str, body: dict[str, Any], session: str | None) -> list[Generation]:
         """Send a generation request once and return one generation per prompt. Meanwhile it is counted in `_load` and
         listed in `_running`."""
-        # Engines behind a router have the same adapter: streams, whose engines may differ, get merged weights there.
-        with adapter_requests.requesting(url if self.router is None else next(iter(self.urls), "")) as adapter:
-            if adapter is not None:
-                body = {**body, "lora_path": adapter}
-            answers = await self._send_request(url, body, session)
-        version = None if adapter is None else adapter_requests.version_of(adapter)
-        return [
-            parse_generation(answer, self.experts, len(ids), version)
-            for answer, ids in zip(answers, body["input_ids"], strict=True)
-        ]
-
-    async def _send_request(self, url: str, body: dict[str, Any], session: str | None) -> Any:
-        """Send a generation request and return the JSON response."""
         request, n = uuid.uuid4().hex, len(body["input_ids"])
         self._load[url] = self._load.get(url, 0) + n
         self._running[request] = (url, n)
         headers = {ROUTING_KEY: session or request} if self.router else {}
         try:
-            return await self._await_while_engine_listed(
-                url, self._post(url, "/generate", {**body, "rid": request}, headers)
-            )
+            # Behind a router all engines have the same adapter: streams, whose engines may differ, get merged weights.
+            with adapter_requests.requesting(url if self.router is None else next(iter(self.urls), "")) as adapter:
+                own = {"rid": request} if adapter is None else {"rid": request, "lora_path": adapter}
+                answers = await self._await_while_engine_listed(
+                    url, self._post(url, "/generate", {**body, **own}, headers)
+                )
         finally:
             self._load[url] -= n
             del self._running[request]
+        version = None if adapter is None else adapter_requests.version_of(adapter)
+        return [
+            parse_generation(answer, self.experts, len(ids), version)
+            for answer, ids in zip(answers, body["input_ids"], strict=True)
+        ]
 
     async def _choose_engine(self, session: str | None) -> str | None:
         """Wait until an engine that is not in backoff is available, and return its URL.

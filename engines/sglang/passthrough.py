@@ -46,42 +46,28 @@ RESERVED = {
     "max_lora_rank": "--lora-rank",
     "lora_target_modules": "--lora-target-modules",
 }
-_ONE_ROLE = "every engine does both prefill and decode; omit it"
-_ADAPTERS = "engines get their adapters from the trainer; omit it"
-_STORED_KEYS = "its keys and values outlive the weights that computed them; omit it"
-_WEIGHTS = "weights come from --hf-checkpoint and then from the trainer; omit it"
-# Names, or beginnings of names that end with "_", of flags that Penstock cannot serve -> reason and what to do.
-REFUSED = {
-    **dict.fromkeys(
-        ("hicache_storage_", "enable_lmcache", "lmcache_", "enable_flexkv", "flexkv_", "radix_cache_backend"),
-        _STORED_KEYS,
-    ),
-    **dict.fromkeys(
-        ("enable_unified_cache_external_linker", "unified_cache_external_", "enable_streaming_session"), _STORED_KEYS
-    ),
-    "disaggregation_": _ONE_ROLE,
-    "enable_pd_role_switch": _ONE_ROLE,
-    "encoder_": "only text models are supported; omit it",
-    "load_format": _WEIGHTS,
-    "remote_instance_weight_loader_": _WEIGHTS,
-    "lora_": _ADAPTERS,
-    "enable_lora_": _ADAPTERS,
-    "max_loaded_loras": "it would unload adapters that requests still use; omit it",
-    "skip_tokenizer_init": "requests are made of token ids in any case; omit it",
-    "tokenizer_path": "the tokenizer is that of --hf-checkpoint; omit it",
-    "elastic_ep_": "an engine's GPUs do not change; omit it",
-    "ep_join_": "an engine's GPUs do not change; omit it",
+# Reason -> names, or beginnings of names that end with "_", of flags that Penstock cannot serve.
+_REFUSED = {
+    "its keys and values outlive the weights that computed them": "hicache_storage_ enable_lmcache lmcache_ "
+    "enable_flexkv flexkv_ radix_cache_backend enable_unified_cache_external_linker unified_cache_external_ "
+    "enable_streaming_session",
+    "every engine does both prefill and decode": "disaggregation_ enable_pd_role_switch",
+    "only text models are supported": "encoder_",
+    "weights come from --hf-checkpoint and then from the trainer": "load_format remote_instance_weight_loader_",
+    "engines get their adapters from the trainer": "lora_ enable_lora_",
+    "it would unload adapters that requests still use": "max_loaded_loras",
+    "requests are made of token ids in any case": "skip_tokenizer_init",
+    "the tokenizer is that of --hf-checkpoint": "tokenizer_path",
+    "an engine's GPUs do not change": "elastic_ep_ ep_join_",
 }
-# Exceptions to the beginnings of names in REFUSED.
-PASSED_ON = {"lora_backend"}
-UNSUPPORTED = (
-    "omit it, because Penstock's engines all have the same role and are registered with the router by Penstock"
-)
+REFUSED = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
+PASSED_ON = {"lora_backend"}  # exceptions to the beginnings of names in REFUSED
 ROUTER_RESERVED = {
-    "host": "omit it, the router listens on loopback only",
-    "port": "omit it, a free port is chosen",
+    "host": "the router listens on loopback only",
+    "port": "a free port is chosen",
     **dict.fromkeys(
-        ("worker_urls", "prefill", "decode", "pd_disaggregation", "mini_lb", "service_discovery"), UNSUPPORTED
+        ("worker_urls", "prefill", "decode", "pd_disaggregation", "mini_lb", "service_discovery"),
+        "Penstock's engines all have the same role and are registered with the router by Penstock",
     ),
 }
 
@@ -165,8 +151,10 @@ def check_sglang_args(args: Mapping[str, Any]) -> dict[str, Any]:
     known, checked = sglang_flags(), {}
     for key, value in args.items():
         name = key.lstrip("-").replace("-", "_")
-        if reason := reason_for_refusal(name) or (name not in known and DROPPED.get(name)):
-            raise EngineError(f"{_server_flag(name)} is not allowed: {reason}")
+        if reason := reason_for_refusal(name):
+            raise EngineError(f"{_flag(name)} is not allowed: {reason}; omit it")
+        if name in DROPPED and name not in known:
+            raise EngineError(f"{_flag(name)} is not allowed: {DROPPED[name]}")
         name, value = to_current_flag(name, value, set(known))
         _check_known("--sglang-", name, known, "SGLang", "sglang.launch_server")
         checked[name] = value
@@ -181,7 +169,7 @@ def check_router_args(args: Mapping[str, Any]) -> dict[str, Any]:
     checked = {key.lstrip("-").replace("-", "_"): value for key, value in args.items()}
     for name in checked:
         if name in ROUTER_RESERVED:
-            raise EngineError(f"--router-{name.replace('_', '-')} is not allowed: {ROUTER_RESERVED[name]}")
+            raise EngineError(f"{_flag(name, '--router-')} is not allowed: {ROUTER_RESERVED[name]}; omit it")
         _check_known("--router-", name, known, "sglang-router", "sglang_router.launch_router")
     return checked
 
@@ -190,38 +178,38 @@ def _check_known(prefix: str, name: str, known: Collection[str], program: str, m
     """Check that a program has the flag `name`; without a list of its flags (it is not installed) every name passes."""
     if known and name not in known:
         near = nearest_name(name, known)
-        hint = f"did you mean {prefix}{near.replace('_', '-')}?" if near else f"see `python -m {module} --help`"
-        raise EngineError(f"{prefix}{name.replace('_', '-')} is not a flag of the installed {program}: {hint}")
+        hint = f"did you mean {_flag(near, prefix)}?" if near else f"see `python -m {module} --help`"
+        raise EngineError(f"{_flag(name, prefix)} is not a flag of the installed {program}: {hint}")
 
 
 def reason_for_refusal(name: str) -> str:
-    """Return why Penstock refuses a server flag (underscores, without prefix) and what to do, or "" if it does not."""
+    """Return why Penstock refuses a server flag (underscores, without prefix), or "" if it does not."""
     if name in RESERVED:
-        return f"omit it, Penstock sets it from {RESERVED[name]}"
+        return f"Penstock sets it from {RESERVED[name]}"
     if name in PASSED_ON:
         return ""
     beginnings = (key for key in REFUSED if key.endswith("_") and name.startswith(key))
     return REFUSED.get(name) or next((REFUSED[key] for key in beginnings), "")
 
 
-def _server_flag(name: str) -> str:
-    return f"--sglang-{name.strip('_').replace('_', '-')}"
+def _flag(name: str, prefix: str = "--sglang-") -> str:
+    return prefix + name.strip("_").replace("_", "-")
 
 
 def flag_tables() -> dict[str, dict[str, str]]:
     """Return the tables of flags for the reference page; see `EngineBackend.flag_tables`."""
-    refused = {_server_flag(name): f"set from {source}" for name, source in RESERVED.items()}
-    refused |= {_server_flag(name) + ("..." if name.endswith("_") else ""): text for name, text in REFUSED.items()}
-    refused |= {f"--router-{name.replace('_', '-')}": text for name, text in ROUTER_RESERVED.items()}
+    refused = {_flag(name): f"set from {source}" for name, source in RESERVED.items()}
+    refused |= {_flag(name) + ("..." if name.endswith("_") else ""): text for name, text in REFUSED.items()}
+    refused |= {_flag(name, "--router-"): text for name, text in ROUTER_RESERVED.items()}
     renamed = {
-        _server_flag(name): f"means {_server_flag(new)}{'' if value is ... else f' {value}'}"
+        _flag(name): f"means {_flag(new)}{'' if value is ... else f' {value}'}"
         for name, (new, value) in RENAMED.items()
     }
     return {
         "All flags of the installed SGLang are passed on with the prefix `--sglang-`, and those of its router with "
         "`--router-`, except:": refused,
         "Names of older releases, if the installed one does not have them:": renamed
-        | {_server_flag(name): f"refused: {text}" for name, text in DROPPED.items()},
+        | {_flag(name): f"refused: {text}" for name, text in DROPPED.items()},
     }
 
 
@@ -247,7 +235,7 @@ def to_command_line(args: Mapping[str, Any], known: dict[str, ServerFlag] | None
             value = value.lower() == "true"  # Penstock's command line passes values as text
         if value is None or value is False:
             continue
-        argv.append(flag.flag if flag else "--" + name.replace("_", "-"))
+        argv.append(flag.flag if flag else _flag(name, "--"))
         if isinstance(value, (list, tuple)):
             argv += map(text, value)
         elif value is not True:
@@ -271,9 +259,8 @@ RESERVED_SAMPLING = {
     "skip_special_tokens": "use --rollout-skip-special-tokens, because Penstock decodes the text",
 }
 # sglang-router 0.3.2 rebuilds requests from the fields that it knows, and drops these parameters silently (tested).
-DROPPED_BY_ROUTER = (
-    *("stop_regex", "structural_tag", "spaces_between_special_tokens", "stream_interval", "logit_bias"),
-    "custom_params",
+DROPPED_BY_ROUTER = frozenset(
+    ("stop_regex", "structural_tag", "spaces_between_special_tokens", "stream_interval", "logit_bias", "custom_params")
 )
 # Parameters that change the token distribution -> the value with which the parameter has no effect.
 NEUTRAL: dict[str, Any] = {
@@ -305,7 +292,7 @@ def check_sampling(params: Mapping[str, Any], *, routed: bool) -> None:
         if routed and name in DROPPED_BY_ROUTER:
             raise EngineError(
                 f"--rollout-sampling {name} has no effect with --use-router, because SGLang's router drops it: "
-                "omit one of the two"
+                f"omit {name}, or --use-router"
             )
 
 
@@ -314,13 +301,13 @@ def check_sampling_seeds(use_seeds: bool, params: Mapping[str, Any], server_flag
     if use_seeds and params.get("min_p"):
         raise EngineError(
             f"--rollout-sampling min_p={params['min_p']} cannot be combined with --rollout-sampling-seeds, because "
-            "SGLang does not support min_p with seeds: omit one of them"
+            "SGLang does not support min_p with seeds: omit min_p, or --rollout-sampling-seeds"
         )
     flags = {name.replace("-", "_"): value for name, value in server_flags.items()}
     for name in ("enable_deterministic_inference", "rl_on_policy_target"):
         if flags.get(name) not in (None, False) and not use_seeds:
             raise EngineError(
-                f"{_server_flag(name)} makes SGLang sample every request with the same seed, so all "
+                f"{_flag(name)} makes SGLang sample every request with the same seed, so all "
                 "samples of a prompt would be equal: add --rollout-sampling-seeds"
             )
 

@@ -86,11 +86,7 @@ class SGLangRouter:
         self._thread.join()
 
     def set_backends(self, urls: list[str]) -> None:
-        """Set the engines to which the router sends requests; the router is updated asynchronously.
-
-        Args:
-            urls: addresses of the live engines.
-        """
+        """See `RequestRouter`; the router is updated asynchronously."""
         with self._lock:
             if set(self._engines) - set(urls) or not self._engines:
                 self._address = None  # until the router has removed dead engines or registered the first engine

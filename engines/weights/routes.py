@@ -19,6 +19,8 @@ from penstock.storage.commit import Commit
 from penstock.storage.errors import EngineError
 from penstock.storage.store import Store
 
+TIMEOUT = 3600.0  # seconds for the download of a model
+
 
 @dataclass(frozen=True)
 class ProcessPlace:
@@ -81,9 +83,6 @@ def memory_routes(engines: Mapping[str, ProcessPlace], ranks: Sequence[ProcessPl
 def engine_process_id(place: ProcessPlace) -> str:
     """Return "<node id>:<process id>" of an engine, which changes at a restart; "" if the process id is unknown."""
     return f"{place.node}:{place.pid}" if place.pid else ""
-
-
-TIMEOUT = 3600.0  # seconds for the download of a model
 
 
 def add_upload(

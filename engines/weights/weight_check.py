@@ -11,8 +11,8 @@ with the trainer's tensors by name. They are compared through the engine itself,
 A new engine has loaded version 0 from --hf-checkpoint without the trainer. Its checksums must be those of step 1, too:
 otherwise the conversion or the gathering of shards, which steps 1 and 3 have in common, changed a tensor.
 
-An engine's own comparison (`/weights_checker` with `snapshot` and `compare`) is not sufficient: it
-answers for rank 0 only, and the snapshot is equal to the trainer's weights only at the first update.
+An engine's own comparison (`/weights_checker` with `snapshot` and `compare`) is not sufficient: it answers for rank 0
+only, and the snapshot is equal to the trainer's weights only at the first update.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import psutil
 from penstock.flows.commands import plan
 from penstock.flows.commands.local_processes import ListeningPort, listening_ports
 from penstock.flows.install.command import find_distribution
-from penstock.flows.install.uses import USES, Targets, Use
+from penstock.flows.install.uses import GIB, USES, Targets, Use, shared_memory
 from penstock.flows.options.argv import penstock_command, short_repr, split_args
 from penstock.flows.options.flags import STORE_FLAGS, parse_store_options, split_flags
 from penstock.flows.terminal.console import TerminalConsole, print_table
@@ -48,7 +48,6 @@ penstock doctor --ports
                        --actor-num-gpus-per-node (the trainer gets those that --rollout-num-gpus leaves)
   --num-gpus-per-node  GPUs that the run uses on one machine; default 8 with --num-gpus"""
 
-GIB = 1 << 30
 SETUP = f"run `{penstock_command()} setup`"
 TARGETS = {"--ray-address": True, "--mlflow-tracking-uri": True}
 
@@ -81,10 +80,8 @@ def main(argv: list[str]) -> int:
         uses = pool.submit(lambda: [check(targets) for check in USES])
         findings = [finding for future in [pool.submit(check) for check in CHECKS] for finding in future.result()]
     rows = [
-        ("[green]ok[/]", finding.what, finding.found, "")
-        if finding.ok
-        else ("[red]no[/]", finding.what, finding.found, finding.advice)
-        for finding in findings
+        ("[green]ok[/]" if each.ok else "[red]no[/]", each.what, each.found, "" if each.ok else each.advice)
+        for each in findings
     ]
     print_table(("", "what", "found", "what to do"), rows, width=console.width)
     print_uses(uses.result())
@@ -154,29 +151,16 @@ def check_engine() -> list[Finding]:
 
 def check_machine() -> list[Finding]:
     """Check free memory, disk and shared memory."""
-    memory, disk = psutil.virtual_memory().available, shutil.disk_usage(".").free
-    findings = [
+    memory, disk, shared = psutil.virtual_memory().available, shutil.disk_usage(".").free, shared_memory()
+    to_do = "the demo needs about 1 GiB: delete files or change directory"
+    for_shared = "Ray and weight publishing need /dev/shm: docker run --shm-size=8g"
+    return [
         Finding(
             "free memory", memory > 6 * GIB, f"{memory / GIB:.1f} GiB", "the demo needs up to 8 GiB: close programs"
         ),
-        Finding(
-            "free disk here",
-            disk > 2 * GIB,
-            f"{disk / GIB:.0f} GiB",
-            "the demo needs about 1 GiB: delete files or change directory",
-        ),
+        Finding("free disk here", disk > 2 * GIB, f"{disk / GIB:.0f} GiB", to_do),
+        Finding("shared memory", shared > GIB // 2, f"{shared / GIB:.1f} GiB", for_shared),
     ]
-    if Path("/dev/shm").is_dir():
-        shm = shutil.disk_usage("/dev/shm").free
-        findings.append(
-            Finding(
-                "shared memory",
-                shm > GIB // 2,
-                f"{shm / GIB:.1f} GiB",
-                "Ray and weight publishing need /dev/shm: docker run --shm-size=8g",
-            )
-        )
-    return findings
 
 
 def check_store() -> list[Finding]:

@@ -133,12 +133,12 @@ def _comparison_row(store: Store, data_set: str, eval_a: Commit, eval_b: Commit)
 
 _SCORING = {  # section -> options that are accepted
     "rollout": (
-        *("rm_type", "custom_rm_path", "rm_model_path", "rm_url", "reward_key", "reward_timeout"),
-        *("reward_start_timeout", "reward_workers", "allow_row_code", "rm_evaluated_integers"),
+        "rm_type", "custom_rm_path", "rm_model_path", "rm_url", "reward_key", "reward_timeout",
+        "reward_start_timeout", "reward_workers", "allow_row_code", "rm_evaluated_integers",
     ),
     "eval": ("eval_rm_type", "eval_reward_key", "pass_threshold", "log_passrate"),
     "run": ("store", "store_options", "store_single_writer"),
-}
+}  # fmt: skip
 
 
 def rescore_main(argv: list[str]) -> int:
@@ -179,7 +179,7 @@ def parse_scoring_options(argv: list[str]) -> PostTrainConfig:
     if given.eval.eval_rm_type and given.rollout.custom_rm_path:
         raise OptionError(
             f"--eval-rm-type {given.eval.eval_rm_type} and --custom-rm-path {given.rollout.custom_rm_path} "
-            "are both given: leave one out"
+            "are both given: leave out the one that should not grade"
         )
     return given
 

@@ -50,7 +50,7 @@ def export_adapters(reference: str, output: str, rest: list[str]) -> int:
     from penstock.engines.families import read_shape
     from penstock.stages.convert.exported_adapters import export_peft
 
-    config = flags.parse_config(["--convert-load", reference, *rest])
+    config = flags.parse_config(["--convert-load", reference, "--convert-save", output, *rest])
     checkpoint = convert.find_checkpoint(config)
     if not isinstance(checkpoint, Commit):
         raise OptionError(f"penstock export {reference}: --format peft needs a run: give RUN or RUN/VERSION")
@@ -58,8 +58,6 @@ def export_adapters(reference: str, output: str, rest: list[str]) -> int:
     source = recorded.convert
     shape = read_shape(source.hf_checkpoint, source.model_family_path)
     ref = export_peft(open_store(config.run, probe=False), checkpoint, shape, source.hf_checkpoint, output)
-    commit = convert.read_record(*convert.open_parent_store(ref.uri, config.run.store_options))
-    assert commit is not None
-    size = format_bytes(int(commit.summary["export/num_bytes"]))
+    size = format_bytes(int(convert.read_result_commit(config, ref).summary["export/num_bytes"]))
     print(f"adapters of policy {checkpoint.policy_version} of {checkpoint.run} ({size}): {ref.uri}")
     return 0

@@ -223,11 +223,8 @@ def to_dot(graph: LineageGraph, node: Node) -> str:
     return "\n".join(["digraph lineage {", "  rankdir=LR", *lines, "}"])
 
 
-_SHAPES = (
-    {"source": "note", "model": "box3d", "rollout": "folder", "step": "ellipse"}
-    | dict.fromkeys(("checkpoint", "export"), "box3d")
-    | {"eval": "diamond"}
-)
+_SHAPES = {"source": "note", "rollout": "folder", "step": "ellipse", "eval": "diamond"}
+_SHAPES |= dict.fromkeys(("model", "checkpoint", "export"), "box3d")
 
 
 def edges_between(nodes: Iterable[Node]) -> list[tuple[str, str, str]]:

@@ -20,14 +20,13 @@ from penstock.storage.leases import describe_live_drivers
 from penstock.storage.maintenance.deletion import is_removed
 from penstock.storage.secrets import mask_secrets, redact
 from penstock.storage.store import Store
-from penstock.storage.tracking.delivery import read_committed, read_cost_metrics
+from penstock.storage.tracking.delivery import deliver_all, read_committed, read_cost_metrics
 from penstock.storage.tracking.tracker import (
     Committed,
     Record,
     ReportWritten,
     RunEnded,
     RunStarted,
-    deliver_all,
     metric_points,
     report_record_key,
 )
@@ -58,7 +57,7 @@ def main(argv: list[str]) -> int:
     if to not in TRACKERS:
         raise OptionError(f"penstock track needs --to {'|'.join(TRACKERS)}; found {to or 'no --to'}")
     if "--tracking-uri" in own and to != "mlflow":
-        raise OptionError(f"--tracking-uri has no effect with --to {to}: omit it")
+        raise OptionError(f"--tracking-uri has no effect with --to {to}: leave it out")
     store_argv, given = _split_tracker_options(rest, to)
     if "--tracking-uri" in own:
         given["mlflow_tracking_uri"] = own["--tracking-uri"]
@@ -66,11 +65,11 @@ def main(argv: list[str]) -> int:
     store = open_store(where, probe=False)
     refused = 0
     for name in _runs(store, names, all_runs="--all" in own):
-        refused += retell_run(store, RunKeys(name), to, given)
+        refused += send_run(store, RunKeys(name), to, given)
     return 1 if refused else 0
 
 
-def retell_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> int:
+def send_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> int:
     """Send a run's commits to a tracker, and print what was sent. Return the number of refused records."""
     record = read_existing_record(store, keys)
     if to == "wandb" and (drivers := describe_live_drivers(store, keys)):

@@ -50,7 +50,7 @@ FLAGS = {"--cpu": False, "--cuda": False, "--with": True, "--torch-index": True,
 DEFAULT_EXTRAS = "s3,query"
 LOG = "setup.log"  # in sys.prefix
 TORCH, TORCHVISION = "2.13.0", "0.28.0"
-SGLANG = {  # installed without dependencies where there is no CUDA
+SGLANG = {  # installed without dependencies on machines without CUDA
     "sglang": "0.5.21",
     "xgrammar": "0.2.7",
     "apache-tvm-ffi": "0.1.11",

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.flows.terminal.escape import escape_controls
-from penstock.storage.commit import MAX_RUN_NAME, RUN_NAME
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.secrets import redact
 
@@ -84,6 +83,8 @@ def check_run_name(name: str, flag: str = "") -> str:
         RunError: the name has other characters than letters, digits, dot, dash and underscore, begins with another
             character than a letter or digit, or has more than MAX_RUN_NAME characters.
     """
+    from penstock.storage.commit import MAX_RUN_NAME, RUN_NAME  # `penstock setup` runs without its packages
+
     what = f"{flag} {short_repr(name)}" if flag else short_repr(name)
     if not re.fullmatch(RUN_NAME, name):
         raise RunError(

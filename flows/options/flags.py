@@ -85,10 +85,10 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
             for key, value in entries.items():
                 old = target.get(key)
                 target[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
-    cleared: set[str] = set()
+    options_set: set[str] = set()
     for name, args in occurrences:
         if name != "--config":
-            apply_flag(values, name, args, cleared)
+            apply_flag(values, name, args, options_set)
     check_engine_flags(values, [name for name, _ in occurrences])
     apply_custom_config(values)
     return values
@@ -249,7 +249,8 @@ def check_engine_flags(values: Values, flags: Sequence[str]) -> None:
             other = flag.removeprefix("--").partition("-")[0]
             if other not in ("router", engine):
                 raise OptionError(
-                    f"{flag} is an option of --engine {other}, but --engine is {engine}: omit one of them"
+                    f"{flag} is an option of --engine {other}, but --engine is {engine}: drop {flag}, or give --engine "
+                    f"{other}"
                 )
 
 

@@ -11,7 +11,6 @@ from penstock.storage.commit import RunKeys
 
 MAX_DEPTH = 3  # levels of directories below the working directory
 MAX_DIRECTORIES = 5000  # that are looked at
-STORE_FLAGS = ("--store", "--config", "--save")  # flags that say where the store is
 _SKIPPED = {"node_modules", "site-packages", "__pycache__"}
 
 
@@ -26,7 +25,7 @@ def find_nearby_stores(directory: Path | None = None) -> list[str]:
 
 def names_no_store(argv: Sequence[str]) -> bool:
     """Return whether a command line has no flag that says where the store is."""
-    return not {argument.partition("=")[0].replace("_", "-") for argument in argv} & {*STORE_FLAGS}
+    return not {argument.partition("=")[0].replace("_", "-") for argument in argv} & {"--store", "--config", "--save"}
 
 
 def stores_with_run(run: str) -> list[str]:

@@ -12,7 +12,7 @@ class Partner(NamedTuple):
     """Options of one section that need a partner."""
 
     section: str
-    names: tuple[str, ...]
+    names: str  # separated by spaces
     partner: str  # what they need, as the end of the sentence "--x has no effect without ..."
     has_partner: Callable[[PostTrainConfig], object]
 
@@ -25,78 +25,75 @@ PARTNERS = (
     Partner(
         "eval",
         (
-            *("eval_interval", "n_samples_per_eval_prompt", "eval_temperature", "eval_top_p", "eval_top_k"),
-            *("eval_max_response_len", "eval_max_context_len", "eval_input_key", "eval_label_key", "eval_tool_key"),
-            *("eval_rm_type", "eval_reward_key", "skip_eval_before_train", "pass_threshold"),
+            "eval_interval n_samples_per_eval_prompt eval_temperature eval_top_p eval_top_k eval_max_response_len "
+            "eval_max_context_len eval_input_key eval_label_key eval_tool_key eval_rm_type eval_reward_key "
+            "skip_eval_before_train pass_threshold"
         ),
         "a data set: --eval-prompt-data or --eval-config",
         lambda config: config.eval.eval_prompt_data,
     ),
     Partner(
         "rollout",
-        ("eval_function_path",),
+        "eval_function_path",
         "a data set: --eval-prompt-data or --eval-config",
         lambda config: config.eval.eval_prompt_data,
     ),
     Partner(
         "train",
-        ("gamma",),
+        "gamma",
         "--advantage-estimator ppo or reinforce_plus_plus",
         _estimator("ppo", "reinforce_plus_plus"),
     ),
-    Partner("train", ("lambd",), "--advantage-estimator ppo", _estimator("ppo")),
+    Partner("train", "lambd", "--advantage-estimator ppo", _estimator("ppo")),
     Partner(
         "train",
-        ("critic_lr", "critic_lr_warmup_iters", "value_clip", "num_critic_only_steps"),
+        "critic_lr critic_lr_warmup_iters value_clip num_critic_only_steps",
         "a critic: --advantage-estimator ppo",
         lambda config: config.train.advantage_estimator == "ppo",
     ),
     Partner(
         "train",
-        ("kl_loss_type",),
+        "kl_loss_type",
         "a reference: --use-kl-loss or --kl-coef",
         lambda config: config.train.use_kl_loss or config.train.kl_coef,
     ),
     Partner(
         "train",
-        ("tis_clip", "tis_clip_low"),
+        "tis_clip tis_clip_low",
         "--use-tis or --get-mismatch-metrics",
         lambda config: config.train.use_tis or config.train.get_mismatch_metrics,
     ),
-    Partner("train", ("opsm_delta",), "--use-opsm", lambda config: config.train.use_opsm),
-    Partner("train", ("opd_kl_coef",), "--use-opd", lambda config: config.train.use_opd),
+    Partner("train", "opsm_delta", "--use-opsm", lambda config: config.train.use_opsm),
+    Partner("train", "opd_kl_coef", "--use-opd", lambda config: config.train.use_opd),
     Partner(
         "rollout",
-        ("opd_teacher_num_gpus",),
+        "opd_teacher_num_gpus",
         "--opd-type sglang with --opd-teacher-load",
         lambda config: config.train.reads_teacher_logprobs and config.train.opd_teacher_load,
     ),
     Partner(
         "train",
-        ("min_lr",),
+        "min_lr",
         "--lr-decay-style linear or cosine",
         lambda config: config.train.lr_decay_style != "constant",
     ),
     Partner(
         "rollout",
-        ("max_turns", "generate_timeout", "agent_endpoint_port"),
+        "max_turns generate_timeout agent_endpoint_port",
         "--custom-generate-function-path",
         lambda config: config.rollout.custom_generate_function_path or config.rollout.rollout_function_path,
     ),
     Partner(
         "rollout",
-        ("rm_url",),
+        "rm_url",
         "--rm-type remote_rm or --custom-rm-path",
         lambda config: config.rollout.rm_type == "remote_rm" or config.rollout.custom_rm_path,
     ),
-    Partner("rollout", ("rm_model_path",), "--custom-rm-path", lambda config: config.rollout.custom_rm_path),
-    Partner("rollout", ("data_cache",), "--streaming-data", lambda config: config.rollout.streaming_data),
+    Partner("rollout", "rm_model_path", "--custom-rm-path", lambda config: config.rollout.custom_rm_path),
+    Partner("rollout", "data_cache", "--streaming-data", lambda config: config.rollout.streaming_data),
     Partner(
         "rollout",
-        (
-            *("rollout_health_check_interval", "rollout_health_check_timeout", "rollout_health_check_failures"),
-            "engine_restarts",
-        ),
+        "rollout_health_check_interval rollout_health_check_timeout rollout_health_check_failures engine_restarts",
         "--use-fault-tolerance",
         lambda config: config.rollout.use_fault_tolerance,
     ),
@@ -108,7 +105,9 @@ def options_without_partner(config: PostTrainConfig) -> Iterator[str]:
     for row in PARTNERS:
         section, fields = getattr(config, row.section), SECTIONS[row.section].model_fields
         given = [
-            name for name in row.names if getattr(section, name) != fields[name].get_default(call_default_factory=True)
+            name
+            for name in row.names.split()
+            if getattr(section, name) != fields[name].get_default(call_default_factory=True)
         ]
         if given and not row.has_partner(config):
             flags = ", ".join(map(flag_of_field, given))

@@ -19,14 +19,15 @@ from penstock.stages.train.config import TrainConfig
 from penstock.storage.config import StageConfig
 
 FILES = {  # section -> options that name a file or a directory, or a list of them
-    "run": ("store", "save_hf", "update_weight_disk_dir", "tb_dir", "wandb_dir"),
-    "convert": ("hf_checkpoint", "load", "convert_save"),
-    "rollout": ("prompt_data", "data_cache", "rm_model_path"),
-    "train": ("ref_load", "opd_teacher_load", "lora_load"),
-    "debug": (
-        *("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data", "dump_details"),
-        *("profile_dir", "memory_snapshot_dir", "ci_save_grad_norm", "ci_load_grad_norm"),
-    ),
+    section: names.split()
+    for section, names in {
+        "run": "store save_hf update_weight_disk_dir tb_dir wandb_dir",
+        "convert": "hf_checkpoint load convert_save",
+        "rollout": "prompt_data data_cache rm_model_path",
+        "train": "ref_load opd_teacher_load lora_load",
+        "debug": "save_debug_rollout_data load_debug_rollout_data save_debug_train_data dump_details profile_dir "
+        "memory_snapshot_dir ci_save_grad_norm ci_load_grad_norm",
+    }.items()
 }
 CHAMPION = "champion:"  # `--hf-checkpoint champion:MODEL`
 FUNCTIONS = {  # section -> options that name a function: file.py, file.py:name, pkg.module:name or pkg.module.name

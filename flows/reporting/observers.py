@@ -26,11 +26,8 @@ DELIVERY_SECONDS = 30.0  # to wait for the trackers at the end of a run
 
 def add_observers(observers: Observers, run: ActiveRun, display: Display, tracking: RunTracking) -> None:
     """Add the observers of a run in the order in which they are told. They are left in the reverse order."""
-    logs, report = (
-        logs_of_run(run.store, run.keys) or scratch.temp_base_directory(),
-        FinalReport(run, display, tracking),
-    )
-    trackers = Trackers(run, display, tracking)
+    logs = logs_of_run(run.store, run.keys) or scratch.temp_base_directory()
+    report, trackers = FinalReport(run, display, tracking), Trackers(run, display, tracking)
 
     def warn(text: str) -> None:
         display.warn(text)

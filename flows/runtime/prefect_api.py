@@ -242,9 +242,7 @@ def wait_ready_with_restarts(server: Service) -> None:
         try:
             return server.wait_ready()
         except RuntimeError:
-            if (
-                not tries_left or not server.restart_if_ended()
-            ):  # `restart_if_ended` returns False if the server runs but does not answer
+            if not tries_left or not server.restart_if_ended():  # it has not ended: it runs, but does not answer
                 raise
 
 

@@ -141,10 +141,10 @@ def check_keep_best(config: PostTrainConfig) -> None:
         rollout.custom_eval_rollout_log_function_path or rollout.eval_function_path or rollout.rollout_function_path
     )
     if best is not None and not any(is_eval_metric(best, name, any_suffix=adds_metrics) for name in names):
-        metrics = ", ".join(f"eval/{name}" for name in names)
+        metrics = " or ".join(f"eval/{name}" for name in names) or "--eval-prompt-data and eval/NAME"
         raise OptionError(
-            f"--keep-best {best} is not an evaluation metric of this run: give one of {metrics}, or another metric of "
-            "these data sets (docs/metrics.md)"
+            f"--keep-best {best} is not an evaluation metric of this run: give {metrics}, or another metric of these "
+            "data sets (docs/metrics.md)"
         )
 
 
@@ -198,7 +198,7 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
     if run.check_weight_update_equal and config.speculates:
         raise OptionError(
             f"--check-weight-update-equal cannot be combined with {engine.speculation_flag}, because it overwrites "
-            "the draft layers too, which weight updates do not replace: omit one of them"
+            "the draft layers too, which weight updates do not replace: drop --check-weight-update-equal"
         )
     check_debug_options(flow, config)
     check_trackers(run)
@@ -265,7 +265,8 @@ def check_weight_directory(config: PostTrainConfig) -> None:
         raise OptionError(f"--update-weight-disk-dir {directory} is not a directory: create it on shared storage")
     if directory is not None and transport in ("tensor", "nccl") and not run.check_weight_update_equal:
         raise OptionError(
-            f"--update-weight-disk-dir has no effect with --update-weight-transport {transport}: omit one of them"
+            f"--update-weight-disk-dir has no effect with --update-weight-transport {transport}: drop it, or give "
+            "--update-weight-transport disk"
         )
     remote = [address for address in external if not is_on_this_machine(address)]
     in_object_store = "://" in run.store and not run.store.startswith(("file://", "local://"))

@@ -55,7 +55,7 @@ class PolicyEngines:
         self.turns = PolicyTurns(PolicySchedule(limits))
         self.processes = processes
         self.publisher = PolicyPublisher(processes, on_published)
-        self._urls: dict[int, Urls] = {}  # identity of a pool's `EngineUse` -> addresses, while the pool is used
+        self._urls: dict[EngineUse, Urls] = {}  # of the pools that are used
 
     @contextmanager
     def for_rollout(self, rollout_id: int) -> Iterator[tuple[int, Urls]]:
@@ -96,14 +96,14 @@ class PolicyEngines:
     def _using(self, use: EngineUse, version: int | None, *, rewind: bool) -> Iterator[Urls]:
         with self.turns.using(use, version) as opened:
             if opened is None:
-                yield self._urls[id(use)]
+                yield self._urls[use]
                 return
             pool = self._pool(use)
             send = partial(self._send, None if version is None else opened, rewind=rewind)
             if use is self.turns.schedule.rollouts:
                 self.publisher.offload_trainer(keep_weights=True)
             with pool.serving(self.processes.run.weight_version(opened), send) as urls:
-                self._urls[id(use)] = urls
+                self._urls[use] = urls
                 with self.turns.change() as schedule:
                     schedule.weights_sent(use, opened)
                 if use is schedule.rollouts:
@@ -208,11 +208,8 @@ class PolicyPublisher:
         from penstock.engines.generation import WeightUpload
 
         processes, config = self.processes, self.config
-        engines, store, prefix = (
-            processes.start_engines(),
-            processes.run.store,
-            f"{processes.run.keys.prefix}/published",
-        )
+        store, prefix = processes.run.store, f"{processes.run.keys.prefix}/published"
+        engines = processes.start_engines()
         places, ranks = engines.places(urls), trainer.places()
         directory = config.run.update_weight_disk_dir or (store.path(prefix) if store.is_local else None)
         transport = processes.setup.options.weight_transport(places, ranks, directory or tempfile.gettempdir())

@@ -157,7 +157,7 @@ class _LinesAbove:
 
 
 class _LastingStream:
-    """A terminal that may be closed while a run goes on: what is written to it then is lost."""
+    """A terminal that may be closed during a run: later output is discarded."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream

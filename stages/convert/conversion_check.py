@@ -233,6 +233,7 @@ class _Pack:
     position_ids: Tensor  # [T]
     cu_seqlens: Tensor  # [2]
     max_seqlen: int
+    stream: Any = None
 
 
 def compare_logits(

@@ -32,6 +32,12 @@ TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's file that names the 
 RELEASE = "release"  # Megatron's name of an untrained checkpoint: subdirectory, and value in the tracker
 ASSETS_DIRECTORY = "hf_assets"  # inside a converted model: config.json, tokenizer, carried tensors
 METADATA = ".metadata"  # torch's index of a checkpoint; copied from `checkpoints.safe_load`, which imports torch
+# in a converted model's assets: tensors copied unchanged, because Megatron's model lacks them (multi-token prediction)
+CARRIED = "carried.safetensors"
+ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py"}
+NAMED_TEMPLATES = "additional_chat_templates"  # directory of chat templates that are chosen by name
+DOCUMENTS = re.compile(r"(license|notice|readme|use_policy|copying)\b.*", re.IGNORECASE)  # travel with a model
+NUM_HASH_THREADS = 4
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -260,7 +266,7 @@ def is_published(uri: str, options: dict[str, Any] | None = None) -> bool:
 def copy_export(store: Store, export: Commit, uri: str) -> CheckpointRef:
     """Copy a run's export, with verified hashes, to a directory or URI, which becomes visible when it is complete.
     Return the existing copy if there is one."""
-    identity = f"{export.attempt}"
+    identity = str(export.attempt)
     target = DirectoryTarget(uri, "hf", identity.replace("/", "-"), store.options)
     if existing := target.find_published(identity):
         return existing
@@ -323,13 +329,6 @@ def import_converted_model(store: Store, directory: str) -> CheckpointRef:
 
 
 # ---- assets and hashes -----------------------------------------------------------------------------------------------
-
-# in a converted model's assets: tensors copied unchanged, because Megatron's model lacks them (multi-token prediction)
-CARRIED = "carried.safetensors"
-ASSET_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".py"}
-NAMED_TEMPLATES = "additional_chat_templates"  # directory of chat templates that are chosen by name
-DOCUMENTS = re.compile(r"(license|notice|readme|use_policy|copying)\b.*", re.IGNORECASE)  # travel with a model
-NUM_HASH_THREADS = 4
 
 
 def asset_files(directory: Path) -> list[Path]:

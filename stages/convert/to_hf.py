@@ -89,9 +89,8 @@ class Origin:
     directory: Path  # with config.json and tokenizer, which are copied into the export
     dtype: ExportDtype | None = None  # of exported weights; None: as in the checkpoint
     vocab_size: int | None = None  # vocabulary rows of embedding and LM head; None: vocab_size of config.json
-    mtp: Mtp = (
-        "skip"  # whether to export the MTP layers of `directory`; a converted model's `CARRIED` file is always exported
-    )
+    # whether to export the MTP layers of `directory`; a converted model's `CARRIED` file is always exported
+    mtp: Mtp = "skip"
     family_path: str | None = field(default=None, repr=False)  # --model-family-path
 
     def shape(self) -> ModelShape:
@@ -111,9 +110,8 @@ class ExportFile:
     """A work item: one weight file of the export."""
 
     shard: Shard
-    sources: tuple[
-        str, ...
-    ]  # per group of the shard: name of a Megatron parameter, or of a tensor copied from the origin
+    # per group of the shard: name of a Megatron parameter, or of a tensor copied from the origin
+    sources: tuple[str, ...]
 
     @property
     def name(self) -> str:

@@ -256,7 +256,8 @@ def finish_conversion(
         )
     hashes = {item.path.name: record.xxh3 for item, record in records if isinstance(item, SourceHash)}
     source_fingerprint = work.source.fingerprint or model_fingerprint(work.hf_dir, hashes)
-    carried = work.source.untrained if work.options.mtp == "keep" else ()
+    keeps_mtp = work.options.mtp == "keep"
+    carried = work.source.untrained if keeps_mtp else ()
     spans = [(item, record.spans) for item, record in records if isinstance(item, WorkUnit)]
 
     def write_index_and_assets(directory: Path) -> None:
@@ -271,9 +272,6 @@ def finish_conversion(
                 tensors = ((name, weights.fetch(name)) for name in carried)
                 write_shard(directory / ASSETS_DIRECTORY / CARRIED, shard, tensors)
 
-    num_skipped, skipped_bytes = (
-        (0, 0) if work.options.mtp == "keep" else (len(work.source.untrained), work.source.untrained_bytes)
-    )
     commit = Commit(
         kind="model",
         policy_version=0,
@@ -286,7 +284,10 @@ def finish_conversion(
             "shape": work.shape.model_dump(),
             "headers": header_hash(work.hf_dir),
             "carried": len(carried),
-            "skipped": {"count": num_skipped, "bytes": skipped_bytes},
+            "skipped": {
+                "count": len(work.source.untrained) - len(carried),
+                "bytes": 0 if keeps_mtp else work.source.untrained_bytes,
+            },
         },
     )
     if verify or check_logits:

@@ -106,11 +106,8 @@ def plan_units(
     runs = _RunFinder(layout, weights.info)
     placed: list[tuple[tuple[int, int], Slice]] = []
     for name, pieces in checkpoint.slices.items():
-        dtype, shape, whole = (
-            weights.info[layout.hf_names_of(name)[0]].dtype,
-            checkpoint.shape(name),
-            runs.find_source_rows(name),
-        )
+        dtype, shape = weights.info[layout.hf_names_of(name)[0]].dtype, checkpoint.shape(name)
+        whole = runs.find_source_rows(name)
         for piece in pieces:
             columns = [(part.start, part.stop) for part in piece.part[1:]]
             assert columns == [(0, size) for size in shape[1:]], (

@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from penstock.stages.convert.targets import Target, full_disk_as_store_error
 from penstock.storage import disk, leases
 from penstock.storage.commit import FileRecord, Frozen
-from penstock.storage.store import hash_file
+from penstock.storage.disk import hash_file
 
 OnBytes = Callable[[int, int], object]  # arguments: bytes done, total bytes
 NUM_THREADS = 4  # per process; one thread can read while another waits for the disk
@@ -109,9 +109,8 @@ class WorkItems(Generic[W]):
                 return
             record = process(item).model_dump_json().encode()
             if not self.target.store.create(self._record_key(item), record):
-                self.target.store.delete(
-                    [self._record_key(item)]
-                )  # replace the record of an item whose files are missing
+                # replace the record of an item whose files are missing
+                self.target.store.delete([self._record_key(item)])
                 self.target.store.create(self._record_key(item), record)
 
         with full_disk_as_store_error(self.target.store), leases.writer_lease(self.target.store, self.target.attempt):
@@ -184,10 +183,8 @@ def write_files(
         with store.writing(target.attempt) as writing:
             write(writing.path)
         return writing.files
-    top, scratch = (
-        Path(store.path(target.attempt)),
-        Path(store.path(f"{target.records_prefix}/writing-{uuid.uuid4().hex[:12]}")),
-    )
+    top = Path(store.path(target.attempt))
+    scratch = Path(store.path(f"{target.records_prefix}/writing-{uuid.uuid4().hex[:12]}"))
     disk.make_directory(top)
     disk.make_directory(scratch)
     try:

@@ -22,7 +22,7 @@ from penstock.storage.samples.sample import Sample
 from penstock.storage.samples.shards import read_table
 from penstock.storage.store import Store
 
-_COLUMNS = ("sample_id", "group_id", "reward")
+Evaluations = Mapping[str, Commit]  # name of a data set -> commit of a policy's evaluation on it
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def rewards_by_prompt(store: Store, commit: Commit) -> dict[int, float]:
 
     Raises StoreError if the samples are damaged.
     """
-    rows = read_table(store, commit).select(list(_COLUMNS)).to_pylist()
+    rows = read_table(store, commit).select(["sample_id", "group_id", "reward"]).to_pylist()
     samples = [Sample(row["sample_id"], row["group_id"], "", commit.index, reward=row["reward"]) for row in rows]
     return {
         int(group[0].group_id.rpartition("-")[2]): statistics.fmean(map(reward_or_zero, group))
@@ -77,22 +77,14 @@ def rewards_by_prompt(store: Store, commit: Commit) -> dict[int, float]:
 
 def check_same_data(name: str, a: Commit, b: Commit) -> None:
     """Check that two evaluations on the data set `name` used the same prompts. Raises DataError."""
-    content_a, content_b = (
-        [
-            (segment["rows"], segment["digest"])
-            for segment in (commit.state.get("data_source") or {}).get("segments", [])
-        ]
-        for commit in (a, b)
-    )
+    segments_a, segments_b = ((commit.state.get("data_source") or {}).get("segments", []) for commit in (a, b))
+    content_a, content_b = ([(s["rows"], s["digest"]) for s in segments] for segments in (segments_a, segments_b))
     if content_a != content_b:
         rows_a, rows_b = (sum(rows for rows, _ in content) for content in (content_a, content_b))
         raise DataError(
             f"the data set {name} had {rows_a} rows in the first evaluation, and {rows_b} rows with different content "
             "in the second, but a comparison needs the same prompts: repeat one evaluation with the other's file"
         )
-
-
-Evaluations = Mapping[str, Commit]  # name of a data set -> commit of a policy's evaluation on it
 
 
 @dataclass(frozen=True)
@@ -118,19 +110,20 @@ def check_gate(store: Store, gate: Gate, candidate: Evaluations, champion: Evalu
         mean = candidate[gate.data_set].summary[f"eval/{gate.data_set}"]
         holds = gate.min_reward is None or mean > gate.min_reward
         return [Condition(data_set=gate.data_set, required=gate.min_reward, holds=holds, candidate_mean=mean)]
-    return [compare_on(store, name, least, candidate[name], champion[name]) for name, least in required.items()]
-
-
-def compare_on(store: Store, data_set: str, required: float, candidate: Commit, champion: Commit) -> Condition:
-    check_same_data(data_set, champion, candidate)
-    comparison = compare_rewards(rewards_by_prompt(store, champion), rewards_by_prompt(store, candidate))
-    return Condition(
-        data_set=data_set,
-        required=required,
-        holds=comparison.low > required,
-        candidate_mean=comparison.mean_b,
-        champion_mean=comparison.mean_a,
-        low=comparison.low,
-        high=comparison.high,
-        num_prompts=comparison.num_prompts,
-    )
+    conditions = []
+    for name, least in required.items():
+        check_same_data(name, champion[name], candidate[name])
+        comparison = compare_rewards(*(rewards_by_prompt(store, commit[name]) for commit in (champion, candidate)))
+        conditions.append(
+            Condition(
+                data_set=name,
+                required=least,
+                holds=comparison.low > least,
+                candidate_mean=comparison.mean_b,
+                champion_mean=comparison.mean_a,
+                low=comparison.low,
+                high=comparison.high,
+                num_prompts=comparison.num_prompts,
+            )
+        )
+    return conditions

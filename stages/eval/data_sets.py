@@ -135,7 +135,10 @@ def parse_eval_file(values: dict[str, Any]) -> EvalFile:
     """Validate the parsed content of an --eval-config file. Raises OptionError for the first problem in it."""
     data_sets = values.get("datasets")
     if not (isinstance(data_sets, list) and data_sets and all(isinstance(entry, dict) for entry in data_sets)):
-        raise OptionError("the file has no data sets: write a [[datasets]] table with name and path for each data set")
+        found = ", ".join(map(str, values))[:80] or "nothing"
+        raise OptionError(
+            f"the file has no data sets, but {found}: write a [[datasets]] table with name and path for each data set"
+        )
     try:
         file = EvalFile.model_validate(values)
     except ValidationError as errors:

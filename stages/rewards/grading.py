@@ -23,7 +23,7 @@ from penstock.stages.rewards.hub import (
 )
 from penstock.stages.rewards.outcome import Outcome, grade_builtin
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.storage.errors import InputError, PluginError
+from penstock.storage.errors import InputError
 from penstock.storage.samples.sample import Sample
 
 
@@ -103,16 +103,15 @@ class Grader:
         Raises InputError."""
         path = custom_reward_path(sample, self.settings)
         if path is not None:
+            is_of_row = bool(sample.metadata.get("custom_rm_path"))  # a function that takes single samples
             return replace(
                 self.settings,
                 custom_rm_path=path,
                 rm_type=None,
-                group_rm=self._is_group_function(sample),
-                required_package=self.settings.allow_row_code if sample.metadata.get("custom_rm_path") else None,
+                group_rm=self.settings.group_rm and not is_of_row,
+                required_package=self.settings.allow_row_code if is_of_row else None,
             )
         name = builtin_reward_name(sample.metadata, self.settings.rm_type)
-        if name is None:
-            return None  # `grade_builtin` reports that no reward is given
         reward = get_checked_builtin_reward(name, self.settings.rm_url, self.settings.reward_key)
         if reward.in_process:
             return None
@@ -121,26 +120,21 @@ class Grader:
         default = self.settings.rm_type  # all built-in rewards that are not remote share processes
         return replace(self.settings, rm_type=None if default and get_builtin_reward(default).remote else default)
 
-    def _is_group_function(self, sample: Sample) -> bool:
-        """Return whether the user-defined reward function of a sample takes groups (--group-rm). A function that
-        the row's metadata names takes single samples."""
-        return self.settings.group_rm and not sample.metadata.get("custom_rm_path")
-
     def _takes_whole_group(self, sample: Sample) -> bool:
         try:
-            path = custom_reward_path(sample, self.settings)
-            if path is None:
+            settings = self._settings_of_grading_process(sample)
+            if settings is None or settings.custom_rm_path is None:
                 return False
             reward = check_custom_reward(
-                path,
-                group_rm=self._is_group_function(sample),
-                rm_model_path=self.settings.rm_model_path,
-                required_package=self.settings.allow_row_code if sample.metadata.get("custom_rm_path") else None,
-                timeout=self.settings.start_timeout,
+                settings.custom_rm_path,
+                group_rm=settings.group_rm,
+                rm_model_path=settings.rm_model_path,
+                required_package=settings.required_package,
+                timeout=settings.start_timeout,
             )
-        except PluginError:
+        except InputError:
             return False  # `submit` reports the error
-        return reward.is_class or self._is_group_function(sample)
+        return reward.is_class or settings.group_rm
 
 
 def check_reward_options(options: RolloutConfig) -> str | None:

@@ -46,18 +46,12 @@ class GradingProcess:
 
     def _set_outcomes(self, futures: list[Future[Outcome]], job: Future[list[Outcome]]) -> None:
         error = job.exception()
-        if isinstance(error, WorkerLost):
-            outcome = self._outcome_of_lost_process(error)
-            if isinstance(outcome, Outcome):
-                for future in futures:
-                    future.set_result(outcome)
-                return
-            error = outcome
+        outcome = self._outcome_of_lost_process(error) if isinstance(error, WorkerLost) else error
         for index, future in enumerate(futures):
-            if error is not None:
-                future.set_exception(error)
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
             else:
-                future.set_result(job.result()[index])
+                future.set_result(outcome or job.result()[index])
 
     def _outcome_of_lost_process(self, lost: WorkerLost) -> Outcome | PluginError:
         """Return the outcome of the job that the process was running; if it has not started, the error of all jobs."""

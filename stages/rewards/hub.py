@@ -67,9 +67,10 @@ class RewardSettings:
         )
 
 
-def builtin_reward_name(metadata: Mapping[str, Any], rm_type: str | None) -> str | None:
-    """Return the name of the built-in reward that grades a row: `rm_type` in the row's metadata, else --rm-type."""
-    return str(metadata.get("rm_type") or "").strip() or rm_type
+def builtin_reward_name(metadata: Mapping[str, Any], rm_type: str | None) -> str:
+    """Return the name of the built-in reward that grades a row: `rm_type` in the row's metadata, else --rm-type, else
+    ''."""
+    return str(metadata.get("rm_type") or "").strip() or rm_type or ""
 
 
 def row_reward_path(metadata: Mapping[str, Any], allowed: str | None) -> str | None:
@@ -139,6 +140,10 @@ REWARDS: dict[str, BuiltinReward] = {
 def get_builtin_reward(name: str) -> BuiltinReward:
     """Return the built-in reward named `name` (--rm-type). The prefix `boxed_` selects a variant that grades only the
     content of the last \\boxed{} in the response. Raises RewardError."""
+    if not name:
+        raise RewardError(
+            "no reward is given: give --rm-type or --custom-rm-path, or an rm_type in the metadata of every row"
+        )
     base_name = name.removeprefix(BOXED_PREFIX)
     if base_name not in REWARDS:
         near = nearest_name(base_name, REWARDS)

@@ -50,11 +50,6 @@ def outcome_of_exception(error: BaseException, name: str) -> Outcome:
 def grade_builtin(sample: Sample, settings: RewardSettings) -> Outcome:
     """Grade a sample in the current process, with the built-in reward that its metadata or `settings` names."""
     name = builtin_reward_name(sample.metadata, settings.rm_type)
-    if name is None:
-        return Outcome(
-            request_error="no reward is given: give --rm-type or --custom-rm-path, or an `rm_type` in the metadata of "
-            "every row"
-        )
     try:
         reward = get_builtin_reward(name)
     except RewardError as error:

@@ -33,8 +33,6 @@ _CONNECT_TIMEOUT = 5.0  # seconds
 # Built-in reward -> what a response must contain to get more than the lowest reward.
 _GRADED_FORMAT = {"math": r"\boxed", "deepscaler": r"\boxed", "dapo": "Answer:"}
 _WITHOUT_LABEL = ("random", "remote_rm", "ifbench", "gpqa")  # gpqa's answer may be in the metadata instead
-
-
 _COMPARES_LABEL = ("math", "deepscaler", "dapo", "f1", "gpqa", "exact_number")
 
 
@@ -73,10 +71,6 @@ def _check_reward_of_row(options: RolloutConfig, row: RewardRow) -> None:
     if row_reward_path(row.metadata, options.allow_row_code) or options.custom_rm_path:
         return
     name = builtin_reward_name(row.metadata, options.rm_type)
-    if name is None:
-        raise RewardError(
-            "no reward is given: give --rm-type or --custom-rm-path, or an rm_type in the metadata of every row"
-        )
     get_checked_builtin_reward(name, options.rm_url, options.reward_key)
     base_name = name.removeprefix(BOXED_PREFIX)
     if base_name == "ifbench":
@@ -117,7 +111,7 @@ def unrequested_format_warning(options: RolloutConfig, rows: Sequence[RewardRow]
         template: source of the chat template, whose default system message may ask for the format.
     """
     graded = [row for row in rows if not (options.custom_rm_path or row.metadata.get("custom_rm_path"))]
-    rewards = [builtin_reward_name(row.metadata, options.rm_type) or "" for row in graded]
+    rewards = [builtin_reward_name(row.metadata, options.rm_type) for row in graded]
     for name in dict.fromkeys(rewards):
         text = r"\boxed" if name.startswith(BOXED_PREFIX) else _GRADED_FORMAT.get(name)
         prompts = [row.prompt for row, reward in zip(graded, rewards) if reward == name]
@@ -137,8 +131,7 @@ def unrewarded_labels_warning(options: RolloutConfig, rows: Sequence[RewardRow])
         (row, name)
         for row in rows
         if not (options.custom_rm_path or row.metadata.get("custom_rm_path"))
-        and (name := (builtin_reward_name(row.metadata, options.rm_type) or "").removeprefix(BOXED_PREFIX))
-        in _COMPARES_LABEL
+        and (name := builtin_reward_name(row.metadata, options.rm_type).removeprefix(BOXED_PREFIX)) in _COMPARES_LABEL
     ]
     if not graded or any(_is_rewarded(name, row) for row, name in graded):
         return None

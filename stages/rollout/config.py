@@ -445,11 +445,12 @@ class RolloutConfig(GenerationConfig):
         if self.custom_reward_post_process_path and self.custom_convert_samples_to_train_data_path:
             raise OptionError(
                 "--custom-reward-post-process-path is not called with --custom-convert-samples-to-train-data-path, "
-                "which returns rewards itself: omit one of them"
+                "which returns rewards itself: remove --custom-reward-post-process-path"
             )
         if self.rm_type and self.custom_rm_path:
             raise OptionError(
-                f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are both given: remove one"
+                f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are both given: remove "
+                "--rm-type to grade with the user-defined reward, or --custom-rm-path to grade with the built-in one"
             )
         if self.rollout_top_k == 0:
             raise OptionError(

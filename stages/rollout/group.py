@@ -127,6 +127,12 @@ class GroupRunner:
         self.stopping = True
         await self.generator.abort()
 
+    async def flush_journal_periodically(self) -> None:
+        """Flush the journal every `rollout_journal_interval` seconds, until cancelled."""
+        while self.journal.interval:
+            await asyncio.sleep(self.journal.interval)
+            await asyncio.to_thread(self.journal.flush)
+
     async def _generate(self, group: Group) -> Group:
         num_before = num_trained_tokens(group)
         async with self.slots:

@@ -9,7 +9,6 @@ function. The journal is optional: groups that cannot be written to it or read f
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -121,12 +120,6 @@ class Journal:
                 self.store.delete([entry.key for entry in self.store.walk(self.prefix)])
             except (StoreError, OSError) as error:
                 logger.warning("could not delete the journal %s; `penstock gc` will delete it: %s", self.prefix, error)
-
-    async def flush_periodically(self) -> None:
-        """Flush every `rollout_journal_interval` seconds, until cancelled."""
-        while self.interval:
-            await asyncio.sleep(self.interval)
-            await asyncio.to_thread(self.flush)
 
     def _entry_key(self, number: int) -> str:
         return f"{self.prefix}/{number:06d}"

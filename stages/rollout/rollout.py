@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -52,7 +52,7 @@ from penstock.stages.rollout.metrics import (
 from penstock.stages.rollout.plugins.custom_generation import CustomGeneration, EngineHandle
 from penstock.stages.rollout.plugins.filters import GroupFilter, load_group_filter
 from penstock.stages.rollout.plugins.hooks import Hooks, make_train_data, run_log_function
-from penstock.stages.rollout.plugins.rollout_function import RolloutFunctionCall, find_evaluation_function
+from penstock.stages.rollout.plugins.rollout_function import Collect, RolloutFunctionCall, find_evaluation_function
 from penstock.stages.rollout.prompts.data_source import (
     Dataset,
     Group,
@@ -280,12 +280,11 @@ async def generate_round(
             max_batches=config.max_waves,
             on_kept=lambda: progress.add(num_samples),
         )
-        by_function = config.rollout_function_path is not None
         groups = await run_with_deadline(
             call_rollout_function(context, client, runner, intake, collect, num_groups, data_set)
-            if by_function
+            if config.rollout_function_path
             else collect(intake.next_groups),
-            [journal.flush_periodically()],
+            [runner.flush_journal_periodically()],
             progress,
             time_limit=config.rollout_timeout,
             stop=context.stop,
@@ -302,7 +301,7 @@ async def call_rollout_function(
     client: EngineClient,
     runner: GroupRunner,
     intake: PromptIntake,
-    collect: Callable[[Callable[[int], Sequence[Group]]], Awaitable[CollectedGroups]],
+    collect: Collect,
     num_groups: int,
     data_set: str | None,
 ) -> CollectedGroups:

@@ -2,7 +2,7 @@
 
 In rollout.py a round starts its requests and ends with its slowest response. Here a thread keeps groups in flight all
 the time, while new weights are loaded into the engines, and a round takes the groups that finished first. Everything
-else is as there: the round's commit holds the samples to train on, the position in the data, and in its buffer every
+else is the same: the round's commit holds the samples to train on, the position in the data, and in its buffer every
 group that was started but not used, so a restart issues no prompt twice and loses none.
 
 A token that is more than `max_staleness` policy versions older than the policy that it would train is masked. A group
@@ -216,7 +216,8 @@ class RolloutStream:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     self.groups = GroupsInFlight(self.runner, self.filter, tasks)
-                    background = [tasks.create_task(self._flush_periodically()), tasks.create_task(self._fill())]
+                    works = (self._fill(), self.runner.flush_journal_periodically())
+                    background = [tasks.create_task(work) for work in works]
                     self._ready.set()
                     await self._closed.wait()
                     for task in [*background, *self.groups.running.values()]:
@@ -359,11 +360,6 @@ class RolloutStream:
 
     def _open_journal(self, round: RolloutRound) -> Journal:
         return Journal(self.context.store, self.prefix_of(round.rollout_id), round, self.context.config)
-
-    async def _flush_periodically(self) -> None:
-        while interval := self.context.config.rollout_journal_interval:
-            await asyncio.sleep(interval)
-            await asyncio.to_thread(self.runner.journal.flush)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

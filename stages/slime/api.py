@@ -21,7 +21,7 @@ from penstock.engines.serving.endpoints import auth_headers
 from penstock.stages.plugins import load_function
 from penstock.stages.rewards.builtin.dapo import dapo, last_answer
 from penstock.stages.rewards.builtin.math_answer import deepscaler, grade_math, last_boxed
-from penstock.stages.rewards.hub import get_builtin_reward
+from penstock.stages.rewards.hub import builtin_reward_name, get_builtin_reward
 from penstock.stages.rollout.plugins.user_sample import ANSWERS, EngineAnswer, UserSample
 from penstock.storage.errors import PluginError
 
@@ -113,10 +113,7 @@ async def async_rm(args: Any, sample: UserSample, **kwargs: Any) -> Any:
     else of --rm-type."""
     if args.custom_rm_path:
         return await _call_custom_reward(args, sample, **kwargs)
-    name = sample.metadata.get("rm_type") or args.rm_type
-    if not name:
-        raise PluginError("async_rm needs a built-in reward: give --rm-type, or the metadata field rm_type")
-    reward = get_builtin_reward(name)
+    reward = get_builtin_reward(builtin_reward_name(sample.metadata, args.rm_type))
     if reward.remote:
         return await reward.function(args, sample)
     return await asyncio.to_thread(reward.function, sample)

@@ -72,10 +72,8 @@ MODULES: dict[str, dict[str, str]] = {
     "slime.rollout.filter_hub": {},
     "slime.rollout.filter_hub.base_types": _FILTER,
     "slime.rollout.filter_hub.dynamic_sampling_filters": _FILTERS,
-    "slime.rollout.sglang_rollout": _of_api(
-        *("GenerateState", "generate_rollout", "eval_rollout", "get_model_url"),
-        *("generate", "generate_and_rm", "generate_and_rm_group"),
-    ),
+    "slime.rollout.sglang_rollout": _of_api("GenerateState", "generate_rollout", "eval_rollout", "get_model_url")
+    | _of_api("generate", "generate_and_rm", "generate_and_rm_group"),
     "slime.rollout.rm_hub": _of_api("async_rm", "batched_async_rm"),
     "slime.rollout.rm_hub.math_utils": {
         "extract_answer": _BOXED,

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class TrainActor:
-    """One rank of the trainer, as a plain class; `group.py` turns it into a Ray actor.
+    """One rank of the trainer, as a plain class; `trainer_group.py` turns it into a Ray actor.
 
     Args:
         build: models, options and number of ranks.
@@ -155,16 +155,14 @@ class TrainActor:
         """Return whether a path exists on this rank's machine."""
         return Path(path).exists()
 
-    def rendezvous_file(self) -> str:
-        """Return the URL of a new file for torch.distributed's rendezvous on this node. It is in this process's
-        temporary directory, which the next process of Penstock on this node removes after a kill."""
-        return f"file://{own_temp_directory()}/rendezvous-{uuid.uuid4().hex}"
-
-    def open_rendezvous(self) -> str:
-        """Open the socket for torch.distributed's rendezvous, on this node's address only, and return its URL
-        (tcp://host:port)."""
+    def open_rendezvous(self, one_node: bool) -> str:
+        """Return a new URL for torch.distributed's rendezvous. If all ranks are on one node, it is that of a file in
+        this process's temporary directory, which opens no port, and which the next process of Penstock on this node
+        removes after a kill. Otherwise it is that of a socket on this node's address only (tcp://host:port)."""
         from penstock.engines.network import join_address, listen_at, node_address
 
+        if one_node:
+            return f"file://{own_temp_directory()}/rendezvous-{uuid.uuid4().hex}"
         self._listener = listen_at(node_address(self.spec.network_interface))
         return f"tcp://{join_address(*self._listener.getsockname()[:2])}"
 

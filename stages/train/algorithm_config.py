@@ -335,7 +335,7 @@ class AlgorithmConfig(StageConfig):
         yield (
             self.disable_compute_advantages_and_returns and self.loss_type != "sft_loss",
             f"--disable-compute-advantages-and-returns leaves --loss-type {self.loss_type} without advantages: give "
-            "--loss-type sft_loss, or omit it",
+            "--loss-type sft_loss, or omit the option",
         )
 
     def _correction_rules(self) -> Iterator[tuple[object, str]]:
@@ -363,7 +363,8 @@ class AlgorithmConfig(StageConfig):
         ]
         yield (
             changed and self.lora_rank is None,
-            f"--{(changed or [''])[0].replace('_', '-')} has no effect without adapters: add --lora-rank, or omit it",
+            f"--{(changed or [''])[0].replace('_', '-')} has no effect without adapters: add --lora-rank, or omit the "
+            "option",
         )
         yield (
             self.lora_dropout,
@@ -385,7 +386,7 @@ class AlgorithmConfig(StageConfig):
         yield (
             self.ref_update_interval,
             "--ref-update-interval cannot be combined with --lora-rank, whose reference is the model without adapters: "
-            "omit one of them",
+            "omit --ref-update-interval, or train all parameters without --lora-rank",
         )
 
     def _model_rules(self) -> Iterator[tuple[object, str]]:
@@ -396,7 +397,7 @@ class AlgorithmConfig(StageConfig):
         )
         yield (
             self.opd_type and not self.use_opd,
-            f"--opd-type {self.opd_type} has no effect without --use-opd: add --use-opd, or omit it",
+            f"--opd-type {self.opd_type} has no effect without --use-opd: add --use-opd, or omit --opd-type",
         )
         yield (
             self.freeze_params_name_list and self.only_train_params_name_list,

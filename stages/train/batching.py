@@ -181,25 +181,19 @@ class PackedMicrobatch:
     routing: dict[int, Tensor] | None = None  # recorded expert ids of the tokens, for routing replay (`EnginePack`)
     stream: Any = None  # tokens of this rank on the device (`EnginePack`)
 
-    def to_local(
-        self, device: torch.device, tokens: slice | None = None, group: dist.ProcessGroup | None = None
-    ) -> PackedMicrobatch:
+    def to_local(self, device: torch.device, tokens: slice, group: dist.ProcessGroup | None = None) -> PackedMicrobatch:
         """Return a copy whose loss inputs are on `device` and contain only trained tokens with hidden states on this
         rank.
 
         Args:
             device: device on which the loss is computed; the engine moves `token_ids` itself.
-            tokens: tokens (of T) whose hidden states this rank has under context parallelism; None = all.
+            tokens: tokens (of T) whose hidden states this rank has: all, except under context parallelism.
             group: context-parallel ranks that hold the other positions of the same sequences.
         """
-        kept: slice | Tensor = slice(None)
-        trained = self.trained
-        if tokens is not None:
-            kept = (trained >= tokens.start) & (trained < tokens.stop)
-            trained = trained[kept] - tokens.start
+        kept = (self.trained >= tokens.start) & (self.trained < tokens.stop)
         return replace(
             self,
-            trained=trained.to(device),
+            trained=(self.trained[kept] - tokens.start).to(device),
             targets=self.targets[kept].to(device),
             ordinal=self.ordinal[kept].to(device),
             samples=SegmentReducer(self.samples.index[kept].to(device), self.samples.num_tokens.to(device), group),

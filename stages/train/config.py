@@ -223,7 +223,7 @@ class TrainConfig(AlgorithmConfig):
     def _check_dtype(self) -> TrainConfig:
         """Check that --params-dtype does not contradict Megatron's --bf16, which means --params-dtype bf16."""
         if self.megatron.bf16 and self.params_dtype == "fp32":
-            raise OptionError("--bf16 contradicts --params-dtype fp32: omit one of them")
+            raise OptionError("--bf16 contradicts --params-dtype fp32: omit --bf16, or give --params-dtype bf16")
         return self
 
     def lr_schedule(self, num_steps: int) -> dict[str, int | None]:
@@ -247,7 +247,7 @@ class TrainConfig(AlgorithmConfig):
             if warmup_iters not in (0, num_steps):
                 raise OptionError(
                     f"--lr-warmup-fraction {self.lr_warmup_fraction:g} is {num_steps} steps, but --lr-warmup-iters is "
-                    f"{warmup_iters}: omit one of them"
+                    f"{warmup_iters}: omit --lr-warmup-fraction, or --lr-warmup-iters"
                 )
             warmup_iters = num_steps
         rates = {"--lr": self.lr, "--critic-lr": self.critic_lr}

@@ -46,10 +46,7 @@ def plan_steps(engine: TrainEngine, batch: Batch, config: TrainConfig) -> Steps:
         for packed in microbatches:
             packed.stream = engine.pack_stream(packed)  # now, because a copy to the GPU would interrupt the passes
         steps.append(
-            [
-                packed.to_local(engine.device, engine.loss_token_slice(packed), engine.context_group)
-                for packed in microbatches
-            ]
+            [packed.to_local(engine.device, packed.stream.pack_slice, engine.context_group) for packed in microbatches]
         )
     return steps
 

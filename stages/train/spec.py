@@ -64,8 +64,7 @@ class Build(BaseModel):
 
     @property
     def hash(self) -> str:
-        """Hash of all fields (options, models, number of ranks, threads, code): a new driver takes over running ranks
-        only if their hash equals its own."""
+        """Return a hash of all fields."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
 

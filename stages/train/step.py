@@ -313,10 +313,8 @@ def run_optimizer_steps(
 
     results = []
     for microbatches in steps:
-        engine.zero_grad()
-        outputs = engine.forward_backward(microbatches, weighted_loss, forward_only=False, routing=routing)
-        learning_rate = engine.lr
-        updated, grad_norm = engine.optimizer_step()
+        outputs = engine.forward_backward(microbatches, weighted_loss, routing=routing)
+        updated, grad_norm, learning_rate = engine.optimizer_step()
         failpoint("train-mid-step")  # weights changed, PolicyState.clean is False, more optimizer steps may follow
         assert updated, "the optimizer skipped the step"
         names = outputs[0] if outputs else ()  # only the last pipeline stage has outputs

@@ -43,10 +43,8 @@ from penstock.storage.commit import Commit
 from penstock.storage.errors import OptionError
 from penstock.storage.store import Store
 
-QUERY_TIMEOUT = 60.0  # timeout in seconds of a query that does not touch the weights
-FAILURE_QUERY_TIMEOUT = (
-    2.0  # timeout in seconds of the queries after a failure: which driver owns the ranks, which rank died
-)
+QUERY_TIMEOUT = 60.0  # seconds for a query that does not touch the weights
+FAILURE_QUERY_TIMEOUT = 2.0  # seconds for the queries after a failure: which driver owns the ranks, which rank died
 LOG_LINES = 20  # number of lines of a dead rank's log in the error
 
 
@@ -115,9 +113,8 @@ class TrainerGroup:
             nodes = [rank.node for rank in self._ranks]
             check_store_is_shared(store, lambda path: self._call("path_exists", path), nodes)
             self.before_onload()
-            # On one node the ranks meet at a file, which opens no port, otherwise at a TCP address of rank 0.
-            rendezvous = "rendezvous_file" if len(set(nodes)) == 1 else "open_rendezvous"
-            self._call("connect_and_build", self._call(rendezvous, ranks=1)[0])
+            [rendezvous] = self._call("open_rendezvous", len(set(nodes)) == 1, ranks=1)
+            self._call("connect_and_build", rendezvous)
             self._built = True
 
     def kill(self) -> None:
@@ -127,11 +124,14 @@ class TrainerGroup:
     def _kill_and_forget(self, actors: list[Any]) -> None:
         """Kill the ranks `actors`, unless another driver owns them. Remove them from this group, unless the group has
         been restarted meanwhile."""
+        import ray
+
         if self._actors is actors:
             self._actors = []
         if actors and not self._is_owned_by_other_driver(actors[0]):
             with suppress(ClusterLost):  # the ranks ended with the cluster
-                self._kill_actors(actors)
+                for actor in actors:
+                    self.cluster.call_ray(ray.kill, actor)
 
     def _is_owned_by_other_driver(self, actor: Any) -> bool:
         """Return whether another driver has taken over the rank `actor`, which is possible on an external Ray cluster
@@ -170,7 +170,8 @@ class TrainerGroup:
         if complete and len(states) == 1 and states.pop()[:2] == (build.hash, True):
             self._actors, self._ranks, self._built = alive, ranks, True
             return True
-        self._kill_actors(alive)
+        for actor in alive:
+            self.cluster.call_ray(ray.kill, actor)
         deadline = time.monotonic() + QUERY_TIMEOUT
         while any(self._existing_actors()):  # Ray frees a name only after it has noticed the death
             if time.monotonic() > deadline:
@@ -349,12 +350,6 @@ class TrainerGroup:
             except BaseException:
                 self._kill_and_forget(actors)
                 raise
-
-    def _kill_actors(self, actors: list[Any]) -> None:
-        import ray
-
-        for actor in actors:
-            self.cluster.call_ray(ray.kill, actor)
 
 
 @cache

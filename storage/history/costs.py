@@ -121,8 +121,7 @@ def read_own_commits(store: Store, keys: RunKeys) -> list[Commit]:
     which are made when no driver is alive."""
     record = read_run_record(store, keys)
     first_step = record.parent.at if record and record.parent else 0
-    here = f"{keys.prefix}/"
-    own = (c for c in read_commits(store, keys) if c.listed_kind != "rescore" and (c.attempt or here).startswith(here))
+    own = (c for c in read_commits(store, keys) if c.listed_kind != "rescore" and c.writer in ("", keys.run))
     return [commit for commit in own if commit.kind != "step" or commit.index >= first_step]
 
 
@@ -141,7 +140,7 @@ def sum_costs(commits: list[Commit], recorded_starts: list[tuple[Start, StartEnd
             if not number:
                 continue
             intervals = [
-                Interval(commit.created_at - sum(commit.seconds.values()), commit.created_at, STAGES[commit.kind])
+                Interval(commit.started_at, commit.created_at, STAGES[commit.kind])
                 for commit in commits
                 if commit.kind in kinds
             ]
@@ -167,7 +166,7 @@ def sum_costs(commits: list[Commit], recorded_starts: list[tuple[Start, StartEnd
 
 def energy_by_stage(commits: list[Commit], starts: list[tuple[Start, StartEnd | None]]) -> dict[str, float]:
     """Return stage -> joules, of the stages whose energy was measured, and the idle rest of the starts that have
-    recorded their total. {} if no device has told its energy.
+    recorded their total. {} if no energy was measured.
 
     Two stages on the same GPUs at the same time (an evaluation during a rollout) both count its energy, so idle may be
     too small, but not negative.

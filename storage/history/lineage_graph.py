@@ -24,15 +24,12 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.storage.commit import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
+from penstock.storage.commit import ORIGINS, STAGE_KINDS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import RunError, StoreError
+from penstock.storage.file_store import NUM_REQUESTS
 from penstock.storage.history.run_record import read_run_record
-from penstock.storage.samples.shards import is_shard
 from penstock.storage.store import Store, committed_prefixes
-
-_NUM_THREADS = 16  # commit records read at the same time
-_DIRECTORY = {"rollout": "rollouts", "step": "steps", "checkpoint": "checkpoints", "eval": "evals", "export": "exports"}
 
 
 @dataclass(frozen=True)
@@ -51,12 +48,12 @@ class Node:
     @property
     def run(self) -> str:
         """Return the run that made this node, or "" for models and sources."""
-        return self.id.split("/")[1] if self.kind in _DIRECTORY else ""
+        return self.id.split("/")[1] if self.kind in STAGE_KINDS else ""
 
     @property
     def name(self) -> str:
         """Return the reference to this node that `penstock lineage` accepts, e.g. `my-run/checkpoint/20`."""
-        if self.kind not in _DIRECTORY:
+        if self.kind not in STAGE_KINDS:
             return self.id.removesuffix(commit_key(""))
         run, directory, index, *task = self.id.removeprefix("runs/").removesuffix(commit_key("")).split("/")
         return "/".join([run, directory.removesuffix("s"), str(int(index)), *task])
@@ -113,9 +110,8 @@ def read_lineage(store: Store) -> LineageGraph:
     graph = LineageGraph()
     runs = [run for run in store.list("runs") if store.read(RunKeys(run).record)]
     prefixes = [prefix for run in runs for prefix in committed_prefixes(store, RunKeys(run))]
-    suffix = commit_key("")
-    prefixes += [f"models/{name.removesuffix(suffix)}" for name in store.list("models") if name.endswith(suffix)]
-    commits = map_in_threads(store.committed, prefixes, _NUM_THREADS)
+    prefixes += [f"models/{name}" for name in store.committed_names("models")]
+    commits = map_in_threads(store.committed, prefixes, NUM_REQUESTS)
     by_key = {commit_key(prefix): commit for prefix, commit in zip(prefixes, commits, strict=True) if commit}
     for run in runs:
         models = {role: store.read_record(CheckpointRef, RunKeys(run).origin_key(role)) for role in ORIGINS}
@@ -172,17 +168,14 @@ REFERENCES = (
 
 def find_node(graph: LineageGraph, store: Store, reference: str) -> Node:
     """Return the artifact that a reference names (see REFERENCES); for samples and prompts, their rollout."""
-    if reference in graph.nodes:
-        return graph.nodes[reference]
+    for id in (reference, commit_key(reference)):
+        if id in graph.nodes:
+            return graph.nodes[id]
     run, _, rest = reference.partition("/")
-    if commit_key(reference.removesuffix(commit_key(""))) in graph.nodes:
-        id = commit_key(reference.removesuffix(commit_key("")))
-    elif run in graph.models:
-        id = find_id(graph, store, run, rest)
-    else:
+    if run not in graph.models:
         names = ", ".join(sorted(graph.models)) or "none"
         raise RunError(f"store {store.uri} has no run {run!r} (it has: {names}): give one of {REFERENCES}")
-    if id not in graph.nodes:
+    if (id := find_id(graph, store, run, rest)) not in graph.nodes:
         raise RunError(f"run {run!r} has no {rest or 'trained policy'}: give one of {REFERENCES}")
     return graph.nodes[id]
 
@@ -199,12 +192,12 @@ def find_id(graph: LineageGraph, store: Store, run: str, rest: str) -> str:
     if kind.isdecimal() and not value:
         kind, value = "checkpoint", kind
     index, _, data_set = value.partition("/")
-    if kind not in _DIRECTORY or not index.isdecimal():
+    if kind not in STAGE_KINDS or not index.isdecimal():
         return ""
-    prefix = f"{keys.prefix}/{_DIRECTORY[kind]}/{int(index):06d}"
+    prefix = f"{keys.prefix}/{kind}s/{int(index):06d}"
     if kind == "eval" and not data_set:
-        names = [name for name in store.list(prefix) if name.endswith(commit_key(""))]
-        return graph.resolve(f"{prefix}/{names[0]}") if names else ""
+        names = store.committed_names(prefix)
+        return graph.resolve(commit_key(f"{prefix}/{names[0]}")) if names else ""
     return graph.resolve(commit_key(f"{prefix}/{data_set}" if data_set else prefix))
 
 
@@ -219,7 +212,7 @@ def find_rollout_of(graph: LineageGraph, store: Store, run: str, column: str, va
         commit = store.committed(prefix)
         if commit is None or commit.kind not in ("rollout", "eval"):
             continue
-        shards = [store.path(file.path) for file in commit.files if is_shard(file.path)]
+        shards = [store.path(shard.path) for shard in commit.shards()]
         try:
             if shards and pq.read_table(shards, columns=[column], filesystem=store.fs, filters=[(column, "=", value)]):
                 return graph.resolve(commit_key(prefix))

@@ -120,7 +120,7 @@ class Completion(Frozen):
     """What a start that left nothing to do has completed."""
 
     options: str  # hash of the options that determine the results
-    outputs: dict[str, Any]  # options, not those of the default, for files and removals besides: name -> JSON value
+    outputs: dict[str, Any]  # options that write or remove other files, without defaults: name -> JSON value
 
 
 def login_name() -> str:

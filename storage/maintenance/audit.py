@@ -21,16 +21,16 @@ from penstock.storage.commit import (
     decode_record,
     has_matching_digest,
 )
-from penstock.storage.disk import map_in_threads
+from penstock.storage.disk import map_in_threads, size_mismatch_error
 from penstock.storage.errors import RunError, StoreError
+from penstock.storage.file_store import NUM_REQUESTS
 from penstock.storage.history.run_record import RunRecord, read_run_record, read_schedule_changes, read_starts
 from penstock.storage.maintenance.deletion import Tombstone, expired_versions, read_tombstone, tombstone_key
-from penstock.storage.maintenance.orphans import NUM_READS, find_orphans
+from penstock.storage.maintenance.orphans import find_orphans
 from penstock.storage.maintenance.prompt_audit import PromptAudit, max_staleness, read_round
 from penstock.storage.store import Store, committed_prefixes
 
 NUM_FILES = 8  # read concurrently
-_KINDS = {"rollouts": "rollout", "steps": "step", "checkpoints": "checkpoint", "evals": "eval", "exports": "export"}
 
 
 @dataclass
@@ -119,7 +119,7 @@ class _RunAudit:
             except StoreError as error:
                 self.add_problem(error)
         prefixes += sorted(key.removesuffix(commit_key("")) for key in model_keys)
-        records = map_in_threads(lambda prefix: store.read(commit_key(prefix)), prefixes, NUM_READS)
+        records = map_in_threads(lambda prefix: store.read(commit_key(prefix)), prefixes, NUM_REQUESTS)
         commits: dict[str, Commit] = {}
         for prefix, data in zip(prefixes, records, strict=True):
             key = commit_key(prefix)
@@ -167,8 +167,7 @@ class _RunAudit:
             if not verify_hashes:
                 size = store.size(record.path)
                 if size != record.bytes:
-                    state = "is missing" if size is None else f"has {size} bytes"
-                    problem = f"{record.path} {state}, but was committed with {record.bytes} bytes"
+                    problem = str(size_mismatch_error(record.path, record.bytes, size))
             else:
                 try:  # one file at a time: a whole checkpoint may not fit on the disk for temporary files
                     with store.reading(commit.model_copy(update={"files": [record]})):
@@ -205,7 +204,7 @@ class _RunAudit:
     def kind_and_index(self, prefix: str) -> tuple[str, int]:
         """Return what the commit record of a stage of the run must contain, according to its key."""
         directory, number = prefix.removeprefix(f"{self.keys.prefix}/").split("/")[:2]
-        return _KINDS[directory], int(number)
+        return directory.removesuffix("s"), int(number)
 
     def check_commits_match_keys(self, commits_by_prefix: dict[str, Commit]) -> None:
         """Check that kind, run, index, policy version and input of every commit record match the key of the record."""

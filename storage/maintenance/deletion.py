@@ -27,9 +27,10 @@ from pydantic import model_validator
 
 from penstock.storage.commit import Commit, Frozen, RunKeys, commit_key
 from penstock.storage.errors import RunError, StoreError
+from penstock.storage.file_store import StoredFile
 from penstock.storage.history.run_record import ForkRecord, read_run_record
 from penstock.storage.leases import Lease, describe_lease_holder, describe_live_drivers, store_time
-from penstock.storage.store import Store, StoredFile, committed_prefixes
+from penstock.storage.store import Store, committed_prefixes
 
 _TOMBSTONE = re.compile(r"(\d+)\.expired\.json")
 _ATTEMPT = re.compile(r"runs/[^/]+/checkpoints/\d+/attempt-[^/]+")
@@ -131,10 +132,8 @@ def best_version(store: Store, keys: RunKeys, metric: str, versions: Collection[
     scores: dict[int, float] = {}
     for version in versions:
         directory = f"{keys.prefix}/evals/{version:06d}"
-        for name in store.list(directory):
-            if not name.endswith(commit_key("")):
-                continue
-            commit = store.committed(f"{directory}/{name.removesuffix(commit_key(''))}")
+        for name in store.committed_names(directory):
+            commit = store.committed(f"{directory}/{name}")
             value = commit.summary.get(metric, math.nan) if commit else math.nan
             if not math.isnan(value):
                 scores[version] = value

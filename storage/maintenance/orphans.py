@@ -20,6 +20,7 @@ from penstock.storage.commit import JOURNAL, Commit, RunKeys, commit_key, split_
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.failpoints import failpoint
+from penstock.storage.file_store import NUM_REQUESTS, StoredFile
 from penstock.storage.leases import (
     TTL,
     claim_key,
@@ -38,9 +39,7 @@ from penstock.storage.maintenance.deletion import (
     tombstone_key,
     unfinished_fork_key,
 )
-from penstock.storage.store import Store, StoredFile
-
-NUM_READS = 16  # concurrent reads of small files, since latency dominates on an object store
+from penstock.storage.store import Store
 
 R = TypeVar("R", bound=BaseModel)
 
@@ -54,7 +53,7 @@ _GUARDS = (".lease", ".claim")  # ends of the names of an attempt's lease and cl
 class Orphan:
     """A unit of deletion, one file or the files of one directory, that no commit and no live process needs."""
 
-    kind: str  # from `_Contents.classify`, for instance "unfinished attempt"
+    kind: str  # from `_Contents.orphan_kind_and_key`, for instance "unfinished attempt"
     key: str  # of the directory or file
     files: tuple[str, ...]
     bytes: int
@@ -142,9 +141,8 @@ def _committed_files(store: Store, prefix: str) -> set[str]:
     The commit of a model's attempt (`models/attempt-...`) cannot be found by its prefix, which contains a fingerprint
     that is only known after the conversion.
     """
-    names = [name for name in store.list(prefix) if name.endswith(_COMMIT)] if prefix == "models" else []
-    prefixes = [f"{prefix}/{name.removesuffix(_COMMIT)}" for name in names] or [prefix]
-    commits = map_in_threads(store.committed, prefixes, NUM_READS)
+    prefixes = [f"models/{name}" for name in store.committed_names("models")] if prefix == "models" else [prefix]
+    commits = map_in_threads(store.committed, prefixes, NUM_REQUESTS)
     return {record.path for commit in commits if commit is not None for record in commit.files}
 
 
@@ -219,5 +217,5 @@ def _read_records(store: Store, keys: list[str], model: type[R]) -> dict[str, R]
                 f"{error}; the files of this record are unknown, so nothing is deleted (details: `penstock verify`)"
             ) from error
 
-    records = map_in_threads(read, keys, NUM_READS)
+    records = map_in_threads(read, keys, NUM_REQUESTS)
     return {key: record for key, record in zip(keys, records, strict=True) if record is not None}

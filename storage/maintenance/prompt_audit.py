@@ -94,9 +94,7 @@ def read_round(store: Store, prefix: str, commit: Commit) -> ServedRound:
 
 
 def _read_rows(directory: Path, commit: Commit, name: str) -> Iterable[dict[str, Any]]:
-    for record in commit.files:
-        if not record.path.rpartition("/")[2].startswith(f"{name}-"):
-            continue
+    for record in commit.shards(name):
         with pq.ParquetFile(directory / Path(record.path).relative_to(commit.attempt or "")) as shard:
             check_schema(shard.schema_arrow)
             for batch in shard.iter_batches(_BATCH, columns=_COLUMNS):

@@ -7,20 +7,18 @@ Metrics are copied from the commits without rounding. A number that is not finit
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from penstock.storage.commit import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
+from penstock.storage.commit import ORIGINS, STAGE_KINDS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.history.costs import RunCosts, close_starts, compute_costs
 from penstock.storage.history.run_record import ParentRecord, RunRecord, ScheduleChange, read_starts
+from penstock.storage.maintenance.deletion import expired_versions
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store, read_commits
 
-STAGE_KINDS = ("rollout", "step", "checkpoint", "eval", "export")  # stages of a run, as shown in the time line
-_EXPIRED = re.compile(r"(\d{6})\.expired\.json")
 _ENDS = {"FINISHED": "finished", "FAILED": "failed", "STOPPED": "been stopped"}  # by the outcome of a start
 
 Compare = Callable[[Store, Commit, Commit], dict[str, Any]]
@@ -99,9 +97,7 @@ def is_inherited(keys: RunKeys, record: RunRecord, commit: Commit) -> bool:
     files remain in the parent's directory; steps have no files."""
     if record.parent is None:
         return False
-    if commit.attempt:
-        return not commit.attempt.startswith(f"{keys.prefix}/")
-    return commit.index < record.parent.at
+    return commit.writer != keys.run if commit.attempt else commit.index < record.parent.at
 
 
 def stage_entry(commit: Commit, inherited: bool) -> dict[str, Any]:
@@ -109,8 +105,8 @@ def stage_entry(commit: Commit, inherited: bool) -> dict[str, Any]:
     return {
         "kind": commit.kind,
         "index": commit.index,
-        "task": _task_of(commit) if commit.kind == "eval" else "",
-        "start": commit.created_at - sum(commit.seconds.values()),
+        "task": task_of(commit) if commit.kind == "eval" else "",
+        "start": commit.started_at,
         "end": commit.created_at,
         "seconds": dict(commit.seconds),
         "bytes": sum(file.bytes for file in commit.files),
@@ -201,7 +197,7 @@ def _short_parent(parent: ParentRecord | None) -> dict[str, Any] | None:
     return parent.model_dump(include={"run", "at"}) if parent else None
 
 
-def _task_of(commit: Commit) -> str:
+def task_of(commit: Commit) -> str:
     """Return the data set of an evaluation: its attempt is .../evals/<version>/<data set>/attempt-<id>."""
     parts = (commit.attempt or "").split("/")
     return parts[-2] if len(parts) >= 2 else ""
@@ -209,13 +205,13 @@ def _task_of(commit: Commit) -> str:
 
 def _evaluations(commits: Iterable[Commit], kind: str = "eval") -> list[Commit]:
     """Return the evaluations (`eval`) or the rescored ones (`rescore`), sorted by data set and version."""
-    return sorted((c for c in commits if c.listed_kind == kind), key=lambda commit: (_task_of(commit), commit.index))
+    return sorted((c for c in commits if c.listed_kind == kind), key=lambda commit: (task_of(commit), commit.index))
 
 
 def _scores(commits: Iterable[Commit], kind: str) -> list[dict[str, Any]]:
     return [
         {
-            "task": _task_of(commit),
+            "task": task_of(commit),
             "version": commit.index,
             "metrics": {name: to_json_number(value) for name, value in commit.summary.items()},
         }
@@ -227,7 +223,7 @@ def collect_comparisons(store: Store, commits: Iterable[Commit], compare: Compar
     """Return, for every data set with two evaluated versions, the comparison of the last with the first version."""
     by_task: dict[str, list[Commit]] = {}
     for commit in _evaluations(commits):
-        by_task.setdefault(_task_of(commit), []).append(commit)
+        by_task.setdefault(task_of(commit), []).append(commit)
     return [
         {"task": task, "first": versions[0].index, "last": versions[-1].index}
         | compare(store, versions[0], versions[-1])
@@ -242,8 +238,6 @@ def collect_comparisons(store: Store, commits: Iterable[Commit], compare: Compar
 def collect_lineage(store: Store, keys: RunKeys, record: RunRecord, commits: list[Commit]) -> dict[str, Any]:
     """Return the models and runs that the run is made from, and the checkpoints, evaluations and exports made of it."""
     origins = {role: store.read_record(CheckpointRef, keys.origin_key(role)) for role in ORIGINS}
-    names = store.list(f"{keys.prefix}/checkpoints")
-    expired = [int(match[1]) for name in names if (match := _EXPIRED.fullmatch(name))]
     parents, parent = [], record.parent
     while parent is not None:
         parents.append(_short_parent(parent))
@@ -258,7 +252,7 @@ def collect_lineage(store: Store, keys: RunKeys, record: RunRecord, commits: lis
         }
 
     models = {role: origin.key for role, origin in origins.items() if origin}
-    base = store.committed(models["base"].removesuffix(commit_key(""))) if "base" in models else None
+    base = store.read_record(Commit, models["base"]) if "base" in models else None
     sources = []  # paths of models or, for the files of a run, their references: `my-run/export/20`
     for path in base.inputs.values() if base else ():
         run, _, rest = (attempt_in_path(path) or "").removeprefix("runs/").partition("/")
@@ -270,9 +264,9 @@ def collect_lineage(store: Store, keys: RunKeys, record: RunRecord, commits: lis
         "models": models,
         "parents": parents,
         "checkpoints": [entry(c) for c in commits if c.kind == "checkpoint"],
-        "expired": expired,
-        "evaluations": [entry(c) | {"task": _task_of(c)} for c in _evaluations(commits)],
-        "rescores": [entry(c) | {"task": _task_of(c)} for c in _evaluations(commits, "rescore")],
+        "expired": expired_versions(store, keys),
+        "evaluations": [entry(c) | {"task": task_of(c)} for c in _evaluations(commits)],
+        "rescores": [entry(c) | {"task": task_of(c)} for c in _evaluations(commits, "rescore")],
         "exports": [entry(c) for c in commits if c.kind == "export"],
     }
 

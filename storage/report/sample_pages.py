@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from penstock.storage.commit import Commit
-from penstock.storage.report.data import to_json_number
+from penstock.storage.report.data import task_of, to_json_number
 from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_table, read_trained_tokens
 from penstock.storage.store import Store
@@ -53,7 +54,7 @@ def collect_samples(store: Store, commits: Iterable[Commit], max_samples: int = 
     commits = list(commits)
     steps = {commit.index: commit for commit in commits if commit.kind == "step"}
     rollouts = sorted((c for c in commits if c.kind == "rollout" and c.files), key=lambda commit: commit.index)
-    evals = [(commit.attempt.split("/")[-2], commit) for commit in commits if commit.kind == "eval" and commit.attempt]
+    evals = [(task_of(commit), commit) for commit in commits if commit.kind == "eval" and commit.attempt]
     sources = [("training", c) for c in rollouts] + sorted(evals, key=lambda entry: (entry[0], entry[1].index))
     total = sum(commit.num_samples() for _, commit in sources)
     num_tokens = sum(c.num_samples() * c.summary.get("rollout/total_lengths", 0.0) for _, c in sources)
@@ -109,7 +110,7 @@ class _Builder:
         samples = self._samples
         if not samples.pages or len(samples.pages[-1]["id"]) >= SAMPLES_PER_PAGE or self._page_tokens > TOKENS_PER_PAGE:
             samples.page_starts.append(samples.num_shown)
-            samples.pages.append({name: [] for name in _PAGE_COLUMNS} | {"prompts": []})
+            samples.pages.append(defaultdict(list))
             self._page_texts, self._page_tokens = {}, 0
         metadata = json.loads(row["metadata"] or "{}")
         source = metadata.get("source")
@@ -166,12 +167,6 @@ class _Builder:
             page[column].append(value)
         self._samples.token_ids.update(row["token_ids"])
         self._page_tokens += len(row["token_ids"])
-
-
-_PAGE_COLUMNS = (
-    *("id", "prompt", "response", "label", "tokens", "mask", "logprobs", "gaps", "advantages", "versions", "spans"),
-    *("rewards", "metadata"),
-)
 
 
 def shorten_numbers(values: Iterable[float]) -> list[Any]:

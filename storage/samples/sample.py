@@ -52,9 +52,7 @@ class Sample:
     label: str = ""
     token_ids: list[int] = field(default_factory=list)  # [L] prompt + response
     loss_mask: list[int] = field(default_factory=list)  # [L] 1 = trained on; 0 = prompt, tool or environment token
-    rollout_logprobs: list[float] = field(
-        default_factory=list
-    )  # [L] log-probs from the engine; 0.0 where loss_mask is 0
+    rollout_logprobs: list[float] = field(default_factory=list)  # [L] of the engine; 0.0 where loss_mask is 0
     teacher_logprobs: list[float] | None = None  # [L] of a teacher's engine; 0.0 where loss_mask is 0
     routed_experts: bytes | None = None  # encoded expert ids, if the engine returned them (routed_experts.py)
     reward: float | None = None

@@ -3,7 +3,6 @@ evaluation, and what the trainer knows of each trained token."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +23,7 @@ _REPEATED = ["group_id", "prompt", "label", "loss_mask.list.element", "status", 
 _SPLIT = {"rollout_logprobs.list.element": "BYTE_STREAM_SPLIT"}
 
 
-def write_shards(directory: Path, samples: Sequence[Sample], name: str = "part") -> None:
+def write_shards(directory: Path, samples: Sequence[Sample], name: str = TRAINED) -> None:
     """Write samples to `<name>-00000.parquet`, ..., with up to SAMPLES_PER_SHARD rows each. Writes at least one
     file."""
     for index, start in enumerate(range(0, max(len(samples), 1), SAMPLES_PER_SHARD)):
@@ -32,14 +31,13 @@ def write_shards(directory: Path, samples: Sequence[Sample], name: str = "part")
         pq.write_table(table, path, compression="zstd", use_dictionary=_REPEATED, column_encoding=_SPLIT)
 
 
-def read_table(store: Store, commit: Commit, name: str = "part") -> pa.Table:
+def read_table(store: Store, commit: Commit, name: str = TRAINED) -> pa.Table:
     """Return the committed samples as one Arrow table with SCHEMA's columns, in the order in which they were written.
 
     Only shards that the commit lists are read, after verifying their sizes and hashes. (In a local store the directory
     may contain other files.)
     """
-    files = sorted(record.path for record in commit.files if is_shard(record.path, name))
-    shards = [Path(file).relative_to(commit.attempt or "") for file in files]
+    shards = [Path(shard.path).relative_to(commit.attempt or "") for shard in commit.shards(name)]
     assert shards, f"the commit lists no shards with the name {name}"
     with store.reading(commit, only=[path.as_posix() for path in shards]) as directory:
         tables = [pq.ParquetFile(directory / path).read() for path in shards]
@@ -48,14 +46,9 @@ def read_table(store: Store, commit: Commit, name: str = "part") -> pa.Table:
     return pa.concat_tables(tables)
 
 
-def read_samples(store: Store, commit: Commit, name: str = "part") -> list[Sample]:
+def read_samples(store: Store, commit: Commit, name: str = TRAINED) -> list[Sample]:
     """Return the committed samples as `Sample` objects. See `read_table`."""
     return from_table(read_table(store, commit, name))
-
-
-def is_shard(path: str, name: str = TRAINED) -> bool:
-    """Return whether a committed file is a shard with the given name, TRAINED or BUFFER (commit.py)."""
-    return re.fullmatch(rf"{re.escape(name)}-\d+\.parquet", path.rpartition("/")[2]) is not None
 
 
 # ---- trained tokens --------------------------------------------------------------------------------------------------

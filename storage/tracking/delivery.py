@@ -30,7 +30,6 @@ from penstock.storage.tracking.tracker import (
     RunEnded,
     TrackedRun,
     Tracker,
-    deliver_batch,
     parse_record,
     report_record_key,
 )
@@ -70,7 +69,33 @@ def read_cost_metrics(
     ]
 
 
-# ---- delivery of a run -----------------------------------------------------------------------------------------------
+# ---- delivery --------------------------------------------------------------------------------------------------------
+
+
+def deliver_batch(tracker: Tracker, records: Sequence[Record], commits: RunCommits) -> list[tuple[Record, str]]:
+    """Deliver records; if the tracker refuses one for good, one by one. Return those that it refused, with the reason.
+    Other errors are raised."""
+    try:
+        tracker.deliver(records, commits)
+    except Exception as error:  # clients have their own error types
+        if not tracker.is_permanent_refusal(error):
+            raise
+        if len(records) == 1:
+            return [(records[0], str(error))]
+        return [refused for record in records for refused in deliver_batch(tracker, [record], commits)]
+    return []
+
+
+def deliver_all(tracker: Tracker, records: Sequence[Record]) -> list[tuple[Record, str]]:
+    """Deliver the records of a run. Return those that the tracker refused for good, with the reason."""
+    commits, refused = RunCommits(), []
+    for start in range(0, len(records), _BATCH):
+        batch = records[start : start + _BATCH]
+        for record in batch:
+            if isinstance(record, Committed):
+                commits.add(record.key, record.commit)
+        refused += deliver_batch(tracker, batch, commits)
+    return refused
 
 
 class RunTracking:

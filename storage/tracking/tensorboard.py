@@ -43,12 +43,11 @@ _DIRECTORY_NAME = r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$"  # one or more levels, none 
 Key = tuple[str, int, float]  # tag, step, wall time
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """The tracker for TensorBoard, for one Penstock run."""
 
     name: ClassVar[str] = "TensorBoard"
     wants_all = True  # a crash of the machine may cut off records
-    buffers: ClassVar[bool] = False
 
     @staticmethod
     def uri_of(store: Store, options: TensorBoardOptions) -> str | None:
@@ -90,10 +89,6 @@ class TensorBoardTracker:
                 self._write((tag, step, record.at), text=text)
         if self._writer is not None:
             self._writer.flush()
-
-    def is_permanent_refusal(self, error: Exception) -> bool:
-        """Return False: files accept every record."""
-        return False
 
     def _write(self, key: Key, *, text: str | None = None, simple_value: float | None = None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event

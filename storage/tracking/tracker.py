@@ -21,8 +21,6 @@ from penstock.storage.tracking.run_commits import RunCommits, eval_name_from_key
 if TYPE_CHECKING:
     from penstock.storage.store import Store
 
-_BATCH = 64  # records per delivery
-
 
 @dataclass(frozen=True)
 class TrackedRun:
@@ -161,14 +159,15 @@ def flatten_config(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 class Tracker(Protocol):
-    """The connection of one run to a tracker. Methods may raise any error; the caller (delivery.py) retries."""
+    """Base of the trackers: the connection of one run to a tracker. Methods may raise any error; the caller
+    (delivery.py) retries."""
 
     name: ClassVar[str]  # of the tracker, for log lines
     # Whether records that were delivered are delivered again: by a tracker that skips those that it has, or does not
     # have the run, because its database was deleted.
-    wants_all: bool
+    wants_all: bool = False
     # Whether delivered records may be lost when the process is killed, until the end of the run is delivered.
-    buffers: ClassVar[bool]
+    buffers: ClassVar[bool] = False
 
     @staticmethod
     def uri_of(store: Store, options: Any) -> str | None:
@@ -177,6 +176,7 @@ class Tracker(Protocol):
     @staticmethod
     def check_options(options: Any) -> None:
         """Check that the tracker can be used on this machine if the options choose it. Raises OptionError if not."""
+        return
 
     def __init__(self, uri: str, run: TrackedRun) -> None: ...
 
@@ -198,6 +198,7 @@ class Tracker(Protocol):
     def is_permanent_refusal(self, error: Exception) -> bool:
         """Return whether `error`, raised by `deliver`, means that the tracker would refuse the same record again; the
         caller then skips the record."""
+        return False
 
 
 class OptionsOfTracker(StageConfig):
@@ -212,33 +213,5 @@ class OptionsOfTracker(StageConfig):
             return
         for name in sorted(self.model_fields_set):
             if name.startswith(prefix) and getattr(self, name) != type(self).model_fields[name].default:
-                raise OptionError(
-                    f"--{name.replace('_', '-')} has no effect without --{switch.replace('_', '-')}: add this, or omit "
-                    "it"
-                )
-
-
-def deliver_batch(tracker: Tracker, records: Sequence[Record], commits: RunCommits) -> list[tuple[Record, str]]:
-    """Deliver records; if the tracker refuses one for good, one by one. Return those that it refused, with the reason.
-    Other errors are raised."""
-    try:
-        tracker.deliver(records, commits)
-    except Exception as error:  # clients have their own error types
-        if not tracker.is_permanent_refusal(error):
-            raise
-        if len(records) == 1:
-            return [(records[0], str(error))]
-        return [refused for record in records for refused in deliver_batch(tracker, [record], commits)]
-    return []
-
-
-def deliver_all(tracker: Tracker, records: Sequence[Record]) -> list[tuple[Record, str]]:
-    """Deliver the records of a run. Return those that the tracker refused for good, with the reason."""
-    commits, refused = RunCommits(), []
-    for start in range(0, len(records), _BATCH):
-        batch = records[start : start + _BATCH]
-        for record in batch:
-            if isinstance(record, Committed):
-                commits.add(record.key, record.commit)
-        refused += deliver_batch(tracker, batch, commits)
-    return refused
+                flag, needed = (f"--{option.replace('_', '-')}" for option in (name, switch))
+                raise OptionError(f"{flag} has no effect without {needed}: add {needed}, or omit {flag}")

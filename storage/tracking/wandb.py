@@ -51,11 +51,10 @@ _FINISH_TIMEOUT = 20.0  # seconds; W&B would wait for a lost server without limi
 _INIT_TIMEOUT = 60.0
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """The tracker for Weights & Biases, for one Penstock run."""
 
     name: ClassVar[str] = "W&B"
-    wants_all = False
     buffers: ClassVar[bool] = True
 
     @staticmethod
@@ -120,10 +119,6 @@ class WandbTracker:
         if isinstance(records[-1], RunEnded):
             self._finish(exit_code=0 if records[-1].status == "FINISHED" else 1)
 
-    def is_permanent_refusal(self, error: Exception) -> bool:
-        """Return False: W&B accepts all names, and all numbers as values."""
-        return False
-
     def _finish(self, exit_code: int) -> None:
         client, self._client = self._client, None
         if client is not None:
@@ -164,7 +159,7 @@ class WandbTracker:
             finish_timeout=_FINISH_TIMEOUT,
             silent=True,
             **server,
-            **_NOTHING_BUT_RECORDS,
+            **_ONLY_RECORDS,
         )
         self.directory.mkdir(parents=True, exist_ok=True)
         self._client = wandb.init(
@@ -229,7 +224,7 @@ class WandbOptions(OptionsOfTracker):
 
 
 # What W&B would also send: output of the terminal, source code, git state, packages and hardware of the machine.
-_NOTHING_BUT_RECORDS: dict[str, Any] = {
+_ONLY_RECORDS: dict[str, Any] = {
     "console": "off",
     "disable_code": True,
     "disable_git": True,

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from penstock.stages.convert.hf_checkpoint import HFWeights, TensorInfo, plan_shards, write_index, write_shard
 from penstock.stages.convert.targets import asset_files, model_fingerprint
+from penstock.storage.disk import hash_file
 from penstock.storage.errors import ModelError
-from penstock.storage.store import hash_file
 
 TENSORS = {
     "a": torch.randn(7, 3),

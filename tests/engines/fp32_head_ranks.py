@@ -51,7 +51,6 @@ def step(engine: Any, weight: Tensor) -> tuple[int, float]:
         torch.testing.assert_close(logprobs.double(), whole.gather(-1, targets[counted][:, None])[:, 0])
         return -logprobs.sum(), {}
 
-    engine.zero_grad()
     outputs = engine.forward_backward(PACKS, loss)
     return len(outputs), engine.optimizer_step()[1]
 

@@ -70,8 +70,6 @@ def run(
     packs = [make_pack(LENGTHS, rank), make_pack([9, 30], rank + 2)]
 
     def step(forward_only: bool = False) -> list[Any]:
-        if not forward_only:
-            engine.zero_grad()
         losses = [
             output["loss"].item() for output in engine.forward_backward(packs, loss_fn, forward_only=forward_only)
         ]

@@ -113,17 +113,16 @@ def compare(
     name: str, engine: Any, packs: list[Any], routing: Any, expected: list[Tensor], expected_norm: float
 ) -> None:
     """Check log-probs and the gradient's norm."""
-    engine.zero_grad()
     outputs = engine.forward_backward(packs, loss_fn_of(engine), routing=routing)
     for output, pack, logprobs in zip(outputs, packs, expected):
-        rows = engine.loss_token_slice(pack)
-        error = (output["logprobs"] - (logprobs if rows is None else logprobs[rows])).abs().max()
+        rows = engine.pack_stream(pack).pack_slice
+        error = (output["logprobs"] - logprobs[rows]).abs().max()
         assert error < 1e-4, f"{name}: log-probs differ by {error:.1e}"
     learning_rate = engine.optimizer.param_groups[0]["lr"]
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.0
         group["weight_decay"] = 0.0
-    _, norm = engine.optimizer_step()
+    _, norm, _ = engine.optimizer_step()
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
     assert abs(norm - expected_norm) < 1e-4 * expected_norm, (
@@ -146,9 +145,8 @@ def loss_fn_of(engine: Any) -> Any:
 
             logits = gather_from_tensor_model_parallel_region(logits, engine.tensor_group)[:, : engine.shape.vocab_size]
         targets, counted = targets_of(pack)
-        rows = engine.loss_token_slice(pack)
-        if rows is not None:
-            targets, counted = targets[rows], counted[rows]
+        rows = engine.pack_stream(pack).pack_slice
+        targets, counted = targets[rows], counted[rows]
         logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0] * counted
         return -logprobs.sum(), {"logprobs": logprobs.detach()}
 
@@ -169,7 +167,6 @@ def run_one_rank(directory: Path) -> None:
                 pack.routing = random_record(len(pack.token_ids), shape, number)
         forward_only(engine, packs, "record" if kind == "free" else None)
         expected |= {"recorded": [pack.routing for pack in packs]} if kind == "free" else {}
-        engine.zero_grad()
         outputs = engine.forward_backward(packs, loss_fn_of(engine), routing="replay")
         expected[kind] = [output["logprobs"] for output in outputs]
         expected[f"{kind} norm"] = (

@@ -1,4 +1,4 @@
-"""A second engine is one folder and one row of `BACKENDS`: `stub_engine.py` comes in through this door."""
+"""A second engine is one folder and one row of `BACKENDS`, as `stub_engine.py` shows."""
 
 from __future__ import annotations
 

@@ -64,7 +64,6 @@ def train(engine: Any, seeds: range) -> list[tuple[float, float]]:
     """Return the loss and the gradient norm of one step per seed."""
     results = []
     for seed in seeds:
-        engine.zero_grad()
         outputs = engine.forward_backward([make_pack(LENGTHS, seed)], loss_fn)
         results.append((outputs[0]["loss"].item(), engine.optimizer_step()[1]))
     return results
@@ -88,7 +87,6 @@ def test_passes_use_the_stream_of_a_micro_batch_and_do_not_change_it(engine: Any
 
 
 def test_gradients_are_sums_and_equal_hugging_face(engine: Any, hf: Any) -> None:
-    engine.zero_grad()
     outputs = engine.forward_backward(PACKS, loss_fn)
     hf.zero_grad()
     loss = hf_loss(hf, PACKS)
@@ -98,15 +96,14 @@ def test_gradients_are_sums_and_equal_hugging_face(engine: Any, hf: Any) -> None
     for name, param in engine.chunks[0].named_parameters():
         assert (param.main_grad.cpu() - grads[name]).abs().max() < 1e-5 * grads[name].abs().max(), name
     norm = torch.cat([grad.flatten() for grad in grads.values()]).norm().item()
-    assert engine.optimizer_step() == (True, pytest.approx(norm, rel=1e-5))
+    assert engine.optimizer_step()[:2] == (True, pytest.approx(norm, rel=1e-5))
 
 
 def test_first_step_is_adamw(engine: Any) -> None:
     before = {name: tensor.clone() for name, tensor in engine.named_weights()}
-    engine.zero_grad()
     engine.forward_backward(PACKS, loss_fn)
     grads = {name: param.main_grad.clone() for name, param in engine.chunks[0].named_parameters()}
-    _, norm = engine.optimizer_step()
+    _, norm, _ = engine.optimizer_step()
     for name, after in engine.named_weights():
         grad = grads[name] / (norm + 1e-6)  # clipped to 1
         decay = OPTIMIZER["lr"] * OPTIMIZER["weight_decay"] if grad.ndim > 1 else 0.0
@@ -135,18 +132,20 @@ def test_saved_files_have_the_returned_hashes_and_load_in_megatron(engine: Any, 
         assert tensor is None or torch.equal(loaded[name], tensor), name
 
 
+def one_step(engine: Any) -> float:
+    """Run one optimizer step and return its learning rate."""
+    engine.forward_backward(PACKS, loss_fn)
+    return engine.optimizer_step()[2]
+
+
 def test_resume_with_another_schedule_keeps_the_step_count(tmp_path: Path) -> None:
     schedule = {**OPTIMIZER, "lr_decay_style": "linear", "lr_warmup_iters": 2, "lr_decay_iters": 10}
     engine = make_engine(optimizer=schedule)
-    rates = [engine.lr]
-    for _ in range(4):
-        train(engine, range(1))
-        rates.append(engine.lr)
-    assert rates == pytest.approx([0, 0.005, 0.01, 0.00875, 0.0075])
+    assert [one_step(engine) for _ in range(4)] == pytest.approx([0, 0.005, 0.01, 0.00875])
     engine.save(tmp_path, {})
     longer = make_engine(optimizer={**schedule, "lr": 0.02, "lr_decay_iters": 18})
     longer.load(tmp_path)
-    assert longer.lr == pytest.approx(0.02 * 14 / 16)
+    assert one_step(longer) == pytest.approx(0.02 * 14 / 16)
 
 
 def test_load_weights_resets_the_optimizer(engine: Any, tmp_path: Path) -> None:
@@ -185,7 +184,6 @@ def test_named_weights_are_all_weights_under_global_names(engine: Any, hf: Any) 
 
 def test_nan_gradients_raise_before_weights_change(engine: Any) -> None:
     before = engine.digest()
-    engine.zero_grad()
     with pytest.raises(RuntimeError, match="NaN"):
         engine.forward_backward(PACKS, lambda hidden, head, packed: (head(hidden).sum() * torch.nan, {}))
     assert engine.digest() == before
@@ -228,18 +226,9 @@ def test_bf16_trains_on_fp32_copies(hf: Any, tmp_path: Path) -> None:
     assert (train(engine, range(3)), engine.digest()) == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"overrides": {"recompute_granularty": "full"}}, "recompute_granularity"),
-        ({"overrides": {"num_layers": 3}}, "num_layers"),
-        ({"overrides": {"overlap_param_gather_with_optimizer_step": True}}, "overlap_param_gather_with_optimizer_step"),
-        ({"optimizer": {**OPTIMIZER, "lr_decay_style": "cosine"}}, "--lr-decay-iters"),
-    ],
-)
-def test_wrong_option_error_names_the_option(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(OptionError, match=named):
-        make_engine(**options)
+def test_decay_without_its_length_is_refused() -> None:
+    with pytest.raises(OptionError, match="--lr-decay-iters"):
+        make_engine(optimizer={**OPTIMIZER, "lr_decay_style": "cosine"})
 
 
 def test_world_size_must_be_a_multiple_of_the_parallel_sizes() -> None:

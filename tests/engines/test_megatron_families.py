@@ -95,7 +95,6 @@ def loss_fn(hidden: Tensor, head: Any, pack: Any) -> tuple[Tensor, dict[str, Ten
 def train(engine: Any, steps: int = 2) -> list[float]:
     seen = []
     for _ in range(steps):
-        engine.zero_grad()
         seen += [output["loss"].item() for output in engine.forward_backward(PACKS, loss_fn)]
         engine.optimizer_step()
     return seen

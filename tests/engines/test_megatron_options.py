@@ -70,7 +70,7 @@ def test_every_spelling_sets_its_field() -> None:
             "full",
             r"^\[train.megatron\] recompute_granularty: no such option: did you mean recompute_granularity\?",
         ),
-        ("num_layers", 2, "num_layers: no such option: `penstock train --help-all` lists those"),
+        ("num_layers", 2, "num_layers: no such option: `penstock train --help-all` lists them"),
         ("log_interval", 1, "log_interval: no such option"),
         ("lr", 1e-5, "lr: no such option"),
         ("recompute_granularity", "ful", "--recompute-granularity 'ful': input should be 'full' or 'selective'"),
@@ -121,7 +121,6 @@ def summed_loss(factor: float = 1.0) -> Any:
 
 
 def one_step(engine: Any, factor: float = 1.0) -> None:
-    engine.zero_grad()
     engine.forward_backward([make_pack([5, 9])], summed_loss(factor))
 
 
@@ -200,7 +199,6 @@ def kind_of_experts(engine: Any) -> str:
 def offloaded_share(engine: Any) -> float:
     from penstock.engines.megatron.optimizer import inner_optimizers
 
-    engine.zero_grad()
     engine.optimizer_step()
     params = [param for inner in inner_optimizers(engine.optimizer) for param in inner.state]
     freed = [param for param in params if param.untyped_storage().nbytes() == 0]

@@ -131,7 +131,7 @@ def test_methods_refuse_offloaded_state(tmp_path: Path) -> None:
     engine = make_engine()
     engine.offload([GRADIENTS])
     with pytest.raises(AssertionError, match="gradients"):
-        engine.zero_grad()
+        train(engine, range(1))
     engine.offload([WEIGHTS])
     for read in (engine.digest, engine.named_weights, engine.snapshot_weights, lambda: engine.save_weights(tmp_path)):
         with pytest.raises(AssertionError, match="weights"):

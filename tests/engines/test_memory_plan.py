@@ -19,13 +19,14 @@ from penstock.engines.megatron.memory_plan import (
     RUNTIME,
     TrainerMemory,
     TrainerOptions,
-    colocated_peak_bytes,
     estimate_trainer_memory,
     stage_layers,
 )
 from penstock.engines.options import EngineOptions
 from penstock.engines.parallel_layout import ParallelLayout
+from penstock.engines.serving.engine_memory import EngineMemory
 from penstock.engines.serving.server import ServerSpec
+from penstock.flows.gpu_plan import GpuPlan
 from penstock.storage.errors import EngineError, LayoutError
 from tests.engines.built_memory import SHAPES, built_bytes
 from tests.engines.real_models import REAL_MODELS
@@ -178,11 +179,12 @@ def test_ranks_that_cannot_be_divided_are_refused() -> None:
 
 def test_colocated_peak_is_the_larger_phase() -> None:
     trainer = TrainerMemory(0, 1, 10, 20, 30, 100, 7, 5, 3)
-    assert colocated_peak_bytes(trainer, 50) == trainer.peak_bytes + 50
-    assert colocated_peak_bytes(trainer, 50, offload_train=True) == trainer.peak_bytes + 50
-    assert colocated_peak_bytes(trainer, 50, offload_rollout=True) == trainer.peak_bytes
-    assert colocated_peak_bytes(trainer, 500, offload_rollout=True) == 500 + RUNTIME + trainer.resident_bytes
-    assert colocated_peak_bytes(trainer, 500, offload_train=True, offload_rollout=True) == 500 + RUNTIME
+    small, large = (GpuPlan(1000, trainer, EngineMemory(1, size, 1), colocated=True) for size in (50, 500))
+    assert small.colocated_peak_bytes() == trainer.peak_bytes + 50
+    assert small.colocated_peak_bytes(offload_train=True) == trainer.peak_bytes + 50
+    assert small.colocated_peak_bytes(offload_rollout=True) == trainer.peak_bytes
+    assert large.colocated_peak_bytes(offload_rollout=True) == 500 + RUNTIME + trainer.resident_bytes
+    assert large.colocated_peak_bytes(offload_train=True, offload_rollout=True) == 500 + RUNTIME
 
 
 def engine_plan(name: str, gpus: int, **args: Any) -> Any:

@@ -76,9 +76,9 @@ def test_a_server_without_a_key_does_not_start(tmp_path: Path) -> None:
 
 def test_every_server_has_a_key_of_its_own() -> None:
     spec = ServerSpec(model_path="/model", several_nodes=True)
-    keys = {SGLangServer(spec, index).key() for index in range(3)}
+    keys = {SGLangServer(spec, index).key for index in range(3)}
     assert len(keys) == 3 and all(len(key) == 64 for key in keys)
-    assert len(SGLangServer(spec.model_copy(update={"args": {"api_key": ""}})).key()) == 64
+    assert len(SGLangServer(spec.model_copy(update={"args": {"api_key": ""}})).key) == 64
 
 
 def test_requests_with_a_key_do_not_go_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

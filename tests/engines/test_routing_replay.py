@@ -44,7 +44,6 @@ def forward_backward(engine: Any, packs: list[Any], routing: Any = None) -> tupl
         logprobs = logprobs_of(hidden, head, pack)
         return logprobs.sum(), {"logprobs": logprobs.detach()}
 
-    engine.zero_grad()
     outputs = engine.forward_backward(packs, loss_fn, routing=routing)
     gradients = {name: param.main_grad.clone() for chunk in engine.chunks for name, param in chunk.named_parameters()}
     return [output["logprobs"] for output in outputs], gradients

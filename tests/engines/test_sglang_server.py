@@ -215,7 +215,7 @@ def test_server_dies_with_its_parent(tiny_model: Path, tmp_path: Path) -> None:
         "import signal; from penstock.engines.serving.server import ServerSpec\n"
         "from penstock.engines.sglang.backend import SGLangServer\n"
         f"server = SGLangServer(ServerSpec(model_path={str(tiny_model)!r}, log_dir={str(tmp_path)!r}))\n"
-        "server._launch(); print(server.pid(), flush=True); signal.pause()"
+        "server._launch(); print(server._process.pid, flush=True); signal.pause()"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT, text=True) as parent:
         assert parent.stdout is not None

@@ -121,7 +121,7 @@ def test_rendezvous_file_of_a_killed_rank_is_removed_with_its_directory() -> Non
     program = """
 from pathlib import Path
 from penstock.stages.train.actor import TrainActor
-url = TrainActor.rendezvous_file(object.__new__(TrainActor))
+url = TrainActor.open_rendezvous(object.__new__(TrainActor), one_node=True)
 Path(url.removeprefix("file://")).write_text("x")
 print(url, flush=True)
 input()

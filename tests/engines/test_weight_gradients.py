@@ -25,7 +25,6 @@ def gradients(name: str, fused: bool, dtype: Any, overrides: dict[str, Any]) -> 
     def loss_fn(hidden: torch.Tensor, head: Any, packed: Pack) -> Any:
         return head(hidden).float().square().mean(), {}
 
-    engine.zero_grad()
     engine.forward_backward(PACKS, loss_fn)
     return {name: param.main_grad.float().clone() for name, param in engine.chunks[0].named_parameters()}
 

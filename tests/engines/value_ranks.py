@@ -48,12 +48,11 @@ def step(engine: Any) -> tuple[float, float]:
     def squared_error(hidden: Tensor, head: Any, packed: Pack) -> Any:
         targets, rows = (
             torch.sin(packed.token_ids.double() + packed.position_ids).float(),
-            engine.loss_token_slice(packed),
+            engine.pack_stream(packed).pack_slice,
         )
-        loss = (head(hidden)[:, 0] - (targets if rows is None else targets[rows])).square().sum()
+        loss = (head(hidden)[:, 0] - targets[rows]).square().sum()
         return loss, {"loss": loss.detach()}
 
-    engine.zero_grad()
     outputs = engine.forward_backward(PACKS[rank::size], squared_error)
     total = torch.stack([output["loss"] for output in outputs]).sum() if outputs else torch.zeros(())
     dist.all_reduce(total)

@@ -96,7 +96,7 @@ SET = '[[datasets]]\nname = "a"\npath = "p"\n'
         (f'{SET}[defaults]\ntop_k = "many"', r"\[defaults\] has top_k = 'many'"),
         ('[[datasets]]\nname = "a"', "data set a has no path"),
         ('[[datasets]]\npath = "a"', "data set 1 has no name"),
-        ("[defaults]\ntop_k = 1", "the file has no data sets"),
+        ("[defaults]\ntop_k = 1", "the file has no data sets, but defaults"),
         (SET + SET, "two data sets are named a"),
         (SET.replace('"a"', '"a@1"'), "'a@1' cannot name a data set"),
         (SET.replace('"a"', '"mine"'), "two data sets are named mine"),

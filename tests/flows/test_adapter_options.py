@@ -42,7 +42,7 @@ def test_engines_get_adapters_by_default(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--update-weight-transport", "nccl"], "no broadcast of adapters"),
+        (["--update-weight-transport", "nccl"], "adapters cannot be broadcast"),
         (["--sglang-dp-size", "2"], "--sglang-dp-size"),
         (["--sglang-speculative-algorithm", "NGRAM"], "--sglang-speculative-algorithm"),
         (["--async-mode", "streaming", "--max-staleness", "1", "--use-router"], "behind a router"),

@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from penstock.engines.backends import engine_backend
 from penstock.flows.cli import main
 from penstock.flows.commands import demo
 from penstock.flows.commands.demo import DemoProcess, check_and_replay, run_demo_with_kills
 from penstock.storage.store import Store
 from tests.storage.made_run import config_of, make_run, write_data
 
-FAKE = """
+FAKE = f"""
 import subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-engine = subprocess.Popen([*sleep, "engines/sglang/launch.py"])
+engine = subprocess.Popen([*sleep, {engine_backend().start_check()[0][0]!r}])
 print("started", flush=True)
 engine.wait()
 print("engine died", flush=True)

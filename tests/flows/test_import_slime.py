@@ -164,7 +164,7 @@ def test_missing_script_and_existing_output_are_refused(tmp_path: Path, capsys: 
         ),
         (
             "--sglang-tp-size 2",
-            ["# Dropped: --sglang-tp-size 2: --sglang-tp-size is not allowed: omit it, Penstock sets"],
+            ["# Dropped: --sglang-tp-size 2: --sglang-tp-size is not allowed: Penstock sets it from"],
         ),
         ("--sglang-enable-deterministic-inference", ["rollout_sampling_seeds = true  # slime does so"]),
         ("--prompt-data $NONE/d.jsonl", ['prompt_data = ["<NONE>/d.jsonl"]  # write the path, or set NONE before']),

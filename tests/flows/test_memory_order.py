@@ -70,7 +70,7 @@ class ScriptedActor(TrainActor):
         self._record("save")
         return SaveResult(files=[], digest={}, optimizer_digest={})
 
-    def _hf_weights(self) -> Iterator[Any]:
+    def _published_tensors(self, transport: Any) -> Iterator[Any]:
         assert "weights" not in self.models.policy.offloaded  # type: ignore[attr-defined]
         yield from ()
 

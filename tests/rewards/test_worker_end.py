@@ -1,4 +1,4 @@
-"""A grading process whose parent has closed the pipe, or that gets Ctrl-C, ends or continues without a message."""
+"""A worker process ends without a message if its parent closes the pipe, and continues after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -33,25 +33,22 @@ SLOW_IMPORT = "import time\ntime.sleep(1)\n" + SYNC
 BAD = "import time\ntime.sleep(1)\nraise ValueError('bad')\n"
 
 
-@pytest.fixture
-def worker() -> Iterator[Worker]:
+def start_worker(target: str, protocol: str) -> Worker:
     connection, child = Pipe()
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "penstock.stages.worker_process",
-            str(child.fileno()),
-            GRADING,
-            "pickle",
-            str(os.getpid()),
-        ],
+        [*COMMAND, str(child.fileno()), target, protocol, str(os.getpid())],
         pass_fds=[child.fileno()],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
     )
     child.close()
+    return process, connection
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    process, connection = start_worker(GRADING, "pickle")
     yield process, connection
     process.kill()
     process.communicate()
@@ -110,23 +107,8 @@ def test_ctrl_c_is_left_to_the_parent(worker: Worker, tmp_path: Path) -> None:
 
 
 def test_rendering_process_whose_parent_has_ended_prints_no_traceback() -> None:
-    connection, child = Pipe()
-    with subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "penstock.stages.worker_process",
-            str(child.fileno()),
-            RENDERING,
-            "json",
-            str(os.getpid()),
-        ],
-        pass_fds=[child.fileno()],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        child.close()
+    process, connection = start_worker(RENDERING, "json")
+    with process:
         connection.send(RenderLimits(memory_bytes=8 << 30))
         head = json.dumps({"template": "x", "mark": "", "options": {}, "now": 0})
         connection.send((0, (head, "[[], null, false]")))

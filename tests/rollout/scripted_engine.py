@@ -154,9 +154,10 @@ class SlowClient(ScriptedClient):
         pause = self.chance.random() * 2 * self.pause_seconds  # for a token
         while len(token_ids) < min(wanted, most) and not self._aborted:
             await asyncio.sleep(pause)
-            if not self._paused:
+            version = self.served_version
+            if not self._paused and not version.startswith("updating:"):  # engines pause during an update
                 token_ids.append(6 + len(token_ids) % 10)
-                versions.append(self.served_version)
+                versions.append(version)
         ended = "stop" if len(token_ids) == wanted else "length" if len(token_ids) == most else "abort"
         spans = [(version, len(list(tokens))) for version, tokens in groupby(versions)]
         return Generation(token_ids, [-0.5] * len(token_ids), ended, spans)  # type: ignore[arg-type]

@@ -93,8 +93,8 @@ def one_round(
 def expected_mask(
     sample: Sample, tokenizer: PromptTokenizer, stops: tuple[str, ...], reply: Callable[[str], str | None]
 ) -> list[int]:
-    """Told from the text alone: a turn goes on to its stop text or end token, and behind a call stands what the tool
-    says to it."""
+    """Derive the loss mask from the text alone: a turn ends with its stop text or end token, and the output of the tool
+    follows a call."""
     tokens = tokenizer.decode([[token_id] for token_id in sample.token_ids], skip_special_tokens=False)
     mask = [0] * len(tokenizer.encode([sample.prompt])[0])
     while len(mask) < len(tokens):

@@ -53,8 +53,8 @@ def test_agent_is_trained_on_its_own_tokens(
 
 
 def expected_mask(tokenizer: PromptTokenizer, sample: Sample) -> list[int]:
-    """Told from the text alone: a reply goes on to its end token, and behind one with calls stands what the tool
-    says to them."""
+    """Derive the loss mask from the text alone: a reply ends with its end token, and the output of the tool follows a
+    reply with calls."""
     tokens = tokenizer.decode([[token_id] for token_id in sample.token_ids], skip_special_tokens=False)
     assert "".join(tokens) == sample.prompt + sample.response
     num_opening = len(["<|user|>", *sample.metadata["question"], "<|end|>", "<|assistant|>"])

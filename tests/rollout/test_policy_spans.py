@@ -9,7 +9,13 @@ import pytest
 from penstock.engines.generation import Generation
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import append_generation, mask_stale_tokens, policy_spans
-from penstock.stages.rollout.prompts.data_source import PromptIntake, RolloutRound, is_too_old, without_responses
+from penstock.stages.rollout.prompts.data_source import (
+    PromptIntake,
+    RolloutRound,
+    group_by_group_id,
+    is_too_old,
+    without_responses,
+)
 from penstock.stages.rollout.rollout import samples_to_train
 from penstock.storage.samples.sample import Sample, Status
 
@@ -110,52 +116,61 @@ def test_a_group_starts_again_from_its_prompt() -> None:
         assert sample.reward is None and sample.response == "" and "policy_spans" not in sample.metadata
 
 
+class BufferSource:
+    """A data source of buffered groups, for round 6 at policy version 5."""
+
+    args = SimpleNamespace(n_samples_per_prompt=2)
+
+    def __init__(self, max_staleness: int) -> None:
+        round = RolloutRound("run", 6, policy_version=5, max_staleness=max_staleness)
+        self.dataset = SimpleNamespace(round=round, state=SimpleNamespace(skipped=0, issued=9))
+
+    def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+    def restore_buffer(self, samples: list[Sample]) -> None:
+        self.samples = samples
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        return group_by_group_id(self.samples)
+
+    def buffered_samples(self) -> list[Sample]:
+        return []
+
+
+def next_groups(buffer: list[Sample], max_staleness: int = 1) -> tuple[list[list[Sample]], PromptIntake]:
+    """Return the groups that a round takes from the buffer, and the round's intake."""
+    intake = PromptIntake(BufferSource(max_staleness), None, buffer)  # type: ignore[arg-type]
+    return intake.next_groups(len(group_by_group_id(buffer))), intake
+
+
 def test_a_buffered_group_that_is_too_old_for_a_round_is_generated_again() -> None:
-    class Source:  # of two buffered groups
-        args = SimpleNamespace(n_samples_per_prompt=2)
-        dataset = SimpleNamespace(
-            round=RolloutRound("run", 6, policy_version=5, max_staleness=2), state=SimpleNamespace(skipped=0, issued=9)
-        )
-
-        def load_state_dict(self, state: dict[str, object]) -> None: ...
-
-        def restore_buffer(self, samples: list[Sample]) -> None:
-            self.samples = samples
-
-        def get_samples(self, num_samples: int) -> list[list[Sample]]:
-            return [self.samples[:2], self.samples[2:]]
-
-        def buffered_samples(self) -> list[Sample]:
-            return []
-
     old, fresh = buffered_group((2, 3), (1, 1)), buffered_group((3, 4), (4, 4))
     for sample in fresh:
         sample.group_id, sample.sample_id, sample.trajectory_id = "f", f"f{sample.sample_id}", f"f{sample.sample_id}"
     for sample in [*old, *fresh]:
         sample.group_id = {"g": "1", "f": "2"}[sample.group_id]
-    first, second = PromptIntake(Source(), None, [*old, *fresh]).next_groups(2)  # type: ignore[arg-type]
+    (first, second), intake = next_groups([*old, *fresh], max_staleness=2)
     assert [sample.status for sample in first] == [Status.PENDING] * 2
     assert [sample.status for sample in second] == [Status.COMPLETED] * 2
-    samples, num_masked = samples_to_train([second], RolloutConfig(prompt_data=["p"]), Source.dataset.round)
+    samples, num_masked = samples_to_train([second], RolloutConfig(prompt_data=["p"]), intake.source.dataset.round)
     assert num_masked == 1 and samples[0].loss_mask == [0, 0, 0, 1]
+
+
+def test_a_buffered_group_with_a_failed_sample_starts_again() -> None:
+    group = buffered_group((4, 5), (1, 1))
+    for sample in group:
+        sample.group_id = "1"
+    group[1].fail("refused by the engine")
+    [again], _ = next_groups(group)
+    assert [sample.status for sample in again] == [Status.PENDING] * 2 and "error" not in again[1].metadata
+    assert [len(sample.token_ids) for sample in again] == [sample.prompt_length for sample in group]
 
 
 def test_an_unfinished_group_continues_and_only_its_old_tokens_are_masked() -> None:
     group = buffered_group((2, 3), (1, 1))
     for sample in group:
         sample.group_id, sample.status = "1", Status.ABORTED
-    source = SimpleNamespace(
-        args=SimpleNamespace(n_samples_per_prompt=2),
-        dataset=SimpleNamespace(
-            round=RolloutRound("run", 6, policy_version=5, max_staleness=1), state=SimpleNamespace(skipped=0, issued=9)
-        ),
-        load_state_dict=lambda state: None,
-        restore_buffer=lambda samples: None,
-        get_samples=lambda num: [group],
-        buffered_samples=lambda: [],
-    )
-    intake = PromptIntake(source, None, group)  # type: ignore[arg-type]
-    [continued] = intake.next_groups(1)
+    [continued], intake = next_groups(group)
     assert [sample.status for sample in continued] == [Status.PENDING] * 2 and intake.num_discarded_tokens == 0
     assert [sample.token_ids for sample in continued] == [[7, 8, 9, 9]] * 2, "the prefix is kept"
 

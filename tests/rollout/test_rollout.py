@@ -50,7 +50,7 @@ def test_rounds_continue_through_data_and_second_call_returns_commit(bench: Benc
 
 
 def test_run_resumed_at_end_of_epoch_starts_next_epoch(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
-    """Two rounds are exactly one epoch; `round` opens the data anew each time, as a resumed run does."""
+    """Two rounds are exactly one epoch; `round` opens the data again each time, as a resumed run does."""
     bench = Bench(tmp_path, tokenizer, num_rows=8)
     sources = [[s.metadata["source"] for s in read_samples(bench.store, bench.round(r))[::2]] for r in range(6)]
     assert [{source["epoch"] for source in each} for each in sources] == [{0}, {0}, {1}, {1}, {2}, {2}]

@@ -42,7 +42,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture
 def standing_ray(environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
-    """The address of a Ray of its own, which is no driver's."""
+    """Start a Ray that no driver owns, and yield its address."""
     port = reserve_free_port()
     command = [
         *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"),

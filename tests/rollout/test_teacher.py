@@ -158,7 +158,7 @@ def test_trainer_reads_the_stored_log_probs() -> None:
 
 def test_rollout_without_log_probs_of_the_teacher_is_refused() -> None:
     table = to_table([sample()])
-    with pytest.raises(RunError, match="generated without --opd-type sglang"):
+    with pytest.raises(RunError, match="generated without one: start a new run with --opd-teacher-url"):
         read_teacher_logprobs(table, Batch.from_table(table, needs_rewards=True))
 
 

@@ -8,18 +8,25 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from penstock.storage.tracking.run_commits import RunCommits
-from penstock.storage.tracking.tracker import Committed, MetricsLogged, Record, RunEnded, RunStarted, TrackedRun
+from penstock.storage.tracking.tracker import (
+    Committed,
+    MetricsLogged,
+    Record,
+    RunEnded,
+    RunStarted,
+    TrackedRun,
+    Tracker,
+)
 
 
 class RejectedName(ValueError):
     """A metric name that this tracker does not accept."""
 
 
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """Metric points, parts and the status of a run in the file of a `jsonl://` URI, one line each, sorted."""
 
     name: ClassVar[str] = "JSONL"
-    buffers: ClassVar[bool] = False
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         self.path = Path(uri.removeprefix("jsonl://"))

@@ -43,7 +43,7 @@ def rounds_in_file(uri: str) -> list[int]:
 
 def rounds_in_mlflow(database: Path) -> list[int]:
     tracker = MlflowTracker(f"sqlite:///{database}", RUN)
-    run = tracker.runs.find_main_run(RUN)
+    run = tracker.runs.find_part("", RUN)
     assert run is not None
     return [point.step for point in tracker.client.get_metric_history(run.info.run_id, "rollout/raw_reward")]
 
@@ -63,12 +63,12 @@ def test_deleted_file_is_filled_again_by_the_next_start(uri: str, tmp_path: Path
 def test_file_deleted_during_an_outage_is_filled_again(uri: str, tmp_path: Path, monkeypatch) -> None:
     deliver, failed = JsonlTracker.deliver, []
 
-    def fail_once(self, records, lineage) -> None:
+    def fail_once(self, records, commits) -> None:
         if self.path.exists() and not failed:
             delete_file(uri)
             failed.append(True)
             raise ConnectionError("the database is gone")
-        deliver(self, records, lineage)
+        deliver(self, records, commits)
 
     track(tmp_path / "out", [uri], 6)
     monkeypatch.setattr(JsonlTracker, "deliver", fail_once)
@@ -88,19 +88,17 @@ def track_until_delivered(directory: Path, uri: str) -> None:
 
 def test_driver_killed_while_it_fills_the_file_continues(uri: str, tmp_path: Path, monkeypatch) -> None:
     """The tracker has the run again, but the mark of the records that it has must not be the old one."""
-    import jsonl_tracker
-
     track(tmp_path / "out", [uri])
     delete_file(uri)
-    deliver = jsonl_tracker.JsonlTracker.deliver
+    deliver = JsonlTracker.deliver
 
-    def write_and_die(self, records, lineage) -> None:
-        deliver(self, records[:1], lineage)
+    def write_and_die(self, records, commits) -> None:
+        deliver(self, records[:1], commits)
         raise SystemExit
 
     monkeypatch.setattr("penstock.storage.tracking.delivery.Delivery.close", lambda self, timeout: self.thread.join())
     with monkeypatch.context() as patch:
-        patch.setattr(jsonl_tracker.JsonlTracker, "deliver", write_and_die)
+        patch.setattr(JsonlTracker, "deliver", write_and_die)
         RunTracking(RUN, tmp_path / "out", [uri], CONFIG).close()
     assert rounds_in_file(uri) == [] and Outbox(tmp_path / "out", "-jsonl").delivered_offset == 0
     (tmp_path / "out" / "delivery-jsonl.lock").unlink()  # of this process
@@ -109,24 +107,22 @@ def test_driver_killed_while_it_fills_the_file_continues(uri: str, tmp_path: Pat
 
 
 def test_tracker_that_has_the_run_gets_nothing_again(uri: str, tmp_path: Path, monkeypatch) -> None:
-    import jsonl_tracker
-
     track(tmp_path / "out", [uri])
     sent: list[int] = []
-    deliver = jsonl_tracker.JsonlTracker.deliver
+    deliver = JsonlTracker.deliver
 
-    def count(self, records, lineage) -> None:
+    def count(self, records, commits) -> None:
         sent.append(len(records))
-        deliver(self, records, lineage)
+        deliver(self, records, commits)
 
-    monkeypatch.setattr(jsonl_tracker.JsonlTracker, "deliver", count)
+    monkeypatch.setattr(JsonlTracker, "deliver", count)
     track(tmp_path / "out", [uri])
     assert sum(sent) == 2, "the start and the end"
 
 
 def delete_run(database: Path) -> None:
     tracker = MlflowTracker(f"sqlite:///{database}", RUN)
-    run = tracker.runs.find_main_run(RUN)
+    run = tracker.runs.find_part("", RUN)
     assert run is not None
     tracker.client.delete_run(run.info.run_id)
 

@@ -20,7 +20,7 @@ from penstock.storage.history.lineage_graph import read_lineage
 from penstock.storage.history.run_record import Start, read_run_record, record_start
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store, committed_prefixes
-from penstock.storage.tracking import tracker
+from penstock.storage.tracking import delivery
 
 pytestmark = pytest.mark.integration
 
@@ -122,7 +122,7 @@ def test_links_lead_back(store: Store, database: Path) -> None:
 def test_evaluation_that_is_delivered_before_its_checkpoint_is_linked(
     store: Store, database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracker, "_BATCH", 1)
+    monkeypatch.setattr(delivery, "_BATCH", 1)
     client = send(store, database, "n")
     prefixes = [prefix for prefix in committed_prefixes(store, RunKeys("n")) if "/checkpoints/" in prefix]
     for prefix in prefixes:

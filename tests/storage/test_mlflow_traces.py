@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.storage.commit import Commit
-from penstock.storage.tracking.mlflow.mlflow_samples import split_sample, tool_calls
+from penstock.storage.tracking.mlflow.mlflow_samples import SamplePart, split_sample, to_span, tool_calls
 
 COMMIT = Commit(kind="rollout", created_at=1000.0, seconds={"generate": 8.0, "reward": 1.0, "write": 0.5})
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -51,6 +51,13 @@ def test_without_a_tokenizer_turns_have_no_texts_but_a_single_turn_does() -> Non
     assert (first.outputs, first.attributes) == (None, {"num_tokens": 1})
     [_, only, _] = split_sample(row([0, 1, 1]), COMMIT, lambda tokens: None)
     assert only.outputs == "all turns"
+
+
+def test_spans_of_a_sample_with_many_turns_have_different_ids() -> None:
+    part = SamplePart("turn", "LLM", 0.0, 1.0, "in", "out")
+    spans = [to_span(bytes(16), number, part, failed=False) for number in range(300)]
+    assert len({span.span_id for span in spans}) == 300
+    assert {span.parent_id for span in spans} == {None, spans[0].span_id}
 
 
 @pytest.mark.parametrize("text", ["no call", "<tool_call>{not json}</tool_call>", "<tool_call>1</tool_call>"])

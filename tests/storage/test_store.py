@@ -14,8 +14,9 @@ import pytest
 import xxhash
 
 from penstock.storage.commit import Commit, FileRecord, RunKeys, commit_key
+from penstock.storage.disk import hash_file
 from penstock.storage.errors import StoreError
-from penstock.storage.store import Store, hash_file
+from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
 

@@ -16,33 +16,26 @@ _LAST_CHUNKS = (1, 4)  # chunk types that end a record: "full" and "last"
 def read_history(directory: Path, run_id: str) -> Iterator[dict[str, Any]]:
     """Yield the history rows of a W&B run from the files of its offline runs, oldest first."""
     for path in sorted(directory.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")):
-        yield from _read_rows(path)
+        for record in _read_messages(path):
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                yield {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
 
 
 def wait_for_end(directory: Path, run_id: str) -> None:
     """Wait until the newest file of a W&B run that ended has its last record: W&B's process writes in its own time."""
     deadline = time.monotonic() + 120
-    while _kinds(max(directory.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")))[-1:] != ["exit"]:
+    newest = max(directory.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))
+    while [record.WhichOneof("record_type") for record in _read_messages(newest)][-1:] != ["exit"]:
         assert time.monotonic() < deadline, "W&B has not written the end of the run"
         time.sleep(0.1)
 
 
-def _kinds(path: Path) -> list[str]:
+def _read_messages(path: Path) -> Iterator[Any]:
     from wandb.proto import wandb_internal_pb2
 
     messages: Any = wandb_internal_pb2  # its type stubs lack the classes
-    return [messages.Record.FromString(data).WhichOneof("record_type") for data in _read_records(path.read_bytes())]
-
-
-def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    from wandb.proto import wandb_internal_pb2
-
-    messages: Any = wandb_internal_pb2  # its type stubs lack the classes
-    for data in _read_records(path.read_bytes()):
-        record = messages.Record.FromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            yield {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+    return map(messages.Record.FromString, _read_records(path.read_bytes()))
 
 
 def _read_records(data: bytes) -> Iterator[bytes]:

@@ -106,17 +106,15 @@ def _rollout_case(case: Case, group: dist.ProcessGroup | None) -> dict[str, Tens
 def _engine(group: dist.ProcessGroup | None) -> Any:
     """Return the engine that `plan` needs: one data-parallel rank; context-parallel ranks have a half of the tokens."""
 
-    def loss_token_slice(packed: Any) -> slice | None:
-        if group is None:
-            return None
+    def pack_stream(packed: Any) -> Any:
         middle, total = len(packed.token_ids) // 2, len(packed.token_ids)
-        return slice(middle, total) if dist.get_rank(group) else slice(0, middle)
+        halves = [slice(0, middle), slice(middle, total)]
+        return SimpleNamespace(pack_slice=slice(0, total) if group is None else halves[dist.get_rank(group)])
 
     return SimpleNamespace(
         data_parallel_rank_and_size=(0, 1),
         device=torch.device("cpu"),
-        loss_token_slice=loss_token_slice,
-        pack_stream=lambda packed: None,
+        pack_stream=pack_stream,
         context_group=group,
     )
 

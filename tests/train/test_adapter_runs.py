@@ -125,7 +125,7 @@ def test_adapter_run_resumes_replays_and_exports(place: SimpleNamespace) -> None
             merged["model.layers.0.mlp.up_proj.weight"], start.fetch("model.layers.0.mlp.up_proj.weight")
         )
         assert torch.equal(merged["model.embed_tokens.weight"], start.fetch("model.embed_tokens.weight"))
-    published = dict(group.actor._hf_weights())  # what `publish` sends
+    published = dict(group.actor._published_tensors(SimpleNamespace(adapter=None)))  # what `publish` sends
     assert published.keys() == merged.keys()
     assert all(torch.equal(merged[name], gathered[name]) for name in merged)
     assert all(torch.equal(merged[name], published[name]) for name in merged)

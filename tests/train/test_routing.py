@@ -59,12 +59,11 @@ def test_routing_record_has_the_experts_of_the_packed_samples() -> None:
     rows[2].routed_experts = None  # its generation failed, say
     choices = EngineChoices.from_table(to_table([*samples([5]), *rows]).slice(1), MIXTURE)
     record = choices.decode([3, 2, 0])
-    assert record.num_tokens == 9 and list(record.choices) == [2, 3]
+    assert list(record) == [2, 3]
     unknown = [-1, -1]
-    assert record.choices[2].tolist() == [[3, 4], [3, 4], [3, 4], unknown, unknown, unknown, [0, 4], [0, 4], unknown]
-    assert record.choices[3].tolist() == [[5, 0], [5, 1], [5, 2], unknown, unknown, unknown, [5, 0], [5, 1], unknown]
-    empty = choices.decode([])
-    assert (empty.num_tokens, empty.choices) == (1, {})
+    assert record[2].tolist() == [[3, 4], [3, 4], [3, 4], unknown, unknown, unknown, [0, 4], [0, 4], unknown]
+    assert record[3].tolist() == [[5, 0], [5, 1], [5, 2], unknown, unknown, unknown, [5, 0], [5, 1], unknown]
+    assert choices.decode([]) == {}
 
 
 def test_missing_experts_are_refused() -> None:

@@ -37,12 +37,13 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 
 from penstock.engines.families.shape import ModelShape
+from penstock.engines.families.tensor_rows import HEAD
 from penstock.engines.megatron.checkpoints.layout import to_transformer_engine_key
 from penstock.engines.megatron.checkpoints.safe_load import SafeReader, read_common, read_metadata, read_object
 from penstock.engines.megatron.checkpoints.writer import ParallelWriter
 from penstock.engines.megatron.host_memory import hash_tensors
 from penstock.engines.megatron.lora_layers import adapter_state, load_adapter_state, reset_adapters
-from penstock.engines.megatron.model.gpt import HEAD, VALUE_HEAD, PolicyModel, ValueModel
+from penstock.engines.megatron.model.gpt import VALUE_HEAD, PolicyModel, ValueModel
 from penstock.engines.megatron.optimizer import (
     inner_optimizers,
     load_moments_and_steps,
@@ -240,11 +241,10 @@ class RankState:
             return {"model": self.chunks[0]}
         return {f"model{index}": chunk for index, chunk in enumerate(self.chunks)}
 
-    def _model_state(self) -> dict[str, Any]:
-        """Return Megatron's sharded state dict of the model weights."""
-        return {
-            key: chunk.sharded_state_dict(metadata=_content_metadata()) for key, chunk in self._chunks_by_key().items()
-        }
+    def _model_state(self, **changes: Any) -> dict[str, Any]:
+        """Return Megatron's sharded state dict of the model weights, with `changes` to Megatron's metadata."""
+        metadata = _content_metadata() | changes
+        return {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in self._chunks_by_key().items()}
 
     def _training_state(self, is_loading: bool) -> dict[str, Any]:
         """Return Megatron's sharded state dict of the trained model weights and the optimizer."""
@@ -253,12 +253,9 @@ class RankState:
             state = {"adapters": trained}
         else:
             state = trained = self._model_state()
-        if self.adapter_seed is None and any(
-            not param.requires_grad for chunk in self.chunks for param in chunk.parameters()
-        ):
-            # Keys per layer: a tensor that stacks all layers would lack the optimizer state of the frozen ones.
-            metadata = {**_content_metadata(), "non_homogeneous_layers": True}
-            trained = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in self._chunks_by_key().items()}
+            if any(not param.requires_grad for chunk in self.chunks for param in chunk.parameters()):
+                # Keys per layer: a tensor that stacks all layers would lack the optimizer state of the frozen ones.
+                trained = self._model_state(non_homogeneous_layers=True)
         model = trained["model"] if "model" in trained else dict(trained)
         optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_content_metadata())
         return {**state, "optimizer": optimizer}

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.engines.families.shape import ModelShape
+from penstock.engines.families.tensor_rows import HEAD
 from penstock.engines.megatron.model.transformer_config import TransformerConfig, transformer_config
-from penstock.engines.megatron.parallel import ParallelLayout
+from penstock.engines.parallel_layout import ParallelLayout
 
 # isort: split
 from megatron.core import parallel_state, tensor_parallel
@@ -31,7 +32,6 @@ from penstock.engines.megatron.packing import PackedStream
 
 # Logit of padded vocabulary entries. Their probability is 0; a finite value avoids the NaN of 0 * -inf in an entropy.
 PADDED_LOGIT = -1e30
-HEAD = "output_layer.weight"  # parameter name of the LM head (or value head) in a pipeline chunk
 
 
 class PolicyModel(GPTModel):

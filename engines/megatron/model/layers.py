@@ -1,8 +1,8 @@
 """Transformer layers that Megatron-core does not have or implements differently from Hugging Face: sandwich norms
 (GLM-4), and MoE layers with Hugging Face's routing and routing replay (`expert_routing.py`).
 
-`transformer_block_spec` combines these layers, `norm.RMSNorm` and `attention.CoreAttention` with Megatron's
-local layers.
+`transformer_block_spec` combines these layers, `norm_and_rope.RMSNorm` and `attention.CoreAttention` with
+Megatron's local layers.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from penstock.engines.families.shape import Llama3Scaling, ModelShape, YarnScaling
 from penstock.engines.megatron.compat import import_megatron
 from penstock.engines.megatron.model.attention_kernel import runs_hopper_kernels
-from penstock.engines.megatron.parallel import ParallelLayout
 from penstock.engines.parallel_layout import (
+    ParallelLayout,
     can_group_experts,
     check_grouped_experts,
     check_model_parallel,
@@ -57,6 +57,15 @@ DEFAULTS: dict[str, Any] = dict(
     moe_router_dtype="fp32",
     cross_entropy_loss_fusion=False,  # the fused kernel casts gradients to bf16, even in an fp32 model
     perform_initialization=True,  # otherwise weights do not have the attributes that describe their sharding
+)
+CONSTANT: dict[str, Any] = dict(  # options with the same value in every supported model family
+    add_bias_linear=False,
+    gated_linear_unit=True,
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    use_rotary_position_embeddings=True,
+    no_position_embedding=True,  # no learned position embeddings
+    mtp_num_layers=None,  # multi-token prediction layers are kept in checkpoints, but not trained
 )
 
 
@@ -136,17 +145,6 @@ def merge_overrides(
     """
     known = {field.name for field in dataclasses.fields(config_class)}
     return {name: value for name, value in {**defaults, **overrides, **fixed}.items() if name in known}
-
-
-CONSTANT: dict[str, Any] = dict(  # options with the same value in every supported model family
-    add_bias_linear=False,
-    gated_linear_unit=True,
-    normalization="RMSNorm",
-    position_embedding_type="rope",
-    use_rotary_position_embeddings=True,
-    no_position_embedding=True,  # no learned position embeddings
-    mtp_num_layers=None,  # multi-token prediction layers are kept in checkpoints, but not trained
-)
 
 
 def model_options(shape: ModelShape) -> dict[str, Any]:

@@ -87,17 +87,17 @@ def _check_sampling(args: Mapping[str, Any], options: EngineOptions) -> None:
         if args.get(name, 1.0) != 1.0:
             raise EngineError(
                 f"{_flag(name)} {args[name]} accepts draft tokens that the policy would not sample, so their log-probs "
-                "are not those of the sampling distribution: omit it"
+                "are not those of the sampling distribution: omit the option, or give 1.0"
             )
     if options.sampling_seeds:
         raise EngineError(
             "--rollout-sampling-seeds cannot be combined with --sglang-speculative-algorithm, because SGLang verifies "
-            "draft tokens without the seeds of the requests: omit one of them"
+            "draft tokens without the seeds of the requests: omit --rollout-sampling-seeds, or the algorithm"
         )
     if options.sampling.get("min_p"):
         raise EngineError(
             "--rollout-sampling min_p has no effect with --sglang-speculative-algorithm, because SGLang verifies draft "
-            "tokens without it: omit one of them"
+            "tokens without it: omit min_p, or the algorithm"
         )
     if options.return_experts and args.get("speculative_eagle_topk", 1) != 1:
         raise EngineError(

@@ -34,11 +34,9 @@ from penstock.storage.failpoints import failpoint
 
 KEPT_ADAPTERS = 2  # directories of adapters that are kept after an update over disk
 ABORT_SECONDS = 30.0  # within which an aborted broadcast must end; otherwise the trainer is restarted
-
 TIMEOUT = timedelta(minutes=5)  # for all ranks to join, and for one broadcast
 
 Call = Callable[[str, str, dict[str, Any]], None]  # (URL, route, JSON body)
-Submit = Callable[..., "Future[Any]"]
 Routes = dict[str, EngineRoute]  # URL -> route
 
 
@@ -87,7 +85,9 @@ class WeightSender:
         """Let the servers copy bucket by bucket from the memory of the trainer ranks; at most one bucket is in memory
         in addition to the gathered tensors."""
         routes = {url: transport.routes.get(url, EngineRoute()) for url in urls}
-        self._open_handle_groups(routes)
+        for route in routes.values():  # on every trainer rank: creating a group is collective
+            if len(set(route.senders)) > 1 and route.senders not in self._handle_groups:
+                self._handle_groups[route.senders] = dist.new_group(list(route.senders), backend="gloo")
         if not any(self._rank in route.senders for route in routes.values()):
             return
         if transport.through_host:
@@ -121,13 +121,6 @@ class WeightSender:
                 if self._rank in senders:  # the first sender arrives here after the server has copied the bucket
                     dist.barrier(self._handle_groups[senders])
             flat.free()
-
-    def _open_handle_groups(self, routes: Routes) -> None:
-        """Create the process group of the ranks that send to one server, for every server with several senders. Every
-        trainer rank must call this with the same routes."""
-        for route in routes.values():
-            if len(set(route.senders)) > 1 and route.senders not in self._handle_groups:
-                self._handle_groups[route.senders] = dist.new_group(list(route.senders), backend="gloo")
 
     def _broadcast(
         self, urls: list[str], named: Iterator[NamedTensor], version: str, transport: WeightTransport
@@ -232,7 +225,9 @@ class EngineGroup:
         ConnectionError, RuntimeError: a server did not join.
     """
 
-    def __init__(self, sizes: dict[str, int], host: str, device: torch.device, submit: Submit, call: Call) -> None:
+    def __init__(
+        self, sizes: dict[str, int], host: str, device: torch.device, submit: Callable[..., Future[Any]], call: Call
+    ) -> None:
         self.sizes = sizes
         world_size = 1 + sum(sizes.values())
         backend = "nccl" if device.type == "cuda" else "gloo"

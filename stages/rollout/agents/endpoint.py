@@ -1,6 +1,5 @@
 """Serve the engines to agents through an OpenAI-compatible HTTP API: chat completions with tools, whole or streamed,
-and the list of models. An agent needs no code for training: conversation.py turns its requests
-into samples.
+and the list of models. An agent needs no code for training: conversation.py turns its requests into samples.
 
 The server listens on 127.0.0.1 in its own thread and event loop, so an agent that blocks its event loop does not block
 the server. Every session has an API key that each request must send, because the URL may be visible in a command line;

@@ -115,7 +115,7 @@ class CustomGeneration:
         self.function = load_generate_function(config.custom_generate_function_path)
         self.name = self.function.name
         self._runner = PluginRunner(self.name, is_async=self.function.is_async)
-        self._args = SimpleNamespace(**config.plugin_arguments(), engine=self.handle)
+        self._args = SimpleNamespace(**config.plugin_arguments() | {"engine": self.handle})
         self._args.sglang_router_ip, self._args.sglang_router_port = self.handle.address
 
     async def __aenter__(self) -> CustomGeneration:

@@ -40,12 +40,10 @@ from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import PluginError
 from penstock.storage.samples.sample import TRAIN_REWARD, Sample, Status
 
-# Fields that a hook cannot change: the identity of the sample, and the policy that generated it.
-_FIXED = (
-    *("sample_id", "group_id", "trajectory_id", "rollout_id", "policy_versions"),
-    *("routed_experts", "teacher_logprobs"),
-)
-_CHANGEABLE = [field.name for field in fields(Sample) if field.name not in _FIXED]
+# Fields that a hook cannot change.
+_IDENTITY = {"sample_id", "group_id", "trajectory_id", "rollout_id"}
+_FROM_ENGINES = {"policy_versions", "routed_experts", "teacher_logprobs"}
+_CHANGEABLE = [field.name for field in fields(Sample) if field.name not in _IDENTITY | _FROM_ENGINES]
 
 
 class Hooks:
@@ -243,7 +241,7 @@ class _Rows:
         if ids and not len(set(ids)) == len(set(trajectories)) == len(set(zip(ids, trajectories))):
             raise PluginError(
                 f"{name} returned rollout_ids that are not one per sample of the generation: give rows of one sample "
-                "the same id, or omit rollout_ids"
+                "the same id, or return no rollout_ids"
             )
 
     def samples(self, taken: set[str]) -> list[Sample]:

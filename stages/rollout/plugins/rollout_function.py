@@ -21,7 +21,7 @@ import asyncio
 import inspect
 import math
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Protocol, Self, TypeVar
@@ -63,7 +63,7 @@ class Collected(Protocol):
     dropped: list[tuple[Group, str]]
 
 
-Collect = Callable[[Callable[[int], Sequence[Group]]], Awaitable[Collected]]
+Collect = Callable[[Callable[[int], Sequence[Group]]], Coroutine[Any, Any, Collected]]
 
 
 def load_rollout_function(path: str) -> Callable[..., Any]:
@@ -128,11 +128,7 @@ class RolloutTools:
 
     def generate_rollout(self, source: FunctionSource) -> list[list[UserSample]]:
         """Return the groups that the built-in rollout keeps."""
-
-        async def collect() -> Collected:
-            return await self._collect(source.take)
-
-        collected = asyncio.run(self._await_in_loop(collect()))
+        collected = asyncio.run(self._await_in_loop(self._collect(source.take)))
         self.collected.append(collected)
         return [[UserSample.of(sample) for sample in group] for group in collected.kept]
 
@@ -195,7 +191,7 @@ class RolloutFunctionCall:
     async def run(self, num_groups: int) -> tuple[list[Group], list[Group], list[tuple[Group, str]]]:
         """Call the function; return the groups to train on, the groups for later rounds, and the dropped groups with
         the reasons. Raises PluginError."""
-        args = SimpleNamespace(**self.config.plugin_arguments(), engine=self.handle, rollout=self.tools)
+        args = SimpleNamespace(**self.config.plugin_arguments() | {"engine": self.handle, "rollout": self.tools})
         args.sglang_router_ip, args.sglang_router_port = self.handle.address
         if self.data_set is not None:
             args.eval_prompt_data = [self.data_set, self.config.prompt_data[0]]
@@ -296,21 +292,20 @@ class RolloutFunctionCall:
     def _unused(self, kept: set[str]) -> tuple[list[Group], list[tuple[Group, str]]]:
         """Return the groups for later rounds, and the dropped ones with their reasons: all issued groups that are not
         among those that are kept."""
-        back = {group[0].group_id for collected in self.tools.collected for group in collected.buffered}
+        back = {group[0].group_id: group for collected in self.tools.collected for group in collected.buffered}
         reasons = {group[0].group_id: text for collected in self.tools.collected for group, text in collected.dropped}
         buffered, dropped = [], []
         for group_id in sorted(self.source.issued.keys() - kept):
-            if group_id in back or group_id in self.source.handed_back:
-                buffered.append(self._for_later(group_id))
+            if group_id in back:
+                buffered.append(back[group_id])
+            elif group_id in self.source.handed_back:
+                buffered.append(self._handed_back_group(group_id))
             else:
                 dropped.append((self.source.issued[group_id], reasons.get(group_id, NOT_RETURNED)))
         return buffered, dropped
 
-    def _for_later(self, group_id: str) -> Group:
+    def _handed_back_group(self, group_id: str) -> Group:
         """Return a group for a later round: with its tokens if it is finished or with --partial-rollout."""
-        groups = {group[0].group_id: group for collected in self.tools.collected for group in collected.buffered}
-        if group_id in groups:
-            return groups[group_id]
         parts = self.source.handed_back[group_id]
         if self.config.partial_rollout or not is_unfinished(parts):
             try:

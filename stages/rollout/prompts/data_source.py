@@ -118,6 +118,11 @@ def is_unfinished(group: Group) -> bool:
     return any(sample.status in (Status.PENDING, Status.ABORTED) for sample in group)
 
 
+def has_failed(group: Group) -> bool:
+    """Return whether a sample of a group has failed, except because of its prompt."""
+    return any(s.status is Status.FAILED and s.prompt == escape_invalid_text(s.prompt) for s in group)
+
+
 def without_responses(group: Group) -> Group:
     """Return copies of a group's samples as they were before their responses, one for each trajectory."""
     first = {sample.trajectory_id: sample for sample in reversed(group)}
@@ -361,7 +366,8 @@ class PromptIntake:
 
     Every attempt creates a new data source from the committed state, so the retry after a failed attempt gets the same
     groups. The commit of the round accounts for every group that was requested or buffered: it is trained on, dropped
-    with a reason, or still buffered.
+    with a reason, or still buffered. Buffered groups with failed samples start again: otherwise failures, which finish
+    first, would fill the next round and every retry of it.
 
     Args:
         source: the data source.
@@ -372,10 +378,11 @@ class PromptIntake:
     def __init__(self, source: RolloutDataSource, state: dict[str, Any] | None, buffer: Sequence[Sample]) -> None:
         self.source = source
         source.load_state_dict(state or {})
-        source.restore_buffer([copy_sample(sample) for sample in buffer])
+        groups = [without_responses(group) if has_failed(group) else group for group in group_by_group_id(buffer)]
+        source.restore_buffer([copy_sample(sample) for group in groups for sample in group])
         self._skipped_before = source.dataset.state.skipped
         self.num_discarded_tokens = 0  # trained tokens of finished groups that were too old for this round
-        self._groups = {group[0].group_id: group for group in group_by_group_id(buffer)}
+        self._groups = {group[0].group_id: group for group in groups}
 
     def next_groups(self, count: int) -> list[Group]:
         """Take the next `count` groups from the data source, and assign their samples to this round.
@@ -426,15 +433,6 @@ class PromptIntake:
 
 
 # ---- user-defined data sources and buffer filters --------------------------------------------------------------------
-
-
-__all__ = [  # user-defined data sources import the first two classes from here
-    "RolloutDataSource",
-    "RolloutDataSourceWithBuffer",
-    "load_buffer_filter",
-    "load_data_source",
-    "open_data_source",
-]
 
 
 def load_data_source(path: str) -> type[RolloutDataSource]:

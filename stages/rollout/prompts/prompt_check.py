@@ -125,12 +125,7 @@ def check_rendered_rows(
 
 def read_first_rows(config: PromptConfig) -> list[RewardRow]:
     """Return the first 64 rows of each entry of --prompt-data."""
-    config = config.model_copy(update={"streaming_data": False})
-    rows = list[RewardRow]()
-    for path in config.prompt_data:
-        part = path if parse_slice(path)[1:] != (None, None) else f"{path}@[:{NUM_TRIED_ROWS}]"
-        rows += _reward_rows(path, read_entry(part, config).rows[:NUM_TRIED_ROWS])
-    return rows
+    return [row for path in config.prompt_data for row in _reward_rows(path, _read_start(config, path, NUM_TRIED_ROWS))]
 
 
 def _reward_rows(path: str, rows: Sequence[bytes]) -> Iterator[RewardRow]:
@@ -155,10 +150,14 @@ def split_first_conversation(config: PromptConfig, tokenizer: PromptTokenizer) -
 
 
 def _read_first_row(config: PromptConfig) -> list[Any]:
-    path = config.prompt_data[0]
-    part = path if parse_slice(path)[1:] != (None, None) else f"{path}@[:1]"
-    row: list[Any] = json.loads(read_entry(part, config.model_copy(update={"streaming_data": False})).rows[0])
+    row: list[Any] = json.loads(_read_start(config, config.prompt_data[0], 1)[0])
     return row
+
+
+def _read_start(config: PromptConfig, path: str, num_rows: int) -> Sequence[bytes]:
+    """Return the first rows of an entry of --prompt-data in canonical JSON, without the cache of --streaming-data."""
+    part = path if parse_slice(path)[1:] != (None, None) else f"{path}@[:{num_rows}]"
+    return read_entry(part, config.model_copy(update={"streaming_data": False})).rows[:num_rows]
 
 
 def _check_entry(entry: PromptEntry, config: PromptConfig, *, is_sft: bool) -> None:

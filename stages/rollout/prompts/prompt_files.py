@@ -65,7 +65,7 @@ class PromptEntry:
 
     name: str
     rows: Sequence[bytes]
-    first: dict[str, int | None]  # first_chat, first_unanswered -> row number; see rows.Rows
+    first: dict[str, int | None]  # first_chat, first_unanswered -> row number; see prompt_rows.Rows
 
 
 def read_prompt_files(config: PromptConfig) -> Iterator[PromptEntry]:

@@ -32,6 +32,8 @@ from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import Frozen
 from penstock.storage.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 
 class Segment(Frozen):
     """Consecutive rows of one entry of --prompt-data that were added together: the rows that the entry had in the run's
@@ -41,7 +43,7 @@ class Segment(Frozen):
     start: int  # number of the first row
     rows: int  # number of rows
     digest: str  # xxh3-64 of the rows
-    order: Literal["stored", "computed"]  # shuffled by order.permutation (stored) or order.permuted_index
+    order: Literal["stored", "computed"]  # shuffled by `permutation` (stored) or `permuted_index`
 
 
 class SourcePosition(Frozen):
@@ -49,7 +51,7 @@ class SourcePosition(Frozen):
 
     epoch: int = 0
     cursor: int = 0  # number of prompts of this epoch already visited (issued or skipped)
-    credit: int = 0  # credit in the weighted round robin (order.select_sources); order.WHOLE is one prompt
+    credit: int = 0  # credit in the weighted round robin (`select_sources`); WHOLE is one prompt
 
 
 class SourceState(Frozen):
@@ -390,9 +392,6 @@ def select_sources(credits: Sequence[int], shares: Sequence[int], count: int) ->
 
 
 # ---- length limits ---------------------------------------------------------------------------------------------------
-
-
-logger = logging.getLogger(__name__)
 
 
 def max_prompt_tokens(config: PromptConfig) -> int | None:

@@ -76,9 +76,9 @@ class TemplateRenderer:
             with self._lock:  # a forked process must start its own child
                 if self._worker is None or self._worker[0] != os.getpid():
                     self._worker = os.getpid(), WorkerProcess(prepare_rendering, self.limits, is_sandboxed=True)
-                worker = self._worker[1]
+                started = self._worker
             jobs = [
-                worker.submit((head, json.dumps(chat, default=str)), self.limits.wall_seconds)
+                started[1].submit((head, json.dumps(chat, default=str)), self.limits.wall_seconds)
                 for chat in chats[start : start + _MAX_UNREAD]
             ]
             for job in jobs:
@@ -92,7 +92,7 @@ class TemplateRenderer:
                     else:
                         problem = f"the rendering process died with exit code {lost.exit_code}"
                     results.append(RenderLimitError(problem))
-                    if lost.is_loading:
+                    if lost.is_loading and self._worker is started:
                         self.close()
                 else:
                     error = RenderLimitError if answer.get("limit") else TemplateError

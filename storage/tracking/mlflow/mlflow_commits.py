@@ -11,10 +11,10 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mlflow.entities import LoggedModelInput, LoggedModelOutput, Param, RunTag
+from mlflow.entities import LoggedModelInput, Param, RunTag
 from mlflow.utils import mlflow_tags
 
-from penstock.storage.commit import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
+from penstock.storage.commit import ORIGINS, CheckpointRef, Commit, RunKeys, attempt_in_path
 from penstock.storage.history.run_record import read_run_record, read_starts
 from penstock.storage.tracking.mlflow.mlflow_models import MlflowModels, MlflowRegistry, short_fingerprint
 from penstock.storage.tracking.mlflow.mlflow_runs import (
@@ -82,7 +82,7 @@ class RunPage:
         self.runs.add_links(main_run, links, text)
         if (parent := record.parent) and (other := read_run_record(run.store, RunKeys(parent.run))):
             self.client.set_tag(main_run, _PARENT, other.id)
-            if found := self.runs.find_main_run(replace(run, name=parent.run, run_id=other.id)):
+            if found := self.runs.find_part("", replace(run, name=parent.run, run_id=other.id)):
                 self._link_fork(found.info.run_id, parent.run, main_run, run.name, parent.at)
         for fork in self.runs.find_all({_PARENT: record.id}):
             name = fork.data.tags["penstock.run"]
@@ -108,7 +108,7 @@ class RunPage:
             return
         for role in ORIGINS:
             model = store.read_record(CheckpointRef, RunKeys(self.runs.run.name).origin_key(role))
-            commit = store.committed(model.key.removesuffix(commit_key(""))) if model else None
+            commit = store.read_record(Commit, model.key) if model else None
             if model is not None and commit is not None:
                 self._log_origin(main_run, role, model.key, commit)
 
@@ -130,13 +130,10 @@ class RunPage:
         directory is a copy."""
         attempt = commit.attempt or key
         name = f"convert-{short_fingerprint(key)}"
-        start_time = int((commit.created_at - sum(commit.seconds.values())) * 1000)
         tags = {"penstock.commit": key, "penstock.store": self.runs.run.store_uri}
-        run_id = self.runs.find_or_create({"penstock.attempt": attempt}, name, start_time, tags)
+        run_id = self.runs.find_or_create({"penstock.attempt": attempt}, name, int(commit.started_at * 1000), tags)
         model = self.models.of_commit(key, commit, run_id)
-        outputs = self.client.get_run(run_id).outputs
-        if not (outputs and outputs.model_outputs):
-            self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 0)])
+        self.models.log_output(run_id, model)
         links = [self.models.link("output", model)]
         here = Link("converted by", name, self.runs.url("runs", run_id))
         paths = [commit.inputs[role] for role in _SOURCES if role in commit.inputs]
@@ -180,16 +177,14 @@ class MlflowCommits:
         if commits.is_copy(key, commit):  # its artifacts are MLflow objects of the fork's parent
             return []
         self.run_page.log_origins(main_run, commits)
-        part = commits.child_run_name(key, commit)
-        text = commit.model_dump_json(indent=1)
         if commit.kind == "model":
             return []
-        if not part:
+        text = commit.model_dump_json(indent=1)
+        if not (part := commits.child_run_name(key, commit)):
             self.client.log_text(main_run, text, f"commits/{key.removeprefix(f'runs/{self.runs.run.name}/')}")
             return self._log_rollout(main_run, key, commit, commits) if commit.kind == "rollout" else []
-        start_time = int((commit.created_at - sum(commit.seconds.values())) * 1000)
         tags = {"mlflow.parentRunId": main_run, "penstock.commit": key}
-        child = self.runs.find_or_create_part(part, part, start_time, tags)
+        child = self.runs.find_or_create_part(part, part, int(commit.started_at * 1000), tags)
         links = [Link("part of", self.runs.run.name, self.runs.url("runs", main_run))]
         match commit.kind:
             case "checkpoint":
@@ -212,9 +207,8 @@ class MlflowCommits:
         inputs, previews = self._prompt_inputs(commit)
         if rows := commit.state.get("shown"):
             previews[_samples_path(commit)] = rows
-        rollouts = commits.commits["rollout"].items()
-        own = [r for r, (k, c) in rollouts if c.state["shown"] and not commits.is_copy(k, c)]
-        listed = [f"samples/{index:06d}.json" for index in sorted(own)]
+        rollouts = [saved for _, saved in sorted(commits.commits["rollout"].items())]
+        listed = [_samples_path(c) for k, c in rollouts if c.state["shown"] and not commits.is_copy(k, c)]
         self._log_tables(main_run, previews, listed)
         if commit.files:
             shards = shards_dataset(key, commit, self.runs.run.store_uri)
@@ -245,8 +239,8 @@ class MlflowCommits:
             self.client.log_batch(child, params=some)
 
         model = self.models.of_commit(key, commit, child)
-        self._log_output(child, model, commit.index)
-        self._log_output(main_run, model, commit.index)
+        self.models.log_output(child, model, commit.index)
+        self.models.log_output(main_run, model, commit.index)
         name = f"{self.runs.run.name}/{commits.child_run_name(key, commit)}"
         here = self.runs.url("runs", child)
         self.models.add_links(
@@ -316,8 +310,8 @@ class MlflowCommits:
     def _log_export(self, main_run: str, child: str, key: str, commit: Commit, commits: RunCommits) -> list[Link]:
         """Log an export as a model of its own, linked with its checkpoint. Return the links of the child run."""
         model = self.models.of_commit(key, commit, child)
-        self._log_output(child, model, commit.index)
-        self._log_output(main_run, model, commit.index)
+        self.models.log_output(child, model, commit.index)
+        self.models.log_output(main_run, model, commit.index)
         name = f"{self.runs.run.name}/{commits.child_run_name(key, commit)}"
         here = self.runs.url("runs", child)
         links = [Link("made by", name, here), Link("run", self.runs.run.name, self.runs.url("runs", main_run))]
@@ -361,12 +355,6 @@ class MlflowCommits:
             paths = list(dict.fromkeys([*tables, *listed[-_MAX_TABLES:]]))
             text = json.dumps([{"path": path, "type": "table"} for path in sorted(paths)])
             self.client.set_tag(run_id, mlflow_tags.MLFLOW_LOGGED_ARTIFACTS, text)
-
-    def _log_output(self, run_id: str, model: LoggedModel, step: int) -> None:
-        """Log a model as an output of an MLflow run, once."""
-        outputs = self.client.get_run(run_id).outputs
-        if model.model_id not in [output.model_id for output in (outputs.model_outputs if outputs else [])]:
-            self.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
 
     def _find_part(self, of: tuple[str, Commit], commits: RunCommits) -> Run | None:
         """Return the child run of a commit (key, commit), or None if MLflow does not have it yet, or if it belongs to a

@@ -17,16 +17,17 @@ import json
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from penstock.storage.champions import Policy, list_models, policies_of, read_decisions
+from mlflow.entities import LoggedModel, LoggedModelOutput
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from mlflow.utils import mlflow_tags
+
+from penstock.storage.champions import Decision, Policy, list_models, policies_of, read_decisions
 from penstock.storage.commit import Commit, commit_key, eval_rewards
 from penstock.storage.tracking.mlflow.mlflow_runs import Link, MlflowRuns, link_tags, model_name
 from penstock.storage.tracking.run_commits import RunCommits
-
-if TYPE_CHECKING:
-    from mlflow.entities import LoggedModel
-    from mlflow.entities.model_registry import ModelVersion
 
 _MAX_PARAM = 500  # characters of a logged model's parameter
 _MODEL_TYPES = {"model": "converted model", "checkpoint": "checkpoint", "export": "export"}  # by kind of commit
@@ -76,6 +77,12 @@ class MlflowModels:
         tags = link_tags(self.runs.client.get_logged_model(model.model_id).tags, links)
         if tags:
             self.runs.client.set_logged_model_tags(model.model_id, tags)
+
+    def log_output(self, run_id: str, model: LoggedModel, step: int = 0) -> None:
+        """Log a model as an output of an MLflow run, once."""
+        outputs = self.runs.client.get_run(run_id).outputs
+        if model.model_id not in [output.model_id for output in (outputs.model_outputs if outputs else [])]:
+            self.runs.client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
 
     def link(self, role: str, model: LoggedModel) -> Link:
         """Return a link to the page of a logged model, for an object to which the model is `role`."""
@@ -188,27 +195,23 @@ class MlflowRegistry:
         text = ", ".join(f"{task} {reward:.4f}" for task, reward in sorted(rewards.items()))
         model = self.models.of_commit(*checkpoint)
         created = self._find_or_create(run, f"{run}/{version}", model, f"mean reward: {text}")
-        store = self.runs.run.store
-        decided = bool(read_decisions(store, run)) if store else False
         evaluated = {commit.policy_version for commit in commits.evals.values()}
         own = [
             v for v, saved in commits.commits["checkpoint"].items() if v in evaluated and not commits.is_copy(*saved)
         ]
-        if version == max(own) and not decided:
+        if version == max(own) and not self._decisions(run):
             self._set_alias(run, CANDIDATE, created)
 
     def update_models_of_run(self) -> None:
         """Update the models about which a decision in the store names a policy of the run."""
         store = self.runs.run.store
         for name in list_models(store) if store else []:
-            decisions = read_decisions(store, name) if store else []
-            if self.runs.run.name in {policy.run for policy in policies_of(decisions)}:
+            if self.runs.run.name in {policy.run for policy in policies_of(self._decisions(name))}:
                 self.update_model(name)
 
     def update_model(self, name: str) -> None:
         """Derive the versions and aliases of a model from the decisions in the store."""
-        store = self.runs.run.store
-        decisions = read_decisions(store, name) if store else []
+        decisions = self._decisions(name)
         texts = {decision.candidate.name: str(decision) for decision in decisions if decision.candidate}
         versions = {
             policy: self._register(name, policy, texts.get(policy.name, "")) for policy in policies_of(decisions)
@@ -220,10 +223,13 @@ class MlflowRegistry:
             if version is not None:
                 self._set_alias(name, alias, version)
 
+    def _decisions(self, name: str) -> list[Decision]:
+        return read_decisions(self.runs.run.store, name) if self.runs.run.store else []
+
     def _register(self, name: str, policy: Policy, text: str) -> ModelVersion | None:
         """Return the version of a policy, which is created if missing; None if its checkpoint expired before that."""
         store = self.runs.run.store
-        commit: Commit | None = store.committed(policy.checkpoint.removesuffix(commit_key(""))) if store else None
+        commit = store.read_record(Commit, policy.checkpoint) if store else None
         if commit is not None:
             return self._find_or_create(name, policy.name, self.models.of_commit(policy.checkpoint, commit), text)
         known = [version for version in self._existing(name) if version.tags[_POLICY] == policy.name]
@@ -255,8 +261,6 @@ class MlflowRegistry:
 
     def _existing(self, name: str) -> list[ModelVersion]:
         """Return the versions of a registered model, the oldest first. The model is created if missing."""
-        from mlflow.exceptions import MlflowException
-
         if name not in self._versions:
             try:
                 self.client.create_registered_model(name, {"penstock.store": self.runs.run.store_uri})
@@ -270,13 +274,11 @@ class MlflowRegistry:
 
     def _list_version(self, model: LoggedModel, version: ModelVersion) -> None:
         """List a version on the page of the logged model, as MLflow's server does."""
-        from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
-
         tags = self.client.get_logged_model(model.model_id).tags
-        entries = json.loads(tags.get(MLFLOW_MODEL_VERSIONS, "[]"))
+        entries = json.loads(tags.get(mlflow_tags.MLFLOW_MODEL_VERSIONS, "[]"))
         if version.name not in [entry["name"] for entry in entries]:
             entries.append({"name": version.name, "version": version.version})
-            self.client.set_logged_model_tags(model.model_id, {MLFLOW_MODEL_VERSIONS: json.dumps(entries)})
+            self.client.set_logged_model_tags(model.model_id, {mlflow_tags.MLFLOW_MODEL_VERSIONS: json.dumps(entries)})
 
     def _set_alias(self, name: str, alias: str, version: ModelVersion) -> None:
         if str(self.client.get_registered_model(name).aliases.get(alias)) != str(version.version):

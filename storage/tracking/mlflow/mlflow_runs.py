@@ -72,8 +72,8 @@ def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 ARTIFACTS = "artifacts"  # directory next to the database
 _TIMEOUT = 30.0  # seconds to wait for other writers of the database
 _COLUMNS = (
-    *(("experiments", "artifact_location"), ("runs", "artifact_uri"), ("logged_models", "artifact_location")),
-    *(("model_versions", "source"), ("model_versions", "storage_location"), ("trace_tags", "value")),
+    "experiments.artifact_location runs.artifact_uri logged_models.artifact_location model_versions.source "
+    "model_versions.storage_location trace_tags.value"
 )
 
 
@@ -98,7 +98,7 @@ def update_artifact_paths(database: Path, experiment: str) -> bool:
         root = (database.absolute().parent / ARTIFACTS).as_uri()
         if old in ("", root) or not (database.parent / ARTIFACTS / name).is_dir():
             return False
-        for table, column in _COLUMNS:
+        for table, column in (name.split(".") for name in _COLUMNS.split()):
             if has_column(table, column):
                 values = (f"{root}/", len(old) + 2, len(old) + 1, f"{old}/")
                 change = f"update {table} set {column} = ? || substr({column}, ?) where substr({column}, 1, ?) = ?"
@@ -191,10 +191,6 @@ class MlflowRuns:
         assert self._experiment_id is not None
         return self._experiment_id
 
-    def find_main_run(self, run: TrackedRun) -> Run | None:
-        """Return the MLflow run of a Penstock run, or None if MLflow does not have it."""
-        return self.find_part("", run)
-
     def find_or_create_part(
         self, part: str, name: str, start_time: int | None, tags: dict[str, str] | None = None
     ) -> str:
@@ -210,18 +206,17 @@ class MlflowRuns:
         return self.find_or_create(key, name, start_time, {"penstock.store": self.run.store_uri, **(tags or {})})
 
     def find_part(self, part: str, run: TrackedRun | None = None) -> Run | None:
-        """Return a child run of the run (by default, this one), or None if MLflow does not have it."""
+        """Return the MLflow run of a run (by default, this one) or of one of its child runs, or None if MLflow does not
+        have it."""
         return next(iter(self.find_all(self._part_tags(run or self.run, part), max_results=1)), None)
 
     def find_or_create(self, key: dict[str, str], name: str, start_time: int | None, tags: dict[str, str]) -> str:
         """Return the id of the MLflow run with the tags `key`. It is created with these and with `tags` if missing."""
         cached = tuple(key.values())
         if cached not in self._ids:
-            existing = self.find_all(key, max_results=1)
-            run = existing[0] if existing else None
-            if run is None:
-                run = self.client.create_run(self.experiment_id, start_time, {**key, **tags}, name)
-            self._ids[cached] = run.info.run_id
+            runs = self.find_all(key, max_results=1)
+            runs = runs or [self.client.create_run(self.experiment_id, start_time, {**key, **tags}, name)]
+            self._ids[cached] = runs[0].info.run_id
         return self._ids[cached]
 
     def find_all(self, key: dict[str, str], max_results: int = 100) -> list[Run]:

@@ -38,7 +38,6 @@ from mlflow.tracing.client import TracingClient
 
 from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.samples.sample import SCHEMA, Status
-from penstock.storage.samples.shards import is_shard
 from penstock.storage.store import Store
 from penstock.storage.tracking.mlflow.mlflow_runs import MlflowRuns, replace_forbidden_characters
 
@@ -139,8 +138,7 @@ def _hash(text: str) -> str:
 
 
 def _preview(value: Any) -> Any:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _PREVIEW_TEXT else f"{text[:_PREVIEW_TEXT]} ..."
+    return _shorten(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), _PREVIEW_TEXT)
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------
@@ -210,7 +208,7 @@ class MlflowTraces:
         from tokenizers import Tokenizer
 
         model = run.store.read_record(CheckpointRef, RunKeys(run.name).origin_key("base"))
-        commit = run.store.committed(model.key.removesuffix(commit_key(""))) if model else None
+        commit = run.store.read_record(Commit, model.key) if model else None
         if commit is None or f"{commit.attempt}/{_TOKENIZER}" not in [file.path for file in commit.files]:
             return None
         with run.store.reading(commit, only=[_TOKENIZER]) as directory:
@@ -220,10 +218,10 @@ class MlflowTraces:
 def read_first_samples(store: Store, commit: Commit, num: int) -> list[Row]:
     """Return the first sample of each of the first `num` groups of a rollout, without log-probs. A missing or damaged
     shard is logged, and does not keep MLflow from receiving the commit."""
-    shard = next((file.path for file in commit.files if is_shard(file.path)), None)
     samples: dict[str, Row] = {}
-    if shard is None:
+    if not commit.shards():
         return []
+    shard = commit.shards()[0].path
     try:
         with pq.ParquetFile(store.path(shard), filesystem=store.fs) as file:
             for number, batch in enumerate(file.iter_batches(_BATCH, columns=_COLUMNS)):
@@ -303,8 +301,8 @@ def to_span(trace: bytes, number: int, part: SamplePart, failed: bool) -> Span:
     attributes = {
         "mlflow.traceRequestId": f"tr-{trace.hex()}",
         "mlflow.spanType": part.type,
-        "mlflow.spanInputs": _shorten(part.inputs),
-        "mlflow.spanOutputs": _shorten(part.outputs),
+        "mlflow.spanInputs": _shorten(part.inputs, _MAX_TEXT),
+        "mlflow.spanOutputs": _shorten(part.outputs, _MAX_TEXT),
         **part.attributes,
     }
     fields = {
@@ -321,8 +319,8 @@ def to_span(trace: bytes, number: int, part: SamplePart, failed: bool) -> Span:
 
 
 def _span_id(trace: bytes, number: int) -> str:
-    return base64.b64encode(hashlib.sha256(trace + bytes([number % 256])).digest()[:8]).decode()
+    return base64.b64encode(hashlib.sha256(trace + number.to_bytes(4)).digest()[:8]).decode()
 
 
-def _shorten(value: Any) -> Any:
-    return f"{value[:_MAX_TEXT]} ..." if isinstance(value, str) and len(value) > _MAX_TEXT else value
+def _shorten(value: Any, limit: int) -> Any:
+    return f"{value[:limit]} ..." if isinstance(value, str) and len(value) > limit else value

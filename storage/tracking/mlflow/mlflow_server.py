@@ -62,9 +62,8 @@ async def refuse_assistant(request: Request) -> PlainTextResponse:
     return PlainTextResponse("Penstock does not start MLflow's assistant\n", 404)
 
 
-app.router.routes.insert(
-    0, Route("/model-training", open_model_training)
-)  # before the routes of the UI, which match all paths
+# Before the routes of the UI, which match all paths.
+app.router.routes.insert(0, Route("/model-training", open_model_training))
 
 
 class StoreArtifacts(LocalArtifactRepository):

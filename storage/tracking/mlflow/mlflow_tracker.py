@@ -47,20 +47,15 @@ _FINAL = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
 _CURVE_KINDS = ("checkpoint", "eval")  # kinds of commits after which the reward curve is redrawn
 
 
-class MlflowTracker:
+class MlflowTracker(Tracker):
     """The tracker for MLflow, for one Penstock run."""
 
     name: ClassVar[str] = "MLflow"
-    buffers: ClassVar[bool] = False
 
     @staticmethod
     def uri_of(store: Store, options: MlflowOptions) -> str:
         """Return the tracking URI (`tracking_uri`): MLflow is always used."""
         return tracking_uri(store, options.mlflow_tracking_uri)
-
-    @staticmethod
-    def check_options(options: MlflowOptions) -> None:
-        """MLflow is always installed, and a server that does not respond does not keep a run from starting."""
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the outbox retries
@@ -80,7 +75,7 @@ class MlflowTracker:
         self.run = run
         self.client = MlflowClient(with_login(uri))
         self.runs = MlflowRuns(self.client, uri, run)
-        self.wants_all = self.runs.find_main_run(run) is None
+        self.wants_all = self.runs.find_part("") is None
         models = MlflowModels(self.runs)
         self.run_page = RunPage(self.runs, models)
         self.mlflow_commits = MlflowCommits(self.runs, models, self.run_page)
@@ -188,7 +183,7 @@ def update_mlflow_registry(store: Store, model: str, policy_run: str) -> str | N
         return f"{redact(uri)} does not exist"
     try:
         tracker = MlflowTracker(uri, TrackedRun(policy_run, record.id, store.uri, store=store))
-        if tracker.runs.find_main_run(tracker.run):
+        if tracker.runs.find_part(""):
             tracker.mlflow_commits.registry.update_model(model)
     except Exception as error:  # clients have their own error types
         return redact(f"{type(error).__name__}: {' '.join(str(error).split())}")[:200]
