@@ -11,6 +11,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,40 @@ from penstock.storage.secrets import has_credentials
 MEGATRON = "train.megatron"  # the option that has Megatron's options
 GROUP_SIZE = 8  # default of --n-samples-per-prompt with a group-relative estimator
 MAX_CONFIG_BYTES = 4 << 20  # size limit of a --config file; the longest recipe has 3 kB
+
+
+class Flow(StrEnum):
+    """A flow, flows/<value>.py, by what it does."""
+
+    POST_TRAIN = "post_train"
+    SFT = "sft"
+    EVALUATE = "evaluate"
+    CONVERT = "convert"
+
+    @property
+    def has_run(self) -> bool:
+        """Return whether the flow has a run, with a name and a record in the store."""
+        return self is not Flow.CONVERT
+
+    @property
+    def trains(self) -> bool:
+        """Return whether the flow has a trainer."""
+        return self in (Flow.POST_TRAIN, Flow.SFT)
+
+    @property
+    def generates(self) -> bool:
+        """Return whether the flow has engines."""
+        return self in (Flow.POST_TRAIN, Flow.EVALUATE)
+
+    @property
+    def has_rollouts(self) -> bool:
+        """Return whether the flow trains on responses that it generates."""
+        return self.trains and self.generates
+
+    @property
+    def has_demonstrations(self) -> bool:
+        """Return whether the flow trains on responses that are given."""
+        return self.trains and not self.generates
 
 
 class PostTrainConfig(StageConfig):
@@ -216,7 +251,7 @@ class PostTrainConfig(StageConfig):
 class Plan(PostTrainConfig):
     """A config in which nothing is left open. Its further fields are not part of a dump."""
 
-    flow: str = Field(exclude=True)
+    flow: Flow = Field(exclude=True)
     given: RecordedConfig = Field(exclude=True)  # the options as they were given, with absolute paths
     parent: ParentRecord | None = Field(exclude=True)  # origin of the run, if it exists and is a fork
     notes: tuple[str, ...] = Field(exclude=True)  # what was decided in an unusual way

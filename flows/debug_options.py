@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 
 from penstock.engines.local_gpus import visible_gpu_bytes
-from penstock.flows.config import PostTrainConfig, flag_of_field
+from penstock.flows.config import Flow, PostTrainConfig, flag_of_field
 from penstock.flows.debugging.config import DebugConfig
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError
@@ -15,7 +15,7 @@ from penstock.storage.maintenance.prompt_audit import max_staleness
 from penstock.storage.store import Store
 
 
-def check_debug_options(flow: str, config: PostTrainConfig) -> None:
+def check_debug_options(flow: Flow, config: PostTrainConfig) -> None:
     """Check that the options for finding faults fit the flow and the other options. Raises OptionError."""
     run = config.run
     check_diagnostics(flow, config)
@@ -27,10 +27,10 @@ def check_debug_options(flow: str, config: PostTrainConfig) -> None:
             "--debug-rollout-only starts no trainer and --debug-train-only starts no engines: omit one of them "
             "(--no-debug-rollout-only if the run was started with it)"
         )
-    if not (run.debug_rollout_only or run.debug_train_only) or flow == "convert":
+    if not (run.debug_rollout_only or run.debug_train_only) or not flow.has_run:
         return
     name = "--debug-rollout-only" if run.debug_rollout_only else "--debug-train-only"
-    if flow != "post_train":
+    if not flow.has_rollouts:
         raise OptionError(
             f"{name} has no effect in the flow `{flow}`, which never starts both a trainer and engines: omit it"
         )
@@ -55,10 +55,10 @@ def check_debug_options(flow: str, config: PostTrainConfig) -> None:
         )
 
 
-def check_loading_options(flow: str, config: PostTrainConfig) -> None:
+def check_loading_options(flow: Flow, config: PostTrainConfig) -> None:
     """Check that --load-debug-rollout-data fits the flow and the other options. Raises OptionError."""
     run = config.run
-    if flow != "post_train":
+    if not flow.has_rollouts:
         raise OptionError(
             f"--load-debug-rollout-data has no effect in the flow `{flow}`, which trains on no rollouts: omit it"
         )
@@ -73,14 +73,14 @@ def check_loading_options(flow: str, config: PostTrainConfig) -> None:
         )
 
 
-def check_diagnostics(flow: str, config: PostTrainConfig) -> None:
+def check_diagnostics(flow: Flow, config: PostTrainConfig) -> None:
     """Check that the diagnostics and gates that are given have a trainer, rounds and devices. Raises OptionError."""
     run, debug, plain = config.run, config.debug, DebugConfig()
     of_trainer = ("use_pytorch_profiler", "record_memory_history", "save_debug_train_data", "ci_save_grad_norm")
     given = [
         name for name in (*of_trainer, "ci_load_grad_norm", "ci_test") if getattr(debug, name) != getattr(plain, name)
     ]
-    if given and (flow not in ("post_train", "sft") or run.debug_rollout_only):
+    if given and (not flow.trains or run.debug_rollout_only):
         reason = "with --debug-rollout-only" if run.debug_rollout_only else f"in the flow `{flow}`"
         raise OptionError(f"{flag_of_field(given[0])} has no effect {reason}, which starts no trainer: omit it")
     if debug.ci_test and config.train.loss_type != "policy_loss":
@@ -138,7 +138,7 @@ def check_committed_rollouts(store: Store, config: PostTrainConfig) -> None:
         )
 
 
-def gpu_flow(flow: str, config: PostTrainConfig) -> str:
-    """Return the name of the flow that needs the same GPUs as this run: `sft` (only a trainer) with --debug-train-only,
-    `evaluate` (only engines) with --debug-rollout-only, else `flow`."""
-    return "sft" if config.run.debug_train_only else "evaluate" if config.run.debug_rollout_only else flow
+def gpu_flow(flow: Flow, config: PostTrainConfig) -> Flow:
+    """Return the flow that needs the same GPUs as this run: SFT (only a trainer) with --debug-train-only,
+    EVALUATE (only engines) with --debug-rollout-only, else `flow`."""
+    return Flow.SFT if config.run.debug_train_only else Flow.EVALUATE if config.run.debug_rollout_only else flow

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend
-from penstock.flows.config import PostTrainConfig
+from penstock.flows.config import Flow, PostTrainConfig
 from penstock.flows.runtime.engine_options import engine_options, gpus_per_node, teacher_options
 from penstock.storage.errors import EngineError, LayoutError, OptionError
 
@@ -57,11 +57,10 @@ class GpuPlan:
         return max(training, rollout)
 
 
-def plan_gpu_memory(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_bytes: int) -> GpuPlan:
+def plan_gpu_memory(flow: Flow, config: PostTrainConfig, shape: ModelShape, gpu_bytes: int) -> GpuPlan:
     """Return the GPU plan of a run.
 
     Args:
-        flow: post_train, sft or evaluate.
         config: config of the run.
         shape: shape of the model.
         gpu_bytes: total memory of each GPU.
@@ -74,7 +73,7 @@ def plan_gpu_memory(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_b
 
     train, options = config.train, engine_options(config)
     trainer = engine = None
-    if flow != "evaluate":
+    if flow.trains:
         trainer_options = TrainerOptions(
             dtype=train.params_dtype or "bf16",
             max_tokens=microbatch_tokens(config),
@@ -86,10 +85,10 @@ def plan_gpu_memory(flow: str, config: PostTrainConfig, shape: ModelShape, gpu_b
             megatron=train.megatron.model_dump(),
         )
         trainer = estimate_trainer_memory(shape, train.parallel_layout, train.num_ranks, trainer_options)
-    if flow != "sft" and not options.external:
+    if flow.generates and not options.external:
         engine = engine_backend(options.engine).estimate_memory(options, shape, gpu_bytes)
     run, teacher = config.run, None
-    if flow == "post_train" and (of_teacher := teacher_options(config)) and Path(of_teacher.spec.model_path).is_dir():
+    if flow.has_rollouts and (of_teacher := teacher_options(config)) and Path(of_teacher.spec.model_path).is_dir():
         teacher_shape = read_shape(of_teacher.spec.model_path, config.convert.model_family_path)
         teacher = engine_backend(of_teacher.engine).estimate_memory(of_teacher, teacher_shape, gpu_bytes)
     colocated = options.num_gpus is None
@@ -172,20 +171,20 @@ def check_nodes(config: PostTrainConfig) -> None:
         )
 
 
-def check_gpu_count(flow: str, config: PostTrainConfig, num_gpus: int) -> None:
+def check_gpu_count(flow: Flow, config: PostTrainConfig, num_gpus: int) -> None:
     """Check that this machine has enough GPUs for trainer and engines. Raises LayoutError.
 
     Args:
-        flow: post_train, sft or evaluate.
         config: config of the run, which starts its own Ray on this machine.
         num_gpus: GPUs of this machine.
     """
     options = engine_options(config)
-    trainer = 0 if flow == "evaluate" else config.train.num_ranks
-    engines = 0 if flow == "sft" or options.external else options.num_engines_to_start(True) * options.gpus_per_engine
+    trainer = config.train.num_ranks if flow.trains else 0
+    starts_engines = flow.generates and not options.external
+    engines = options.num_engines_to_start(True) * options.gpus_per_engine if starts_engines else 0
     needed = max(trainer, options.first_gpu + engines if engines else 0)
     of_teacher = ""
-    if flow == "post_train" and (teacher := teacher_options(config)):
+    if flow.has_rollouts and (teacher := teacher_options(config)):
         needed, of_teacher = needed + teacher.gpus_per_engine, ", --opd-teacher-num-gpus for the teacher"
     if needed > num_gpus:
         raise LayoutError(
@@ -250,17 +249,16 @@ def memory_warnings(plan: GpuPlan) -> list[str]:
     ]
 
 
-def speed_warnings(flow: str, config: PostTrainConfig, gpu_bytes: int) -> list[str]:
+def speed_warnings(flow: Flow, config: PostTrainConfig, gpu_bytes: int) -> list[str]:
     """Return a list with one warning if the engines of a run would generate slowly, because they may decode larger
     batches than they capture CUDA graphs for by default, else an empty list. Evaluations are not considered.
 
     Args:
-        flow: post_train, sft or evaluate.
         config: config of the run.
         gpu_bytes: total memory of each GPU.
     """
     options = engine_options(config)
-    if flow != "post_train" or config.run.debug_train_only or options.external:
+    if not flow.has_rollouts or config.run.debug_train_only or options.external:
         return []
     warning = engine_backend(options.engine).graph_warning(options, samples_per_engine(config), gpu_bytes)
     return [warning] if warning else []

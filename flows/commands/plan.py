@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.local_gpus import visible_gpu_bytes
-from penstock.flows.config import PostTrainConfig, validate_config
+from penstock.flows.config import Flow, PostTrainConfig, validate_config
 from penstock.flows.gpu_plan import (
     GIB,
     GpuPlan,
@@ -48,14 +48,14 @@ def main(argv: list[str]) -> int:
     values = parse_values(rest)
     distribute_gpus(values, own)
     config = validate_config(values)
-    flow = "sft" if config.train.loss_type == "sft_loss" else "post_train"
+    flow = Flow.SFT if config.train.loss_type == "sft_loss" else Flow.POST_TRAIN
     config = resolve(flow, config, open_store(config.run, probe=False), counts_rows=False)
     if not config.convert.hf_checkpoint:
         raise OptionError("--hf-checkpoint is missing: give a directory with the model's config.json")
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     check_layout(shape, config.train)
     check_nodes(config)
-    if flow != "sft":
+    if flow.generates:
         check_engine_gpus(config, shape)
     plan = plan_gpu_memory(flow, config, shape, gpu_bytes_from_flags(own))
     print_plan(plan, config)

@@ -21,15 +21,13 @@ from penstock.engines.backends import engine_backend, engine_flag
 from penstock.engines.families.entries import check_not_hub_id
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.flows.commands.plan import print_plan
-from penstock.flows.config import Plan, PostTrainConfig, check_secrets, derive, list_options
+from penstock.flows.config import Flow, Plan, PostTrainConfig, check_secrets, derive, list_options
 from penstock.flows.gpu_plan import check_engine_gpus, check_nodes, plan_gpu_memory
 from penstock.flows.options.argv import format_bytes, short_repr
 from penstock.flows.options.partners import options_without_partner
 from penstock.flows.options.paths import CHAMPION
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.preflight import (
-    GENERATING,
-    TRAINING,
     check_algorithm,
     check_data,
     check_layout,
@@ -62,13 +60,13 @@ MAX_PROMPT = 400  # characters of the first prompt
 Row = tuple[str, str]
 
 
-def dry_run(flow: str, config: PostTrainConfig) -> int:
-    """Check a config for the flow post_train, sft or evaluate, print the plan, and return 0.
+def dry_run(name: str, config: PostTrainConfig) -> int:
+    """Check a config for a flow that has a run, print the plan, and return 0.
 
     Raises:
         InputError: the run would be refused.
     """
-    missing = list(missing_files(config))
+    flow, missing = Flow(name), list(missing_files(config))
     try:
         check_trackers(config.run)
         check_secrets(config)
@@ -90,7 +88,7 @@ def dry_run(flow: str, config: PostTrainConfig) -> int:
         print(f"run {plan.run.run} is complete: the same command without --dry-run starts nothing")
         return 0
     check_run_may_start(store, plan)
-    if flow in TRAINING and (num_done := len(store.committed_indices(f"{RunKeys(plan.run.run).prefix}/steps"))):
+    if flow.trains and (num_done := len(store.committed_indices(f"{RunKeys(plan.run.run).prefix}/steps"))):
         print(f"committed rounds: {num_done}; the run continues after them")
     shape, examples = None, list[Row]()
     with collected_warnings() as warnings:
@@ -131,19 +129,19 @@ def collected_warnings() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def first_prompts(flow: str, config: PostTrainConfig) -> PromptConfig | None:
+def first_prompts(flow: Flow, config: PostTrainConfig) -> PromptConfig | None:
     """Return the options of the prompts of training or, without training, of the first evaluation."""
-    if flow != "evaluate" and config.rollout.prompt_data:
+    if flow.trains and config.rollout.prompt_data:
         return config.rollout
     evaluated = [(path, name) for name, path in config.eval.eval_prompt_data]
     return config.rollout.model_copy(update=config.eval.rollout_overrides(*evaluated[0])) if evaluated else None
 
 
 def example_rows(
-    flow: str, rollout: PromptConfig, tokenizer: PromptTokenizer, tried: list[tuple[str, Outcome]]
+    flow: Flow, rollout: PromptConfig, tokenizer: PromptTokenizer, tried: list[tuple[str, Outcome]]
 ) -> Iterator[Row]:
     """Yield the first prompt and the rewards of test responses, or the first conversation of demonstrations."""
-    if flow == "sft":
+    if flow.has_demonstrations:
         pieces = split_first_conversation(rollout, tokenizer)
         marked = [f"«{_shorten(text)}»" if is_trained else _shorten(text) for text, is_trained in pieces]
         yield "first row", "".join(marked)[: 4 * MAX_PROMPT]
@@ -167,7 +165,7 @@ def _shorten(text: str) -> str:
     return line if len(line) <= MAX_PROMPT else f"{line[:half]} ... {line[-half:]}"
 
 
-def check_model(flow: str, config: PostTrainConfig) -> ModelShape:
+def check_model(flow: Flow, config: PostTrainConfig) -> ModelShape:
     """Return the shape of the model, after checking that it fits the parallel sizes and lengths. Raises InputError."""
     from penstock.engines.families import read_shape
     from penstock.engines.weights.hf_headers import check_weights
@@ -175,7 +173,7 @@ def check_model(flow: str, config: PostTrainConfig) -> ModelShape:
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     check_layout(shape, config.train)
     check_nodes(config)
-    if flow in GENERATING:
+    if flow.generates:
         check_engine_gpus(config, shape)
         options = engine_options(config)
         engine_backend(options.engine).check_sharding(options, shape)
@@ -224,7 +222,7 @@ def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
 
-def plan_rows(flow: str, config: PostTrainConfig, shape: ModelShape | None) -> Iterator[Row]:
+def plan_rows(flow: Flow, config: PostTrainConfig, shape: ModelShape | None) -> Iterator[Row]:
     """Yield the rows of the plan: rounds, batches, placement, bytes, evaluations."""
     run, train = config.run, config.train
     yield "run", f"{run.run} in {run.store}"
@@ -234,21 +232,21 @@ def plan_rows(flow: str, config: PostTrainConfig, shape: ModelShape | None) -> I
         active = f", {shape.num_active_parameters / 1e9:.1f} B active" if shape.experts and number >= 1e7 else ""
         layers = f"{shape.num_layers} layers of {shape.hidden_size}"
         yield "model", f"{shape.architecture}, {size} parameters{active}, {layers}"
-    if flow in TRAINING:
+    if flow.trains:
         yield from training_rows(config)
-    if flow in GENERATING:
+    if flow.generates:
         yield "engines", describe_engines(config)
         if has_weights(config):
             yield "their weights", describe_weights(config)
-    if flow == "post_train":
+    if flow.has_rollouts:
         if teacher := teacher_options(config):
             yield "teacher", f"{teacher.spec.model_path}, an engine of {teacher.gpus_per_engine} GPUs of its own"
         yield "asynchronous", describe_mode(config)
-    if shape is not None and flow in TRAINING:
+    if shape is not None and flow.trains:
         dtype = train.params_dtype or "bf16"
         weights = shape.num_parameters * BYTES_PER_WEIGHT[dtype]
         state = shape.num_parameters * (BYTES_PER_WEIGHT[dtype] + MOMENTS_AND_MAIN_WEIGHT[dtype])
-        if flow == "post_train":
+        if flow.has_rollouts:
             yield "bytes a round", f"{format_bytes(weights)} of weights to the engines; {describe_shards(config)}"
         yield "a checkpoint", f"{format_bytes(state)}, an export {format_bytes(weights)}"
     names, interval = ", ".join(name for name, _ in config.eval.eval_prompt_data), config.eval.eval_interval

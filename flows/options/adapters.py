@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend
-from penstock.flows.config import PostTrainConfig
+from penstock.flows.config import Flow, PostTrainConfig
 from penstock.stages.plugins import BUILT_IN_EVALUATION
 from penstock.storage.errors import OptionError
 
@@ -91,7 +91,7 @@ def describe_other_base(config: PostTrainConfig, parent: ParentRecord | None) ->
     return f"the adapters are trained on {start}, but engines start with the weights of --hf-checkpoint"
 
 
-def check_fork_can_publish(flow: str, config: PostTrainConfig, parent: ParentRecord) -> None:
+def check_fork_can_publish(flow: Flow, config: PostTrainConfig, parent: ParentRecord) -> None:
     """Check that a fork with --lora-publish adapter trains its adapters on the model with which engines start.
 
     Args:
@@ -102,7 +102,7 @@ def check_fork_can_publish(flow: str, config: PostTrainConfig, parent: ParentRec
     Raises:
         OptionError: it does not.
     """
-    has_engines = flow == "post_train" and not (config.run.debug_rollout_only or config.run.debug_train_only)
+    has_engines = flow.has_rollouts and not (config.run.debug_rollout_only or config.run.debug_train_only)
     if has_engines and config.train.lora_publish == "adapter" and (reason := describe_other_base(config, parent)):
         raise _adapters_error(reason)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.flows.config import Plan, config_hash
+from penstock.flows.config import Flow, Plan, config_hash
 from penstock.flows.runtime.engine_options import device_counts
 from penstock.flows.runtime.runs import code_version, completion_of, keys_of_run, open_run, open_store
 from penstock.storage.commit import CheckpointRef, Commit, RunKeys
@@ -35,7 +35,7 @@ class ActiveRun:
         start: number of this start, once it is recorded.
     """
 
-    def __init__(self, store: Store, keys: RunKeys, flow: str, config: Plan, lease_key: str = "") -> None:
+    def __init__(self, store: Store, keys: RunKeys, flow: Flow, config: Plan, lease_key: str = "") -> None:
         self.store = store
         self.keys = keys
         self.flow = flow

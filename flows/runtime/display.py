@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from penstock.flows.config import Flow
 from penstock.flows.options.argv import penstock_command
 from penstock.flows.reporting.log_format import json_line
 from penstock.flows.runtime import environment
@@ -55,7 +56,7 @@ class Display:
         # Without a TTY rich would break lines at 80 columns; the line of a round must stay one line for grep.
         self.console = console or TerminalConsole(file=sys.stdout, soft_wrap=True, highlight=False)
         self.run = run
-        self.flow = flow
+        self.flow = Flow(flow)
         self.model = str(config.convert.hf_checkpoint)
         self.store_uri = store_uri
         self.tracking_uri = tracking_uri
@@ -190,7 +191,7 @@ class Display:
         curve = self.panel.curve
         if commit.kind == "rollout" and "rollout/raw_reward" in commit.summary:
             curve[commit.index] = commit.summary["rollout/raw_reward"]
-        elif commit.kind == "step" and self.flow == "sft" and "train/loss" in commit.summary:
+        elif commit.kind == "step" and self.flow.has_demonstrations and "train/loss" in commit.summary:
             self.panel.curve_name = "loss"
             curve[commit.index] = commit.summary["train/loss"]
         elif commit.kind == "eval":

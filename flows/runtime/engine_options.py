@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.flows.config import PostTrainConfig
+from penstock.flows.config import Flow, PostTrainConfig
 
 TEACHER = "teacher"  # weight version that the teacher's engine reports
 
@@ -106,14 +106,14 @@ def run_placement(config: PostTrainConfig) -> PlacementOptions:
     )
 
 
-def device_counts(flow: str, config: PostTrainConfig) -> tuple[int, int, bool]:
+def device_counts(flow: Flow, config: PostTrainConfig) -> tuple[int, int, bool]:
     """Return the number of GPUs (on a machine without GPUs: of processes) of the trainer and of the engines in a flow,
     and whether both use the same GPUs."""
-    has_engines = flow != "convert" and config.train.loss_type != "sft_loss" and not config.run.debug_train_only
-    has_trainer = flow in ("post_train", "sft") and not config.run.debug_rollout_only
+    has_engines = flow.generates and not config.run.debug_train_only
+    has_trainer = flow.trains and not config.run.debug_rollout_only
     options, teacher = engine_options(config), teacher_options(config)
     num_gpus = options.num_gpus or options.num_engines * options.gpus_per_engine
-    num_gpus += teacher.gpus_per_engine if teacher and flow == "post_train" else 0
+    num_gpus += teacher.gpus_per_engine if teacher and flow.has_rollouts else 0
     return (
         config.train.num_ranks if has_trainer else 0,
         num_gpus if has_engines else 0,

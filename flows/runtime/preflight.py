@@ -19,7 +19,7 @@ from penstock.engines.backends import engine_backend, engine_flag
 from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilities
 from penstock.engines.serving.endpoints import is_on_this_machine
 from penstock.engines.weights.hf_headers import block_size
-from penstock.flows.config import Plan, PostTrainConfig, check_secrets, derive
+from penstock.flows.config import Flow, Plan, PostTrainConfig, check_secrets, derive
 from penstock.flows.debug_options import check_committed_rollouts, check_debug_options, gpu_flow
 from penstock.flows.debugging.rollout_files import check_rollout_files
 from penstock.flows.gpu_plan import (
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from penstock.stages.rewards.outcome import Outcome
     from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 
-GENERATING = ("post_train", "evaluate")  # flows that need engines
-TRAINING = ("post_train", "sft")
 logger = logging.getLogger(__name__)
 
 
@@ -68,7 +66,7 @@ def plan_of(flow: str, config: PostTrainConfig) -> Plan:
     """
     if isinstance(config, Plan):
         return config
-    check_options(flow, derive(config))
+    check_options(Flow(flow), derive(config))
     return resolve(flow, config, open_store(config.run, probe=False))
 
 
@@ -83,7 +81,7 @@ def preflight(config: Plan) -> None:
     from penstock.engines.weights.hf_headers import check_weights
 
     flow = config.flow
-    if config.run.debug_rollout_only and flow == "post_train" and config.start_weights != config.convert.hf_checkpoint:
+    if config.run.debug_rollout_only and flow.has_rollouts and config.start_weights != config.convert.hf_checkpoint:
         raise OptionError(
             f"{'--load' if config.convert.load else '--ref-load'} has no effect with --debug-rollout-only, which "
             "generates with the weights of --hf-checkpoint: omit one of them"
@@ -91,19 +89,19 @@ def preflight(config: Plan) -> None:
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     check_algorithm(config, shape)
     check_layout(shape, config.train)
-    if flow != "convert":
+    if flow.has_run:
         check_gpus(gpu_flow(flow, config), config, shape)
     if not config.convert.convert_load:  # an export reads only config.json
         check_weights(config.convert.hf_checkpoint, shape)
-    if flow == "convert" and config.convert.convert_save and not config.convert.convert_load:
+    if not flow.has_run and config.convert.convert_save and not config.convert.convert_load:
         return  # the result is not written to the store
-    if flow != "convert":
+    if flow.has_run:
         check_run_record(config)
         check_lengths(flow, config, shape)
         check_data(flow, config, shape)
-    if flow in GENERATING and not config.run.debug_train_only:
+    if flow.generates and not config.run.debug_train_only:
         options = engine_options(config)
-        if flow == "post_train":
+        if flow.has_rollouts:
             options = with_adapters(options, config, config.parent)
         engine_backend(options.engine).check_options(options)
         on_this_machine = config.run.ray_address is None and not options.external
@@ -111,7 +109,7 @@ def preflight(config: Plan) -> None:
         if capabilities is not None:
             engine_backend(options.engine).check_gpus(options, has_gpus=bool(capabilities))
             check_eval_engines(config, options.num_engines_to_start(bool(capabilities)))
-        if flow == "post_train" and not config.run.debug_rollout_only:
+        if flow.has_rollouts and not config.run.debug_rollout_only:
             engine_backend(options.engine).check_weight_updates(options, capabilities)
     open_store(config.run)  # last, because it writes a probe
 
@@ -164,7 +162,7 @@ def check_run_record(config: Plan) -> None:
     store, keys = open_store(config.run, probe=False), RunKeys(config.run.run)
     try:
         check_run_may_start(store, config)
-        if config.flow == "post_train":
+        if config.flow.has_rollouts:
             check_committed_rollouts(store, config)
         if config.debug.load_debug_rollout_data:
             rollouts = [] if is_removed(store, keys) else store.committed_indices(f"{keys.prefix}/rollouts")
@@ -175,18 +173,18 @@ def check_run_record(config: Plan) -> None:
         ) from error
 
 
-def check_options(flow: str, config: PostTrainConfig) -> None:
+def check_options(flow: Flow, config: PostTrainConfig) -> None:
     """Check the options that can be checked without reading any file except secret files."""
     check_secrets(config)
     run, rollout, train = config.run, config.rollout, config.train
-    if flow != "convert" and not run.run:
+    if flow.has_run and not run.run:
         raise OptionError("--run is missing: name the run; the same name resumes it")
     if not config.convert.hf_checkpoint:
         raise OptionError(
             "--hf-checkpoint is missing: give a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
         )
     check_rounds(flow, config)
-    if (flow == "sft") != (train.loss_type == "sft_loss") and flow in TRAINING:
+    if flow.trains and flow.has_demonstrations != (train.loss_type == "sft_loss"):
         raise OptionError(
             f"--loss-type {train.loss_type} does not match the flow `{flow}`: `penstock sft` trains on demonstrations "
             "(sft_loss), `penstock train` on graded samples (policy_loss); leave out --loss-type"
@@ -204,11 +202,11 @@ def check_options(flow: str, config: PostTrainConfig) -> None:
     check_trackers(run)
     check_prometheus_port(run.prometheus_port)
     check_weight_directory(config)
-    if flow in TRAINING:
+    if flow.trains:
         check_save_hf(config)
-    if flow == "post_train":
+    if flow.has_rollouts:
         check_group_size(config)
-    if flow == "evaluate" and not config.eval.eval_prompt_data:
+    if flow.has_run and not flow.trains and not config.eval.eval_prompt_data:
         raise OptionError(
             "--eval-prompt-data is missing: give NAME PATH, any number of times, or data sets with --eval-config"
         )
@@ -240,10 +238,10 @@ def check_save_hf(config: PostTrainConfig) -> None:
             )
 
 
-def check_loop_options(flow: str, config: PostTrainConfig) -> None:
+def check_loop_options(flow: Flow, config: PostTrainConfig) -> None:
     """Check that options of the loop of rollouts and training are not given to other flows. Raises OptionError."""
     run = config.run
-    if flow not in ("sft", "evaluate"):
+    if flow.has_rollouts or not flow.has_run:
         return
     given = {
         "--check-weight-update-equal": run.check_weight_update_equal,
@@ -279,12 +277,12 @@ def check_weight_directory(config: PostTrainConfig) -> None:
         )
 
 
-def check_rounds(flow: str, config: PostTrainConfig) -> None:
+def check_rounds(flow: Flow, config: PostTrainConfig) -> None:
     """Check that the config has rounds to train or evaluations to run."""
     run = config.run
-    if flow not in TRAINING or run.num_rollout or run.num_rollout_per_start or run.num_epoch:
+    if not flow.trains or run.num_rollout or run.num_rollout_per_start or run.num_epoch:
         return
-    if flow == "sft":
+    if flow.has_demonstrations:
         raise OptionError("--num-rollout is missing: give the number of rounds to train")
     if not config.eval.eval_prompt_data or "num_rollout" not in run.model_fields_set:
         raise OptionError(
@@ -339,13 +337,13 @@ def check_layout(shape: ModelShape, train: TrainConfig) -> None:
     check_pipeline(shape, train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size, megatron)
 
 
-def check_gpus(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
+def check_gpus(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> None:
     """Check the number of GPUs per engine and, on a machine with GPUs, their number and memory. Raises InputError.
 
     The GPUs of other machines of a Ray cluster are assumed to be like those of this machine.
     """
     check_nodes(config)
-    if flow in GENERATING:
+    if flow.generates:
         check_engine_gpus(config, shape)
         engine_backend(config.rollout.engine).check_sharding(engine_options(config), shape)
     gpus = visible_gpu_bytes()
@@ -356,9 +354,9 @@ def check_gpus(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
     check_memory(plan_gpu_memory(flow, config, shape, min(gpus)))
 
 
-def check_lengths(flow: str, config: PostTrainConfig, shape: ModelShape) -> None:
+def check_lengths(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> None:
     """Check that the longest response leaves room for a prompt in the engines' context length."""
-    if flow not in GENERATING:
+    if not flow.generates:
         return
     rollout, evals = config.rollout, config.eval
     limit = _context_length(config, shape)
@@ -373,7 +371,7 @@ def check_lengths(flow: str, config: PostTrainConfig, shape: ModelShape) -> None
             f"--rollout-max-context-len {context} exceeds the model's {limit} positions ({source}): "
             f"give at most {limit}"
         )
-    lengths = {"--rollout-max-response-len": rollout.rollout_max_response_len} if flow == "post_train" else {}
+    lengths = {"--rollout-max-response-len": rollout.rollout_max_response_len} if flow.has_rollouts else {}
     for name, _ in evals.eval_prompt_data:
         own = evals.data_set_settings(name).get("max_response_len")
         flag_name = (
@@ -394,7 +392,7 @@ def _context_length(config: PostTrainConfig, shape: ModelShape) -> int:
 
 
 def check_data(
-    flow: str, config: PostTrainConfig, shape: ModelShape
+    flow: Flow, config: PostTrainConfig, shape: ModelShape
 ) -> tuple[PromptTokenizer, list[tuple[str, Outcome]]]:
     """Check tokenizer, prompts and rewards of training and evaluations. Return the tokenizer, and the test responses of
     the first rewards with their outcomes. Raises InputError."""
@@ -403,10 +401,9 @@ def check_data(
     from penstock.stages.rollout.prompts.prompt_check import check_prompt_data
     from penstock.stages.rollout.text.tokenizer import check_tokenizer, check_vocabulary
 
-    demonstrations = flow == "sft"
     tokenizer = check_tokenizer(
         config.convert.hf_checkpoint,
-        apply_chat_template=config.rollout.apply_chat_template or demonstrations,
+        apply_chat_template=config.rollout.apply_chat_template or flow.has_demonstrations,
         tools=bool(config.rollout.tool_key),
         template_options=config.rollout.apply_chat_template_kwargs,
     )
@@ -416,19 +413,19 @@ def check_data(
         config.rollout_with_args.model_copy(update=config.eval.rollout_overrides(path, name))
         for name, path in config.eval.eval_prompt_data
     ]
-    if flow in GENERATING:
-        check_rollout_functions(config.rollout, evaluation=flow == "evaluate")
+    if flow.generates:
+        check_rollout_functions(config.rollout, evaluation=not flow.trains)
     if config.rollout.group_rm and any(rollout.custom_rm_path for rollout in evaluated):
         raise RewardError(
             "--group-rm compares the samples of a prompt, which evaluations do not support: give --eval-rm-type"
         )
-    graded = [*([config.rollout_with_args] if flow == "post_train" else []), *evaluated]
+    graded = [*([config.rollout_with_args] if flow.has_rollouts else []), *evaluated]
     for rollout in graded:
         check_reward_options(rollout)
     check_rows = partial(check_prompt_data, tokenizer=tokenizer, max_seq_len=positions)
-    if flow != "evaluate" and (config.run.num_rollout or config.run.num_rollout_per_start):
-        grading = None if demonstrations or _may_grade_itself(config.rollout) else config.rollout
-        check_rows(config.rollout, is_sft=demonstrations, grading=grading)
+    if flow.trains and (config.run.num_rollout or config.run.num_rollout_per_start):
+        grading = None if flow.has_demonstrations or _may_grade_itself(config.rollout) else config.rollout
+        check_rows(config.rollout, is_sft=flow.has_demonstrations, grading=grading)
     for rollout in evaluated:
         check_rows(rollout, grading=None if _may_grade_itself(rollout) else rollout)
     templates = [tokenizer.chat_template_source() if rollout.apply_chat_template else "" for rollout in graded]
@@ -583,16 +580,16 @@ def config_warnings(config: Plan) -> list[str]:
     from penstock.engines.families import read_shape
 
     flow = config.flow
-    warnings = list(options_without_partner(config)) if flow == "post_train" else []
-    if flow != "convert" and (gpus := visible_gpu_bytes()):
+    warnings = list(options_without_partner(config)) if flow.has_rollouts else []
+    if flow.has_run and (gpus := visible_gpu_bytes()):
         shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
         warnings += memory_warnings(plan_gpu_memory(gpu_flow(flow, config), config, shape, min(gpus)))
         warnings += speed_warnings(flow, config, min(gpus))
-    if flow in TRAINING:
+    if flow.trains:
         warnings += config.notes
-    if flow in GENERATING:
+    if flow.generates:
         warnings += fp8_warning(config)
-    if flow != "post_train":
+    if not flow.has_rollouts:
         return warnings
     pauses = config.run.streams and config.run.pause_generation_mode == "in_place"
     if pauses and with_adapters(engine_options(config), config, None).adapters is not None:

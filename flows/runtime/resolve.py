@@ -22,7 +22,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.flows.config import SECTIONS, Plan, PostTrainConfig, derive, list_options
+from penstock.flows.config import SECTIONS, Flow, Plan, PostTrainConfig, derive, list_options
 from penstock.flows.options.paths import CHAMPION, with_absolute_paths, with_function_names
 from penstock.flows.runtime.runs import completion_of, differing_option, latest_config
 from penstock.stages.convert.targets import is_converted, is_published, megatron_directory
@@ -52,7 +52,7 @@ def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bo
     """Return the plan of a flow: the config with everything decided that the options leave open.
 
     Args:
-        flow: post_train, sft, evaluate or convert.
+        flow: name of the flow.
         config: the options as given, or those of a run's record with changes.
         store: the store of the run.
         counts_rows: whether the rows of --prompt-data are on this machine; otherwise --num-epoch stays open.
@@ -62,16 +62,17 @@ def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bo
     """
     config = with_absolute_paths(with_function_names(config))
     given = config.model_dump(mode="json", exclude_unset=True, exclude={"run": {"store_options"}})
-    existing = read_existing(store, config.run.run) if flow != "convert" and config.run.run else None
-    if flow == "evaluate" and config.convert.load:
-        raise OptionError("--load has no effect in the flow `evaluate`, which scores --hf-checkpoint: omit it")
+    flow = Flow(flow)
+    existing = read_existing(store, config.run.run) if flow.has_run and config.run.run else None
+    if flow.has_run and not flow.trains and config.convert.load:
+        raise OptionError(f"--load has no effect in the flow `{flow}`, which scores --hf-checkpoint: omit it")
     load, before = config.convert.load, None
     if existing and existing.record.flow == flow and _continues(existing, config):
         before = existing
         config = _with_recorded_decisions(config, existing)
     config = _with_start_weights(config, store, decided=existing.config.convert.load if existing else None)
     notes = _notes_on_start_weights(config, load)
-    if flow in ("post_train", "sft") and config.run.num_epoch is not None:
+    if flow.trains and config.run.num_epoch is not None:
         config = _with_num_rollout(config, rounds_of_epochs(config, before, counts_rows=counts_rows))
     config = derive(config)
     if config.run.num_rollout_per_start is not None and config.run.run:

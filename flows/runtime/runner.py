@@ -23,11 +23,9 @@ from penstock.storage.errors import InputError, PenstockError
 from penstock.storage.preemption import Preempted
 from penstock.storage.secrets import redact
 
-FLOWS = ("post_train", "sft", "convert", "evaluate")  # flows/<name>.py defines the flow <name>
-
 
 def run_flow(name: str, config: PostTrainConfig) -> int:
-    """Run a flow in this process. Return the exit code: 0 done, 1 failed (the reason was printed), 128 + the number of
+    """Run a flow here. Return the exit code: 0 done, 1 failed (the reason was printed), 128 + the number of
     the signal that stopped it.
 
     Raises:
@@ -38,12 +36,11 @@ def run_flow(name: str, config: PostTrainConfig) -> int:
     from penstock.flows.runtime.preflight import plan_of, preflight
     from penstock.flows.runtime.resolve import is_complete
 
-    assert name in FLOWS
     wait = functools.partial(show_wait, run=config.run.run, as_json=config.run.log_format == "json")
     try:
         wait("checking options, model and data", only_on_terminal=True)
         plan = plan_of(name, config)
-        if name != "convert" and is_complete(open_store(plan.run, probe=False), plan):
+        if plan.flow.has_run and is_complete(open_store(plan.run, probe=False), plan):
             end_wait()
             run = config.run.run
             print(f"run {run} is complete, nothing is left to do; `penstock show {run}` prints it")
@@ -54,7 +51,7 @@ def run_flow(name: str, config: PostTrainConfig) -> int:
 
             with translate_ray_errors(config.run.ray_address):
                 check_ray_answers(config.run.ray_address)
-        if name == "convert":  # starts Ray only if the result does not exist
+        if not plan.flow.has_run:  # starts Ray only if the result does not exist
             return _run_in_prefect(name, plan, wait)
         from penstock.flows.runtime.processes import ray_starting
 

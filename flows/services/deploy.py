@@ -30,12 +30,11 @@ from prefect.states import StateType
 from prefect.workers.process import ProcessWorker
 from pydantic import ValidationError
 
-from penstock.flows.config import PostTrainConfig, check_secrets, validate_config, with_sft_loss
+from penstock.flows.config import Flow, PostTrainConfig, check_secrets, validate_config, with_sft_loss
 from penstock.flows.options.argv import split_args
 from penstock.flows.options.flags import did_you_mean
 from penstock.flows.runtime import prefect_api
 from penstock.flows.runtime.preflight import plan_of, preflight
-from penstock.flows.runtime.runner import FLOWS
 from penstock.storage.errors import OptionError
 
 POOL = "penstock"  # the default work pool, served by the worker of `make up`
@@ -75,14 +74,14 @@ def main(argv: list[str]) -> int:
         )
     schedule = parse_schedule(own)
     values = flags.parse_values(rest)
-    config = validate_config(with_sft_loss(values) if flow == "sft" else values)
+    config = validate_config(with_sft_loss(values) if flow.has_demonstrations else values)
     check_secrets(config, allow_literal=False)
     preflight(plan_of(flow, config))  # the deployment keeps the options as given: the first start of a run decides
     address = prefect_api.ensure_prefect_api()
     title = deploy_one(flow, own["--name"], config, pool=own.get("--pool", POOL), schedule=schedule)
     ensure_zombie_automation(address)
     print(f"deployed {title} at {address}" + (f", scheduled at {own['--cron']!r}" if schedule else ""))
-    if schedule and flow in ("post_train", "sft") and config.run.num_rollout_per_start is None:
+    if schedule and flow.trains and config.run.num_rollout_per_start is None:
         print(
             "Once --num-rollout is reached, later starts have nothing to train: "
             "give --num-rollout-per-start N to train N more rounds each time."
@@ -92,7 +91,7 @@ def main(argv: list[str]) -> int:
 
 
 def deploy_one(flow: str, name: str, config: PostTrainConfig, *, pool: str = POOL, schedule: Any = None) -> str:
-    """Create or replace one deployment of the flow in `penstock.flows.<flow>`. Return its title, `flow/name`."""
+    """Create or replace one deployment of a flow. Return its title, `flow/name`."""
     ensure_pool(pool)
     function = getattr(importlib.import_module(f"penstock.flows.{flow}"), flow)
     deployment = function.to_deployment(
@@ -174,12 +173,15 @@ def parse_schedule(own: dict[str, str]) -> Any:
         ) from error
 
 
-def flow_module_name(flow: str) -> str:
-    """Return the module of a flow: `post-train` -> `post_train`. Raises OptionError for an unknown flow."""
-    if (name := flow.replace("-", "_")) not in FLOWS:
+def flow_module_name(flow: str) -> Flow:
+    """Return the flow of a name: `post-train` -> Flow.POST_TRAIN. Raises OptionError for an unknown flow."""
+    try:
+        return Flow(flow.replace("-", "_"))
+    except ValueError:
         known = flow_names()
-        raise OptionError(f"unknown flow {flow!r}{did_you_mean(flow, known) or ': the flows are ' + ', '.join(known)}")
-    return name
+        raise OptionError(
+            f"unknown flow {flow!r}{did_you_mean(flow, known) or ': the flows are ' + ', '.join(known)}"
+        ) from None
 
 
 def start_command(title: str, address: str) -> str:
@@ -234,4 +236,4 @@ def ensure_zombie_automation(address: str, *, after: timedelta = HEARTBEAT_TIMEO
 
 def flow_names() -> list[str]:
     """Return the names of the flows as Prefect and `penstock deploy` spell them (`post-train`)."""
-    return [name.replace("_", "-") for name in FLOWS]
+    return [name.replace("_", "-") for name in Flow]

@@ -16,7 +16,11 @@ from penstock.engines.sglang.passthrough import (
 )
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.preflight import config_warnings, plan_of, preflight
+from penstock.flows.runtime.resolve import resolve
 from penstock.storage.errors import EngineError, InputError
+from penstock.storage.store import Store
+
+STORE = Store("memory://", probe=False)
 
 
 def test_sampling_names_of_the_installed_sglang() -> None:
@@ -90,6 +94,6 @@ def test_preflight_checks_engine_options_and_warns_of_biased_sampling(tmp_path: 
     )
     assert config.rollout.router == {"policy": "cache_aware", "cache_threshold": 0.5}
     preflight(plan_of("post_train", config))
-    [warning] = config_warnings(plan_of("post_train", config))
-    assert warning.startswith("top_p=0.9: ") and not config_warnings(plan_of("evaluate", config))
-    assert not config_warnings(plan_of("post_train", parse_config(words)))
+    [warning] = config_warnings(resolve("post_train", config, STORE))
+    assert warning.startswith("top_p=0.9: ") and not config_warnings(resolve("evaluate", config, STORE))
+    assert not config_warnings(resolve("post_train", parse_config(words), STORE))

@@ -17,7 +17,7 @@ from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.weights.routes import ProcessPlace, upload_weights
 from penstock.engines.weights.weight_check import update_and_check
-from penstock.flows.config import PostTrainConfig
+from penstock.flows.config import Flow, PostTrainConfig
 from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.publishing import PolicyPublisher
@@ -94,7 +94,7 @@ def test_weights_are_uploaded_only_if_no_directory_is_shared(
 ) -> None:
     config = PostTrainConfig.model_validate({"run": {"run": "r", "update_weight_disk_dir": disk_dir}})
     store = Store(uri.format(tmp_path=tmp_path), probe=False)
-    processes = Processes(ActiveRun(store, RunKeys("r"), "post_train", config), print)
+    processes = Processes(ActiveRun(store, RunKeys("r"), Flow.POST_TRAIN, config), print)
     by_url = {f"http://{index}": place for index, place in enumerate(places)}
     engines = SimpleNamespace(places=lambda urls: by_url, actors=lambda urls: dict.fromkeys(urls, "actor"))
     processes.setup.__dict__["options"] = EngineOptions(ServerSpec(model_path="model"), transport="disk")

@@ -12,10 +12,14 @@ from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.adapters import fully_trained_ancestor, with_adapters
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.engine_options import engine_options
-from penstock.flows.runtime.preflight import config_warnings, plan_of
+from penstock.flows.runtime.preflight import config_warnings
+from penstock.flows.runtime.resolve import resolve
 from penstock.storage.errors import OptionError
 from penstock.storage.history.run_record import ParentRecord
+from penstock.storage.store import Store
 from tests.run_records import parent_record
+
+STORE = Store("memory://", probe=False)
 
 
 def config_of(model: Path, *words: str) -> PostTrainConfig:
@@ -85,7 +89,9 @@ def test_engines_of_others_get_merged_weights_by_default(tiny_model: Path) -> No
 
 def test_pause_mode_without_effect_is_named(tiny_model: Path) -> None:
     streaming = ["--async-mode", "streaming", "--max-staleness", "1", "--pause-generation-mode", "in_place"]
-    shown = config_warnings(plan_of("post_train", config_of(tiny_model, *streaming)))
+    shown = config_warnings(resolve("post_train", config_of(tiny_model, *streaming), STORE))
     assert any("--pause-generation-mode has no effect" in warning for warning in shown)
-    merged = config_warnings(plan_of("post_train", config_of(tiny_model, *streaming, "--lora-publish", "merged")))
+    merged = config_warnings(
+        resolve("post_train", config_of(tiny_model, *streaming, "--lora-publish", "merged"), STORE)
+    )
     assert not any("--pause-generation-mode" in warning for warning in merged)

@@ -5,6 +5,7 @@ import importlib
 import pytest
 
 from penstock.flows.config import (
+    Flow,
     PostTrainConfig,
     config_hash,
     derive,
@@ -15,7 +16,7 @@ from penstock.flows.config import (
 from penstock.flows.options.flags import parse_config, parse_values, penstock_flags, split_flags
 from penstock.flows.options.refused import log_once
 from penstock.flows.runtime.conversion import export_origin
-from penstock.flows.runtime.runner import FLOWS, ObservedFlow
+from penstock.flows.runtime.runner import ObservedFlow
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
 
@@ -205,7 +206,7 @@ def test_options_with_their_partners_give_no_warning() -> None:
     assert list(options_without_partner(parse_config([]))) == []
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("name", Flow)
 def test_flow_that_is_observed_takes_a_config_as_json(name: str) -> None:
     """The runner starts a copy of the flow, in whose module the names of the flow's annotations are unknown."""
     flow = ObservedFlow(getattr(importlib.import_module(f"penstock.flows.{name}"), name)).flow

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.flows.config import PostTrainConfig, config_hash, derive, options_by_mutability, validate_config
+from penstock.flows.config import Flow, PostTrainConfig, config_hash, derive, options_by_mutability, validate_config
 from penstock.flows.debug_options import check_debug_options
 from penstock.flows.options.flags import parse_config
 from penstock.flows.options.paths import with_absolute_paths
@@ -18,7 +18,7 @@ BASE = ["--run", "r", "--hf-checkpoint", "model", "--num-rollout", "20"]
 
 def refusal(*words: str, flow: str = "post_train") -> str:
     with pytest.raises(OptionError) as caught:
-        check_debug_options(flow, parse_config([*BASE, *words]))
+        check_debug_options(Flow(flow), parse_config([*BASE, *words]))
     return str(caught.value)
 
 
@@ -53,7 +53,7 @@ def test_loading_rollouts_starts_no_engines() -> None:
     config = derive(parse_config([*BASE, "--load-debug-rollout-data", "d_{rollout_id}.pt"]))
     assert config.run.debug_train_only
     assert PostTrainConfig.model_validate_json(config.model_dump_json()) == config
-    check_debug_options("post_train", config)
+    check_debug_options(Flow.POST_TRAIN, config)
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,18 @@ from penstock.engines.families.shape import ModelShape
 from penstock.flows import gpu_plan as plans
 from penstock.flows.cli import main
 from penstock.flows.commands.plan import distribute_gpus
-from penstock.flows.config import PostTrainConfig, derive, validate_config
+from penstock.flows.config import Flow, PostTrainConfig, derive, validate_config
 from penstock.flows.options.flags import parse_config, parse_values
 from penstock.flows.runtime import preflight
-from penstock.flows.runtime.preflight import plan_of
+from penstock.flows.runtime.resolve import resolve
 from penstock.storage.errors import EngineError, LayoutError, OptionError
+from penstock.storage.store import Store
 from tests.engines.real_models import REAL_MODELS
 
 RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 GIB = 1 << 30
+STORE = Store("memory://", probe=False)
 
 
 def recipe_words(name: str) -> list[str]:
@@ -39,9 +41,9 @@ def planned(words: list[str], num_gpus: int) -> PostTrainConfig:
     return validate_config(values)
 
 
-def checked_plan(config: PostTrainConfig, shape: ModelShape, flow: str = "post_train") -> plans.GpuPlan:
+def checked_plan(config: PostTrainConfig, shape: ModelShape, flow: Flow = Flow.POST_TRAIN) -> plans.GpuPlan:
     preflight.check_layout(shape, config.train)
-    if flow != "sft":
+    if flow.generates:
         plans.check_engine_gpus(config, shape)
     plan = plans.plan_gpu_memory(flow, config, shape, 80 * GIB)
     plans.check_memory(plan)
@@ -67,7 +69,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 )
 def test_recipe_has_a_consistent_plan_for_8_64_and_512_gpus(path: Path, tiny_model: Path) -> None:
     words = recipe_words(path.stem)
-    flow = "sft" if parse_config(words).train.loss_type == "sft_loss" else "post_train"
+    flow = Flow.SFT if parse_config(words).train.loss_type == "sft_loss" else Flow.POST_TRAIN
     real = None if path.stem.startswith("demo-") else REAL_MODELS["qwen3-0.6B"]
     shape = shape_from_config({"architectures": [real.architecture], **real.config}) if real else read_shape(tiny_model)
     batch = derive(parse_config(words)).train.global_batch_size or 0
@@ -116,7 +118,8 @@ def test_options_of_the_page_on_one_gpu_fit_with_7_percent_left(
     for size, cell in zip(sizes, cells):
         letters = "" if cell == "nothing" else "C R O" if cell == "-" else cell
         options = " ".join(OPTIONS[letter] for letter in letters.split())
-        plan = plans.plan_gpu_memory("post_train", parse_config([*recipe_words("1gpu"), *options.split()]), shape, size)
+        config = parse_config([*recipe_words("1gpu"), *options.split()])
+        plan = plans.plan_gpu_memory(Flow.POST_TRAIN, config, shape, size)
         assert (plan.peak_bytes <= 0.93 * size) == (cell != "-"), (size // GIB, cell)
 
 
@@ -209,9 +212,9 @@ def test_doctor_plans_the_engine_of_a_teacher(
     assert "does not fit: the teacher's weights exceed" in capsys.readouterr().out
     config = parse_config([*words[:2], *words[-4:], model_dir("deepseek-v3")])
     with pytest.raises(EngineError, match=r"the engine of --opd-teacher-load needs .* raise --opd-teacher-num-gpus"):
-        plans.check_memory(plans.plan_gpu_memory("post_train", config, read_shape(words[1]), 80 * GIB))
+        plans.check_memory(plans.plan_gpu_memory(Flow.POST_TRAIN, config, read_shape(words[1]), 80 * GIB))
     with pytest.raises(LayoutError, match=r"the run needs 2 .*--opd-teacher-num-gpus for the teacher"):
-        plans.check_gpu_count("post_train", config, 1)
+        plans.check_gpu_count(Flow.POST_TRAIN, config, 1)
 
 
 # ---- preflight -------------------------------------------------------------------------------------------------------
@@ -262,7 +265,7 @@ def test_preflight_refuses_what_cannot_fit(
     with_gpus(monkeypatch, *sizes)
     config = config_of(model_dir(name), *words.split())
     with pytest.raises(error, match=message) as raised:
-        preflight.check_gpus("post_train", config, read_shape(model_dir(name)))
+        preflight.check_gpus(Flow.POST_TRAIN, config, read_shape(model_dir(name)))
     assert len(str(raised.value)) < 390
 
 
@@ -286,7 +289,9 @@ def test_preflight_accepts_what_fits(
     sizes: list[int], flow: str, words: str, model_dir: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_gpus(monkeypatch, *sizes)
-    preflight.check_gpus(flow, config_of(model_dir("qwen3-0.6B"), *words.split()), read_shape(model_dir("qwen3-0.6B")))
+    preflight.check_gpus(
+        Flow(flow), config_of(model_dir("qwen3-0.6B"), *words.split()), read_shape(model_dir("qwen3-0.6B"))
+    )
 
 
 def test_activations_above_the_memory_only_warn(
@@ -295,15 +300,17 @@ def test_activations_above_the_memory_only_warn(
     with_gpus(monkeypatch, 40)
     words = ("--max-tokens-per-gpu", "16384", "--sglang-mem-fraction-static", "0.3", "--sglang-cuda-graph-max-bs", "64")
     config = config_of(model_dir("qwen3-0.6B"), *words)
-    preflight.check_gpus("post_train", config, read_shape(model_dir("qwen3-0.6B")))
-    [warning] = preflight.config_warnings(plan_of("post_train", config))
+    preflight.check_gpus(Flow.POST_TRAIN, config, read_shape(model_dir("qwen3-0.6B")))
+    [warning] = preflight.config_warnings(resolve("post_train", config, STORE))
     assert "may need 50.7 GiB per GPU (weights, gradients and optimizer 10.0, activations and logits 23.7" in warning
     bf16 = [*FULL.split(), "--optimizer-cpu-offload", "--grad-reduce-in-bf16", "--max-tokens-per-gpu", "2048"]
     with_gpus(monkeypatch, 12)
-    [warning] = preflight.config_warnings(plan_of("post_train", config_of(model_dir("qwen3-0.6B"), *words[2:], *bf16)))
+    [warning] = preflight.config_warnings(
+        resolve("post_train", config_of(model_dir("qwen3-0.6B"), *words[2:], *bf16), STORE)
+    )
     assert "(weights, gradients and optimizer 2.2, optimizer step 4.3, engine 3.6)" in warning
     with_gpus(monkeypatch, 80)
-    assert preflight.config_warnings(plan_of("post_train", config)) == []
+    assert preflight.config_warnings(resolve("post_train", config, STORE)) == []
 
 
 @pytest.mark.parametrize(
@@ -333,7 +340,7 @@ def test_engines_that_would_generate_slowly_are_named_at_start_and_in_the_plan(
     model = model_dir("qwen3-0.6B")
     words = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--max-tokens-per-gpu", "4096"]
     with_gpus(monkeypatch, 48, 48, 48)
-    [warning] = preflight.config_warnings(plan_of("post_train", config_of(model, *words)))
+    [warning] = preflight.config_warnings(resolve("post_train", config_of(model, *words), STORE))
     assert warning.startswith(
         "an engine may decode batches of 512 samples, but by default SGLang captures CUDA graphs "
     )
@@ -348,7 +355,7 @@ def test_engines_that_would_generate_slowly_are_named_at_start_and_in_the_plan(
         ("evaluate", []),
         ("sft", []),
     ]:
-        assert preflight.config_warnings(plan_of(flow, config_of(model, *words, *more))) == [], (flow, more)
+        assert preflight.config_warnings(resolve(flow, config_of(model, *words, *more), STORE)) == [], (flow, more)
     given = ["--hf-checkpoint", model, "--rollout-batch-size", "64", "--n-samples-per-prompt", "8", *words]
     assert main(["doctor", "--plan", *given, "--gpu-memory-gib", "48"]) == 0
     assert f"\nwarning: {warning}\n" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from penstock.flows.config import Flow
 from penstock.flows.reporting.observer import CommitReport
 from penstock.flows.runtime.learning_signal import (
     LearningSignal,
@@ -56,7 +57,7 @@ def test_zero_gradient_warning_is_told_once_for_new_steps(tmp_path: Path, option
 
     store, warnings = Store(str(tmp_path)), list[str]()
     words = ["--run", "r", "--num-rollout", "4", "--hf-checkpoint", "model", *options]
-    signal = LearningSignal(ActiveRun(store, KEYS, "post_train", parse_config(words)), warnings.append)
+    signal = LearningSignal(ActiveRun(store, KEYS, Flow.POST_TRAIN, parse_config(words)), warnings.append)
     for index in range(3):
         commit_round(store, index, 0.01)  # of a KL loss
         for prefix in (KEYS.rollout_prefix(index), KEYS.step_prefix(index)):
@@ -137,5 +138,5 @@ def test_logprob_gap_is_not_reported_if_the_loss_corrects_it(
     )
     store.commit(KEYS.step_prefix(0), step)
     config = parse_config(["--run", "r", "--hf-checkpoint", str(tiny_model), *options])
-    LearningSignal(ActiveRun(store, KEYS, "post_train", config), shown.append).on_commit(CommitReport("key", step))
+    LearningSignal(ActiveRun(store, KEYS, Flow.POST_TRAIN, config), shown.append).on_commit(CommitReport("key", step))
     assert len(shown) == (not options)

@@ -17,6 +17,7 @@ from penstock.engines.serving.server import ServerSpec
 from penstock.engines.training import STATE_KINDS, MemorySwitch, StateKind
 from penstock.engines.weights.routes import ProcessPlace
 from penstock.flows import tasks
+from penstock.flows.config import Flow
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.processes import Processes
@@ -124,7 +125,7 @@ class World:
         self.events: Events = []
         self.store = Store(str(directory / "store"))
         self.engine = SmallReplica(0, lambda: SmallServer("turns/0", self.events))
-        self.run = ActiveRun(self.store, KEYS, "post_train", self.config)
+        self.run = ActiveRun(self.store, KEYS, Flow.POST_TRAIN, self.config)
         self.processes = Processes(self.run, note=lambda text: None)
         self.engines = PolicyEngines(self.processes, on_published=lambda *published: None)
         self.cluster: Any = cluster

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.flows.cli import main
+from penstock.flows.config import Flow
 from penstock.flows.runtime.preflight import plan_of
 from penstock.storage.errors import OptionError, RewardError
 
@@ -192,7 +193,7 @@ def test_training_with_fp8_engines_starts_from_ref_load(good, fp8_model: Path, b
     def publisher(*words: str, has_trainer: bool = True) -> PolicyPublisher:
         flags = good | {"--hf-checkpoint": str(fp8_model)}
         config = parse_config([*(word for pair in flags.items() for word in pair), *words])
-        run = ActiveRun(Store(str(tmp_path / "store")), RunKeys("r"), "post_train", config)
+        run = ActiveRun(Store(str(tmp_path / "store")), RunKeys("r"), Flow.POST_TRAIN, config)
         return PolicyPublisher(Processes(run, print, has_trainer=has_trainer), print)
 
     ref_load = ("--ref-load", str(bf16_model))

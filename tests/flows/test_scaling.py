@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock.flows.commands.plan import plan_fits
-from penstock.flows.config import validate_config
+from penstock.flows.config import Flow, validate_config
 from penstock.flows.gpu_plan import GIB, plan_gpu_memory
 from penstock.flows.options.flags import parse_values
 from tests.engines.real_models import REAL_MODELS
@@ -42,7 +42,7 @@ def fits(part: Part, directory: Path) -> bool:
     words = ["--config", str(RECIPE), "--rollout-max-response-len", str(part.length)]
     config = validate_config(parse_values([*words, *MEMORY[part.model].split(), *part.options.split()]))
     assert max(config.train.num_ranks + (config.rollout.rollout_num_gpus or 0), 1) == part.gpus
-    return plan_fits(plan_gpu_memory("post_train", config, read_shape(str(directory)), round(H100_GIB * GIB)))
+    return plan_fits(plan_gpu_memory(Flow.POST_TRAIN, config, read_shape(str(directory)), round(H100_GIB * GIB)))
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])

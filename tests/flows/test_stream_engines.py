@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from penstock.flows.config import Flow
 from penstock.flows.options.flags import parse_config
 from penstock.flows.policy_schedule import PolicyTurns
 from penstock.flows.runtime.active_run import ActiveRun
@@ -51,7 +52,7 @@ def pool() -> ScriptedPool:
 @pytest.fixture
 def engines(tmp_path: Path, pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch) -> PolicyEngines:
     config = parse_config(["--async-mode", "streaming", "--max-staleness", "2", "--num-rollout", "9"])
-    run = ActiveRun(Store(str(tmp_path / "store")), RunKeys("run"), "post_train", config)
+    run = ActiveRun(Store(str(tmp_path / "store")), RunKeys("run"), Flow.POST_TRAIN, config)
     processes = Processes(run, note=lambda text: None)
     monkeypatch.setattr(processes, "start_engines", lambda role: pool)
     engines = PolicyEngines(processes, on_published=lambda *published: None)

@@ -19,6 +19,7 @@ import pytest
 
 from penstock.engines.cluster import Cluster
 from penstock.engines.serving.pool import start_pool
+from penstock.flows.config import Flow
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.engine_options import TEACHER, device_counts, run_placement, teacher_options
 from penstock.flows.runtime.preflight import check_teacher
@@ -220,7 +221,7 @@ def test_own_teacher_has_an_engine_beside_those_of_the_policy(tmp_path: Path) ->
     assert config.train.auxiliary_models == {}, "the trainer loads no teacher"
     placement = run_placement(config)
     assert (placement.end_of_engines(4), placement.total_gpus(4)) == (11, 14)  # engines: GPUs 4-6 and 8-10
-    assert device_counts("post_train", config) == (2, 8, False)
+    assert device_counts(Flow.POST_TRAIN, config) == (2, 8, False)
     assert teacher_options(parse_config([*WORDS, "--opd-type", "sglang", "--opd-teacher-url", "http://t"])) is None
 
 

@@ -8,7 +8,7 @@ import pytest
 from run_records import run_json
 
 from penstock.flows.cli import main
-from penstock.flows.config import validate_config
+from penstock.flows.config import Flow, validate_config
 from penstock.flows.runtime.engine_options import device_counts
 from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.history.costs import IDLE, Interval, compute_costs, costs_at_end, seconds_by_stage
@@ -124,7 +124,7 @@ def test_command_prints_every_stage(store: Store, capsys: pytest.CaptureFixture[
 )
 def test_devices_of_a_flow(flow: str, train: dict, counts: tuple) -> None:
     values = {"convert": {"hf_checkpoint": "m"}, "run": {"run": "r"}, "train": train}
-    assert device_counts(flow, validate_config(values)) == counts
+    assert device_counts(Flow(flow), validate_config(values)) == counts
 
 
 def test_energy_is_summed_by_stage_and_the_rest_of_a_start_is_idle(tmp_path: Path) -> None:
