@@ -13,6 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from penstock.engines.cluster import Cluster
 from penstock.flows.config import Plan, PostTrainConfig, validate_config
 from penstock.flows.options.argv import format_bytes
 from penstock.flows.runtime.conversion import (
@@ -229,8 +230,6 @@ def verify_checkpoint(config: PostTrainConfig, ref: CheckpointRef, commit: Commi
 @contextmanager
 def ray_cluster(config: PostTrainConfig) -> Iterator[Any]:
     """Yield a Ray cluster: the one at --ray-address, or a new one that is stopped after the block."""
-    from penstock.engines.cluster import Cluster
-
     cluster = Cluster.start(config.run.ray_address)
     try:
         yield cluster

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend
+from penstock.engines.families import read_shape
+from penstock.engines.megatron.memory_plan import RUNTIME, TrainerOptions, estimate_trainer_memory
 from penstock.flows.config import Flow, PostTrainConfig
 from penstock.flows.runtime.engine_options import engine_options, gpus_per_node, teacher_options
 from penstock.storage.errors import EngineError, LayoutError, OptionError
@@ -49,8 +51,6 @@ class GpuPlan:
         `offload_train`: the trainer frees its memory while the engine generates; `offload_rollout`: the engine frees
         its memory while the trainer works.
         """
-        from penstock.engines.megatron.memory_plan import RUNTIME
-
         assert self.trainer and self.engine, "only a trainer and an engine can share a GPU"
         training = self.trainer.peak_bytes + (0 if offload_rollout else self.engine.static_bytes)
         rollout = self.engine.static_bytes + RUNTIME + (0 if offload_train else self.trainer.resident_bytes)
@@ -68,9 +68,6 @@ def plan_gpu_memory(flow: Flow, config: PostTrainConfig, shape: ModelShape, gpu_
     Raises:
         InputError: the parallel sizes or an engine's memory options are invalid.
     """
-    from penstock.engines.families import read_shape
-    from penstock.engines.megatron.memory_plan import TrainerOptions, estimate_trainer_memory
-
     train, options = config.train, engine_options(config)
     trainer = engine = None
     if flow.trains:

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from prefect import State, flow
 from prefect.states import Completed
 
+from penstock.engines.cluster import Cluster
+from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.megatron_options import options_that_change_results
 from penstock.flows.config import PostTrainConfig, flag_of_field, training_options, validate_config
 from penstock.flows.options.argv import parse_integer, parse_run_argument, split_args
@@ -27,6 +29,9 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.engine_options import run_placement
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
+from penstock.stages.train.restore import PolicyRestorer, ReplayError, newest_checkpoint
+from penstock.stages.train.spec import TrainerSpec
+from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import CheckpointRef, RunKeys, commit_key
 from penstock.storage.config import field_meta
 from penstock.storage.errors import InputError, OptionError, RunError
@@ -56,8 +61,6 @@ def main(argv: list[str]) -> int:
     run, options, given = parse_run_argument("replay", positional), parse_own_flags(own), parse_config(rest)
     placement = placement_options(given)
     check_replay(run, given.run, placement, options.get("first", 0), options.get("last"))
-    from penstock.stages.train.restore import ReplayError
-
     try:
         replay.fn(run, given.run, placement, **options)  # without Prefect, which only a deployment of the flow needs
     except ReplayError as error:
@@ -90,8 +93,6 @@ def replay(
         last: policy version to end at; default the last committed one.
         json_file: file to write each round's verdict, weight digest and metrics to.
     """
-    from penstock.stages.train.restore import ReplayError
-
     config, begin, last = check_replay(run, where, placement or {}, first, last)
     store, keys = open_store(config.run, probe=False), RunKeys(run)
     origin = f"checkpoint {begin}" if begin else "the initial weights"
@@ -148,7 +149,6 @@ def check_replay(
     """Check that a run can be replayed from policy version `first` to `last`, before any process starts. Return the
     config of the replay, the checkpoint to start at, and the last version."""
     from penstock.flows.runtime.preflight import check_layout
-    from penstock.stages.train.restore import newest_checkpoint
 
     config = _replay_config(run, where, placement)
     config.train.megatron.check()
@@ -230,11 +230,6 @@ def start_replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -
 
     The trainer has its own Ray namespace, so a trainer of the run on the same cluster is not affected.
     """
-    from penstock.engines.cluster import Cluster
-    from penstock.stages.train.restore import PolicyRestorer
-    from penstock.stages.train.spec import TrainerSpec
-    from penstock.stages.train.trainer_group import TrainerGroup
-
     spec = TrainerSpec(
         run=keys.run,
         shape=_read_model_shape(store, keys),
@@ -258,8 +253,6 @@ def start_replay_trainer(store: Store, keys: RunKeys, config: PostTrainConfig) -
 
 def _read_model_shape(store: Store, keys: RunKeys) -> ModelShape:
     """Return the shape of a run's model. Raises RunError if the run's initial weights are not in the store."""
-    from penstock.engines.families.shape import ModelShape
-
     base = store.read_record(CheckpointRef, keys.origin_key("base"))
     if base is None:
         raise RunError(

@@ -13,6 +13,9 @@ from penstock.flows import tasks
 from penstock.flows.reporting.observer import Observer
 from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.session import Session
+from penstock.stages.rollout.prompts.data_source import RolloutRound
+from penstock.stages.rollout.rollout import read_resume_point, rollout_stage
+from penstock.stages.rollout.stream import LostRound, RolloutStream
 from penstock.storage.commit import Commit, RolloutRef
 from penstock.storage.preemption import Preempted
 
@@ -139,9 +142,6 @@ class RoundSource:
 
     def generate(self, rollout_id: int) -> Commit:
         """Generate and commit round `rollout_id`, and return its commit."""
-        from penstock.stages.rollout.prompts.data_source import RolloutRound
-        from penstock.stages.rollout.rollout import read_resume_point, rollout_stage
-
         session, run = self.session, self.session.run
         with (
             session.display.progress(f"rollout, round {rollout_id}: samples", "rollout") as report,
@@ -171,8 +171,6 @@ class StreamSource(RoundSource):
 
     def generate(self, rollout_id: int) -> Commit:
         """Commit the next groups of the stream as round `rollout_id`, and return the commit."""
-        from penstock.stages.rollout.stream import LostRound
-
         session = self.session
         with session.display.progress(f"rollout, round {rollout_id}: groups", "rollout") as self._report:
             try:
@@ -201,10 +199,6 @@ class StreamSource(RoundSource):
 
     def open(self, rollout_id: int) -> RolloutStream:
         """Return a stream that begins with round `rollout_id`."""
-        from penstock.stages.rollout.prompts.data_source import RolloutRound
-        from penstock.stages.rollout.rollout import read_resume_point
-        from penstock.stages.rollout.stream import RolloutStream
-
         session, run, schedule = self.session, self.session.run, self.session.engines.turns.schedule
         return RolloutStream(
             tasks.rollout_context(session, list, on_progress=self._show_progress),

@@ -22,6 +22,14 @@ from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.engine_options import teacher_options
 from penstock.flows.runtime.session import Session
 from penstock.flows.runtime.stage import stage
+from penstock.stages.convert.targets import copy_export, is_conversion_of, is_published
+from penstock.stages.eval.scores import compute_eval_metrics
+from penstock.stages.rollout.debug_data import loaded_rollout_stage
+from penstock.stages.rollout.prompts.data_source import RolloutRound
+from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.rollout import RolloutContext, read_resume_point, rollout_stage
+from penstock.stages.rollout.sft_data import sft_data_stage
+from penstock.stages.train.restore import step_ref
 from penstock.storage.commit import CheckpointRef, Commit, EvalRef, RolloutRef, StepRef, commit_key
 from penstock.storage.errors import PromotionRefused
 from penstock.storage.history.run_record import read_run_record
@@ -59,8 +67,6 @@ def convert(session: Session) -> CheckpointRef:
 def convert_unless_unchanged(session: Session, role: str, path: str) -> CheckpointRef:
     """Return the model that the run has recorded as `role` if the files at `path` are still those that it was converted
     from; otherwise convert them. Only a conversion needs a process."""
-    from penstock.stages.convert.targets import is_conversion_of
-
     model = session.run.store.read_record(CheckpointRef, session.run.keys.origin_key(role))
     if model is not None and is_conversion_of(session.run.store, model, path):
         return model
@@ -115,10 +121,6 @@ def rollout(session: Session, rollout_id: int, generate: Callable[[int], Commit]
 
 def load_rollout(session: Session, rollout_id: int) -> Commit:
     """Commit the samples of the file of --load-debug-rollout-data for round `rollout_id`, and return the commit."""
-    from penstock.stages.rollout.debug_data import loaded_rollout_stage
-    from penstock.stages.rollout.prompts.data_source import RolloutRound
-    from penstock.stages.rollout.rollout import RolloutContext, read_resume_point
-
     config, keys = session.config, session.run.keys
     context = RolloutContext(
         session.run.store,
@@ -142,8 +144,6 @@ def rollout_context(
     session: Session, engines: Callable[[], list[str]], on_progress: ProgressCallback
 ) -> RolloutContext:
     """Return the inputs and callbacks of the run's rollouts, with engines at the addresses that `engines` returns."""
-    from penstock.stages.rollout.rollout import RolloutContext
-
     return RolloutContext(
         session.run.store,
         session.config.rollout_with_args,
@@ -163,9 +163,6 @@ def rollout_context(
 @stage("demonstrations-{rollout_id:06d}", needs=lambda session, r: [[f"demonstrations-{r - 1:06d}"]])
 def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
     """Commit the demonstrations of round `rollout_id` from the data set (SFT). They take the place of a rollout."""
-    from penstock.stages.rollout.rollout import RolloutContext, read_resume_point
-    from penstock.stages.rollout.sft_data import sft_data_stage
-
     prefix = session.run.keys.rollout_prefix(rollout_id)
     commit = session.run.store.committed(prefix)
     if commit is None:
@@ -193,8 +190,6 @@ def train_inputs(session: Session, rollout: RolloutRef) -> list[list[str]]:
 @stage("train-{rollout.rollout_id:06d}", needs=train_inputs, after_save=True)
 def train(session: Session, rollout: RolloutRef) -> StepRef:
     """Train one round on a committed rollout, after the previous round's checkpoint is saved."""
-    from penstock.stages.train.restore import step_ref
-
     r = rollout.rollout_id
     prefix = session.run.keys.step_prefix(r)
     with session.engines.turns.training(r):
@@ -264,11 +259,6 @@ def remove_old_checkpoints(session: Session) -> None:
 @stage("eval-{version:06d}-{name}", needs=lambda session, version, name: [published_policy(version, version)])
 def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     """Score policy `version` on the data set `name`: generate responses to its prompts, grade them, commit metrics."""
-    from penstock.stages.eval.scores import compute_eval_metrics
-    from penstock.stages.rollout.prompts.data_source import RolloutRound
-    from penstock.stages.rollout.prompts.source import PromptSource
-    from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
-
     evals = session.config.eval
     prefix = session.run.keys.eval_prefix(version, name)
     commit = session.run.store.committed(prefix)
@@ -445,8 +435,6 @@ def export(session: Session, version: int) -> CheckpointRef:
 @stage("save-hf-{version:06d}", needs=lambda session, version: [[f"export-{version:06d}"]])
 def save_hf(session: Session, version: int) -> None:
     """Copy the export of policy `version` to --save-hf, unless the copy exists."""
-    from penstock.stages.convert.targets import copy_export
-
     exported = session.run.read_commit(session.run.keys.export_prefix(version))
     ref = copy_export(session.run.store, exported, session.config.run.hf_path(version))
     session.set_stage_message(f"Hugging Face files of policy {version}: {ref.uri}")
@@ -454,8 +442,6 @@ def save_hf(session: Session, version: int) -> None:
 
 def save_missing_hf(session: Session) -> None:
     """With --save-hf, write the Hugging Face files of all checkpoints for which a kill or a failure prevented it."""
-    from penstock.stages.convert.targets import is_published
-
     keys = session.run.keys
     if session.config.run.save_hf is None:
         return

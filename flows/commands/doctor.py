@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from penstock.engines.backends import DEFAULT, engine_backend
 from penstock.flows.commands import plan
 from penstock.flows.commands.local_processes import ListeningPort, listening_ports
 from penstock.flows.install.command import find_distribution
@@ -141,8 +142,6 @@ def check_packages() -> list[Finding]:
 
 def check_engine() -> list[Finding]:
     """Check that the default engine's server starts in the same way as in a run, in a process of its own."""
-    from penstock.engines.backends import DEFAULT, engine_backend
-
     backend = engine_backend()
     command, advice = backend.start_check()
     finding = _check_with_script(f"{backend.title} works", *command, advice=f"{SETUP}; {advice}")

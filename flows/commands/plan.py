@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from penstock.engines.families import read_shape
 from penstock.engines.local_gpus import visible_gpu_bytes
+from penstock.engines.megatron.memory_plan import RUNTIME
 from penstock.flows.config import Flow, PostTrainConfig, validate_config
 from penstock.flows.gpu_plan import (
     GIB,
@@ -40,8 +42,6 @@ def main(argv: list[str]) -> int:
     Raises:
         InputError: an option is invalid, or the model cannot be sharded as requested.
     """
-    from penstock.engines.families import read_shape
-
     positional, own, rest = split_args(argv, FLAGS)
     if positional:
         raise OptionError(f"penstock doctor --plan takes only options; found {short_repr(' '.join(positional))}")
@@ -167,8 +167,6 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
 
 
 def trainer_rows(trainer: TrainerMemory, config: PostTrainConfig, offload_train: bool) -> list[Row]:
-    from penstock.engines.megatron.memory_plan import RUNTIME
-
     train = config.train
     sizes = (
         f"{train.num_ranks} GPUs: tensor {train.tensor_model_parallel_size} x pipeline "

@@ -15,6 +15,10 @@ from penstock.flows.options.paths import with_function_names
 from penstock.flows.runtime.runs import code_version, open_store, read_flow_and_config
 from penstock.flows.terminal.console import print_table
 from penstock.flows.terminal.lines import format_with_interval
+from penstock.stages.eval.comparison import check_same_data, compare_rewards, rewards_by_prompt
+from penstock.stages.eval.rescoring import Scoring, StoredEval, rescore_stage
+from penstock.stages.rewards.grading import check_reward_options
+from penstock.stages.rollout.group import make_grader
 from penstock.storage.commit import Commit, RunKeys, commit_key, eval_rewards
 from penstock.storage.errors import DataError, OptionError, RunError
 from penstock.storage.store import Store
@@ -111,8 +115,6 @@ def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str
 
 def _comparison_row(store: Store, data_set: str, eval_a: Commit, eval_b: Commit) -> list[str]:
     """Return the cells of a data set's row in the comparison table."""
-    from penstock.stages.eval.comparison import check_same_data, compare_rewards, rewards_by_prompt
-
     check_same_data(data_set, eval_a, eval_b)
     comparison = compare_rewards(rewards_by_prompt(store, eval_a), rewards_by_prompt(store, eval_b))
     return [
@@ -210,8 +212,6 @@ def merge_scoring_settings(
 ) -> tuple[Scoring, Any]:
     """Return the scoring settings of a data set, and the rollout config for `make_grader`: the values of the run,
     replaced by the scoring options of the command line (`given_config`)."""
-    from penstock.stages.eval.rescoring import Scoring
-
     evals, options = run_config.eval, given_config.rollout
     rollout = run_config.rollout_with_args.model_copy(
         update=evals.rollout_overrides(dict(evals.eval_prompt_data).get(data_set, ""), data_set)
@@ -241,10 +241,6 @@ def rescore_evaluation(
     store: Store, keys: RunKeys, run_config: PostTrainConfig, given_config: PostTrainConfig, version: int, data_set: str
 ) -> Commit:
     """Grade the stored samples of one evaluation again. Return the commit of the new scores."""
-    from penstock.stages.eval.rescoring import StoredEval, rescore_stage
-    from penstock.stages.rewards.grading import check_reward_options
-    from penstock.stages.rollout.group import make_grader
-
     scoring, rollout = merge_scoring_settings(run_config, with_function_names(given_config), data_set)
     check_reward_options(rollout)
     with make_grader(rollout) as grader:

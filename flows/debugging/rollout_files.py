@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.display import Display
+from penstock.stages.rollout.debug_data import load_rollout_file, save_rollout_file
 from penstock.stages.torch_files import fill_template
 from penstock.storage.commit import Commit
 from penstock.storage.errors import DataError, PenstockError
@@ -24,8 +25,6 @@ def dump_samples(
     template = config.debug.rollout_dump
     if template is None:
         return
-    from penstock.stages.rollout.debug_data import save_rollout_file
-
     path = fill_template(template, rollout_id=rollout_id)
     try:
         save_rollout_file(store, commit, path, rollout_id)
@@ -52,8 +51,6 @@ def loading_options(config: PostTrainConfig) -> dict[str, Any]:
 def check_rollout_files(config: PostTrainConfig, first: int) -> None:
     """Check that --load-debug-rollout-data names a file for every round from `first` on, and that the samples of the
     first file can be trained on. Raises DataError."""
-    from penstock.stages.rollout.debug_data import load_rollout_file
-
     rounds = range(first, config.run.num_rollout)
     missing = [r for r in rounds if not rollout_file(config, r).is_file()]
     if missing:

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from penstock.engines.backends import engine_backend, engine_flag
+from penstock.engines.families import read_shape
 from penstock.engines.families.entries import check_not_hub_id
 from penstock.engines.local_gpus import visible_gpu_bytes
+from penstock.engines.weights.hf_headers import block_size, check_weights, stored_tensors, weight_files
 from penstock.flows.commands.plan import print_plan
 from penstock.flows.config import Flow, Plan, PostTrainConfig, check_secrets, derive, list_options
 from penstock.flows.gpu_plan import check_engine_gpus, check_nodes, plan_gpu_memory
@@ -167,9 +169,6 @@ def _shorten(text: str) -> str:
 
 def check_model(flow: Flow, config: PostTrainConfig) -> ModelShape:
     """Return the shape of the model, after checking that it fits the parallel sizes and lengths. Raises InputError."""
-    from penstock.engines.families import read_shape
-    from penstock.engines.weights.hf_headers import check_weights
-
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     check_layout(shape, config.train)
     check_nodes(config)
@@ -288,8 +287,6 @@ def describe_engines(config: PostTrainConfig) -> str:
 
 def describe_weights(config: PostTrainConfig) -> str:
     """Return the format of the weights that the engines serve: that of the files of --hf-checkpoint."""
-    from penstock.engines.weights.hf_headers import block_size, stored_tensors, weight_files
-
     path = Path(config.convert.hf_checkpoint).expanduser()
     dtypes = Counter[str]()
     for tensor in stored_tensors(path, weight_files(path)).values():

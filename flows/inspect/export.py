@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.engines.families import read_shape
 from penstock.flows import convert
 from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, format_bytes, split_args
@@ -47,7 +48,6 @@ def main(argv: list[str]) -> int:
 
 def export_adapters(reference: str, output: str, rest: list[str]) -> int:
     """Write the adapters of a run's checkpoint as a PEFT directory. Return 0."""
-    from penstock.engines.families import read_shape
     from penstock.stages.convert.exported_adapters import export_peft
 
     config = flags.parse_config(["--convert-load", reference, "--convert-save", output, *rest])

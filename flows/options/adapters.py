@@ -6,6 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend
+from penstock.engines.families import read_shape
+from penstock.engines.generation import PublishedAdapter
+from penstock.engines.lora import adapter_targets, served_config, served_modules, served_tensors
+from penstock.engines.options import ServedAdapters
 from penstock.flows.config import Flow, PostTrainConfig
 from penstock.stages.plugins import BUILT_IN_EVALUATION
 from penstock.storage.errors import OptionError
@@ -30,10 +34,6 @@ def with_adapters(options: EngineOptions, config: PostTrainConfig, parent: Paren
     Raises:
         OptionError: --lora-publish adapter is given, but the engines cannot get adapters.
     """
-    from penstock.engines.families import read_shape
-    from penstock.engines.lora import served_modules
-    from penstock.engines.options import ServedAdapters
-
     train, run = config.train, config.run
     if train.lora is None or train.lora_publish == "merged" or run.debug_rollout_only or run.debug_train_only:
         return options
@@ -62,9 +62,6 @@ def calls_engines_itself(config: PostTrainConfig) -> bool:
 def reason_against_adapters(config: PostTrainConfig, options: EngineOptions, parent: ParentRecord | None) -> str | None:
     """Return why the engines of a run that trains adapters must get merged weights, or None. Arguments as in
     `with_adapters`."""
-    from penstock.engines.families import read_shape
-    from penstock.engines.lora import adapter_targets
-
     run, lora = config.run, config.train.lora
     assert lora is not None, "the run trains all weights"
     if reason := describe_other_base(config, parent):
@@ -124,9 +121,6 @@ def adapter_of_version(
         model_path: Hugging Face directory of the model.
         compare: whether the engines compare checksums of the matrices.
     """
-    from penstock.engines.generation import PublishedAdapter
-    from penstock.engines.lora import served_config, served_tensors
-
     assert train.lora is not None, "the run trains all weights"
     num_tensors = len(served_tensors(train.lora, shape))
     return PublishedAdapter(names.name(version), served_config(train.lora, shape, model_path), num_tensors, compare)

@@ -45,7 +45,7 @@ def with_function_names(config: PostTrainConfig) -> PostTrainConfig:
     Raises:
         PluginError: a file does not load, or its function cannot be chosen.
     """
-    from penstock.stages.rewards.grading import check_reward_options
+    from penstock.stages.rewards.grading import check_reward_options  # loads pyarrow and jinja2
 
     sections = {}
     for section in ("rollout", "train"):

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.stages.convert.config import ConvertConfig
+from penstock.stages.convert.targets import import_converted_model, is_converted, megatron_directory
+from penstock.stages.convert.work import ProgressFile
 from penstock.storage.commit import CheckpointRef, Commit
 from penstock.storage.store import Store
 
@@ -106,8 +108,6 @@ def import_model(cluster: Cluster, store: Store, config: ConvertConfig, path: st
 
     `path` is a Hugging Face directory, the output of `penstock convert`, or a Megatron checkpoint.
     """
-    from penstock.stages.convert.targets import import_converted_model, is_converted, megatron_directory
-
     if is_converted(path):
         return cluster.run(import_converted_model, store, path, timeout=config.convert_timeout)
     if megatron_directory(path):
@@ -183,8 +183,6 @@ def _collect_progress(report: ProgressCallback | None, ranks: int) -> Iterator[S
     if report is None:
         yield [None] * ranks
         return
-    from penstock.stages.convert.work import ProgressFile
-
     with tempfile.TemporaryDirectory(prefix="penstock-") as directory:
         files = [ProgressFile(Path(directory) / f"rank-{rank}") for rank in range(ranks)]
         finished = threading.Event()

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.engines.options import EngineOptions, HealthCheck
+from penstock.engines.placement import PlacementOptions
+from penstock.engines.serving.server import ServerSpec
 from penstock.flows.config import Flow, PostTrainConfig
 
 TEACHER = "teacher"  # weight version that the teacher's engine reports
@@ -16,9 +19,6 @@ if TYPE_CHECKING:
 
 def engine_options(config: PostTrainConfig) -> EngineOptions:
     """Return the engine options of a config. References to secrets stay unresolved."""
-    from penstock.engines.options import EngineOptions, HealthCheck
-    from penstock.engines.serving.server import ServerSpec
-
     rollout, train, run = config.rollout, config.train, config.run
     num_gpus = None if run.colocate else rollout.rollout_num_gpus
     trainer_gpus = train.num_ranks
@@ -63,8 +63,6 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
 
 def teacher_options(config: PostTrainConfig) -> EngineOptions | None:
     """Return the options of the engine that serves the model of --opd-teacher-load; None if the run starts none."""
-    from penstock.engines.options import EngineOptions
-
     train, num_gpus = config.train, config.rollout.opd_teacher_num_gpus
     if not train.reads_teacher_logprobs or train.opd_teacher_load is None:
         return None
@@ -90,8 +88,6 @@ def teacher_options(config: PostTrainConfig) -> EngineOptions | None:
 
 def run_placement(config: PostTrainConfig) -> PlacementOptions:
     """Return how a run's trainer and engines are placed on the nodes of its Ray cluster."""
-    from penstock.engines.placement import PlacementOptions
-
     train, run, options, teacher = config.train, config.run, engine_options(config), teacher_options(config)
     no_engines = options.external or train.loss_type == "sft_loss"
     engines = 0 if no_engines else options.num_gpus or 0

@@ -16,9 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend, engine_flag
+from penstock.engines.families import read_shape
+from penstock.engines.families.shape import experts_format
 from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilities
+from penstock.engines.lora import WEIGHTS, check_adapters, check_peft_directory
+from penstock.engines.megatron.frozen_parameters import check_frozen_layers, frozen_parameters
+from penstock.engines.parallel_layout import (
+    check_grouped_experts,
+    check_model_parallel,
+    check_pipeline,
+    has_grouped_experts,
+)
 from penstock.engines.serving.endpoints import is_on_this_machine
-from penstock.engines.weights.hf_headers import block_size
+from penstock.engines.weights.hf_headers import block_size, check_first_values, check_weights, stored_tensors
 from penstock.flows.config import Flow, Plan, PostTrainConfig, check_secrets, derive
 from penstock.flows.debug_options import check_committed_rollouts, check_debug_options, gpu_flow
 from penstock.flows.debugging.rollout_files import check_rollout_files
@@ -39,8 +49,19 @@ from penstock.flows.runtime.engine_options import engine_options, teacher_option
 from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import check_run_may_start, open_store
+from penstock.stages.convert.targets import config_directory, open_parent_store, read_record
 from penstock.stages.eval.config import EvalConfig, is_eval_metric
+from penstock.stages.plugins import load_checked_function
+from penstock.stages.rewards.grading import check_reward_options
+from penstock.stages.rewards.reward_preflight import (
+    try_reward_on_test_samples,
+    unrequested_format_warning,
+    unrewarded_labels_warning,
+)
 from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.plugins.function_check import check_rollout_functions
+from penstock.stages.rollout.prompts.prompt_check import check_prompt_data, read_first_rows
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_same_tokens, check_tokenizer, check_vocabulary
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.champions import model_prefix
 from penstock.storage.commit import RunKeys
@@ -77,9 +98,6 @@ def preflight(config: Plan) -> None:
         InputError: an option is invalid.
         StoreError: the store cannot be read or written.
     """
-    from penstock.engines.families import read_shape
-    from penstock.engines.weights.hf_headers import check_weights
-
     flow = config.flow
     if config.run.debug_rollout_only and flow.has_rollouts and config.start_weights != config.convert.hf_checkpoint:
         raise OptionError(
@@ -221,8 +239,6 @@ def check_options(flow: Flow, config: PostTrainConfig) -> None:
 
 def check_save_hf(config: PostTrainConfig) -> None:
     """Check that the local directories of --save-hf are empty, or have exports of this run. Raises OptionError."""
-    from penstock.stages.convert.targets import open_parent_store, read_record
-
     run = config.run
     if run.save_hf is None or "://" in run.save_hf:
         return
@@ -311,13 +327,6 @@ def check_group_size(config: PostTrainConfig) -> None:
 
 def check_layout(shape: ModelShape, train: TrainConfig) -> None:
     """Check that a model can be trained with the parallel sizes and Megatron options of a config. Raises InputError."""
-    from penstock.engines.parallel_layout import (
-        check_grouped_experts,
-        check_model_parallel,
-        check_pipeline,
-        has_grouped_experts,
-    )
-
     megatron = train.megatron.model_dump()
     if train.mtp_num_layers not in (None, shape.num_mtp_layers):
         raise OptionError(
@@ -396,11 +405,6 @@ def check_data(
 ) -> tuple[PromptTokenizer, list[tuple[str, Outcome]]]:
     """Check tokenizer, prompts and rewards of training and evaluations. Return the tokenizer, and the test responses of
     the first rewards with their outcomes. Raises InputError."""
-    from penstock.stages.rewards.grading import check_reward_options
-    from penstock.stages.rollout.plugins.function_check import check_rollout_functions
-    from penstock.stages.rollout.prompts.prompt_check import check_prompt_data
-    from penstock.stages.rollout.text.tokenizer import check_tokenizer, check_vocabulary
-
     tokenizer = check_tokenizer(
         config.convert.hf_checkpoint,
         apply_chat_template=config.rollout.apply_chat_template or flow.has_demonstrations,
@@ -441,13 +445,6 @@ def _may_grade_itself(rollout: RolloutConfig) -> bool:
 def try_reward(rollout: RolloutConfig, template: str) -> list[tuple[str, Outcome]]:
     """Call the reward on test samples made of the first rows, and warn if it rewards none of these rows. `template` is
     the source of the chat template, or "" without one. Return the test responses and their outcomes."""
-    from penstock.stages.rewards.reward_preflight import (
-        try_reward_on_test_samples,
-        unrequested_format_warning,
-        unrewarded_labels_warning,
-    )
-    from penstock.stages.rollout.prompts.prompt_check import read_first_rows
-
     if _may_grade_itself(rollout):
         return []
     rollout = rollout.model_copy(update={"rm_url": resolve_secrets(rollout.rm_url)})
@@ -467,13 +464,6 @@ def try_reward(rollout: RolloutConfig, template: str) -> list[tuple[str, Outcome
 def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
     """Check that the reference and teacher models and --load have the policy's shape, and that user-defined functions
     load."""
-    from penstock.engines.families import read_shape
-    from penstock.engines.families.shape import experts_format
-    from penstock.engines.megatron.frozen_parameters import check_frozen_layers, frozen_parameters
-    from penstock.engines.weights.hf_headers import check_weights
-    from penstock.stages.convert.targets import config_directory
-    from penstock.stages.plugins import load_checked_function
-
     train, family_path = config.train, config.convert.model_family_path
     start = {"start": path} if (path := config.convert.load) else {}
     for name, path in (train.auxiliary_models | start).items():
@@ -504,9 +494,6 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
 
 def check_lora(train: TrainConfig, shape: ModelShape) -> None:
     """Check that a model can have the adapters of a config, and that --lora-load has them. Raises InputError."""
-    from penstock.engines.lora import WEIGHTS, check_adapters, check_peft_directory
-    from penstock.engines.weights.hf_headers import check_first_values, stored_tensors
-
     if train.lora is not None:
         check_adapters(
             shape,
@@ -528,10 +515,6 @@ def check_teacher(config: PostTrainConfig) -> None:
     Raises:
         InputError: the model is incomplete or not supported, cannot be sharded, or has another tokenizer.
     """
-    from penstock.engines.families import read_shape
-    from penstock.engines.weights.hf_headers import check_weights
-    from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_same_tokens, check_vocabulary
-
     options = teacher_options(config)
     if options is None:
         return
@@ -577,8 +560,6 @@ def config_warnings(config: Plan) -> list[str]:
     """Return warnings about valid settings that may be unintended: options without effect, a run that may need more
     than the memory of this machine's GPUs or generates slowly on them, and sampling options (such as top-p) that bias
     the policy gradient."""
-    from penstock.engines.families import read_shape
-
     flow = config.flow
     warnings = list(options_without_partner(config)) if flow.has_rollouts else []
     if flow.has_run and (gpus := visible_gpu_bytes()):

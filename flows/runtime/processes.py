@@ -15,9 +15,13 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend
+from penstock.engines.cluster import Cluster, ClusterStart
+from penstock.engines.families import read_shape
+from penstock.engines.families.shape import experts_format
 from penstock.engines.local_gpus import Counters, all_counters, read_counters, used_joules
 from penstock.engines.serving.adapter_requests import BASE
 from penstock.engines.serving.endpoints import engine_url
+from penstock.engines.serving.pool import start_pool
 from penstock.engines.weights.weight_check import INITIAL
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.debugging.config import DebugConfig
@@ -25,6 +29,9 @@ from penstock.flows.options.adapters import with_adapters
 from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.engine_options import TEACHER, engine_options, run_placement, teacher_options
 from penstock.flows.runtime.runs import logs_of_run, missing_fork_checkpoint
+from penstock.stages.train.restore import PolicyRestorer
+from penstock.stages.train.spec import TrainerSpec
+from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import CheckpointRef
 
 if TYPE_CHECKING:
@@ -46,8 +53,6 @@ def ray_starting(config: PostTrainConfig) -> Iterator[None]:
     if config.run.ray_address is not None:
         yield
         return
-    from penstock.engines.cluster import ClusterStart
-
     start = ClusterStart(namespace_of_run(config.run.run), run_placement(config))
     token = _early_ray.set(start)
     try:
@@ -104,8 +109,6 @@ class EngineSetup:
     @cached_property
     def shape(self) -> ModelShape:
         """Return the shape of --hf-checkpoint."""
-        from penstock.engines.families import read_shape
-
         return read_shape(self.config.convert.hf_checkpoint, self.config.convert.model_family_path)
 
     @property
@@ -124,8 +127,6 @@ class EngineSetup:
         of the experts that each token was routed to."""
         if not self.options.return_experts:
             return self.connect
-        from penstock.engines.families.shape import experts_format
-
         return partial(self.connect, experts=experts_format(self.shape, "--use-rollout-routing-replay"))
 
 
@@ -169,8 +170,6 @@ class Processes:
             if self._cluster is None and self._early_ray is not None:
                 self._cluster = self._early_ray.take()
             if self._cluster is None:
-                from penstock.engines.cluster import Cluster
-
                 self._cluster = Cluster.start(
                     self.run.config.run.ray_address,
                     namespace=namespace_of_run(self.run.keys.run),
@@ -204,8 +203,6 @@ class Processes:
     def policy_restorer(self, trainer: TrainerGroup | None = None) -> PolicyRestorer:
         """Return the object that restores, trains and saves policy versions of the run with a trainer; default: that of
         the run."""
-        from penstock.stages.train.restore import PolicyRestorer
-
         assert self.base_checkpoint is not None, "base_checkpoint is not set: run the convert stage first"
         return PolicyRestorer(
             self.run.store,
@@ -235,9 +232,6 @@ class Processes:
 
     def new_trainer(self, cluster: Cluster, config: PostTrainConfig) -> TrainerGroup:
         """Return a new trainer, whose processes start on first use."""
-        from penstock.stages.train.spec import TrainerSpec
-        from penstock.stages.train.trainer_group import TrainerGroup
-
         spec = TrainerSpec(
             run=self.run.keys.run,
             shape=self.setup.shape,
@@ -259,8 +253,6 @@ class Processes:
         """Return the engines that generate rollouts, or with `role` "evaluation" those that only evaluate, whichever
         policy version they serve. The first call starts them and does not wait until they have loaded the model
         (20-60 s)."""
-        from penstock.engines.serving.pool import start_pool
-
         with self._starting:
             cluster = self.cluster
             if "rollout" not in self.pools:
@@ -283,8 +275,6 @@ class Processes:
 
     def _start_teacher(self) -> EnginePool:
         """Return the pool with the teacher's engine; the first call starts it and does not wait."""
-        from penstock.engines.serving.pool import start_pool
-
         with self._starting:
             cluster = self.cluster
             if "teacher" not in self.pools:

@@ -14,8 +14,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from penstock.engines.generation import WeightUpload
 from penstock.engines.serving.adapter_requests import AdapterNames
 from penstock.engines.training import MemorySwitch
+from penstock.engines.weights.fp8_blocks import fp8_weights, keeps_scales
 from penstock.engines.weights.routes import add_upload
 from penstock.engines.weights.weight_check import update_and_check
 from penstock.flows.options.adapters import adapter_of_version
@@ -205,8 +207,6 @@ class PolicyPublisher:
         """Return the transport of policy `version` to the engines at `urls`. If it is disk, the files are written to
         --update-weight-disk-dir, else to a local store, else to the trainer machine's temporary directory, from which
         they are uploaded to the store if engines run on other machines."""
-        from penstock.engines.generation import WeightUpload
-
         processes, config = self.processes, self.config
         store, prefix = processes.run.store, f"{processes.run.keys.prefix}/published"
         engines = processes.start_engines()
@@ -253,8 +253,6 @@ class PolicyPublisher:
     def reason_against_initial_comparison(self) -> str | None:
         """Return why the weights of --hf-checkpoint may differ from those that the trainer sends as version 0; None if
         they must be equal."""
-        from penstock.engines.weights.fp8_blocks import fp8_weights, keeps_scales
-
         path, start = self.config.convert.hf_checkpoint, self.config.start_weights
         if start != path:
             return f"version 0 has the weights of {start}"

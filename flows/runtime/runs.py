@@ -43,6 +43,8 @@ from penstock.storage.leases import Lease, describe_live_drivers
 from penstock.storage.maintenance.deletion import describe_removing_process, is_removed, remove_run, unfinished_fork_key
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store, committed_prefixes
+from penstock.storage.tracking import tracking_directory
+from penstock.storage.tracking.trackers import tracking_uris
 
 
 def logs_of_run(store: Store, keys: RunKeys) -> Path | None:
@@ -108,8 +110,6 @@ def unknown_run_error(store: Store, run: str) -> RunError:
 
 def completion_of(store: Store, config: Plan) -> Completion:
     """Return what a start with this plan completes."""
-    from penstock.storage.tracking.trackers import tracking_uris
-
     placement = options_by_mutability(config, "placement")
     options = [options_by_mutability(config, "identity"), options_by_mutability(config, "schedule")]
     options += [placement[name] for name in ("run.debug_rollout_only", "run.debug_train_only", "run.report")]
@@ -163,8 +163,6 @@ def remove_run_and_tracking(store: Store, keys: RunKeys, *, own_lease: str | Non
     """
     files = remove_run(store, keys, own_lease=own_lease)
     if not store.is_local:  # in a local store MLflow data is among the run's files
-        from penstock.storage.tracking import tracking_directory
-
         shutil.rmtree(tracking_directory(store, keys.run), ignore_errors=True)
     return sum(file.bytes for file in files)
 

@@ -31,6 +31,9 @@ from penstock.flows.runtime.publishing import PolicyEngines
 from penstock.flows.runtime.runs import read_existing_record
 from penstock.flows.runtime.signals import describe_cleanup, patience_after, stop_signals
 from penstock.flows.terminal.lines import describe_commit
+from penstock.stages.rollout.group import make_grader
+from penstock.stages.rollout.prompts.source import PromptSource
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import Commit, commit_key
 from penstock.storage.errors import StoreError
 from penstock.storage.preemption import Preempted, StopRequest
@@ -163,15 +166,11 @@ class Session:
     @cached_property
     def prompts(self) -> PromptSource:
         """Return the prompts of --prompt-data."""
-        from penstock.stages.rollout.prompts.source import PromptSource
-
         return PromptSource.open(self.config.rollout)
 
     @cached_property
     def tokenizer(self) -> PromptTokenizer:
         """Return the model's tokenizer."""
-        from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-
         rollout = self.config.rollout
         return PromptTokenizer(
             self.config.convert.hf_checkpoint,
@@ -182,8 +181,6 @@ class Session:
     @cached_property
     def grader(self) -> Grader:
         """Return the grader, which runs the reward function; its processes are kept between rounds."""
-        from penstock.stages.rollout.group import make_grader
-
         return self._entered.enter_context(make_grader(self.config.rollout_with_args))
 
     # ---- the end -----------------------------------------------------------------------------------------------------
