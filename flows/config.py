@@ -179,7 +179,7 @@ class PostTrainConfig(StageConfig):
                 "--eval-mode apart evaluates while the trainer works, but with --colocate, --offload-train or "
                 "--offload-rollout trainer and engines take turns: drop --eval-mode apart, or these options"
             )
-        if self.eval.eval_mode == "apart" and not self.eval.eval_prompt_data:
+        if self.eval.eval_mode == "apart" and not self.eval.data_sets:
             raise OptionError(
                 "--eval-mode apart reserves engines, but nothing is evaluated: add --eval-prompt-data, or omit it"
             )

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING
 from penstock.engines.backends import engine_backend
 from penstock.engines.families import read_shape
 from penstock.engines.megatron.memory_plan import RUNTIME, TrainerOptions, estimate_trainer_memory
+from penstock.engines.parallel_layout import (
+    check_grouped_experts,
+    check_model_parallel,
+    check_pipeline,
+    has_grouped_experts,
+)
 from penstock.flows.config import Flow, PostTrainConfig
 from penstock.flows.runtime.engine_options import engine_options, gpus_per_node, teacher_options
+from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import EngineError, LayoutError, OptionError
 
 if TYPE_CHECKING:
@@ -166,6 +173,27 @@ def check_nodes(config: PostTrainConfig) -> None:
             f"--tensor-model-parallel-size {size} does not divide the {gpus} GPUs of a node, so that a tensor-parallel "
             f"group would span two nodes: use a divisor of {gpus}"
         )
+
+
+def check_layout(shape: ModelShape, train: TrainConfig) -> None:
+    """Check that a model can be trained with the parallel sizes and Megatron options of a config. Raises InputError."""
+    megatron = train.megatron.model_dump()
+    if train.mtp_num_layers not in (None, shape.num_mtp_layers):
+        raise OptionError(
+            f"--mtp-num-layers {train.mtp_num_layers} contradicts --hf-checkpoint, which has {shape.num_mtp_layers} "
+            "multi-token prediction layers: omit the option"
+        )
+    check_model_parallel(
+        shape,
+        train.tensor_model_parallel_size,
+        train.expert_model_parallel_size,
+        train.expert_tensor_parallel_size,
+        train.sequence_parallel,
+    )
+    if has_grouped_experts(shape, megatron):
+        expert_tensor = train.expert_tensor_parallel_size or train.tensor_model_parallel_size
+        check_grouped_experts(shape, expert_tensor, 2 if train.params_dtype == "bf16" else 4)
+    check_pipeline(shape, train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size, megatron)
 
 
 def check_gpu_count(flow: Flow, config: PostTrainConfig, num_gpus: int) -> None:

@@ -126,7 +126,7 @@ def promote_policy(store: Store, model: str, reference: str, gate: Gate, *, forc
 
 def gate_of(config: EvalConfig) -> Gate:
     """Return the conditions of the promotion after the last round."""
-    data_set = config.promote_data_set or config.eval_prompt_data[0][0]
+    data_set = config.promote_data_set or config.data_sets[0][0]
     return Gate(data_set, config.promote_margin, config.promote_guards, config.promote_min_reward)
 
 

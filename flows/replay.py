@@ -24,6 +24,7 @@ from penstock.engines.cluster import Cluster
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.megatron_options import options_that_change_results
 from penstock.flows.config import PostTrainConfig, flag_of_field, training_options, validate_config
+from penstock.flows.gpu_plan import check_layout
 from penstock.flows.options.argv import parse_integer, parse_run_argument, split_args
 from penstock.flows.options.flags import parse_config
 from penstock.flows.run_config import RunConfig
@@ -148,8 +149,6 @@ def check_replay(
 ) -> tuple[PostTrainConfig, int, int]:
     """Check that a run can be replayed from policy version `first` to `last`, before any process starts. Return the
     config of the replay, the checkpoint to start at, and the last version."""
-    from penstock.flows.runtime.preflight import check_layout
-
     config = _replay_config(run, where, placement)
     config.train.megatron.check()
     store, keys = open_store(config.run, probe=False), RunKeys(run)

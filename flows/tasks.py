@@ -264,7 +264,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
     commit = session.run.store.committed(prefix)
     if commit is None:
         config = session.config.rollout_with_args.model_copy(
-            update=evals.rollout_overrides(dict(evals.eval_prompt_data)[name], name)
+            update=evals.rollout_overrides(dict(evals.data_sets)[name], name)
         )
         source = PromptSource.open(config)
         with (
@@ -308,7 +308,7 @@ def evaluate_one(session: Session, version: int, name: str) -> EvalRef:
 def evaluate_all(session: Session, version: int) -> list[EvalRef]:
     """Score policy `version` on all data sets in parallel, so that a few long responses do not leave engines idle."""
     with session.engines.for_evaluation(version):
-        scores = [evaluate_one.submit(session, version, name) for name, _ in session.config.eval.eval_prompt_data]
+        scores = [evaluate_one.submit(session, version, name) for name, _ in session.config.eval.data_sets]
         for score in scores:
             score.wait()
     session.set_stage_message(f"policy {version} is scored on {len(scores)} data sets")
@@ -317,7 +317,7 @@ def evaluate_all(session: Session, version: int) -> list[EvalRef]:
 
 def evaluate(session: Session, version: int) -> list[EvalRef]:
     """Score policy `version` on every evaluation data set."""
-    names = [name for name, _ in session.config.eval.eval_prompt_data]
+    names = [name for name, _ in session.config.eval.data_sets]
     missing = missing_evaluations(session, version)
     if (
         len(missing) > 1 and not session.config.rollout.agent_endpoint_port
@@ -328,7 +328,7 @@ def evaluate(session: Session, version: int) -> list[EvalRef]:
 
 def missing_evaluations(session: Session, version: int) -> list[str]:
     """Return the names of the data sets on which policy `version` is not scored yet."""
-    names = [name for name, _ in session.config.eval.eval_prompt_data]
+    names = [name for name, _ in session.config.eval.data_sets]
     return [name for name in names if session.run.store.committed(session.run.keys.eval_prefix(version, name)) is None]
 
 
@@ -454,7 +454,7 @@ def save_missing_hf(session: Session) -> None:
 
 def evaluations_of(session: Session, version: int) -> list[list[str]]:
     """Return the names of the stages that score policy `version`."""
-    return [[f"eval-{version:06d}-{name}"] for name, _ in session.config.eval.eval_prompt_data]
+    return [[f"eval-{version:06d}-{name}"] for name, _ in session.config.eval.data_sets]
 
 
 @stage("promote-{version:06d}", needs=evaluations_of)
@@ -506,7 +506,7 @@ def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Ses
         scores = is_last or (evals.eval_interval and version % evals.eval_interval == 0) or version == 0
         if version == 0 and not is_last and evals.skip_eval_before_train:
             scores = False
-        if evals.eval_prompt_data and scores and not run.debug_train_only:
+        if evals.data_sets and scores and not run.debug_train_only:
             in_turn = version in (0, last) or not (
                 run.generates_ahead or session.engines.turns.schedule.limits.evaluates_apart
             )

@@ -32,7 +32,7 @@ OWNERS = {  # third-party package -> where alone it may be imported
 SLIME_ROOMS = ("flows/slime/", "stages/slime/")  # what is about slime; outside, one row each registers them
 SLIME_ROWS = ("flows/options/refused.py", "stages/plugins.py")
 CONFIG_IMPORTS = {  # what a config.py may import besides penstock
-    *("__future__", "collections", "difflib", "hashlib", "json", "pathlib", "re", "tomllib", "typing"),
+    *("__future__", "collections", "difflib", "enum", "hashlib", "json", "pathlib", "re", "tomllib", "typing"),
     "pydantic",
 }
 

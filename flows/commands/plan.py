@@ -13,6 +13,7 @@ from penstock.flows.gpu_plan import (
     GIB,
     GpuPlan,
     check_engine_gpus,
+    check_layout,
     check_nodes,
     format_gib,
     microbatch_tokens,
@@ -21,7 +22,6 @@ from penstock.flows.gpu_plan import (
 )
 from penstock.flows.options.argv import parse_integer, parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_values
-from penstock.flows.runtime.preflight import check_layout
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_store
 from penstock.flows.terminal.console import print_table

@@ -214,7 +214,7 @@ def merge_scoring_settings(
     replaced by the scoring options of the command line (`given_config`)."""
     evals, options = run_config.eval, given_config.rollout
     rollout = run_config.rollout_with_args.model_copy(
-        update=evals.rollout_overrides(dict(evals.eval_prompt_data).get(data_set, ""), data_set)
+        update=evals.rollout_overrides(dict(evals.data_sets).get(data_set, ""), data_set)
     )
     update: dict[str, Any] = {key: getattr(options, key) for key in options.model_fields_set}
     if rm_type := given_config.eval.eval_rm_type or options.rm_type:

@@ -24,7 +24,7 @@ from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.engines.weights.hf_headers import block_size, check_weights, stored_tensors, weight_files
 from penstock.flows.commands.plan import print_plan
 from penstock.flows.config import Flow, Plan, PostTrainConfig, check_secrets, derive, list_options
-from penstock.flows.gpu_plan import check_engine_gpus, check_nodes, plan_gpu_memory
+from penstock.flows.gpu_plan import check_engine_gpus, check_layout, check_nodes, plan_gpu_memory
 from penstock.flows.options.argv import format_bytes, short_repr
 from penstock.flows.options.partners import options_without_partner
 from penstock.flows.options.paths import CHAMPION
@@ -32,7 +32,6 @@ from penstock.flows.runtime.engine_options import engine_options, teacher_option
 from penstock.flows.runtime.preflight import (
     check_algorithm,
     check_data,
-    check_layout,
     check_lengths,
     check_options,
     config_warnings,
@@ -135,7 +134,7 @@ def first_prompts(flow: Flow, config: PostTrainConfig) -> PromptConfig | None:
     """Return the options of the prompts of training or, without training, of the first evaluation."""
     if flow.trains and config.rollout.prompt_data:
         return config.rollout
-    evaluated = [(path, name) for name, path in config.eval.eval_prompt_data]
+    evaluated = [(path, name) for name, path in config.eval.data_sets]
     return config.rollout.model_copy(update=config.eval.rollout_overrides(*evaluated[0])) if evaluated else None
 
 
@@ -202,7 +201,7 @@ def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
         check_not_hub_id("--hf-checkpoint", model)
         yield "--hf-checkpoint", f"{model} (weights)"
     paths = [("--prompt-data", parse_slice(entry)[0]) for entry in config.rollout.prompt_data]
-    paths += [("--eval-prompt-data", parse_slice(path)[0]) for _, path in config.eval.eval_prompt_data]
+    paths += [("--eval-prompt-data", parse_slice(path)[0]) for _, path in config.eval.data_sets]
     paths += [("--ref-load", config.train.ref_load or ""), ("--opd-teacher-load", config.train.opd_teacher_load or "")]
     engine, of_engine = config.rollout.engine, config.rollout.engine_options
     of_paths = engine_backend(engine).path_flags
@@ -248,7 +247,7 @@ def plan_rows(flow: Flow, config: PostTrainConfig, shape: ModelShape | None) -> 
         if flow.has_rollouts:
             yield "bytes a round", f"{format_bytes(weights)} of weights to the engines; {describe_shards(config)}"
         yield "a checkpoint", f"{format_bytes(state)}, an export {format_bytes(weights)}"
-    names, interval = ", ".join(name for name, _ in config.eval.eval_prompt_data), config.eval.eval_interval
+    names, interval = ", ".join(name for name, _ in config.eval.data_sets), config.eval.eval_interval
     yield "evaluations", f"{names} every {interval} rounds" if names and interval else names or "none"
 
 

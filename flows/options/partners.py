@@ -30,13 +30,13 @@ PARTNERS = (
             "skip_eval_before_train pass_threshold"
         ),
         "a data set: --eval-prompt-data or --eval-config",
-        lambda config: config.eval.eval_prompt_data,
+        lambda config: config.eval.data_sets,
     ),
     Partner(
         "rollout",
         "eval_function_path",
         "a data set: --eval-prompt-data or --eval-config",
-        lambda config: config.eval.eval_prompt_data,
+        lambda config: config.eval.data_sets,
     ),
     Partner(
         "train",

@@ -21,12 +21,6 @@ from penstock.engines.families.shape import experts_format
 from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilities
 from penstock.engines.lora import WEIGHTS, check_adapters, check_peft_directory
 from penstock.engines.megatron.frozen_parameters import check_frozen_layers, frozen_parameters
-from penstock.engines.parallel_layout import (
-    check_grouped_experts,
-    check_model_parallel,
-    check_pipeline,
-    has_grouped_experts,
-)
 from penstock.engines.serving.endpoints import is_on_this_machine
 from penstock.engines.weights.hf_headers import block_size, check_first_values, check_weights, stored_tensors
 from penstock.flows.config import Flow, Plan, PostTrainConfig, check_secrets, derive
@@ -35,6 +29,7 @@ from penstock.flows.debugging.rollout_files import check_rollout_files
 from penstock.flows.gpu_plan import (
     check_engine_gpus,
     check_gpu_count,
+    check_layout,
     check_memory,
     check_nodes,
     memory_warnings,
@@ -134,7 +129,7 @@ def preflight(config: Plan) -> None:
 
 def check_promotion_options(evals: EvalConfig) -> None:
     """Check that the data sets of --promote-to are evaluated. Raises OptionError."""
-    names = [name for name, _ in evals.eval_prompt_data]
+    names = [name for name, _ in evals.data_sets]
     if evals.promote_to is None:
         if evals.promote_data_set or evals.promote_guards or evals.promote_min_reward is not None:
             raise OptionError("--promote-data-set, --promote-guards and --promote-min-reward need --promote-to MODEL")
@@ -151,7 +146,7 @@ def check_promotion_options(evals: EvalConfig) -> None:
 
 def check_keep_best(config: PostTrainConfig) -> None:
     """Check that --keep-best is a metric of a data set. Raises OptionError."""
-    best, names = config.run.keep_best, [name for name, _ in config.eval.eval_prompt_data]
+    best, names = config.run.keep_best, [name for name, _ in config.eval.data_sets]
     rollout = config.rollout
     adds_metrics = bool(
         rollout.custom_eval_rollout_log_function_path or rollout.eval_function_path or rollout.rollout_function_path
@@ -224,7 +219,7 @@ def check_options(flow: Flow, config: PostTrainConfig) -> None:
         check_save_hf(config)
     if flow.has_rollouts:
         check_group_size(config)
-    if flow.has_run and not flow.trains and not config.eval.eval_prompt_data:
+    if flow.has_run and not flow.trains and not config.eval.data_sets:
         raise OptionError(
             "--eval-prompt-data is missing: give NAME PATH, any number of times, or data sets with --eval-config"
         )
@@ -300,7 +295,7 @@ def check_rounds(flow: Flow, config: PostTrainConfig) -> None:
         return
     if flow.has_demonstrations:
         raise OptionError("--num-rollout is missing: give the number of rounds to train")
-    if not config.eval.eval_prompt_data or "num_rollout" not in run.model_fields_set:
+    if not config.eval.data_sets or "num_rollout" not in run.model_fields_set:
         raise OptionError(
             "--num-rollout is missing: give the number of rounds to train (0 with --eval-prompt-data only evaluates)"
         )
@@ -323,27 +318,6 @@ def check_group_size(config: PostTrainConfig) -> None:
             "relative to the other samples of the prompt, so every gradient would be zero; give 2 or more, or "
             "--disable-rewards-normalization"
         )
-
-
-def check_layout(shape: ModelShape, train: TrainConfig) -> None:
-    """Check that a model can be trained with the parallel sizes and Megatron options of a config. Raises InputError."""
-    megatron = train.megatron.model_dump()
-    if train.mtp_num_layers not in (None, shape.num_mtp_layers):
-        raise OptionError(
-            f"--mtp-num-layers {train.mtp_num_layers} contradicts --hf-checkpoint, which has {shape.num_mtp_layers} "
-            "multi-token prediction layers: omit the option"
-        )
-    check_model_parallel(
-        shape,
-        train.tensor_model_parallel_size,
-        train.expert_model_parallel_size,
-        train.expert_tensor_parallel_size,
-        train.sequence_parallel,
-    )
-    if has_grouped_experts(shape, megatron):
-        expert_tensor = train.expert_tensor_parallel_size or train.tensor_model_parallel_size
-        check_grouped_experts(shape, expert_tensor, 2 if train.params_dtype == "bf16" else 4)
-    check_pipeline(shape, train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size, megatron)
 
 
 def check_gpus(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> None:
@@ -381,7 +355,7 @@ def check_lengths(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> Non
             f"give at most {limit}"
         )
     lengths = {"--rollout-max-response-len": rollout.rollout_max_response_len} if flow.has_rollouts else {}
-    for name, _ in evals.eval_prompt_data:
+    for name, _ in evals.data_sets:
         own = evals.data_set_settings(name).get("max_response_len")
         flag_name = (
             "--rollout-max-response-len" if own is None else f"--eval-max-response-len (max_response_len of {name})"
@@ -415,7 +389,7 @@ def check_data(
     positions = _context_length(config, shape)
     evaluated = [
         config.rollout_with_args.model_copy(update=config.eval.rollout_overrides(path, name))
-        for name, path in config.eval.eval_prompt_data
+        for name, path in config.eval.data_sets
     ]
     if flow.generates:
         check_rollout_functions(config.rollout, evaluation=not flow.trains)

@@ -26,7 +26,6 @@ from penstock.flows.config import SECTIONS, Flow, Plan, PostTrainConfig, derive,
 from penstock.flows.options.paths import CHAMPION, with_absolute_paths, with_function_names
 from penstock.flows.runtime.runs import completion_of, differing_option, latest_config
 from penstock.stages.convert.targets import is_converted, is_published, megatron_directory
-from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.storage.champions import export_of_champion
 from penstock.storage.commit import ADAPTERS, RunKeys, is_run_name
 from penstock.storage.config import field_meta
@@ -225,6 +224,8 @@ def rounds_of_epochs(config: PostTrainConfig, existing: _Existing | None, *, cou
         OptionError: the number of rows is unknown or too small, or another option sets another number of rounds.
         DataError: a file of --prompt-data is missing or malformed.
     """
+    from penstock.stages.rollout.prompts.source import PromptSource  # loads pyarrow
+
     run, rollout = config.run, config.rollout
     assert run.num_epoch is not None, "the run has a number of epochs"
     unfit = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from pydantic import ValidationInfo, field_serializer, field_validator, model_validator
+from pydantic import ValidationInfo, field_validator
 
 from penstock.stages.eval.data_sets import EvalFile, check_data_set_names, parse_eval_file, read_eval_file
 from penstock.storage.config import StageConfig, option
@@ -140,18 +140,11 @@ class EvalConfig(StageConfig):
         check_data_set_names([name for name, _ in {*info.data.get("eval_prompt_data", []), *own}])
         return value
 
-    @model_validator(mode="after")
-    def _add_file_data_sets(self) -> EvalConfig:
-        """Add the data sets of --eval-config to `eval_prompt_data`."""
-        if own := _data_set_names_and_paths(self.eval_config):
-            self.eval_prompt_data = [pair for pair in self.eval_prompt_data if pair not in own] + own
-        return self
-
-    @field_serializer("eval_prompt_data")
-    def _leave_out_file_data_sets(self, value: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Omit data sets of --eval-config from the recorded config, or a resume with another file would keep them."""
+    @property
+    def data_sets(self) -> list[tuple[str, str]]:
+        """Return the name and the path of each data set: those of --eval-prompt-data, then those of --eval-config."""
         own = _data_set_names_and_paths(self.eval_config)
-        return [pair for pair in value if pair not in own]
+        return [pair for pair in self.eval_prompt_data if pair not in own] + own
 
     def data_set_settings(self, name: str) -> dict[str, Any]:
         """Return the settings of the data set `name`, under their names in the --eval-config file. A setting comes from

@@ -43,7 +43,7 @@ def evaluate(
         store.commit("models/abc", Commit(kind="model", policy_version=0))
         base = CheckpointRef(key="models/abc.commit.json", uri="", format="torch_dist", policy_version=0)
         store.create(keys.origin_key("base"), base.model_dump_json().encode())
-    path = dict(config.eval.eval_prompt_data)[name]
+    path = dict(config.eval.data_sets)[name]
     source = PromptSource.open(config.rollout.model_copy(update=config.eval.rollout_overrides(path, name)))
     prompts, after = source.take(source.restore(None), len(source))
     prefix = f"eval-{version:06d}-{name}-"

@@ -47,7 +47,7 @@ def test_a_setting_comes_from_the_data_set_then_the_defaults_then_the_flag(file:
         *("--eval-prompt-data", "mine", "mine.jsonl", "--eval-temperature", "0.9", "--eval-top-p", "0.7"),
         *("--n-samples-per-eval-prompt", "4", "--custom-rm-path", "mine.py", "--pass-threshold", "2"),
     ).eval
-    assert evals.eval_prompt_data == [("mine", "mine.jsonl"), ("aime", "aime.jsonl"), ("gpqa", "gpqa.jsonl")]
+    assert evals.data_sets == [("mine", "mine.jsonl"), ("aime", "aime.jsonl"), ("gpqa", "gpqa.jsonl")]
     aime, gpqa, mine = (evals.rollout_overrides("p", name) for name in ("aime", "gpqa", "mine"))
     assert [one["rollout_temperature"] for one in (aime, gpqa, mine)] == [0.0, 0.6, 0.9], "set, defaults, flag"
     assert [one["n_samples_per_prompt"] for one in (aime, gpqa, mine)] == [16, 4, 4]
@@ -76,7 +76,7 @@ def test_another_file_replaces_the_first_one(file: Path, tmp_path: Path) -> None
     other = tmp_path / "other.toml"
     other.write_text('[[datasets]]\nname = "new"\npath = "new.jsonl"')
     after = validate_config(parse_values(["--eval-config", str(other)], before)).eval
-    assert after.eval_prompt_data == [("mine", "mine.jsonl"), ("new", "new.jsonl")]
+    assert after.data_sets == [("mine", "mine.jsonl"), ("new", "new.jsonl")]
 
 
 SET = '[[datasets]]\nname = "a"\npath = "p"\n'
@@ -129,7 +129,7 @@ def test_an_invalid_file_is_refused_in_one_sentence(tmp_path: Path, text: str, m
 def test_yaml_and_json_mean_the_same_as_toml(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     evals = read(tmp_path / name).eval
-    assert evals.eval_prompt_data == [("a", "a.jsonl")]
+    assert evals.data_sets == [("a", "a.jsonl")]
     assert evals.data_set_settings("a").items() >= {"temperature": 0.6, "top_p": 0.7}.items()
 
 

@@ -313,7 +313,7 @@ def rows_of_commands() -> Iterator[Bad]:
         (("deploy", "post-train", "--name", "n", "--cron", "0 2 * * *", "--timezone", "Mars/Base"), "Mars/Base"),
         (("deploy", "post-train", "--name", "n", "--cron"), "--cron"),
         (("deploy", "post-train", "--name", "n", "--lr", "inf"), "--lr"),
-        (("deploy", "post-train", "--name", "n", "--run", "x"), "--num-rollout"),
+        (("deploy", "post-train", "--name", "n", "--run", "x"), "--hf-checkpoint"),
         (("deploy", "convert", "--name", "n"), "--hf-checkpoint"),
     ):  # fmt: skip
         yield Bad(words, culprit)

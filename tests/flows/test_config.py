@@ -70,7 +70,7 @@ def test_aliases_set_the_option_and_repeated_flags_extend_it() -> None:
         [*MODEL, "--prompt-key", "question", "--eval-prompt-data", "a", "x.jsonl", "--eval-prompt-data", "b", "y.jsonl"]
     )
     assert config.rollout.input_key == "question"
-    assert config.eval.eval_prompt_data == [("a", "x.jsonl"), ("b", "y.jsonl")]
+    assert config.eval.data_sets == [("a", "x.jsonl"), ("b", "y.jsonl")]
 
 
 def test_switch_can_be_turned_off_and_refuses_a_value(tmp_path) -> None:
@@ -94,7 +94,7 @@ def test_switch_can_be_turned_off_and_refuses_a_value(tmp_path) -> None:
     )
     assert not config.train.use_kl_loss
     assert config.rollout.engine_options == {"context_length": 8192, "log_level": "info"}
-    assert config.eval.eval_prompt_data == [("b", "y")], "flags win over files"
+    assert config.eval.data_sets == [("b", "y")], "flags win over files"
     with pytest.raises(ValueError, match="--use-kl-loss is a switch"):
         parse_config([*MODEL, "--use-kl-loss", "yes"])
 

@@ -72,7 +72,7 @@ def test_every_data_set_is_evaluated_with_its_own_settings(
                                   engine_counters=lambda evaluation: {}),
         display=SimpleNamespace(progress=progress), stop=None, report_commit=lambda prefix, commit: commit,
     )  # fmt: skip
-    found = {name: tasks.evaluate_one.body(session, 7, name) for name, _ in config.eval.eval_prompt_data}
+    found = {name: tasks.evaluate_one.body(session, 7, name) for name, _ in config.eval.data_sets}
     assert list(found) == ["plain", "own"]
     (asked_plain, asked_own) = (client.requests for client in clients)
     assert {(sampling["temperature"], sampling["max_new_tokens"], n) for _, sampling, n in asked_plain} == {

@@ -42,7 +42,7 @@ def planned(words: list[str], num_gpus: int) -> PostTrainConfig:
 
 
 def checked_plan(config: PostTrainConfig, shape: ModelShape, flow: Flow = Flow.POST_TRAIN) -> plans.GpuPlan:
-    preflight.check_layout(shape, config.train)
+    plans.check_layout(shape, config.train)
     if flow.generates:
         plans.check_engine_gpus(config, shape)
     plan = plans.plan_gpu_memory(flow, config, shape, 80 * GIB)

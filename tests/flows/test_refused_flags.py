@@ -9,11 +9,11 @@ from penstock.engines.families import read_shape
 from penstock.engines.generation import BUCKET_BYTES
 from penstock.engines.weights.routes import ProcessPlace
 from penstock.flows.config import validate_config
+from penstock.flows.gpu_plan import check_layout
 from penstock.flows.options import refused
 from penstock.flows.options.argv import MAX_LINE
 from penstock.flows.options.flags import parse_config, parse_values, penstock_flags
 from penstock.flows.runtime.engine_options import engine_options
-from penstock.flows.runtime.preflight import check_layout
 from penstock.stages.rollout.plugins.rollout_function import find_evaluation_function
 from penstock.storage.errors import OptionError
 

@@ -409,7 +409,7 @@ def test_resume_from_another_directory_finds_the_files(typed, tmp_path: Path, mo
     assert again.rollout.prompt_data == [f"{here}/data/*.jsonl@[0:5]", "s3://bucket/x.jsonl"]
     assert again.rollout.custom_rm_path == f"{here}/reward.py:score"
     assert again.rollout.dynamic_sampling_filter_path == "pkg.module:name"
-    assert again.eval.eval_prompt_data == [("e", f"{here}/e.jsonl")]
+    assert again.eval.data_sets == [("e", f"{here}/e.jsonl")]
     check_run_may_start(store, resolve(flow, again, store))
     open_run(store, resolve(flow, again, store))
     open_run(store, resolve(flow, typed("project"), store))

@@ -198,7 +198,7 @@ def litter(store: Store, keys: RunKeys) -> dict[str, str]:
     for key in [*files, *needed]:
         content = Commit(kind="step").model_dump_json() if key.endswith(".commit.json") else "{}"
         if key in needed[2:]:
-            content = ScheduleChange(at=0.0, id="1", schedule={}).model_dump_json()
+            content = ScheduleChange(at=0.0, id="1", schedule={}, given={}).model_dump_json()
         store.create(key, content.encode())
     return {
         lost: "unfinished attempt",
