@@ -13,6 +13,7 @@ from penstock.engines.families import shape_from_config
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang.backend import SGLangServer
+from penstock.flows.config import derive
 from penstock.flows.options.adapters import with_adapters
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
@@ -35,7 +36,7 @@ def checkpoint(model: Path, directory: Path, **entries: Any) -> Path:
 
 
 def options_of(model: Path, *words: str) -> EngineOptions:
-    config = parse_config(["--run", "r", "--hf-checkpoint", str(model), "--num-rollout", "1", *words])
+    config = derive(parse_config(["--run", "r", "--hf-checkpoint", str(model), "--num-rollout", "1", *words]))
     return with_adapters(engine_options(config), config, None)
 
 

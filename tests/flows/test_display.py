@@ -20,7 +20,7 @@ def config(num_rollout: int = 3, *, rollout_only: bool = False, log_format: str 
         run=SimpleNamespace(num_rollout=num_rollout, debug_rollout_only=rollout_only, log_format=log_format),
         convert=SimpleNamespace(hf_checkpoint="/models/tiny"),
         rollout=SimpleNamespace(prompt_data=["/data/[train].jsonl"]),  # brackets are rich's markup
-        eval=SimpleNamespace(eval_prompt_data=[("heldout", "/data/heldout.jsonl")]),
+        eval=SimpleNamespace(data_sets=[("heldout", "/data/heldout.jsonl")]),
     )
 
 

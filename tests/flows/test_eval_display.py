@@ -21,7 +21,7 @@ def line_of(summary: dict[str, float]) -> str:
         run=SimpleNamespace(num_rollout=3, debug_rollout_only=False, log_format="text"),
         convert=SimpleNamespace(hf_checkpoint="m"),
         rollout=SimpleNamespace(prompt_data=["x"]),
-        eval=SimpleNamespace(eval_prompt_data=[]),
+        eval=SimpleNamespace(data_sets=[]),
     )
     display = Display("r", "evaluate", config, "/store", console=Console(file=io.StringIO()))
     return display.print_commit(Commit(kind="eval", index=2, summary=summary))

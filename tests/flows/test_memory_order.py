@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from penstock.engines.serving import pool as pools
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.training import STATE_KINDS, MemorySwitch, StateKind
@@ -19,6 +18,7 @@ from penstock.engines.weights.routes import ProcessPlace
 from penstock.flows import tasks
 from penstock.flows.config import Flow
 from penstock.flows.options.flags import parse_config
+from penstock.flows.runtime import processes
 from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.publishing import PolicyEngines
@@ -179,7 +179,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     def make(*flags: str, owned: bool = True) -> World:
         worlds.append(World(tmp_path, list(flags), ScriptedCluster(owned=owned)))
-        monkeypatch.setattr(pools, "start_pool", worlds[-1].start_pool)
+        monkeypatch.setattr(processes, "start_pool", worlds[-1].start_pool)
         monkeypatch.setattr(tasks, "save", tasks.save.body)
         return worlds[-1]
 

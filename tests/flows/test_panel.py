@@ -73,7 +73,7 @@ def config(log_format: str = "text") -> SimpleNamespace:
         run=SimpleNamespace(num_rollout=20, debug_rollout_only=False, log_format=log_format),
         convert=SimpleNamespace(hf_checkpoint="/models/tiny"),
         rollout=SimpleNamespace(prompt_data=["/data/train.jsonl"]),
-        eval=SimpleNamespace(eval_prompt_data=[]),
+        eval=SimpleNamespace(data_sets=[]),
     )
 
 

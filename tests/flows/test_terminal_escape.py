@@ -144,7 +144,7 @@ def test_lines_of_a_run_are_escaped(log_format: str, terminal: Terminal, monkeyp
         run=SimpleNamespace(num_rollout=3, debug_rollout_only=False, log_format=log_format),
         convert=SimpleNamespace(hf_checkpoint=f"/models/{EVIL}"),
         rollout=SimpleNamespace(prompt_data=[f"/data/{EVIL}"]),
-        eval=SimpleNamespace(eval_prompt_data=[(EVIL, EVIL)]),
+        eval=SimpleNamespace(data_sets=[(EVIL, EVIL)]),
     )
     monkeypatch.setattr(terminal, "isatty", lambda: False)
     with escaped_output():
