@@ -6,10 +6,12 @@ The mapping of names is repeated here on purpose, so that an error in `engines/f
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -192,6 +194,31 @@ def targets_of(packed: Pack) -> tuple[Tensor, Tensor]:
     has_next = torch.ones(len(packed.token_ids), dtype=torch.bool)
     has_next[packed.cu_seqlens[1:].long() - 1] = False
     return packed.token_ids.roll(-1), has_next
+
+
+def full_logits(engine: Any, logits: Tensor) -> Tensor:
+    """Return the logits of the whole padded vocabulary, of which tensor-parallel ranks have shards."""
+    if not engine.tensor_group:
+        return logits
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+
+    return gather_from_tensor_model_parallel_region(logits, engine.tensor_group)
+
+
+@torch.no_grad()
+def replace_by_gradients(engine: Any, params: Iterable[Any]) -> None:
+    """Put gradients in the place of parameters, to be gathered like these. After the distributed optimizer's reduction
+    each rank has only the shard that it updates: the shards are joined."""
+    for param in params:
+        inner = next(
+            x for x in engine.optimizer.chained_optimizers if any(param in b.param_index_map for b in x.buffers)
+        )
+        whole = torch.zeros_like(param)
+        if param in inner.model_param_gbuf_map:
+            shard = inner._get_model_param_range_map(param)["param"]
+            whole.view(-1)[shard.start : shard.end] = param.main_grad.view(-1)[shard.start : shard.end]
+        dist.all_reduce(whole, group=inner.data_parallel_group)
+        param.copy_(whole)
 
 
 def hf_loss(model: Any, packs: list[Pack]) -> Tensor:

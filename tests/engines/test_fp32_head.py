@@ -18,9 +18,17 @@ from penstock.stages.train.algorithms.logprobs import token_logprobs
 from penstock.stages.train.build import build_models
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import EngineError
-from tests.engines.megatron_reference import LENGTHS, SHAPE, hf_model, make_pack, put_weights, targets_of, to_megatron
+from tests.engines.megatron_reference import (
+    LENGTHS,
+    SHAPE,
+    UNTIED,
+    hf_model,
+    make_pack,
+    put_weights,
+    targets_of,
+    to_megatron,
+)
 
-UNTIED = SHAPE.model_copy(update={"tied_embeddings": False})
 PACK = make_pack(LENGTHS)
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -131,9 +139,6 @@ def test_a_model_in_fp32_computes_the_same_with_and_without_the_option(bf16_head
 @pytest.mark.integration
 def test_layouts_of_two_ranks_agree_with_one(run_two_ranks: Callable[..., str]) -> None:
     run_two_ranks("fp32_head_ranks.py")
-
-
-# ---- engines ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("has_gpus", [False, True])

@@ -13,11 +13,9 @@ from torch import Tensor
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.model.expert_routing import UNKNOWN, RoutingRecord, StreamRouting
+from tests.engines.megatron_reference import FULL, SELECTIVE
 from tests.engines.replay_ranks import make_engine, random_record, replay_packs
 from tests.families import hf_model, make_family
-
-SELECTIVE = {"recompute_granularity": "selective"}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +58,6 @@ def forward_only(engine: Any, packs: list[Any], routing: Any) -> list[Tensor]:
     ]
 
 
-# ---- records ---------------------------------------------------------------------------------------------------------
-
-
 def test_record_gets_the_rows_of_a_rank() -> None:
     rows = torch.tensor([5, 2, 4, UNKNOWN])  # the last row is padding
     record = RoutingRecord(6, {7: torch.tensor([[1, 2]] * 3 + [[UNKNOWN] * 2] * 3, dtype=torch.int16)})
@@ -74,9 +69,6 @@ def test_record_gets_the_rows_of_a_rank() -> None:
     assert record.choices[7].tolist() == [[1, 2], [1, 2], [1, 2], [-1, -1], [14, 15], [10, 11]]
     assert torch.equal(StreamRouting(record, rows, recording=True).replay(8, free), free)
     assert record.choices[8].tolist() == [[-1, -1], [-1, -1], [12, 13], [-1, -1], [14, 15], [10, 11]]
-
-
-# ---- one rank --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
@@ -176,9 +168,6 @@ def test_recomputation_replays_the_same_experts(
     for name, gradient in gradients.items():
         torch.testing.assert_close(same_gradients[name], gradient, rtol=1e-5, atol=1e-6)
     assert max((x - y).abs().max() for x, y in zip(plain, free[0])) > 1e-3, "replay must change the results"
-
-
-# ---- two ranks -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.integration

@@ -15,12 +15,10 @@ from torch import Tensor
 
 from penstock.engines.families.shape import Experts, ModelShape
 from penstock.engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
-from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, Pack, make_pack
+from tests.engines.megatron_reference import OPTIMIZER, PACKS, SHAPE, Pack, make_engine, make_pack
 
-MIXTURE = SHAPE.model_copy(
-    update={"tied_embeddings": False, "experts": Experts(num_experts=4, top_k=2, ffn_hidden_size=24)}
-)
-SHAPES = {"dense": SHAPE, "mixture": MIXTURE}
+EXPERTS = Experts(num_experts=4, top_k=2, ffn_hidden_size=24)
+SHAPES = {"dense": SHAPE, "mixture": SHAPE.model_copy(update={"tied_embeddings": False, "experts": EXPERTS})}
 LAYOUTS: dict[str, tuple[ParallelLayout, list[str]]] = {
     "data": (ParallelLayout(), ["dense"]),
     "tensor": (ParallelLayout(tensor=2), ["dense"]),
@@ -31,14 +29,12 @@ LAYOUTS: dict[str, tuple[ParallelLayout, list[str]]] = {
     "experts": (ParallelLayout(expert=2), ["mixture"]),
 }
 SOME = ["sequence", "pipeline", "experts"]
-PACKS = [make_pack(LENGTHS, 0), make_pack([3, 4, 50], 1), make_pack([21], 2), make_pack([1, 1, 30, 7], 3)]
-OPTIONS: dict[str, Any] = {"dtype": "fp32", "optimizer": OPTIMIZER | {"adam_eps": 1e-3}}
+FOUR_PACKS = [*PACKS, make_pack([21], 2), make_pack([1, 1, 30, 7], 3)]
+OPTIONS: dict[str, Any] = {"optimizer": OPTIMIZER | {"adam_eps": 1e-3}}
 
 
 def critic(shape: ModelShape, layout: ParallelLayout) -> Any:
-    from penstock.engines.megatron.engine import MegatronEngine
-
-    return MegatronEngine(shape, layout, role="value", **OPTIONS)
+    return make_engine(shape, layout=layout, role="value", **OPTIONS)
 
 
 def step(engine: Any) -> tuple[float, float]:
@@ -46,14 +42,12 @@ def step(engine: Any) -> tuple[float, float]:
     rank, size = engine.data_parallel_rank_and_size
 
     def squared_error(hidden: Tensor, head: Any, packed: Pack) -> Any:
-        targets, rows = (
-            torch.sin(packed.token_ids.double() + packed.position_ids).float(),
-            engine.pack_stream(packed).pack_slice,
-        )
+        targets = torch.sin(packed.token_ids.double() + packed.position_ids).float()
+        rows = engine.pack_stream(packed).pack_slice
         loss = (head(hidden)[:, 0] - targets[rows]).square().sum()
         return loss, {"loss": loss.detach()}
 
-    outputs = engine.forward_backward(PACKS[rank::size], squared_error)
+    outputs = engine.forward_backward(FOUR_PACKS[rank::size], squared_error)
     total = torch.stack([output["loss"] for output in outputs]).sum() if outputs else torch.zeros(())
     dist.all_reduce(total)
     copies = engine.tensor_group.size() if engine.tensor_group else 1
@@ -67,10 +61,8 @@ def weights(engine: Any) -> dict[str, Tensor]:
 def run_one_rank(name: str, rank: int, directory: Path) -> dict[str, Any]:
     """Return the results of four steps from a policy's weights, in a world of one rank."""
     init_parallel(0, 1, f"file://{directory}/alone-{name}-{rank}")
-    from penstock.engines.megatron.engine import MegatronEngine
-
     base = directory / f"base-{name}-{rank}"
-    MegatronEngine(SHAPES[name], overrides={"init_method_std": 0.15}, **OPTIONS).save_weights(base)
+    make_engine(SHAPES[name], overrides={"init_method_std": 0.15}, **OPTIONS).save_weights(base)
     engine = critic(SHAPES[name], ParallelLayout())
     engine.load_weights(base)
     initial, first, after = weights(engine), step(engine), weights(engine)
