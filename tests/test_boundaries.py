@@ -345,6 +345,24 @@ def test_importing_flows_loads_no_engine() -> None:
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    ("program", "heavy"),
+    [
+        ("import penstock.engines.megatron.memory_plan, penstock.engines.serving.engine_memory", "torch megatron.core"),
+        ("from penstock.engines.sglang.passthrough import *; assert len(sglang_flags()) > 400", "torch sglang"),
+        (
+            "from penstock.engines.sglang.checks.model_support import *; check_architecture('Qwen3ForCausalLM')",
+            "torch sglang transformers",
+        ),
+    ],
+    ids=["memory plan", "flags of SGLang", "architectures of SGLang"],
+)
+def test_check_before_a_run_loads_no_engine(program: str, heavy: str) -> None:
+    program += f"\nimport sys; sys.exit(str({set(heavy.split())} & sys.modules.keys() or ''))"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
 WITHOUT_FLOWS = """
 from penstock.flows import cli
 from penstock.flows.options.flags import parse_config

@@ -35,40 +35,55 @@ def answer(token_ids: list[int], **meta: Any) -> dict[str, Any]:
     }
 
 
-def serve_json(
-    say: Callable[[str], dict[str, Any]],
-    port: int = 0,
-    change: Callable[[str, dict[str, Any]], None] = lambda path, body: None,
-) -> ThreadingHTTPServer:
-    """Start a server in background threads that answers every GET with `say(path)`, and every POST after
-    `change(path, body)`; an AssertionError of either is answered with HTTP 500. Port 0 is a free one."""
+class JsonServer(ThreadingHTTPServer):
+    """A server in background threads that answers every GET with `say(path)`, and every POST after
+    `change(path, body)`; a ValueError of either is answered with HTTP 400 and an AssertionError with HTTP 500. Port 0
+    is a free one."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._answer(lambda: say(self.path))
+    daemon_threads = True
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._answer(lambda: change(self.path, body) or {})
+    def __init__(
+        self,
+        say: Callable[[str], dict[str, Any]],
+        change: Callable[[str, dict[str, Any]], None] = lambda path, body: None,
+        port: int = 0,
+    ) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer(lambda: say(self.path))
 
-        def _answer(self, make: Callable[[], dict[str, Any]]) -> None:
-            try:
-                status, answer = 200, make()
-            except AssertionError as error:
-                status, answer = 500, {"error": str(error)}
-            text = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self._answer(lambda: change(self.path, body) or {})
 
-        def log_message(self, *words: Any) -> None:
-            pass
+            def _answer(self, make: Callable[[], dict[str, Any]]) -> None:
+                try:
+                    status, answer = 200, make()
+                except (AssertionError, ValueError) as error:
+                    status, answer = 500 if isinstance(error, AssertionError) else 400, {"error": str(error)}
+                text = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
 
-    http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    http.daemon_threads = True
-    threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    return http
+            def log_message(self, *words: Any) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", port), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def die(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "timed out after 10 s"
+        time.sleep(0.01)
 
 
 def with_servers(handlers: list[Handler], use: Callable[[list[str]], Awaitable[Any]]) -> Any:
@@ -148,8 +163,8 @@ class SmallServer:
         self.allocated = {"weights", "kv_cache"}
         self.events = [] if events is None else events
         self.hangs = self.paused = self.refuses_resume = self.dead = False
-        self.http = serve_json(self._say, change=self._change)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        self.http = JsonServer(self._say, self._change)
+        self.url, self.die = self.http.url, self.http.die
 
     def _say(self, path: str) -> dict[str, Any]:
         assert not self.dead
@@ -175,10 +190,6 @@ class SmallServer:
             self.paused = path == "/pause_generation"
         assert not self.dead
         self.events.append(" ".join(["engine:", path.removeprefix("/").split("_")[0], *sorted(tags)]))
-
-    def die(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
 
 
 class SmallReplica(Replica):

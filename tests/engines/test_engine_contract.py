@@ -205,7 +205,7 @@ def test_an_engine_without_cache_stays_paused_after_its_weights_are_overwritten(
 def test_an_address_without_an_engine_is_unhealthy_and_has_no_version(fleet: Fleet) -> None:
     client = fleet.client()
     assert not client.generates_tokens("http://127.0.0.1:9", timeout=2)
-    with pytest.raises(EngineGone):
+    with pytest.raises(EngineGone, match=r"127\.0\.0\.1:9"):
         client.weight_version("http://127.0.0.1:9", timeout=2)
 
 

@@ -176,7 +176,6 @@ def different(first: list[dict[str, str]], second: list[dict[str, str]]) -> list
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_weights_are_quantized_to_the_same_bits_on_gpu_and_cpu() -> None:
     torch.manual_seed(0)
     for shape in ((256, 384), (300, 200)):
@@ -186,7 +185,6 @@ def test_weights_are_quantized_to_the_same_bits_on_gpu_and_cpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", WIDTHS)
 def test_updated_fp8_engine_equals_an_engine_of_the_fp8_export(family: str, cluster: Cluster, tmp_path: Path) -> None:

@@ -221,7 +221,6 @@ def test_a_kernel_that_does_not_work_here_is_refused(backend: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("widths", [(128, 128), (64, 64), (192, 128)], ids=str)  # of keys, of values
 @pytest.mark.parametrize("kernel", ["torch", "fa4"])
 def test_flash_kernels_equal_padded_attention_in_fp32(kernel: AttentionKernel, widths: tuple[int, int]) -> None:
@@ -246,7 +245,6 @@ def test_flash_kernels_equal_padded_attention_in_fp32(kernel: AttentionKernel, w
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("widths", [(128, 128), (64, 64), (192, 128)], ids=str)
 @pytest.mark.parametrize("kernel", ["torch", "fa4"])
 def test_deterministic_flash_kernels_repeat_bit_for_bit(kernel: AttentionKernel, widths: tuple[int, int]) -> None:
