@@ -74,6 +74,7 @@ def make_engine(shape: ModelShape, checkpoint: Path | None = None, **options: An
 
 def run(name: str, rank: int, directory: Path, shape: ModelShape) -> None:
     engine = make_engine(shape, layout=LAYOUTS[name], overrides=RECOMPUTED.get(name))
+    assert ("context" in engine.fingerprint()) == (name == "context")
     engine.load_weights(directory / "saved")
     expected = torch.load(directory / "alone.pt", weights_only=False)
     data_rank, data_size = engine.data_parallel_rank_and_size

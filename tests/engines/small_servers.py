@@ -132,16 +132,12 @@ class SmallEngine:
                 self._running[rid].set()
             return web.Response()
         if request.path != "/generate":
-            return web.json_response(
-                {"model_path": "small", "weight_version": "run/3", "version": "0.5.21", "tp_size": 1}
-            )
+            facts = {"model_path": "small", "weight_version": "run/3", "version": "0.5.21", "tp_size": 1}
+            return web.json_response(facts)
         body = await request.json()
         self.bodies.append(body)
-        return web.json_response(
-            await asyncio.gather(
-                *[self._one(f"{body['rid']}_{index}", ids) for index, ids in enumerate(body["input_ids"])]
-            )
-        )
+        requests = [self._one(f"{body['rid']}_{index}", ids) for index, ids in enumerate(body["input_ids"])]
+        return web.json_response(await asyncio.gather(*requests))
 
     async def _one(self, rid: str, ids: list[int]) -> dict[str, Any]:
         stopped = self._running[rid] = asyncio.Event()
@@ -158,6 +154,8 @@ class SmallServer:
     """The control routes of an SGLang server. Like SGLang, it dies if memory is released or resumed twice, or released
     while it generates."""
 
+    release, tensor_parallel = "0.5.21", 1
+
     def __init__(self, version: str = "run/0", events: list[str] | None = None) -> None:
         self.version = version
         self.allocated = {"weights", "kv_cache"}
@@ -171,7 +169,7 @@ class SmallServer:
         if path == "/health_generate" and self.hangs:
             time.sleep(0.4)
         assert path != "/health_generate" or not self.paused
-        return {"weight_version": self.version, "version": "0.5.21", "tp_size": 1}
+        return {"weight_version": self.version, "version": self.release, "tp_size": self.tensor_parallel}
 
     def _change(self, path: str, body: dict[str, Any]) -> None:
         assert not self.dead

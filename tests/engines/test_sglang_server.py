@@ -76,52 +76,6 @@ def test_publish_changes_weights_and_version(
     assert not list(tmp_path.iterdir())
 
 
-def test_publish_during_generation_loses_no_request(engine_pool: EnginePool, tiny_model: Path) -> None:
-    """Requests in flight continue with the new weights; each reports its first and its last version."""
-    publisher = SGLangClient(engine_pool.urls)
-    publisher.update_weights(weights(tiny_model).items(), "test/4")
-
-    async def both() -> list[Generation]:
-        async with SGLangClient(engine_pool.urls, timeout=120) as client:
-            running = asyncio.create_task(client.generate(PROMPT, {"max_new_tokens": 200, "ignore_eos": True}, n=4))
-            await asyncio.sleep(0.15)
-            await asyncio.to_thread(publisher.update_weights, weights(tiny_model).items(), "test/5")
-            return await running
-
-    generations = asyncio.run(both())
-    assert [len(g.token_ids) for g in generations] == [200] * 4
-    assert {tuple(v for v, _ in g.weight_versions) for g in generations} == {("test/4", "test/5")}
-    assert worst_difference(tiny_model, generations) < TOLERANCE
-
-
-def test_abort_ends_only_the_requests_of_its_client(engine_pool: EnginePool, tiny_model: Path) -> None:
-    SGLangClient(engine_pool.urls).update_weights(weights(tiny_model).items(), "test/5")
-    long = {"max_new_tokens": 240, "ignore_eos": True}
-
-    async def both() -> tuple[list[Generation], list[Generation]]:
-        async with (
-            SGLangClient(engine_pool.urls, timeout=120) as client,
-            SGLangClient(engine_pool.urls, timeout=120) as other,
-        ):
-            others = asyncio.create_task(other.generate(PROMPT, {"max_new_tokens": 150, "ignore_eos": True}, n=2))
-            samplings = [long, long | {"temperature": 0.5}]
-            groups = [client.generate_each([PROMPT, PROMPT[:4]], samplings) for _ in range(60)]
-            running = [asyncio.create_task(group) for group in groups]  # more than the cache holds: some are queued
-            await asyncio.sleep(0.3)
-            start = time.monotonic()
-            await client.abort()
-            assert time.monotonic() - start < 60
-            return [generation for group in await asyncio.gather(*running) for generation in group], await others
-
-    stopped, others = asyncio.run(both())
-    assert {g.finish_reason for g in stopped} == {"abort"}
-    assert {v for g in stopped for v, _ in g.weight_versions} == {"test/5"}
-    assert any(g.token_ids for g in stopped) and max(len(g.token_ids) for g in stopped) < 240
-    assert worst_difference(tiny_model, [g for g in stopped[::2] if g.token_ids]) < TOLERANCE
-    assert [(g.finish_reason, len(g.token_ids)) for g in others] == [("length", 150)] * 2
-    assert [g.finish_reason for g in sample(engine_pool)] == ["length"] * 4
-
-
 def test_an_external_engine_gets_weights_and_survives_the_pool(
     engine_pool: EnginePool, cluster: Cluster, tiny_model: Path, tmp_path: Path
 ) -> None:

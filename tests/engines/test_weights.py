@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_servers import JsonServer
+from small_servers import SmallServer
 
 from penstock.engines.generation import WeightTransport
 from penstock.engines.sglang.client import SGLangClient
@@ -76,20 +76,17 @@ def test_an_update_over_disk_without_a_directory_is_refused(tmp_path: Path) -> N
         SGLangClient(["http://x"]).update_weights([], "run/7", WeightTransport("disk"))
 
 
-class FakeServer:
-    """Answers the calls of an update like SGLang of one release, and records them."""
+class UpdatedServer(SmallServer):
+    """Also loads buckets, like SGLang of one release, and records all calls."""
+
+    tensor_parallel = 2
 
     def __init__(self, release: str, refuse_bucket: int | None = None) -> None:
+        super().__init__("default")
         self.release, self.refuse_bucket = release, refuse_bucket
         self.calls: list[str] = []
-        self.version = "default"
         self.flushes: list[bool] = []
         self.session_open = self.busy = False
-        self.memory = {"weights", "kv_cache"}
-        self.http = JsonServer(self._say, self._change)
-
-    def _say(self, path: str) -> dict[str, Any]:
-        return {"version": self.release, "tp_size": 2, "weight_version": self.version}
 
     def _change(self, path: str, body: dict[str, Any]) -> None:
         self.calls.append(path)
@@ -97,30 +94,24 @@ class FakeServer:
             assert body == {"selector": "target"}
             if self.session_open:
                 raise ValueError("a weight-update session is already open")
-            self.session_open = True
-        elif path == "/end_weight_update":
-            self.session_open = False
-        elif path == "/update_weight_version":
-            self.version = body["new_version"]
         elif path == "/pause_generation":
             self.busy = self.busy and body["mode"] != "abort"
-        elif path == "/release_memory_occupation":  # SGLang dies in all these cases
-            assert not self.busy and self.memory >= set(body["tags"])
-            self.memory -= set(body["tags"])
-        elif path == "/resume_memory_occupation":
-            assert not self.memory & set(body["tags"])
-            self.memory |= set(body["tags"])
+        elif path == "/release_memory_occupation":
+            assert not self.busy
         elif path == "/continue_generation":
-            assert self.memory == {"weights", "kv_cache"}
+            assert self.allocated == {"weights", "kv_cache"}
         elif path == "/update_weights_from_tensor":
             self._load(body)
+        if path in ("/begin_weight_update", "/end_weight_update"):
+            self.session_open = path == "/begin_weight_update"
+        super()._change(path, body)
 
     def _load(self, body: dict[str, Any]) -> None:
         older = self.release == "0.5.15.post1"
-        assert "weights" in self.memory
+        assert "weights" in self.allocated
         assert body.get("selector") == (None if older else "target")
         assert body.get("disable_draft_model") == (True if older else None)
-        assert "kv_cache" in self.memory or not body["flush_cache"]
+        assert "kv_cache" in self.allocated or not body["flush_cache"]
         assert body["load_format"] == "flattened_bucket"
         assert len(body["serialized_named_tensors"]) == 2  # one payload for each of its ranks
         self.flushes.append(body["flush_cache"])
@@ -129,16 +120,16 @@ class FakeServer:
 
 
 @pytest.fixture
-def engine(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
-    engine = FakeServer(*request.param)
+def engine(request: pytest.FixtureRequest) -> Iterator[UpdatedServer]:
+    engine = UpdatedServer(*request.param)
     yield engine
-    engine.http.die()
+    engine.die()
 
 
 @pytest.mark.parametrize("engine", [("0.5.21",), ("0.5.15.post1",), ("0.5.22.dev3",)], indirect=True, ids=str)
-def test_an_update_makes_the_calls_of_each_release(engine: FakeServer) -> None:
+def test_an_update_makes_the_calls_of_each_release(engine: UpdatedServer) -> None:
     engine.session_open = engine.release != "0.5.15.post1"  # left by a trainer that died
-    SGLangClient([engine.http.url]).update_weights(iter(tensors()), "run/7", WeightTransport(bucket_bytes=100))
+    SGLangClient([engine.url]).update_weights(iter(tensors()), "run/7", WeightTransport(bucket_bytes=100))
     begin, end = ["/begin_weight_update", "/end_weight_update"], ["/end_weight_update"]
     if engine.release == "0.5.15.post1":
         begin, end = [], []
@@ -153,41 +144,41 @@ def test_an_update_makes_the_calls_of_each_release(engine: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("engine", [("0.5.21", 2)], indirect=True, ids=str)
-def test_a_refused_bucket_does_not_set_the_version_and_generation_resumes(engine: FakeServer) -> None:
+def test_a_refused_bucket_does_not_set_the_version_and_generation_resumes(engine: UpdatedServer) -> None:
     with pytest.raises(RuntimeError, match="shape mismatch"):
-        SGLangClient([engine.http.url]).update_weights(iter(tensors()), "run/7", WeightTransport(bucket_bytes=1))
+        SGLangClient([engine.url]).update_weights(iter(tensors()), "run/7", WeightTransport(bucket_bytes=1))
     assert engine.version == "updating:run/7"
     assert engine.calls[-2:] == ["/end_weight_update", "/continue_generation"]
 
 
 @pytest.mark.parametrize("engine", [("0.5.21",)], indirect=True, ids=str)
-def test_released_memory_is_resumed_in_the_order_that_sglang_survives(engine: FakeServer) -> None:
-    client, engine.busy = SGLangClient([engine.http.url]), True
+def test_released_memory_is_resumed_in_the_order_that_sglang_survives(engine: UpdatedServer) -> None:
+    client, engine.busy = SGLangClient([engine.url]), True
     client.release_memory()
     client.release_memory()
-    assert engine.memory == set() and engine.calls.count("/release_memory_occupation") == 1
+    assert engine.allocated == set() and engine.calls.count("/release_memory_occupation") == 1
     client.update_weights(iter(tensors()), "run/7", WeightTransport(bucket_bytes=100))
-    assert engine.memory == {"weights"} and engine.version == "loaded:run/7" and set(engine.flushes) == {False}
+    assert engine.allocated == {"weights"} and engine.version == "loaded:run/7" and set(engine.flushes) == {False}
     assert "/continue_generation" not in engine.calls
     client.release_memory()  # the KV cache is still released
-    assert engine.memory == set()
+    assert engine.allocated == set()
     client.update_weights(iter(tensors()), "run/8", WeightTransport(bucket_bytes=100))
     client.resume_kv_cache()
-    assert engine.memory == {"weights", "kv_cache"} and engine.version == "run/8"
+    assert engine.allocated == {"weights", "kv_cache"} and engine.version == "run/8"
     assert engine.calls[-1] == "/continue_generation"
 
 
 @pytest.mark.parametrize("engine", [("0.5.21", 2)], indirect=True, ids=str)
-def test_an_update_that_fails_after_a_release_stays_paused_and_is_repeated(engine: FakeServer) -> None:
-    client = SGLangClient([engine.http.url])
+def test_an_update_that_fails_after_a_release_stays_paused_and_is_repeated(engine: UpdatedServer) -> None:
+    client = SGLangClient([engine.url])
     client.release_memory()
     with pytest.raises(RuntimeError, match="shape mismatch"):
         client.update_weights(iter(tensors()), "run/7", WeightTransport(bucket_bytes=1))
     client.resume_kv_cache()
-    assert engine.version == "loading:run/7" and engine.memory == {"weights"}
+    assert engine.version == "loading:run/7" and engine.allocated == {"weights"}
     client.update_weights(iter(tensors()), "run/7")
     client.resume_kv_cache()
-    assert engine.version == "run/7" and engine.memory == {"weights", "kv_cache"}
+    assert engine.version == "run/7" and engine.allocated == {"weights", "kv_cache"}
 
 
 def test_sglang_refuses_to_unpickle_other_classes() -> None:
