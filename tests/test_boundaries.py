@@ -84,9 +84,6 @@ def own(name: str) -> str:
     return name.removeprefix("penstock.") if name.startswith("penstock.") else ""
 
 
-# ---- the rules -------------------------------------------------------------------------------------------------------
-
-
 def upward_imports(root: Path) -> list[str]:
     """The direction is flows -> stages -> engines -> storage."""
     return [
@@ -236,8 +233,6 @@ def test_the_tree_keeps_the_rule(rule: Callable[[Path], list[str]]) -> None:
     assert rule(ROOT) == []
 
 
-# ---- planted violations ----------------------------------------------------------------------------------------------
-
 GOOD_TREE = {
     "penstock/__init__.py": "",
     "flows/cli.py": "import prefect\nfrom penstock.stages.train import step\nfrom penstock.storage import store\n",
@@ -329,9 +324,6 @@ def test_a_planted_violation_fails_its_rule_alone(
 
 def test_every_rule_has_a_planted_violation() -> None:
     assert {rule for rule, _ in PLANTED} == set(RULES)
-
-
-# ---- at run time -----------------------------------------------------------------------------------------------------
 
 
 def test_importing_flows_loads_no_engine() -> None:

@@ -12,11 +12,9 @@ from penstock.engines.megatron.parallel import ParallelLayout, init_parallel
 from penstock.storage.disk import hash_file
 from penstock.storage.errors import LayoutError, ModelError, OptionError
 from tests.engines.megatron_reference import (
-    FULL,
     LENGTHS,
     OPTIMIZER,
     PACKS,
-    SELECTIVE,
     SHAPE,
     cross_entropy,
     hf_loss,
@@ -163,14 +161,7 @@ def test_nan_gradients_raise_before_weights_change(engine: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        FULL,
-        SELECTIVE,
-        {"overlap_grad_reduce": True, "bucket_size": 3000},
-        {},
-    ],
-    ids=["full recompute", "selective recompute", "several buckets", "deterministic"],
+    "options", [{"overlap_grad_reduce": True, "bucket_size": 3000}, {}], ids=["several buckets", "deterministic"]
 )
 def test_performance_options_do_not_change_results(
     engine: Any, hf: Any, options: dict[str, Any], tmp_path: Path
