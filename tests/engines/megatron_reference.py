@@ -41,11 +41,7 @@ LATENT_ATTENTION = LatentAttention(
     q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12
 )
 LATENT = SHAPE.model_copy(update={"head_dim": 24, "num_query_groups": 4, "latent": LATENT_ATTENTION})
-FULL: dict[str, Any] = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
 OPTIMIZER: dict[str, Any] = dict(
     lr=1e-2,

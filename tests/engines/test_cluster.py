@@ -150,18 +150,17 @@ def answer_with(listener: socket.socket, data: bytes) -> threading.Thread:
     return thread
 
 
-def test_address_where_nothing_listens_is_refused() -> None:
+def test_address_where_nothing_listens_or_answers_is_not_ray(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(penstock.engines.cluster, "ANSWER_SECONDS", 0.05)
+    with pytest.raises(TimeoutError, match=r"does not answer in 0\.05 s"):
+        check_speaks_http2(*listener.getsockname())
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # reserved, but not listening
         host, port = bound.getsockname()
         with pytest.raises(ConnectionError, match=rf"^127\.0\.0\.1:{port}: Connection refused$"):
             check_speaks_http2(host, port)
-
-
-def test_server_that_never_answers_is_not_ray(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.engines.cluster, "ANSWER_SECONDS", 0.05)
-    with pytest.raises(TimeoutError, match=r"does not answer in 0\.05 s"):
-        check_speaks_http2(*listener.getsockname())
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"-ER"])

@@ -10,7 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from penstock.engines.families.shape import Experts, Llama3Scaling, Rotary, YarnScaling
+from penstock.engines.families.shape import Experts, Rotary, YarnScaling
 from penstock.engines.megatron.model.expert_routing import select_experts
 from penstock.engines.megatron.model.norm_and_rope import (
     apply_rope_unfused,
@@ -20,25 +20,6 @@ from penstock.engines.megatron.model.norm_and_rope import (
     yarn_attention_factor,
 )
 from tests.engines.megatron_reference import LATENT, LATENT_ATTENTION
-
-
-@pytest.mark.parametrize(
-    ("factor", "original", "theta"), [(8.0, 8192, 500000.0), (32.0, 8192, 500000.0), (8.0, 64, 500000.0)], ids=str
-)
-def test_llama3_frequencies(factor: float, original: int, theta: float) -> None:
-    scaling = Llama3Scaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=original)
-    rope = dict(
-        rope_type="llama3",
-        rope_theta=theta,
-        factor=factor,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=original,
-    )
-    config = transformers.LlamaConfig(head_dim=128, rope_parameters=rope)
-    expected, length = ROPE_INIT_FUNCTIONS["llama3"](config, None)
-    assert length == 1.0
-    torch.testing.assert_close(rope_frequencies(Rotary(base=theta, scaling=scaling), 128), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
