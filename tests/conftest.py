@@ -48,6 +48,16 @@ class Loggers(dict[str, Any]):
 logging.root.manager.loggerDict = Loggers(logging.root.manager.loggerDict)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests with the marker `gpu` where there is none."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items:
+        import torch
+
+        for item in gpu_items if not torch.cuda.is_available() else ():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def skip_fsync() -> Iterator[None]:
     """Do not wait for the disk in this process: no test cuts the power, and a store syncs several files per commit.

@@ -197,6 +197,15 @@ def hf_model(directory: str | Path) -> Any:
     return model.eval()
 
 
+@torch.no_grad()
+def logprob_error(model: Any, prompt: list[int], generation: Any, temperature: float = 1.0) -> float:
+    """Return the largest difference between an engine's log-probs of one response and those of transformers' model."""
+    ids = torch.tensor(prompt + generation.token_ids)
+    logits = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1].float()
+    logprobs = (logits / temperature).log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0]
+    return (logprobs - torch.tensor(generation.logprobs)).abs().max().item()
+
+
 def _randomise(model: torch.nn.Module) -> None:
     """Randomize norms, biases, weights and router corrections, which would start at one or zero."""
     with torch.no_grad():

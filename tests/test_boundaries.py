@@ -84,9 +84,6 @@ def own(name: str) -> str:
     return name.removeprefix("penstock.") if name.startswith("penstock.") else ""
 
 
-# ---- the rules -------------------------------------------------------------------------------------------------------
-
-
 def upward_imports(root: Path) -> list[str]:
     """The direction is flows -> stages -> engines -> storage."""
     return [
@@ -236,8 +233,6 @@ def test_the_tree_keeps_the_rule(rule: Callable[[Path], list[str]]) -> None:
     assert rule(ROOT) == []
 
 
-# ---- planted violations ----------------------------------------------------------------------------------------------
-
 GOOD_TREE = {
     "penstock/__init__.py": "",
     "flows/cli.py": "import prefect\nfrom penstock.stages.train import step\nfrom penstock.storage import store\n",
@@ -331,9 +326,6 @@ def test_every_rule_has_a_planted_violation() -> None:
     assert {rule for rule, _ in PLANTED} == set(RULES)
 
 
-# ---- at run time -----------------------------------------------------------------------------------------------------
-
-
 def test_importing_flows_loads_no_engine() -> None:
     modules = [f"penstock.{name}" for name in product_modules(ROOT) if name.startswith("flows.")]
     program = (
@@ -343,6 +335,24 @@ def test_importing_flows_loads_no_engine() -> None:
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("program", "heavy"),
+    [
+        ("import penstock.engines.megatron.memory_plan, penstock.engines.serving.engine_memory", "torch megatron.core"),
+        ("from penstock.engines.sglang.passthrough import *; assert len(sglang_flags()) > 400", "torch sglang"),
+        (
+            "from penstock.engines.sglang.checks.model_support import *; check_architecture('Qwen3ForCausalLM')",
+            "torch sglang transformers",
+        ),
+    ],
+    ids=["memory plan", "flags of SGLang", "architectures of SGLang"],
+)
+def test_check_before_a_run_loads_no_engine(program: str, heavy: str) -> None:
+    program += f"\nimport sys; sys.exit({set(heavy.split())} & sys.modules.keys() or 0)"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
 
 
 WITHOUT_FLOWS = """

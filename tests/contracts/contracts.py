@@ -118,9 +118,6 @@ class Bench:
         return source
 
 
-# ---- rewards ---------------------------------------------------------------------------------------------------------
-
-
 def reward(path: str, bench: Bench) -> None:
     """Every sample gets a finite number, within its time, in a process of its own."""
     _graded(path, bench, group_rm=False)
@@ -141,9 +138,6 @@ def _graded(path: str, bench: Bench, group_rm: bool) -> None:
         outcomes: list[Outcome] = [future.result() for future in futures]
     for outcome in outcomes:
         assert outcome.request_error is None and outcome.error is None, outcome.request_error or outcome.error
-
-
-# ---- generation ------------------------------------------------------------------------------------------------------
 
 
 class DigitClient(ScriptedClient):
@@ -206,9 +200,6 @@ async def _generated(
         if over:
             await generation.abort()
         return [sample for group in take_checked_groups(source, 3) for sample in await generation(group)]
-
-
-# ---- what happens to groups and samples ------------------------------------------------------------------------------
 
 
 def filter_(path: str, bench: Bench) -> None:
@@ -289,9 +280,6 @@ def _ids(groups: list[Group]) -> list[str]:
 def _no_failure(samples: Group) -> None:
     for sample in samples:
         assert sample.status is not Status.FAILED, sample.metadata["error"]
-
-
-# ---- algorithms ------------------------------------------------------------------------------------------------------
 
 
 def advantages(path: str, bench: Bench) -> None:

@@ -9,9 +9,6 @@ HERE = "tests.contracts.plugins"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-# ---- good ------------------------------------------------------------------------------------------------------------
-
-
 async def reward(args, sample, **kwargs):
     return float(sample.label in sample.response)
 
@@ -105,9 +102,6 @@ GOOD = [
     ("data_source", "penstock.stages.rollout.prompts.data_source:RolloutDataSource"),
     ("data_source", "penstock.stages.rollout.prompts.data_source:RolloutDataSourceWithBuffer"),
 ]
-
-
-# ---- bad -------------------------------------------------------------------------------------------------------------
 
 
 def wrong_signature(only):

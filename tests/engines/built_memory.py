@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.engines.families.shape import Experts, LatentAttention, ModelShape
+from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.memory_plan import (
     TrainerOptions,
     count_stage_parameters,
@@ -21,35 +21,17 @@ from penstock.engines.megatron.memory_plan import (
     stage_layers,
 )
 from penstock.engines.parallel_layout import ParallelLayout
-from tests.engines.megatron_reference import OPTIMIZER, SHAPE
+from tests.engines.megatron_reference import EXPERTS, LATENT, SHAPE, make_engine
 
-EXPERTS = Experts(
-    num_experts=4,
-    top_k=2,
-    ffn_hidden_size=24,
-    shared_ffn_hidden_size=16,
-    num_dense_layers=1,
-    score="sigmoid",
-    bias=True,
-)
-LATENT = LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+SIGMOID_EXPERTS = EXPERTS.model_copy(update={"score": "sigmoid", "bias": True})
 UNTIED: dict[str, Any] = {"tied_embeddings": False}
 NO_NORM: dict[str, Any] = {"qk_layernorm": False, **UNTIED}
 SHAPES: dict[str, ModelShape] = {
     "dense": SHAPE,
     "biases": SHAPE.model_copy(update={"family": "qwen2", "qkv_bias": True, **NO_NORM}),
     "sandwich": SHAPE.model_copy(update={"family": "glm4", "sandwich_norms": True, **NO_NORM}),
-    "mixture": SHAPE.model_copy(update={"family": "glm4_moe", "experts": EXPERTS, **UNTIED}),
-    "latent": SHAPE.model_copy(
-        update={
-            "family": "deepseek_v3",
-            "head_dim": 24,
-            "num_query_groups": 4,
-            "latent": LATENT,
-            "experts": EXPERTS,
-            **UNTIED,
-        }
-    ),
+    "mixture": SHAPE.model_copy(update={"family": "glm4_moe", "experts": SIGMOID_EXPERTS, **UNTIED}),
+    "latent": LATENT.model_copy(update={"family": "deepseek_v3", "experts": SIGMOID_EXPERTS, **UNTIED}),
 }
 LAYOUTS: list[tuple[str, ParallelLayout]] = [
     ("dense", ParallelLayout()),
@@ -68,13 +50,12 @@ def built_bytes(
 ) -> tuple[int, int, int]:
     """Return the bytes of this rank's weights, gradients, and optimizer tensors that are not model weights and not
     offloaded."""
-    from penstock.engines.megatron.engine import MegatronEngine
     from penstock.engines.megatron.optimizer import inner_optimizers
     from penstock.engines.megatron.optimizer_offload import optimizer_tensors_on_device
 
     weights = gradients = optimizer = 0
     for role in ("policy", "value") if critic else ("policy",):
-        engine = MegatronEngine(shape, layout, dtype=dtype, optimizer=OPTIMIZER, overrides=options, role=role)
+        engine = make_engine(shape, layout=layout, dtype=dtype, overrides=options, role=role)
         for param in (param for chunk in engine.chunks for param in chunk.parameters()):
             weights += param.numel() * param.element_size()
             gradients += param.main_grad.numel() * param.main_grad.element_size()

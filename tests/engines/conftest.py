@@ -1,4 +1,4 @@
-"""Worlds of two Megatron ranks: processes that run a program of this folder."""
+"""Megatron in this process, and worlds of two ranks: processes that run a program of this folder."""
 
 from __future__ import annotations
 
@@ -6,13 +6,26 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from penstock_command import HANG
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def deterministic_kernels(world: None) -> Iterator[None]:
+    """On a GPU, whose fastest kernels for fp32 do not give the same bits twice."""
+    import torch
+
+    from penstock.engines.megatron.engine import use_deterministic_kernels
+
+    if torch.cuda.is_available():
+        use_deterministic_kernels()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.layout import ShardSlice, checkpoint_layout
 from penstock.engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
 from tests.engines import megatron_reference
-from tests.engines.megatron_reference import make_pack, targets_of
+from tests.engines.megatron_reference import full_logits, make_engine, make_pack, replace_by_gradients, targets_of
 from tests.families import FAMILIES, hf_model, make_family
 
 PACKS = [make_pack([5, 40, 1, 17, 33], 0), make_pack([3, 4, 61, 9], 1)]  # as many as two replicas need
@@ -63,9 +63,6 @@ CASES = {
 }
 
 
-# ---- references, and the checkpoints that the layouts load -----------------------------------------------------------
-
-
 def prepare(directory: Path, name: str) -> None:
     """Save a Hugging Face checkpoint, transformers' results with it, and the model as one Megatron rank saves it."""
     family, changes = MODELS[name]
@@ -76,12 +73,7 @@ def prepare(directory: Path, name: str) -> None:
     save_alone(shape, full, source / "saved")
 
     logits = [
-        torch.cat(
-            [
-                hf(input_ids=tokens[None]).logits[0]
-                for tokens in pack.token_ids.tensor_split(pack.cu_seqlens[1:-1].long())
-            ]
-        )
+        torch.cat([hf(input_ids=x[None]).logits[0] for x in pack.token_ids.tensor_split(pack.cu_seqlens[1:-1].long())])
         for pack in PACKS
     ]
     loss = torch.stack([loss_of(x, pack) for x, pack in zip(logits, PACKS)]).sum()
@@ -153,15 +145,10 @@ def loss_of(logits: Tensor, pack: Any) -> Tensor:
     return F.cross_entropy(logits[counted], targets[counted], reduction="sum")
 
 
-# ---- one family under one layout -------------------------------------------------------------------------------------
-
-
 def run(case_name: str, case: Case, family: str, directory: Path) -> None:
-    from penstock.engines.megatron.engine import MegatronEngine
-
     reference = reference_of(directory, family)
     shape = read_shape(directory / family)
-    engine = MegatronEngine(shape, case.layout, dtype="fp32", optimizer=OPTIMIZER, overrides=case.overrides)
+    engine = make_engine(shape, layout=case.layout, optimizer=OPTIMIZER, overrides=case.overrides)
     engine.load_weights(directory / family / "saved")
     gathered = dict(engine.named_weights())
     assert gathered.keys() == reference["weights"].keys(), gathered.keys() ^ reference["weights"].keys()
@@ -215,14 +202,9 @@ def packs_and_loss(engine: Any) -> tuple[list[Any], Any]:
     rank, size = engine.data_parallel_rank_and_size
 
     def loss_fn(hidden: Tensor, head: Any, pack: Any) -> Any:
-        logits = head(hidden)
-        if engine.tensor_group:  # the loss needs the whole vocabulary
-            from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-
-            logits = gather_from_tensor_model_parallel_region(logits, engine.tensor_group)
-        targets, counted = targets_of(pack)
+        logits = full_logits(engine, head(hidden))
         rows = engine.pack_stream(pack).pack_slice
-        targets, counted = targets[rows], counted[rows]
+        targets, counted = (x[rows] for x in targets_of(pack))
         loss = F.cross_entropy(logits[counted], targets[counted], reduction="sum")
         return loss, {"logits": logits.detach()[:, : engine.shape.vocab_size]}
 
@@ -230,19 +212,8 @@ def packs_and_loss(engine: Any) -> tuple[list[Any], Any]:
 
 
 def gradients_of(engine: Any) -> dict[str, Tensor]:
-    """Return full gradients under global names. After the distributed optimizer's reduction each rank has only the
-    shard that it updates: the shards are joined, put in the place of the weights, and gathered like these."""
-    with torch.no_grad():
-        for param in (param for chunk in engine.chunks for param in chunk.parameters()):
-            inner = next(
-                x for x in engine.optimizer.chained_optimizers if any(param in b.param_index_map for b in x.buffers)
-            )
-            whole = torch.zeros_like(param)
-            if param in inner.model_param_gbuf_map:
-                shard = inner._get_model_param_range_map(param)["param"]
-                whole.view(-1)[shard.start : shard.end] = param.main_grad.view(-1)[shard.start : shard.end]
-            dist.all_reduce(whole, group=inner.data_parallel_group)
-            param.copy_(whole)
+    """Return full gradients under global names, in place of the weights."""
+    replace_by_gradients(engine, (param for chunk in engine.chunks for param in chunk.parameters()))
     return {name: tensor.clone() for name, tensor in engine.named_weights() if not name.endswith("expert_bias")}
 
 

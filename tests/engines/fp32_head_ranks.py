@@ -15,23 +15,18 @@ from torch import Tensor
 
 from penstock.engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
 from penstock.stages.train.algorithms.logprobs import token_logprobs
-from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, Pack, make_pack, targets_of
+from tests.engines.megatron_reference import PACKS, SHAPE, UNTIED, Pack, make_engine, targets_of
 
 LAYOUTS = {
     "tensor": ParallelLayout(tensor=2),
     "sequence": ParallelLayout(tensor=2, sequence_parallel=True),
     "pipeline": ParallelLayout(pipeline=2),
 }
-SHAPES = {"tied": SHAPE, "untied": SHAPE.model_copy(update={"tied_embeddings": False})}
-PACKS = [make_pack(LENGTHS, 0), make_pack([3, 4, 50], 1)]
+SHAPES = {"tied": SHAPE, "untied": UNTIED}
 
 
 def policy(name: str, layout: ParallelLayout) -> Any:
-    from penstock.engines.megatron.engine import MegatronEngine
-
-    engine = MegatronEngine(
-        SHAPES[name], layout, dtype="bf16", optimizer=OPTIMIZER, overrides={"init_method_std": 0.15}
-    )
+    engine = make_engine(SHAPES[name], layout=layout, dtype="bf16", overrides={"init_method_std": 0.15})
     for chunk in engine.chunks:
         chunk.fp32_head = True
     return engine

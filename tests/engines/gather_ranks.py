@@ -16,17 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from penstock.engines.families.shape import Experts, ModelShape
+from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
 from penstock.engines.training import STATE_KINDS
-from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, Pack, make_pack, targets_of
+from tests.engines.megatron_reference import LENGTHS, MIXTURE, SHAPE, UNTIED, cross_entropy, make_engine, make_pack
 
-EXPERTS = Experts(num_experts=4, top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=16, num_dense_layers=1)
-MIXTURE = SHAPE.model_copy(update={"experts": EXPERTS})
-SHAPES = {"tied": SHAPE, "untied": SHAPE.model_copy(update={"tied_embeddings": False}), "mixture": MIXTURE}
+SHAPES = {"tied": SHAPE, "untied": UNTIED, "mixture": MIXTURE}
 LATE_GATHERS = {"tied": (True,), "untied": (True,), "mixture": (False, True)}  # whether gathers are late
 # the untied head has its own bucket
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 1000, "init_method_std": 0.15}
@@ -48,19 +44,11 @@ def start_late_gather(bucket: Any, force_sync: bool = False) -> None:
     bucket.param_gather_handle, bucket.param_gather_dispatched = LateGather(bucket), True
 
 
-def loss_fn(hidden: Tensor, head: Any, packed: Pack) -> tuple[Tensor, dict[str, Tensor]]:
-    targets, counted = targets_of(packed)
-    loss = F.cross_entropy(head(hidden)[counted], targets[counted], reduction="sum")
-    return loss, {"loss": loss.detach()}
-
-
 def run(
     shape: ModelShape, rank: int, directory: Path, late: bool = False, dtype: Any = "fp32", **overrides: Any
 ) -> list[Any]:
     """Return everything an engine computes over several steps, with every way to read its weights in between."""
-    from penstock.engines.megatron.engine import MegatronEngine
-
-    engine = MegatronEngine(shape, dtype=dtype, optimizer=OPTIMIZER, overrides=BUCKETS | overrides)
+    engine = make_engine(shape, dtype=dtype, overrides=BUCKETS | overrides)
     buckets = [
         bucket for chunk in engine.wrapped for bucket in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
     ]
@@ -70,9 +58,8 @@ def run(
     packs = [make_pack(LENGTHS, rank), make_pack([9, 30], rank + 2)]
 
     def step(forward_only: bool = False) -> list[Any]:
-        losses = [
-            output["loss"].item() for output in engine.forward_backward(packs, loss_fn, forward_only=forward_only)
-        ]
+        outputs = engine.forward_backward(packs, cross_entropy, forward_only=forward_only)
+        losses = [output["loss"].item() for output in outputs]
         return losses if forward_only else [*losses, engine.optimizer_step()]
 
     results: list[Any] = [step(), step(), step(forward_only=True), step(), engine.digest(), step()]
@@ -91,6 +78,11 @@ def run(
     return [*results, step(), engine.digest(), engine.optimizer_state_digest()]
 
 
+def compare(what: str, results: list[Any], expected: list[Any]) -> None:
+    for index, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
+        assert ours == theirs, (what, index, ours, theirs)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     rank, directory = int(sys.argv[1]), Path(sys.argv[2])
@@ -99,17 +91,11 @@ if __name__ == "__main__":
         expected = run(SHAPES[name], rank, directory / f"{name}-plain")
         for late in variants:
             results = run(SHAPES[name], rank, directory / f"{name}-{late}", late, overlap_param_gather=True)
-            for index, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
-                assert ours == theirs, (name, late, index, ours, theirs)
-            print(name, "late" if late else "in time", "ok", flush=True)
+            compare(f"{name}, late: {late}", results, expected)
     expected = run(MIXTURE, rank, directory / "grouped-plain", moe_grouped_gemm=True)
     overlapped = {"moe_grouped_gemm": True, "overlap_param_gather": True}
-    results = run(MIXTURE, rank, directory / "grouped-late", late=True, **overlapped)
-    for index, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
-        assert ours == theirs, ("grouped", index, ours, theirs)
+    compare("grouped", run(MIXTURE, rank, directory / "grouped-late", late=True, **overlapped), expected)
     expected = run(MIXTURE, rank, directory / "bf16-plain", dtype="bf16")
     offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.6, "overlap_param_gather": True}
-    results = run(MIXTURE, rank, directory / "bf16-offload", late=True, dtype="bf16", **offload)
-    for index, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
-        assert ours == theirs, ("offload", index, ours, theirs)
+    compare("offload", run(MIXTURE, rank, directory / "bf16-offload", late=True, dtype="bf16", **offload), expected)
     shutdown_parallel()

@@ -21,6 +21,7 @@ from penstock.engines.families import read_shape, tensor_layout
 from penstock.engines.lora import LoraOptions, from_peft, to_peft
 from penstock.engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
 from tests.engines.family_ranks import OPTIMIZER, PACKS, loss_of, packs_and_loss, save_alone, under_megatron_names
+from tests.engines.megatron_reference import make_engine, replace_by_gradients
 from tests.families import hf_model, make_family
 
 TOLERANCE = 2e-5  # relative to the largest value of a tensor
@@ -129,18 +130,8 @@ def full_adapters(engine: Any) -> dict[str, Tensor]:
 
 
 def full_gradients(engine: Any) -> dict[str, Tensor]:
-    """Return the reduced gradients by PEFT's names: put in the place of the adapters, they are gathered as these."""
-    with torch.no_grad():
-        for param in (param for chunk in engine.chunks for param in chunk.adapters.parameters()):
-            inner = next(
-                x for x in engine.optimizer.chained_optimizers if any(param in b.param_index_map for b in x.buffers)
-            )
-            whole = torch.zeros_like(param)
-            if param in inner.model_param_gbuf_map:
-                shard = inner._get_model_param_range_map(param)["param"]
-                whole.view(-1)[shard.start : shard.end] = param.main_grad.view(-1)[shard.start : shard.end]
-            dist.all_reduce(whole, group=inner.data_parallel_group)
-            param.copy_(whole)
+    """Return the reduced gradients by PEFT's names, in place of the adapters."""
+    replace_by_gradients(engine, (param for chunk in engine.chunks for param in chunk.adapters.parameters()))
     return full_adapters(engine)
 
 
@@ -157,13 +148,11 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], what: st
 
 
 def run(case: str, family: str, directory: Path) -> None:
-    from penstock.engines.megatron.engine import MegatronEngine
-
     layout, _, overrides = CASES[case]
     reference = torch.load(directory / f"{family}.pt")
     shape = read_shape(directory / family)
     options = OPTIMIZER | {"lora": LORA}
-    engine = MegatronEngine(shape, layout, dtype="fp32", optimizer=options, overrides=overrides)
+    engine = make_engine(shape, layout=layout, optimizer=options, overrides=overrides)
     engine.load_weights(directory / family / "saved")
     initial = full_adapters(engine)
     assert all(not x.any() for name, x in initial.items() if "lora_B" in name)

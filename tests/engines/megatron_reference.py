@@ -6,14 +6,16 @@ The mapping of names is repeated here on purpose, so that an error in `engines/f
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engines.families.shape import ModelShape, Rotary
+from penstock.engines.families.shape import Experts, LatentAttention, ModelShape, Rotary
 
 SHAPE = ModelShape(
     architecture="Qwen3ForCausalLM",
@@ -32,6 +34,15 @@ SHAPE = ModelShape(
     qkv_bias=False,
     tied_embeddings=True,
 )
+UNTIED = SHAPE.model_copy(update={"tied_embeddings": False})
+EXPERTS = Experts(num_experts=4, top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=16, num_dense_layers=1)
+MIXTURE = SHAPE.model_copy(update={"experts": EXPERTS})
+LATENT_ATTENTION = LatentAttention(
+    q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12
+)
+LATENT = SHAPE.model_copy(update={"head_dim": 24, "num_query_groups": 4, "latent": LATENT_ATTENTION})
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
 OPTIMIZER: dict[str, Any] = dict(
     lr=1e-2,
     min_lr=0.0,
@@ -54,6 +65,7 @@ class Pack:
     cu_seqlens: Tensor  # [B + 1]
     max_seqlen: int
     stream: Any = None  # PackedStream | None
+    routing: dict[int, Tensor] | None = None
 
 
 def make_pack(lengths: list[int], seed: int = 0, vocab_size: int = SHAPE.vocab_size) -> Pack:
@@ -64,6 +76,32 @@ def make_pack(lengths: list[int], seed: int = 0, vocab_size: int = SHAPE.vocab_s
         cu_seqlens=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
         max_seqlen=max(lengths),
     )
+
+
+PACKS = [make_pack(LENGTHS, 0), make_pack([3, 4, 50], 1)]
+
+
+def make_engine(shape: ModelShape = SHAPE, **options: Any) -> Any:
+    from penstock.engines.megatron.engine import MegatronEngine
+
+    return MegatronEngine(shape, **{"dtype": "fp32", "optimizer": OPTIMIZER, **options})
+
+
+def cross_entropy(hidden: Tensor, head: Any, packed: Pack) -> tuple[Tensor, dict[str, Tensor]]:
+    logits = head(hidden)
+    targets, counted = (x.to(hidden.device) for x in targets_of(packed))
+    loss = F.cross_entropy(logits.float()[counted], targets[counted], reduction="sum")
+    return loss, {"loss": loss.detach().cpu(), "logits": logits.detach().cpu()}
+
+
+def train(engine: Any, seeds: range) -> tuple[list[float], list[float], dict[str, str], dict[str, str]]:
+    """Return the loss and the gradient norm of one step per seed, and digests of weights and optimizer state."""
+    losses, norms = [], []
+    for seed in seeds:
+        outputs = engine.forward_backward([make_pack(LENGTHS, seed), make_pack([9, 30], seed)], cross_entropy)
+        losses.append(sum(output["loss"].item() for output in outputs))
+        norms.append(engine.optimizer_step()[1])
+    return losses, norms, engine.digest(), engine.optimizer_state_digest()
 
 
 def hf_model(shape: ModelShape = SHAPE, seed: int = 7) -> Any:
@@ -140,14 +178,10 @@ def put_weights(engine: Any, full: dict[str, Tensor]) -> None:
         for chunk in engine.chunks:
             for name, param in local_parameters(chunk):
                 param.copy_(shard(name, full[name], param, rank, ranks))
-            if (
-                chunk.share_embeddings_and_output_weights
-                and hasattr(chunk, "output_layer")
-                and chunk.output_layer.weight is not None
-            ):
-                chunk.output_layer.weight.copy_(
-                    shard("", full["embedding.word_embeddings.weight"], chunk.output_layer.weight, rank, ranks)
-                )
+            output = getattr(chunk, "output_layer", None)
+            if chunk.share_embeddings_and_output_weights and output is not None and output.weight is not None:
+                embedding = full["embedding.word_embeddings.weight"]
+                output.weight.copy_(shard("", embedding, output.weight, rank, ranks))
     engine.optimizer.reload_model_params()
 
 
@@ -156,6 +190,31 @@ def targets_of(packed: Pack) -> tuple[Tensor, Tensor]:
     has_next = torch.ones(len(packed.token_ids), dtype=torch.bool)
     has_next[packed.cu_seqlens[1:].long() - 1] = False
     return packed.token_ids.roll(-1), has_next
+
+
+def full_logits(engine: Any, logits: Tensor) -> Tensor:
+    """Return the logits of the whole padded vocabulary, of which tensor-parallel ranks have shards."""
+    if not engine.tensor_group:
+        return logits
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+
+    return gather_from_tensor_model_parallel_region(logits, engine.tensor_group)
+
+
+@torch.no_grad()
+def replace_by_gradients(engine: Any, params: Iterable[Any]) -> None:
+    """Put gradients in the place of parameters, to be gathered like these. After the distributed optimizer's reduction
+    each rank has only the shard that it updates: the shards are joined."""
+    for param in params:
+        inner = next(
+            x for x in engine.optimizer.chained_optimizers if any(param in b.param_index_map for b in x.buffers)
+        )
+        whole = torch.zeros_like(param)
+        if param in inner.model_param_gbuf_map:
+            shard = inner._get_model_param_range_map(param)["param"]
+            whole.view(-1)[shard.start : shard.end] = param.main_grad.view(-1)[shard.start : shard.end]
+        dist.all_reduce(whole, group=inner.data_parallel_group)
+        param.copy_(whole)
 
 
 def hf_loss(model: Any, packs: list[Pack]) -> Tensor:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.engines.families import shape_from_config
+from penstock.engines.families.shape import ModelShape
+
 
 @dataclass(frozen=True)
 class RealModel:
@@ -18,6 +21,10 @@ class RealModel:
     size_with_mtp: str = ""  # likewise, with the multi-token prediction layer and its copies of embedding and head
     active: str = ""  # billions that take part in a token, cut off
     active_inner: str = ""  # likewise, without embedding and head, as some count
+
+    @property
+    def shape(self) -> ModelShape:
+        return shape_from_config({"architectures": [self.architecture], **self.config})
 
 
 def _entries(  # noqa: PLR0913, a row of a published table

@@ -7,7 +7,6 @@ usage: replay_ranks.py RANK DIRECTORY [some]      with `some`, only the layouts 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.model.expert_routing import UNKNOWN
 from penstock.engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
-from tests.engines.megatron_reference import OPTIMIZER, make_pack, targets_of
+from tests.engines import megatron_reference
+from tests.engines.megatron_reference import FULL, SELECTIVE, Pack, full_logits, make_pack, targets_of
 from tests.families import make_family
 
 LENGTHS = [[5, 40, 1, 17, 33], [3, 4, 50], [21, 8, 9], [1, 30]]
@@ -33,23 +33,13 @@ LAYOUTS = {
 }
 SOME = ["sequence", "virtual", "experts"]
 RECOMPUTED = {  # pipelines run other micro-batches between a forward pass and its recomputation
-    "pipeline": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-    "virtual": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "pipeline": {**SELECTIVE, "recompute_modules": ["moe"]},
+    "virtual": FULL,
 }
 
 
-@dataclass
-class RoutedPack:
-    token_ids: Tensor
-    position_ids: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
-    stream: Any = None  # PackedStream | None
-    routing: dict[int, torch.Tensor] | None = None
-
-
-def replay_packs() -> list[RoutedPack]:
-    return [RoutedPack(**vars(make_pack(lengths, seed))) for seed, lengths in enumerate(LENGTHS)]
+def replay_packs() -> list[Pack]:
+    return [make_pack(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
 
 
 def random_record(num_tokens: int, shape: ModelShape, seed: int) -> dict[int, torch.Tensor]:
@@ -68,10 +58,9 @@ def random_record(num_tokens: int, shape: ModelShape, seed: int) -> dict[int, to
 def make_engine(shape: ModelShape, checkpoint: Path | None = None, **options: Any) -> Any:
     """Return an engine with a checkpoint's weights, or with random ones (on one rank the same in every call)."""
     from penstock.engines.families import tensor_layout
-    from penstock.engines.megatron.engine import MegatronEngine
     from penstock.engines.megatron.weights import local_parameters
 
-    engine = MegatronEngine(shape, **{"dtype": "fp32", "optimizer": OPTIMIZER, **options})
+    engine = megatron_reference.make_engine(shape, **options)
     if checkpoint is not None:
         from safetensors.torch import load_file
 
@@ -85,6 +74,7 @@ def make_engine(shape: ModelShape, checkpoint: Path | None = None, **options: An
 
 def run(name: str, rank: int, directory: Path, shape: ModelShape) -> None:
     engine = make_engine(shape, layout=LAYOUTS[name], overrides=RECOMPUTED.get(name))
+    assert ("context" in engine.fingerprint()) == (name == "context")
     engine.load_weights(directory / "saved")
     expected = torch.load(directory / "alone.pt", weights_only=False)
     data_rank, data_size = engine.data_parallel_rank_and_size
@@ -92,9 +82,7 @@ def run(name: str, rank: int, directory: Path, shape: ModelShape) -> None:
     packs = [replay_packs()[number] for number in numbers]
     for number, pack in zip(numbers, packs):
         pack.routing = random_record(len(pack.token_ids), shape, number)
-    compare(
-        name, engine, packs, "replay", [expected["replayed"][number] for number in numbers], expected["replayed norm"]
-    )
+    compare(name, engine, packs, [expected["replayed"][number] for number in numbers], expected["replayed norm"])
 
     packs = [replay_packs()[number] for number in numbers]
     forward_only(engine, packs, "record")
@@ -105,29 +93,24 @@ def run(name: str, rank: int, directory: Path, shape: ModelShape) -> None:
             parts = [record[layer] for record in (theirs if data_size == 1 else [pack.routing]) if layer in record]
             merged = torch.stack(parts).amax(0)  # -1 where only the other rank has the token
             assert torch.equal(merged, choice), (name, number, layer)
-    compare(name, engine, packs, "replay", [expected["free"][number] for number in numbers], expected["free norm"])
+    compare(name, engine, packs, [expected["free"][number] for number in numbers], expected["free norm"])
     print(name, "ok", flush=True)
 
 
-def compare(
-    name: str, engine: Any, packs: list[Any], routing: Any, expected: list[Tensor], expected_norm: float
-) -> None:
-    """Check log-probs and the gradient's norm."""
-    outputs = engine.forward_backward(packs, loss_fn_of(engine), routing=routing)
+def compare(name: str, engine: Any, packs: list[Any], expected: list[Tensor], expected_norm: float) -> None:
+    """Check replayed log-probs and the gradient's norm."""
+    outputs = engine.forward_backward(packs, loss_fn_of(engine), routing="replay")
     for output, pack, logprobs in zip(outputs, packs, expected):
         rows = engine.pack_stream(pack).pack_slice
         error = (output["logprobs"] - logprobs[rows]).abs().max()
         assert error < 1e-4, f"{name}: log-probs differ by {error:.1e}"
     learning_rate = engine.optimizer.param_groups[0]["lr"]
     for group in engine.optimizer.param_groups:
-        group["lr"] = 0.0
-        group["weight_decay"] = 0.0
+        group |= {"lr": 0.0, "weight_decay": 0.0}
     _, norm, _ = engine.optimizer_step()
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
-    assert abs(norm - expected_norm) < 1e-4 * expected_norm, (
-        f"{name}: the gradient's norm is {norm}, not {expected_norm}"
-    )
+    assert abs(norm - expected_norm) < 1e-4 * expected_norm, f"{name}: gradient norm {norm}, not {expected_norm}"
 
 
 def forward_only(engine: Any, packs: list[Any], routing: Any) -> list[Any]:
@@ -139,14 +122,9 @@ def forward_only(engine: Any, packs: list[Any], routing: Any) -> list[Any]:
 
 def loss_fn_of(engine: Any) -> Any:
     def loss_fn(hidden: Tensor, head: Any, pack: Any) -> Any:
-        logits = head(hidden)
-        if engine.tensor_group:  # the loss needs the whole vocabulary
-            from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-
-            logits = gather_from_tensor_model_parallel_region(logits, engine.tensor_group)[:, : engine.shape.vocab_size]
-        targets, counted = targets_of(pack)
+        logits = full_logits(engine, head(hidden))[:, : engine.shape.vocab_size]
         rows = engine.pack_stream(pack).pack_slice
-        targets, counted = targets[rows], counted[rows]
+        targets, counted = (x[rows] for x in targets_of(pack))
         logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0] * counted
         return -logprobs.sum(), {"logprobs": logprobs.detach()}
 
@@ -169,12 +147,10 @@ def run_one_rank(directory: Path) -> None:
         expected |= {"recorded": [pack.routing for pack in packs]} if kind == "free" else {}
         outputs = engine.forward_backward(packs, loss_fn_of(engine), routing="replay")
         expected[kind] = [output["logprobs"] for output in outputs]
-        expected[f"{kind} norm"] = (
-            torch.cat([param.main_grad.flatten() for param in engine.chunks[0].parameters()]).norm().item()
-        )
-    assert max((x - y).abs().max() for x, y in zip(expected["free"], expected["replayed"])) > 0.1, (
-        "replay must change the results"
-    )
+        gradient = torch.cat([param.main_grad.flatten() for param in engine.chunks[0].parameters()])
+        expected[f"{kind} norm"] = gradient.norm().item()
+    changes = [(x - y).abs().max() for x, y in zip(expected["free"], expected["replayed"])]
+    assert max(changes) > 0.1, "replay must change the results"
     torch.save(expected, directory / "alone.pt")
 
 

@@ -35,40 +35,55 @@ def answer(token_ids: list[int], **meta: Any) -> dict[str, Any]:
     }
 
 
-def serve_json(
-    say: Callable[[str], dict[str, Any]],
-    port: int = 0,
-    change: Callable[[str, dict[str, Any]], None] = lambda path, body: None,
-) -> ThreadingHTTPServer:
-    """Start a server in background threads that answers every GET with `say(path)`, and every POST after
-    `change(path, body)`; an AssertionError of either is answered with HTTP 500. Port 0 is a free one."""
+class JsonServer(ThreadingHTTPServer):
+    """A server in background threads that answers every GET with `say(path)`, and every POST after
+    `change(path, body)`; a ValueError of either is answered with HTTP 400 and an AssertionError with HTTP 500. Port 0
+    is a free one."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._answer(lambda: say(self.path))
+    daemon_threads = True
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._answer(lambda: change(self.path, body) or {})
+    def __init__(
+        self,
+        say: Callable[[str], dict[str, Any]],
+        change: Callable[[str, dict[str, Any]], None] = lambda path, body: None,
+        port: int = 0,
+    ) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer(lambda: say(self.path))
 
-        def _answer(self, make: Callable[[], dict[str, Any]]) -> None:
-            try:
-                status, answer = 200, make()
-            except AssertionError as error:
-                status, answer = 500, {"error": str(error)}
-            text = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self._answer(lambda: change(self.path, body) or {})
 
-        def log_message(self, *words: Any) -> None:
-            pass
+            def _answer(self, make: Callable[[], dict[str, Any]]) -> None:
+                try:
+                    status, answer = 200, make()
+                except (AssertionError, ValueError) as error:
+                    status, answer = 500 if isinstance(error, AssertionError) else 400, {"error": str(error)}
+                text = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
 
-    http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    http.daemon_threads = True
-    threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    return http
+            def log_message(self, *words: Any) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", port), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def die(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "timed out after 10 s"
+        time.sleep(0.01)
 
 
 def with_servers(handlers: list[Handler], use: Callable[[list[str]], Awaitable[Any]]) -> Any:
@@ -117,16 +132,12 @@ class SmallEngine:
                 self._running[rid].set()
             return web.Response()
         if request.path != "/generate":
-            return web.json_response(
-                {"model_path": "small", "weight_version": "run/3", "version": "0.5.21", "tp_size": 1}
-            )
+            facts = {"model_path": "small", "weight_version": "run/3", "version": "0.5.21", "tp_size": 1}
+            return web.json_response(facts)
         body = await request.json()
         self.bodies.append(body)
-        return web.json_response(
-            await asyncio.gather(
-                *[self._one(f"{body['rid']}_{index}", ids) for index, ids in enumerate(body["input_ids"])]
-            )
-        )
+        requests = [self._one(f"{body['rid']}_{index}", ids) for index, ids in enumerate(body["input_ids"])]
+        return web.json_response(await asyncio.gather(*requests))
 
     async def _one(self, rid: str, ids: list[int]) -> dict[str, Any]:
         stopped = self._running[rid] = asyncio.Event()
@@ -143,20 +154,22 @@ class SmallServer:
     """The control routes of an SGLang server. Like SGLang, it dies if memory is released or resumed twice, or released
     while it generates."""
 
+    release, tensor_parallel = "0.5.21", 1
+
     def __init__(self, version: str = "run/0", events: list[str] | None = None) -> None:
         self.version = version
         self.allocated = {"weights", "kv_cache"}
         self.events = [] if events is None else events
         self.hangs = self.paused = self.refuses_resume = self.dead = False
-        self.http = serve_json(self._say, change=self._change)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        self.http = JsonServer(self._say, self._change)
+        self.url, self.die = self.http.url, self.http.die
 
     def _say(self, path: str) -> dict[str, Any]:
         assert not self.dead
         if path == "/health_generate" and self.hangs:
             time.sleep(0.4)
         assert path != "/health_generate" or not self.paused
-        return {"weight_version": self.version, "version": "0.5.21", "tp_size": 1}
+        return {"weight_version": self.version, "version": self.release, "tp_size": self.tensor_parallel}
 
     def _change(self, path: str, body: dict[str, Any]) -> None:
         assert not self.dead
@@ -175,10 +188,6 @@ class SmallServer:
             self.paused = path == "/pause_generation"
         assert not self.dead
         self.events.append(" ".join(["engine:", path.removeprefix("/").split("_")[0], *sorted(tags)]))
-
-    def die(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
 
 
 class SmallReplica(Replica):

@@ -31,7 +31,7 @@ from penstock.engines.sglang.weights.update import sha256_of_tensors
 from penstock.engines.weights.routes import ProcessPlace
 from penstock.storage.errors import EngineError
 from tests.engines.megatron_reference import SHAPE
-from tests.engines.small_servers import answer, serve_json, with_servers
+from tests.engines.small_servers import JsonServer, answer, with_servers
 from tests.engines.test_lora import MIXTURE
 
 LORA = LoraOptions(rank=4, alpha=8, target_modules=("all-linear",), use_rslora=True)
@@ -53,8 +53,7 @@ class AdapterServer:
         self.loaded: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
-        http = serve_json(self._say, change=self._change)
-        self.url = f"http://127.0.0.1:{http.server_port}"
+        self.url = JsonServer(self._say, self._change).url
 
     def _say(self, path: str) -> dict[str, Any]:
         if path == "/v1/models":

@@ -40,7 +40,6 @@ def test_scaled_tensors_equal_megatrons_bit_for_bit(in_place: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_megatron_uses_the_functions() -> None:
     from penstock.engines.megatron.compat import import_megatron
 

@@ -122,9 +122,8 @@ def test_engine_start_raises_cluster_lost_when_the_local_ray_dies(
     actor_class = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *args: actor))
     monkeypatch.setattr(sys.modules["ray"], "remote", lambda cls: actor_class, raising=False)
     cluster = Cluster(node=ScriptedNode(looks=20))
-    engine = RayReplica(
-        cluster, ServerSpec(model_path="/model", start_timeout=900), 0, lambda: [Slot()], "owner", engine_backend()
-    )
+    spec = ServerSpec(model_path="/model", start_timeout=900)
+    engine = RayReplica(cluster, spec, 0, lambda: [Slot()], "owner", engine_backend())
     with pytest.raises(ClusterLost):
         engine.wait_for_url()
     assert sum(silent_ray) < 20
@@ -151,18 +150,17 @@ def answer_with(listener: socket.socket, data: bytes) -> threading.Thread:
     return thread
 
 
-def test_address_where_nothing_listens_is_refused() -> None:
+def test_address_where_nothing_listens_or_answers_is_not_ray(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(penstock.engines.cluster, "ANSWER_SECONDS", 0.05)
+    with pytest.raises(TimeoutError, match=r"does not answer in 0\.05 s"):
+        check_speaks_http2(*listener.getsockname())
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # reserved, but not listening
         host, port = bound.getsockname()
         with pytest.raises(ConnectionError, match=rf"^127\.0\.0\.1:{port}: Connection refused$"):
             check_speaks_http2(host, port)
-
-
-def test_server_that_never_answers_is_not_ray(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.engines.cluster, "ANSWER_SECONDS", 0.05)
-    with pytest.raises(TimeoutError, match=r"does not answer in 0\.05 s"):
-        check_speaks_http2(*listener.getsockname())
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"-ER"])
@@ -292,36 +290,25 @@ cluster.stop()
 
 
 @pytest.mark.integration
-def test_local_ray_listens_on_loopback_only(cluster: Cluster) -> None:
+def test_local_ray_listens_on_loopback_only_and_serves_nothing_over_http_without_its_token(cluster: Cluster) -> None:
+    """Its metrics, which ask for no token, name every process and its memory."""
     cluster.run(cpu_count)  # a worker listens too
     family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    listening = [
-        (process.name(), port.laddr.ip)
-        for process in family
-        for port in process.net_connections()
-        if port.status == "LISTEN"
-    ]
+    listening = [(process.name(), address) for process in family for address in listening_addresses(process)]
     assert {name for name, _ in listening} >= {"gcs_server", "raylet"}
-    assert not [
-        found for found in listening if not ipaddress.ip_address(found[1].removeprefix("::ffff:")).is_loopback
-    ], listening
-
-
-@pytest.mark.integration
-def test_local_ray_serves_nothing_over_http_without_its_token(cluster: Cluster) -> None:
-    """Its metrics, which ask for no token, name every process and its memory."""
-    cluster.run(cpu_count)
-    ports = {port for process in psutil.Process().children(recursive=True) for port in listening_ports(process)}
+    assert all(ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback for _, (ip, _) in listening), listening
+    own = {address.port for address in listening_addresses(family[0])}
+    ports = {address.port for _, address in listening} - own
     paths = ("/", "/metrics", "/api/v0/logs", "/logs/index")
     urls = [f"http://127.0.0.1:{port}{path}" for port in ports for path in paths]
     with ThreadPoolExecutor(len(urls)) as pool:  # ports that speak gRPC do not answer until the timeout
-        assert ports and not [url for url, status in zip(urls, pool.map(http_status, urls), strict=True) if status]
+        assert not [url for url, status in zip(urls, pool.map(http_status, urls), strict=True) if status]
 
 
-def listening_ports(process: psutil.Process) -> set[int]:
+def listening_addresses(process: psutil.Process) -> list[Any]:
     with suppress(psutil.NoSuchProcess, FileNotFoundError):  # it ends
-        return {each.laddr.port for each in process.net_connections() if each.status == psutil.CONN_LISTEN}
-    return set()
+        return [each.laddr for each in process.net_connections() if each.status == psutil.CONN_LISTEN]
+    return []
 
 
 def http_status(url: str) -> int | None:

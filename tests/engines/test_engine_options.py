@@ -75,29 +75,40 @@ def test_each_gpu_reads_from_the_trainer_rank_on_it() -> None:
         memory_routes({"engine": ProcessPlace("b", ("3", "4"))}, nodes)
 
 
-def test_on_cpu_the_engines_of_a_node_are_shared_out_among_its_ranks() -> None:
-    ranks = [ProcessPlace("a"), ProcessPlace("a"), ProcessPlace("b")]
-    engines = {name: ProcessPlace(node) for name, node in [("0", "a"), ("1", "a"), ("2", "b"), ("3", "a")]}
-    assert [route.senders for route in memory_routes(engines, ranks).values()] == [(0,), (1,), (2,), (1,)]
-    with pytest.raises(EngineError):
-        memory_routes({"engine": ProcessPlace("c")}, ranks)
+TWO_NODES = ProcessPlace("a", ("0", "1", "0", "1"), pid=5, nodes=("a", "a", "b", "b"))
+RANKS_ON_GPUS = [ProcessPlace(node, (gpu,)) for node in "ab" for gpu in "01"]
 
 
-def test_each_gpu_of_an_engine_on_two_nodes_reads_from_the_rank_on_it() -> None:
-    ranks = [ProcessPlace(node, (str(gpu),)) for node in "ab" for gpu in range(2)]
-    engine = ProcessPlace("a", ("0", "1", "0", "1"), pid=5, nodes=("a", "a", "b", "b"))
-    routes = memory_routes({"engine": engine}, ranks)
-    assert routes["engine"].senders == (0, 1, 2, 3) and routes["engine"].incarnation == "a:5"
-    with pytest.raises(EngineError, match="its GPU 1; use --update-weight-transport nccl"):
-        memory_routes({"engine": engine}, ranks[:3])
+@pytest.mark.parametrize(
+    ("ranks", "engines", "senders"),
+    [
+        ([CPU, CPU, ProcessPlace("b")], [CPU, CPU, ProcessPlace("b"), CPU], [(0,), (1,), (2,), (1,)]),
+        (RANKS_ON_GPUS, [TWO_NODES], [(0, 1, 2, 3)]),
+        ([CPU, ProcessPlace("b")], [ProcessPlace("b", nodes=("b", "a"))], [(1, 0)]),
+    ],
+    ids=["engines of a node are shared out among its ranks", "GPUs of two nodes", "two nodes on CPU"],
+)
+def test_each_part_of_an_engine_reads_from_a_rank_beside_it(
+    ranks: list[ProcessPlace], engines: list[ProcessPlace], senders: list[tuple[int, ...]]
+) -> None:
+    routes = memory_routes({str(number): place for number, place in enumerate(engines)}, ranks)
+    assert [route.senders for route in routes.values()] == senders
+    assert TWO_NODES not in engines or routes["0"].incarnation == "a:5"
 
 
-def test_on_cpu_each_node_of_an_engine_reads_from_a_rank_there() -> None:
-    ranks = [ProcessPlace("a"), ProcessPlace("b")]
-    engine = ProcessPlace("b", nodes=("b", "a"))
-    assert memory_routes({"engine": engine}, ranks)["engine"].senders == (1, 0)
-    with pytest.raises(EngineError):
-        memory_routes({"engine": ProcessPlace("b", nodes=("b", "c"))}, ranks)
+@pytest.mark.parametrize(
+    ("ranks", "engine", "message"),
+    [
+        ([CPU], ProcessPlace("c"), ""),
+        (RANKS_ON_GPUS[:3], TWO_NODES, "its GPU 1; use --update-weight-transport nccl"),
+        ([CPU, ProcessPlace("b")], ProcessPlace("b", nodes=("b", "c")), ""),
+    ],
+)
+def test_engine_without_a_rank_beside_it_is_refused(
+    ranks: list[ProcessPlace], engine: ProcessPlace, message: str
+) -> None:
+    with pytest.raises(EngineError, match=message):
+        memory_routes({"engine": engine}, ranks)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_servers import serve_json
+from small_servers import JsonServer
 from torch import Tensor
 
 from penstock.engines.backends import engine_backend
@@ -18,11 +19,18 @@ from penstock.stages.train.algorithms.logprobs import token_logprobs
 from penstock.stages.train.build import build_models
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import EngineError
-from tests.engines.megatron_reference import LENGTHS, SHAPE, hf_model, make_pack, put_weights, targets_of, to_megatron
+from tests.engines.megatron_reference import (
+    LENGTHS,
+    SHAPE,
+    UNTIED,
+    hf_model,
+    make_pack,
+    put_weights,
+    targets_of,
+    to_megatron,
+)
 
-UNTIED = SHAPE.model_copy(update={"tied_embeddings": False})
 PACK = make_pack(LENGTHS)
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def models_of(shape: Any = SHAPE, **options: Any) -> Any:
@@ -43,7 +51,7 @@ def logits_of(engine: Any) -> tuple[Tensor, Tensor, Tensor]:
     return kept["hidden"], kept["logits"], weight.detach()
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def bf16_head(request: pytest.FixtureRequest) -> Any:
     """A head with bf16 weights [V, H], and hidden states [n, H], both with gradients."""
     generator = torch.Generator().manual_seed(3)
@@ -133,9 +141,6 @@ def test_layouts_of_two_ranks_agree_with_one(run_two_ranks: Callable[..., str]) 
     run_two_ranks("fp32_head_ranks.py")
 
 
-# ---- engines ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("has_gpus", [False, True])
 @pytest.mark.parametrize("fp32", [False, True])
 def test_engines_get_the_flag_of_sglang(fp32: bool, has_gpus: bool) -> None:
@@ -159,15 +164,8 @@ def test_an_external_engine_needs_an_fp32_head_as_well(engine: dict[str, Any], a
         "/server_info": {"version": "0.5.21", "tp_size": 1, **engine},
         "/model_info": {"model_path": str(tmp_path), "weight_version": "default"},
     }
-    server = serve_json(lambda path: answers[path])
-    url = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
-        engine_backend().check_external_server(url, str(tmp_path), {})
-        if accepted:
-            engine_backend().check_external_server(url, str(tmp_path), {"enable_fp32_lm_head": True})
-            return
-        with pytest.raises(EngineError, match="--enable-fp32-lm-head"):
-            engine_backend().check_external_server(url, str(tmp_path), {"enable_fp32_lm_head": True})
-    finally:
-        server.shutdown()
-        server.server_close()
+    server = JsonServer(lambda path: answers[path])
+    engine_backend().check_external_server(server.url, str(tmp_path), {})
+    with nullcontext() if accepted else pytest.raises(EngineError, match="--enable-fp32-lm-head"):
+        engine_backend().check_external_server(server.url, str(tmp_path), {"enable_fp32_lm_head": True})
+    server.die()

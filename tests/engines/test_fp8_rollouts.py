@@ -60,13 +60,16 @@ def sent(model: Model) -> Iterator[tuple[str, Tensor]]:
     return quantize_weights(load_file(plain / "model.safetensors").items(), fp8_weights(str(quantized)))
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 def test_sent_weights_equal_the_fp8_export(model: Model) -> None:
     exported = load_file(model[1] / "model.safetensors")
     weights = dict(sent(model))
     assert weights.keys() == exported.keys()
     for name, tensor in exported.items():
-        assert weights[name].dtype == tensor.dtype
-        assert torch.equal(weights[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert same_bits(weights[name], tensor), name
     assert fp8_weights(str(model[1])) == {name for name, tensor in exported.items() if tensor.dtype.itemsize == 1}
     assert fp8_weights(str(model[0])) == frozenset()
 
@@ -88,11 +91,9 @@ def test_payload_and_request_describe_fp8_weights_and_scales_as_sglang_reads_the
 
     weights = dict(sent(model))
     flat = FlatBucket(list(weights.items()))
-    received = FlattenedTensorBucket(flattened_tensor=flat.flat, metadata=flat.metadata).reconstruct_tensors()
-    assert {name for name, _ in received} == weights.keys()
-    for name, tensor in received:
-        assert tensor.dtype == weights[name].dtype
-        assert torch.equal(tensor.view(torch.uint8), weights[name].view(torch.uint8)), name
+    received = dict(FlattenedTensorBucket(None, flat.flat, flat.metadata).reconstruct_tensors())
+    assert received.keys() == weights.keys()
+    assert all(same_bits(received[name], tensor) for name, tensor in weights.items())
     request = flat.description()  # of the transport "nccl", which sends the same bytes
     assert [getattr(torch, dtype) for dtype in request["dtypes"]] == [weights[name].dtype for name in request["names"]]
 
@@ -103,8 +104,7 @@ def test_disk_transport_writes_the_directory_of_the_fp8_export(model: Model, tmp
     exported = load_file(model[1] / "model.safetensors")
     assert index.keys() == exported.keys() and len(set(index.values())) > 1
     for name, file in index.items():
-        stored = load_file(tmp_path / file)[name]
-        assert torch.equal(stored.view(torch.uint8), exported[name].view(torch.uint8)), name
+        assert same_bits(load_file(tmp_path / file)[name], exported[name]), name
     assert json.loads((tmp_path / "config.json").read_text()) == json.loads((model[1] / "config.json").read_text())
 
 
@@ -130,13 +130,11 @@ def test_only_scales_of_bf16_weights_are_kept_by_dequantization(model: Model, tm
     origin = Origin(Path(dequantized.uri) / "hf_assets", "fp8")
     again = Path(export_to(Store(str(tmp_path)), dequantized.uri, origin, str(tmp_path / "again")).uri)
     first, second = (load_file(path / "model.safetensors") for path in (quantized, again))
-    assert all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)
+    assert all(same_bits(first[name], second[name]) for name in first)
     other = {name: tensor * 1.001 if name.endswith("_scale_inv") else tensor for name, tensor in first.items()}
     write_weights(tmp_path / "other", other.items(), quantized, 1 << 30)
     assert not keeps_scales(str(tmp_path / "other"))
 
-
-# ---- a real engine ---------------------------------------------------------------------------------------------------
 
 WIDTHS: dict[str, dict[str, int]] = {  # SGLang needs multiples of 128 for merged weights
     "qwen3": dict(hidden_size=512, intermediate_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64),
@@ -176,17 +174,15 @@ def different(first: list[dict[str, str]], second: list[dict[str, str]]) -> list
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_weights_are_quantized_to_the_same_bits_on_gpu_and_cpu() -> None:
     torch.manual_seed(0)
     for shape in ((256, 384), (300, 200)):
         weight = (torch.randn(shape) * torch.logspace(-3, 3, shape[0])[:, None]).to(torch.bfloat16)
         for on_gpu, on_cpu in zip(quantize(weight.cuda()), quantize(weight), strict=True):
-            assert torch.equal(on_gpu.cpu().view(torch.uint8), on_cpu.view(torch.uint8))
+            assert same_bits(on_gpu.cpu(), on_cpu)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", WIDTHS)
 def test_updated_fp8_engine_equals_an_engine_of_the_fp8_export(family: str, cluster: Cluster, tmp_path: Path) -> None:

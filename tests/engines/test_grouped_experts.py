@@ -16,9 +16,6 @@ import_megatron()
 from penstock.engines.megatron.model.grouped_experts import GroupedExperts, TokenDispatcher  # noqa: E402
 
 HIDDEN, WIDTH = 32, 16
-ON_GPU = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-)
 ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 GROUPS = SimpleNamespace(ep=ALONE, expt_tp=ALONE, expt_dp=ALONE, tp_ep=ALONE)
 
@@ -51,7 +48,7 @@ def reference(experts: GroupedExperts, tokens: torch.Tensor, counts: list[int], 
 
 
 @pytest.mark.parametrize("counts", [[4, 0, 6], [0, 3, 0], [0, 0, 0], [1, 1, 1]], ids=str)
-@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_experts_equal_a_loop_and_unused_ones_get_zero_gradients(device: str, counts: list[int]) -> None:
     experts, results = make_experts(len(counts), device), []
     generator = torch.Generator(device).manual_seed(1)
@@ -76,7 +73,7 @@ def test_experts_equal_a_loop_and_unused_ones_get_zero_gradients(device: str, co
         assert not any(grad.any() for count, grad in zip(counts, param.grad, strict=True) if count == 0)
 
 
-@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_dispatch_copies_each_token_to_its_experts_and_sums_them_again(device: str) -> None:
     num_tokens, num_experts, top_k = 50, 6, 2
     config: Any = SimpleNamespace(num_moe_experts=num_experts, moe_router_topk=top_k)

@@ -5,10 +5,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_hash_equals_hash_of_all_bytes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.engines.megatron import host_memory
 

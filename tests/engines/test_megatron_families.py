@@ -6,28 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.engines.families import read_shape
-from penstock.engines.families.shape import Experts, LatentAttention, ModelShape, Rotary
+from penstock.engines.families.shape import Experts, ModelShape
 from penstock.engines.megatron.checkpoints.layout import checkpoint_layout
 from penstock.engines.megatron.checkpoints.safe_load import read_metadata
 from penstock.engines.megatron.parallel import ParallelLayout
 from penstock.engines.parallel_layout import check_model_parallel
 from penstock.stages.convert.torch_dist_reader import TorchDistWeights
 from penstock.storage.errors import OptionError
+from tests.engines import megatron_reference
 from tests.engines.family_ranks import SOME
-from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, make_pack, targets_of
+from tests.engines.megatron_reference import FULL, LATENT_ATTENTION, OPTIMIZER, SELECTIVE, SHAPE, train
+from tests.engines.real_models import REAL_MODELS
 from tests.families import FAMILIES, make_family
 
-PACKS = [make_pack(LENGTHS, 0), make_pack([3, 4, 50], 1)]
 MIXTURE = Experts(num_experts=8, top_k=2, ffn_hidden_size=24)
-LATENT = LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
-
-
-# ---- configuration ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -40,7 +35,7 @@ LATENT = LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, q
         ({"experts": MIXTURE}, {"expert": 3}, "does not divide the model's 8 experts"),
         ({"experts": MIXTURE}, {"expert_tensor": 5}, "expert-tensor-parallel-size 5 .* 24 rows of an expert"),
         ({"experts": MIXTURE}, {"tensor": 2}, "add --sequence-parallel"),
-        ({"latent": LATENT}, {"tensor": 2}, "add --sequence-parallel"),
+        ({"latent": LATENT_ATTENTION}, {"tensor": 2}, "add --sequence-parallel"),
     ],
 )
 def test_parallel_sizes_that_do_not_divide_are_refused(
@@ -56,14 +51,10 @@ def test_parallel_sizes_that_do_not_divide_are_refused(
 
 
 def test_parallel_sizes_that_divide_are_accepted() -> None:
-    check_model_parallel(
-        SHAPE.model_copy(update={"num_query_groups": 1}), tensor=4
-    )  # every rank then has the one key head
+    one_key_head = SHAPE.model_copy(update={"num_query_groups": 1})
+    check_model_parallel(one_key_head, tensor=4)  # each rank has a copy
     mixture = SHAPE.model_copy(update={"experts": MIXTURE, "ffn_hidden_size": 47})  # of no layer
     check_model_parallel(mixture, tensor=2, expert=8, expert_tensor=3, sequence_parallel=True)
-
-
-# ---- one rank --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +65,9 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelShape]:
 
 def make_engine(shape: ModelShape, **options: Any) -> Any:
     """Return an engine with deterministic random weights and nonzero router corrections."""
-    from penstock.engines.megatron.engine import MegatronEngine
     from penstock.engines.megatron.weights import local_parameters
 
-    engine = MegatronEngine(shape, **{"dtype": "fp32", "optimizer": OPTIMIZER, **options})
+    engine = megatron_reference.make_engine(shape, **options)
     generator = torch.Generator().manual_seed(3)
     for name, tensor in local_parameters(engine.chunks[0]):
         if name.endswith("expert_bias"):
@@ -86,27 +76,10 @@ def make_engine(shape: ModelShape, **options: Any) -> Any:
     return engine
 
 
-def loss_fn(hidden: Tensor, head: Any, pack: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    targets, counted = (x.to(hidden.device) for x in targets_of(pack))
-    loss = F.cross_entropy(head(hidden)[counted].float(), targets[counted], reduction="sum")
-    return loss, {"loss": loss.detach()}
-
-
-def train(engine: Any, steps: int = 2) -> list[float]:
-    seen = []
-    for _ in range(steps):
-        seen += [output["loss"].item() for output in engine.forward_backward(PACKS, loss_fn)]
-        engine.optimizer_step()
-    return seen
-
-
-SELECTIVE = {"recompute_granularity": "selective"}
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("deepseek-v3", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+        ("deepseek-v3", FULL),
         *(
             pytest.param("deepseek-v3", SELECTIVE | {"recompute_modules": modules}, marks=marks)
             for modules, marks in (
@@ -115,7 +88,7 @@ SELECTIVE = {"recompute_granularity": "selective"}
                 (["mla_up_proj", "core_attn", "shared_experts"], pytest.mark.full),
             )
         ),
-        ("glm4", {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+        ("glm4", FULL),
     ],
     ids=lambda value: "-".join(value.get("recompute_modules", ["full"])) if isinstance(value, dict) else value,
 )
@@ -123,14 +96,14 @@ def test_recomputation_does_not_change_results(
     world: None, shapes: dict[str, ModelShape], name: str, options: dict[str, Any]
 ) -> None:
     plain, other = make_engine(shapes[name]), make_engine(shapes[name], overrides=options)
-    assert train(other) == train(plain)
-    assert other.digest() == plain.digest()
+    assert train(other, range(2)) == train(plain, range(2))
 
 
 def test_norms_can_be_recomputed(world: None, shapes: dict[str, ModelShape]) -> None:
     """A NameError without the fix in `compat`. Gradients are summed in another order."""
     recomputing = make_engine(shapes["glm4"], overrides=SELECTIVE | {"recompute_modules": ["layernorm"]})
-    assert train(recomputing) == pytest.approx(train(make_engine(shapes["glm4"])), rel=1e-6)
+    plain = make_engine(shapes["glm4"])
+    assert train(recomputing, range(2))[0] == pytest.approx(train(plain, range(2))[0], rel=1e-6)
 
 
 @pytest.mark.full
@@ -142,11 +115,11 @@ def test_mixture_in_bf16_resumes_bit_for_bit(world: None, shapes: dict[str, Mode
         name for name in weights if name.endswith("expert_bias")
     }
     corrections = {name: tensor.clone() for name, tensor in weights.items() if name.endswith("expert_bias")}
-    assert train(engine, 1) == pytest.approx(train(plain, 1), rel=0.02)
+    assert train(engine, range(1))[0] == pytest.approx(train(plain, range(1))[0], rel=0.02)
     engine.save(tmp_path, {"version": 1})
-    expected = train(engine), engine.digest()
+    expected = train(engine, range(2))
     assert engine.load(tmp_path) == {"version": 1}
-    assert (train(engine), engine.digest()) == expected
+    assert train(engine, range(2)) == expected
     after = dict(engine.named_weights())
     assert all(torch.equal(after[name], tensor) for name, tensor in corrections.items()), "a frozen correction moved"
 
@@ -159,7 +132,7 @@ def test_grouped_experts_train_the_same_and_share_checkpoints(
     plain.save(tmp_path / "plain", {})
     grouped.load(tmp_path / "plain")
     assert grouped.digest() == plain.digest()
-    assert train(grouped) == pytest.approx(train(plain), rel=1e-6)
+    assert train(grouped, range(2))[0] == pytest.approx(train(plain, range(2))[0], rel=1e-6)
     grouped.save(tmp_path / "grouped", {})
     digest = grouped.digest()
     plain.load(tmp_path / "grouped")
@@ -168,7 +141,7 @@ def test_grouped_experts_train_the_same_and_share_checkpoints(
     layout = checkpoint_layout(shapes[name])
     ours, theirs = (TorchDistWeights(tmp_path / directory, layout) for directory in ("grouped", "again"))
     assert all(torch.equal(ours.fetch(weight).clone(), theirs.fetch(weight)) for weight in layout.slices)
-    assert train(plain, 1) == pytest.approx(train(grouped, 1), rel=1e-6)
+    assert train(plain, range(1))[0] == pytest.approx(train(grouped, range(1))[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("overrides", [{}, {"moe_grouped_gemm": True}], ids=str)
@@ -225,18 +198,6 @@ def test_grouped_experts_are_the_default_where_they_were_tested(monkeypatch: pyt
         uses_grouped_experts(shape, 1, "bf16", {"moe_grouped_gemm": True})
 
 
-def test_recomputed_activation_of_grouped_experts_does_not_change_results(
-    world: None, shapes: dict[str, ModelShape]
-) -> None:
-    plain = make_engine(shapes["qwen3-moe"], overrides={"moe_permute_fusion": True})
-    recomputing = make_engine(
-        shapes["qwen3-moe"], overrides={"moe_grouped_gemm": True, "recompute_modules": ["moe_act"], **SELECTIVE}
-    )
-    assert [name for name, _ in plain.chunks[0].named_parameters() if name.endswith("0.mlp.experts.linear_fc1.weight")]
-    assert train(recomputing) == train(plain)
-    assert recomputing.digest() == plain.digest()
-
-
 def test_snapshot_and_digest_include_router_corrections(world: None, shapes: dict[str, ModelShape]) -> None:
     engine = make_engine(shapes["deepseek-v3"])
     start, held = engine.digest(), engine.snapshot_weights()
@@ -254,44 +215,13 @@ def test_meta_model_of_a_real_size(world: None) -> None:
     """One layer of each kind of DeepSeek-V3, with 256 experts, takes no memory."""
     from penstock.engines.megatron.model.gpt import build_meta_model
 
-    shape = ModelShape(
-        architecture="DeepseekV3ForCausalLM",
-        family="deepseek_v3",
-        num_layers=2,
-        hidden_size=7168,
-        ffn_hidden_size=18432,
-        num_attention_heads=128,
-        num_query_groups=128,
-        head_dim=192,
-        vocab_size=129280,
-        max_position_embeddings=163840,
-        rotary=Rotary(base=10000.0, interleaved=True),
-        norm_epsilon=1e-6,
-        qk_layernorm=True,
-        qkv_bias=False,
-        tied_embeddings=False,
-        latent=LatentAttention(
-            q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
-        ),
-        experts=Experts(
-            num_experts=256,
-            top_k=8,
-            ffn_hidden_size=2048,
-            shared_ffn_hidden_size=2048,
-            num_dense_layers=1,
-            score="sigmoid",
-            bias=True,
-            num_groups=8,
-            top_groups=4,
-            scaling=2.5,
-        ),
-    )
+    shape = REAL_MODELS["deepseek-v3"].shape
+    assert shape.experts
+    experts = shape.experts.model_copy(update={"num_dense_layers": 1})
+    shape = shape.model_copy(update={"num_layers": 2, "experts": experts})
     model = build_meta_model(shape)
     assert all(param.is_meta for param in model.parameters())
     assert sum(param.numel() for param in model.parameters()) == shape.num_parameters
-
-
-# ---- two ranks -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.integration

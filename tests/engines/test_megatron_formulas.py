@@ -10,7 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from penstock.engines.families.shape import Experts, LatentAttention, Llama3Scaling, Rotary, YarnScaling
+from penstock.engines.families.shape import Experts, Rotary, YarnScaling
 from penstock.engines.megatron.model.expert_routing import select_experts
 from penstock.engines.megatron.model.norm_and_rope import (
     apply_rope_unfused,
@@ -19,31 +19,7 @@ from penstock.engines.megatron.model.norm_and_rope import (
     softmax_scale,
     yarn_attention_factor,
 )
-from tests.engines.megatron_reference import SHAPE
-
-LATENT = LatentAttention(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
-
-
-# ---- rotary embedding ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("factor", "original", "theta"), [(8.0, 8192, 500000.0), (32.0, 8192, 500000.0), (8.0, 64, 500000.0)], ids=str
-)
-def test_llama3_frequencies(factor: float, original: int, theta: float) -> None:
-    scaling = Llama3Scaling(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=original)
-    rope = dict(
-        rope_type="llama3",
-        rope_theta=theta,
-        factor=factor,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=original,
-    )
-    config = transformers.LlamaConfig(head_dim=128, rope_parameters=rope)
-    expected, length = ROPE_INIT_FUNCTIONS["llama3"](config, None)
-    assert length == 1.0
-    torch.testing.assert_close(rope_frequencies(Rotary(base=theta, scaling=scaling), 128), expected, rtol=1e-6, atol=0)
+from tests.engines.megatron_reference import LATENT, LATENT_ATTENTION
 
 
 @pytest.mark.parametrize(
@@ -63,16 +39,16 @@ def test_yarn_frequencies_attention_factor_and_softmax_scale(scaling: YarnScalin
     fields = scaling.model_dump() | {"original_max_position_embeddings": scaling.original_max_positions}
     rope = dict(rope_type="yarn", rope_theta=50000.0, **fields)
     config = transformers.DeepseekV3Config(
-        **LATENT.model_dump(), hidden_size=40, num_attention_heads=4, rope_parameters=rope
+        **LATENT_ATTENTION.model_dump(), hidden_size=40, num_attention_heads=4, rope_parameters=rope
     )
     expected, length = ROPE_INIT_FUNCTIONS["yarn"](config, None)
     rotary = Rotary(base=50000.0, scaling=scaling)
-    torch.testing.assert_close(rope_frequencies(rotary, LATENT.qk_rope_head_dim), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(rope_frequencies(rotary, LATENT_ATTENTION.qk_rope_head_dim), expected, rtol=1e-6, atol=0)
     assert yarn_attention_factor(scaling) == pytest.approx(length)
-    cosines, _ = rope_cos_sin(torch.zeros(1), LATENT.qk_rope_head_dim, rotary)
+    cosines, _ = rope_cos_sin(torch.zeros(1), LATENT_ATTENTION.qk_rope_head_dim, rotary)
     torch.testing.assert_close(cosines, torch.full_like(cosines, length))
-    shape = SHAPE.model_copy(update={"latent": LATENT, "head_dim": 24, "rotary": rotary})
-    assert softmax_scale(shape) == pytest.approx(DeepseekV3Attention(config, 0).scaling)
+    scale = softmax_scale(LATENT.model_copy(update={"rotary": rotary}))
+    assert scale == pytest.approx(DeepseekV3Attention(config, 0).scaling)
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
@@ -86,9 +62,6 @@ def test_interleaved_and_partial_rotation(fraction: float) -> None:
         apply_rope_unfused(x[0].transpose(0, 1), cosines, sines, interleaved=True).transpose(0, 1) for x in (query, key)
     ]
     torch.testing.assert_close(ours[0] @ ours[1].mT, (expected[0] @ expected[1].mT)[0])
-
-
-# ---- expert selection ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,63 +1,24 @@
 """Options that move or delay an optimizer's data change no bit of the results."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engines.families.shape import Experts, LatentAttention, ModelShape
+from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.megatron_options import options_that_change_results
-from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, Pack, make_pack, targets_of
+from tests.engines import megatron_reference
+from tests.engines.megatron_reference import FULL, LATENT, MIXTURE, SELECTIVE, SHAPE, train
 
-MIXTURE = SHAPE.model_copy(
-    update={
-        "experts": Experts(num_experts=4, top_k=2, ffn_hidden_size=24, shared_ffn_hidden_size=16, num_dense_layers=1)
-    }
-)
-LATENT = SHAPE.model_copy(
-    update={
-        "head_dim": 24,
-        "num_query_groups": 4,
-        "latent": LatentAttention(
-            q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12
-        ),
-    }
-)
 OFFLOAD: dict[str, Any] = {"optimizer_cpu_offload": True}
-FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_num_layers": 1}
-
-
-@pytest.fixture(autouse=True)
-def _kernels(world: None) -> Iterator[None]:
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("deterministic_kernels")
 
 
 def make_engine(shape: ModelShape = SHAPE, dtype: Any = "fp32", **overrides: Any) -> Any:
-    from penstock.engines.megatron.engine import MegatronEngine, use_deterministic_kernels
-
-    if torch.cuda.is_available():  # its fastest kernels for fp32 do not give the same bits twice
-        use_deterministic_kernels()
-    return MegatronEngine(shape, dtype=dtype, optimizer=OPTIMIZER, overrides={"init_method_std": 0.15, **overrides})
-
-
-def cross_entropy(hidden: Tensor, head: Any, packed: Pack) -> tuple[Tensor, dict[str, Tensor]]:
-    targets, counted = (x.to(hidden.device) for x in targets_of(packed))
-    loss = F.cross_entropy(head(hidden).float()[counted], targets[counted], reduction="sum")
-    return loss, {"loss": loss.detach()}
-
-
-def train(engine: Any, seeds: range) -> tuple[list[tuple[float, float]], dict[str, str], dict[str, str]]:
-    """Return the loss and the gradient norm of one step per seed, and digests of weights and state."""
-    results = []
-    for seed in seeds:
-        outputs = engine.forward_backward([make_pack(LENGTHS, seed), make_pack([9, 30], seed)], cross_entropy)
-        results.append((sum(output["loss"].item() for output in outputs), engine.optimizer_step()[1]))
-    return results, engine.digest(), engine.optimizer_state_digest()
+    return megatron_reference.make_engine(shape, dtype=dtype, overrides={"init_method_std": 0.15, **overrides})
 
 
 def moments(engine: Any) -> list[Tensor]:
@@ -161,10 +122,10 @@ def test_bf16_gradient_buffers_train_and_keep_no_fp32_copies() -> None:
     result = train(engine, range(3))
     assert copies == [estimate_trainer_memory(SHAPE, ParallelLayout(), 1, TrainerOptions(megatron=options)).update] * 3
     assert not any(param.grad is not None for param in params)
-    assert train(offloaded, range(3)) == result and before.items().isdisjoint(result[1].items())
+    assert train(offloaded, range(3)) == result and before.items().isdisjoint(result[2].items())
     expected = train(plain, range(3))
-    assert result[0] != expected[0]
-    for ours, theirs in zip(result[0], expected[0]):
+    assert result[:2] != expected[:2]
+    for ours, theirs in zip(result[:2], expected[:2]):
         assert ours == pytest.approx(theirs, rel=0.02)
 
 
@@ -172,17 +133,14 @@ def test_bf16_gradient_buffers_train_and_keep_no_fp32_copies() -> None:
     ("shape", "overrides"),
     [
         (SHAPE, {**FULL, "recompute_method": "block", "recompute_num_layers": 3}),
-        (SHAPE, {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}),
-        (MIXTURE, {**FULL, "recompute_method": "uniform"}),
-        (MIXTURE, {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]}),
-        (MIXTURE, {"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]}),
-        (
-            MIXTURE,
-            {"moe_grouped_gemm": True, "recompute_granularity": "selective", "recompute_modules": ["moe_act", "mlp"]},
-        ),
-        (LATENT, {**FULL, "recompute_method": "uniform", "recompute_num_layers": 2}),
-        (LATENT, {"recompute_granularity": "selective"}),
-        (LATENT, {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}),
+        (SHAPE, {**SELECTIVE, "recompute_modules": ["core_attn", "mlp"]}),
+        (MIXTURE, FULL),
+        (MIXTURE, {**SELECTIVE, "recompute_modules": ["moe", "core_attn"]}),
+        (MIXTURE, {**SELECTIVE, "recompute_modules": ["shared_experts"]}),
+        (MIXTURE, {**SELECTIVE, "recompute_modules": ["moe_act", "mlp"], "moe_grouped_gemm": True}),
+        (LATENT, {**FULL, "recompute_num_layers": 2}),
+        (LATENT, SELECTIVE),
+        (LATENT, {**SELECTIVE, "recompute_modules": ["mla_up_proj"]}),
     ],
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -190,9 +148,8 @@ def test_recomputation_gives_identical_results(shape: ModelShape, overrides: dic
     """Without the options that a resumed run may change, the results are the same."""
     fixed = options_that_change_results(overrides)
     assert set(fixed) == set(overrides) & {"moe_grouped_gemm"}
-    assert train(make_engine(shape, dtype, **overrides), range(2)) == train(
-        make_engine(shape, dtype, **fixed), range(2)
-    )
+    recomputing, plain = make_engine(shape, dtype, **overrides), make_engine(shape, dtype, **fixed)
+    assert train(recomputing, range(2)) == train(plain, range(2))
 
 
 def test_options_that_change_no_result_are_recognized() -> None:
@@ -206,11 +163,9 @@ def test_options_that_change_no_result_are_recognized() -> None:
 @pytest.mark.parametrize("shape", [SHAPE, MIXTURE, LATENT])
 def test_recomputed_norms_differ_only_by_rounding(shape: ModelShape) -> None:
     """On a CPU a norm's input has two gradients and the residual one: recomputation adds the two first."""
-    overrides: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
-    for ours, theirs in zip(
-        train(make_engine(shape, **overrides), range(2))[0], train(make_engine(shape), range(2))[0]
-    ):
-        assert ours == pytest.approx(theirs, rel=1e-5)
+    recomputing = make_engine(shape, **SELECTIVE, recompute_modules=["layernorm"])
+    ours, theirs = train(recomputing, range(2)), train(make_engine(shape), range(2))
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-5) and ours[1] == pytest.approx(theirs[1], rel=1e-5)
 
 
 @pytest.mark.integration

@@ -186,9 +186,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("backend", [None, "auto", "flash", "fused", "unfused", "local"])
 def test_names_of_megatron_choose_the_padded_kernel_on_a_cpu(backend: str | None) -> None:
     assert torch.cuda.is_available() or choose_attention_kernel(backend, "bf16", HEADS) == "padded"
-    assert (
-        choose_attention_kernel("local", "bf16", HEADS) == choose_attention_kernel(backend, "fp32", HEADS) == "padded"
-    )
+    assert choose_attention_kernel("local", "bf16", HEADS) == "padded"
+    assert choose_attention_kernel(backend, "fp32", HEADS) == "padded"
 
 
 @pytest.mark.parametrize("backend", [None, "auto", "flash", "fused"])
@@ -197,21 +196,19 @@ def test_fa4_is_chosen_for_tested_heads(hopper: None, backend: str | None, keys:
     heads = shape_with_heads(keys, values)
     assert choose_attention_kernel(backend, "bf16", heads) == kernel
     assert choose_attention_kernel("torch", "bf16", heads) == "torch"
-    assert (
-        choose_attention_kernel("unfused", "bf16", heads) == choose_attention_kernel(backend, "fp32", heads) == "padded"
-    )
+    assert choose_attention_kernel("unfused", "bf16", heads) == "padded"
+    assert choose_attention_kernel(backend, "fp32", heads) == "padded"
 
 
-def test_torch_is_chosen_without_fa4(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fa4_is_refused_for_other_heads_and_torch_is_chosen_without_it(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(OptionError, match=r"or \(192, 128\) \(keys, values\); found heads of \(80, 80\): use auto"):
+        choose_attention_kernel("fa4", "bf16", shape_with_heads(80, 80))
     monkeypatch.setattr(attention_kernel, "distributions", lambda name: iter([]))
     assert choose_attention_kernel("auto", "bf16", HEADS) == "torch"
     with pytest.raises(OptionError, match="found no such package: use auto"):
         choose_attention_kernel("fa4", "bf16", HEADS)
-
-
-def test_fa4_is_refused_for_other_heads(hopper: None) -> None:
-    with pytest.raises(OptionError, match=r"or \(192, 128\) \(keys, values\); found heads of \(80, 80\): use auto"):
-        choose_attention_kernel("fa4", "bf16", shape_with_heads(80, 80))
 
 
 @pytest.mark.parametrize("backend", ["torch", "fa4"])
@@ -220,14 +217,15 @@ def test_a_kernel_that_does_not_work_here_is_refused(backend: str) -> None:
         choose_attention_kernel(backend, "fp32", HEADS)
 
 
+WIDTHS = [(128, 128), (64, 64), (192, 128)]  # of keys, of values
+NO_FA4 = pytest.mark.skipif(not any(distributions(name=FA4)), reason="flash-attn-4 is not installed")
+FLASH_KERNELS = ["torch", pytest.param("fa4", marks=NO_FA4)]
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("widths", [(128, 128), (64, 64), (192, 128)], ids=str)  # of keys, of values
-@pytest.mark.parametrize("kernel", ["torch", "fa4"])
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("kernel", FLASH_KERNELS)
 def test_flash_kernels_equal_padded_attention_in_fp32(kernel: AttentionKernel, widths: tuple[int, int]) -> None:
-    """Outputs and gradients."""
-    if kernel == "fa4" and not any(distributions(name=FA4)):
-        pytest.skip("flash-attn-4 is not installed")
     pack, generator = make_pack(LENGTHS), torch.Generator("cuda").manual_seed(0)
     streams = {name: pack_stream(pack, torch.device("cuda"), kernel=name) for name in ("padded", kernel)}
     groups = 2 if widths[0] == widths[1] else 4  # latent attention has as many key heads as query heads
@@ -246,12 +244,9 @@ def test_flash_kernels_equal_padded_attention_in_fp32(kernel: AttentionKernel, w
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("widths", [(128, 128), (64, 64), (192, 128)], ids=str)
-@pytest.mark.parametrize("kernel", ["torch", "fa4"])
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("kernel", FLASH_KERNELS)
 def test_deterministic_flash_kernels_repeat_bit_for_bit(kernel: AttentionKernel, widths: tuple[int, int]) -> None:
-    if kernel == "fa4" and not any(distributions(name=FA4)):
-        pytest.skip("flash-attn-4 is not installed")
     stream = pack_stream(make_pack([700, 1, 3000, 411]), torch.device("cuda"), kernel=kernel)
     generator, num_tokens = torch.Generator("cuda").manual_seed(0), len(stream.token_ids)
     inputs = [

@@ -1,6 +1,5 @@
 """State that moves to host memory and back: its device memory is really freed, and no bit of the results changes."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,13 @@ from torch import Tensor
 
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.training import STATE_KINDS, StateKind
-from tests.engines.megatron_reference import SHAPE
-from tests.engines.test_megatron_optimizer import MIXTURE, OFFLOAD, make_engine, train
+from tests.engines.megatron_reference import MIXTURE, SHAPE, train
+from tests.engines.test_megatron_optimizer import OFFLOAD, make_engine
 
 WEIGHTS: StateKind = "weights"
 GRADIENTS: StateKind = "gradients"
 OPTIMIZER: StateKind = "optimizer"
-
-
-@pytest.fixture(autouse=True)
-def _kernels(world: None) -> Iterator[None]:
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("deterministic_kernels")
 
 
 def sizes(engine: Any) -> dict[StateKind, set[int]]:

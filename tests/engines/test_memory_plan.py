@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from penstock.engines.backends import engine_backend
-from penstock.engines.families import shape_from_config
-from penstock.engines.families.shape import ModelShape
 from penstock.engines.local_gpus import select_visible_gpus
 from penstock.engines.megatron.memory_plan import (
     CHUNK_NUMEL,
@@ -29,9 +25,9 @@ from penstock.engines.serving.server import ServerSpec
 from penstock.flows.gpu_plan import GpuPlan
 from penstock.storage.errors import EngineError, LayoutError
 from tests.engines.built_memory import SHAPES, built_bytes
+from tests.engines.megatron_reference import FULL
 from tests.engines.real_models import REAL_MODELS
 
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # GiB of a whole training step on one H100: bf16, one micro-batch of 16,384 packed tokens, AdamW, chunks of 4,096 tokens
 # for the logits (torch 2.11, no TransformerEngine, random weights in the shapes of the hub's models).
 MEASURED: list[tuple[str, dict[str, Any], float]] = [
@@ -42,24 +38,17 @@ MEASURED: list[tuple[str, dict[str, Any], float]] = [
 ABOVE_STATE = 23.8  # GiB of tensors above weights, gradients and optimizer: benchmarks/train.py, docs/benchmarks.md
 
 
-def real_shape(name: str) -> ModelShape:
-    model = REAL_MODELS[name]
-    return shape_from_config({"architectures": [model.architecture], **model.config})
-
-
 def plan_of(name: str, layout: ParallelLayout | None = None, num_ranks: int = 1, **options: Any) -> TrainerMemory:
-    return estimate_trainer_memory(real_shape(name), layout or ParallelLayout(), num_ranks, TrainerOptions(**options))
+    shape = REAL_MODELS[name].shape
+    return estimate_trainer_memory(shape, layout or ParallelLayout(), num_ranks, TrainerOptions(**options))
 
 
 @pytest.mark.parametrize(("name", "megatron", "measured"), MEASURED)
 def test_estimate_is_near_the_measured_memory(name: str, megatron: dict[str, Any], measured: float) -> None:
     plan = plan_of(name, max_tokens=16384, megatron=megatron)
     assert plan.peak_bytes / GIB == pytest.approx(measured, rel=0.1)
-
-
-def test_estimated_tensors_are_near_the_measured_ones() -> None:
-    plan = plan_of("qwen3-0.6B", max_tokens=16384)
-    assert (plan.activations + plan.temporary) / GIB == pytest.approx(ABOVE_STATE, rel=0.05)
+    if (name, megatron) == ("qwen3-0.6B", {}):
+        assert (plan.activations + plan.temporary) / GIB == pytest.approx(ABOVE_STATE, rel=0.05)
 
 
 @pytest.mark.parametrize("critic", [False, True])
@@ -84,7 +73,7 @@ def test_plan_equals_built_models_of_two_ranks(
 
 @pytest.mark.parametrize("name", REAL_MODELS)
 def test_one_rank_holds_all_parameters_and_more_ranks_need_less(name: str) -> None:
-    shape = real_shape(name)
+    shape = REAL_MODELS[name].shape
     assert plan_of(name).parameters == shape.num_parameters
     plans = [plan_of(name, num_ranks=ranks) for ranks in (1, 8, 64, 512)]
     assert [plan.optimizer for plan in plans] == sorted({plan.optimizer for plan in plans}, reverse=True)
@@ -96,15 +85,13 @@ def test_one_rank_holds_all_parameters_and_more_ranks_need_less(name: str) -> No
 
 def test_update_and_host_memory_of_an_offloaded_optimizer() -> None:
     """Two chunks of state are on the device during an update; the embedding is a chunk of its own."""
-    offload, size = {"optimizer_cpu_offload": True}, real_shape("qwen3-4B").num_parameters
+    offload, size = {"optimizer_cpu_offload": True}, REAL_MODELS["qwen3-4B"].shape.num_parameters
     fp32 = plan_of("qwen3-4B", megatron=offload)
     bf16 = plan_of("qwen3-4B", megatron={**offload, **FULL, "grad_reduce_in_fp32": False})
     assert fp32.update == 12 * (CHUNK_NUMEL + 151936 * 2560)
     assert bf16.update == fp32.update + 4 * size and 2 * bf16.gradients == fp32.gradients
-    assert (
-        bf16.peak_bytes == bf16.resident_bytes + bf16.update + RUNTIME
-        and bf16.update > bf16.activations + bf16.temporary
-    )
+    assert bf16.peak_bytes == bf16.resident_bytes + bf16.update + RUNTIME
+    assert bf16.update > bf16.activations + bf16.temporary
     assert fp32.peak_bytes == fp32.resident_bytes + fp32.activations + fp32.temporary + RUNTIME
     assert plan_of("qwen3-0.6B", num_ranks=64, megatron=offload).update == round(12 * 596_049_920 / 64)
     assert fp32.host == 12 * size and plan_of("qwen3-4B").host == 0
@@ -162,7 +149,7 @@ def test_recomputation_and_parallelism_reduce_activations() -> None:
 
 def test_first_pipeline_stage_keeps_the_micro_batches_of_all_stages() -> None:
     """1F1B: p micro-batches of a stage with 1/p of the layers, so the first stage stores as much as one stage would."""
-    shape = real_shape("qwen3-8B").model_copy(update={"vocab_size": 64})  # the embedding shall not decide
+    shape = REAL_MODELS["qwen3-8B"].shape.model_copy(update={"vocab_size": 64})  # the embedding shall not decide
     alone = estimate_trainer_memory(shape, ParallelLayout(), 1)
     first = estimate_trainer_memory(shape, ParallelLayout(pipeline=4), 4)
     assert first.stage == 0
@@ -189,22 +176,20 @@ def test_colocated_peak_is_the_larger_phase() -> None:
 
 def engine_plan(name: str, gpus: int, **args: Any) -> Any:
     options = EngineOptions(ServerSpec(model_path="/model", args=args), gpus_per_engine=gpus)
-    return engine_backend().estimate_memory(options, real_shape(name), 80 * GIB)
+    return engine_backend().estimate_memory(options, REAL_MODELS[name].shape, 80 * GIB)
 
 
 def test_engine_memory_of_known_models() -> None:
     engine = engine_plan("qwen3-0.6B", 1, mem_fraction_static=0.3)
     assert engine.bytes_per_token == 28 * 2 * 8 * 128 * 2 and engine.static_bytes == 24 * GIB
-    assert engine.weight_bytes == 2 * real_shape("qwen3-0.6B").num_parameters
+    assert engine.weight_bytes == 2 * REAL_MODELS["qwen3-0.6B"].shape.num_parameters
     assert engine.num_kv_cache_tokens == (engine.static_bytes - engine.weight_bytes) // engine.bytes_per_token
     assert engine_plan("deepseek-v3", 16).bytes_per_token == 61 * (512 + 64) * 2  # latent vectors, on every GPU
     eight, four = engine_plan("qwen3-30B-A3B", 8), engine_plan("qwen3-30B-A3B", 4)  # 4 key-value heads
     assert eight.bytes_per_token == four.bytes_per_token and eight.weight_bytes > four.weight_bytes / 2
-    assert (
-        engine_plan("qwen3-8B", 1, kv_cache_dtype="fp8_e4m3").bytes_per_token * 2
-        == engine_plan("qwen3-8B", 1).bytes_per_token
-    )
-    assert engine_plan("qwen3-8B", 1, quantization="fp8").weight_bytes * 2 == engine_plan("qwen3-8B", 1).weight_bytes
+    plain, cache = engine_plan("qwen3-8B", 1), engine_plan("qwen3-8B", 1, kv_cache_dtype="fp8_e4m3")
+    assert cache.bytes_per_token * 2 == plain.bytes_per_token
+    assert engine_plan("qwen3-8B", 1, quantization="fp8").weight_bytes * 2 == plain.weight_bytes
     assert engine_plan("deepseek-v3", 1).num_kv_cache_tokens == 0
 
 
@@ -223,17 +208,6 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert select_visible_gpus([10, 20, 30]) == [10, 20, 30]
 
 
-def test_plan_is_made_without_torch() -> None:
-    modules = [
-        "penstock.engines.megatron.memory_plan",
-        "penstock.engines.serving.engine_memory",
-        "penstock.flows.gpu_plan",
-    ]
-    program = f"import sys, {', '.join(modules)}; print({{'torch', 'megatron.core'}} & sys.modules.keys())"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert result.stdout.strip() == "set()"
-
-
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("chunk", [4096, 8192])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -246,6 +220,6 @@ def test_an_fp32_head_doubles_logits_and_their_gradients_of_a_model_in_bf16(
         plan_of("qwen3-0.6B", ParallelLayout(tensor=tensor), tensor, fp32_head=fp32, **options)
         for fp32 in (False, True)
     )
-    more = 0 if dtype == "fp32" else 2 * 2 * chunk * real_shape("qwen3-0.6B").vocab_size // tensor
+    more = 0 if dtype == "fp32" else 2 * 2 * chunk * REAL_MODELS["qwen3-0.6B"].shape.vocab_size // tensor
     assert with_head.temporary - without.temporary == more
     assert with_head.activations == without.activations

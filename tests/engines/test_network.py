@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_servers import JsonServer
 
 from penstock.engines import network
 from penstock.engines.serving.server import KEY_VARIABLE, ServerSpec
@@ -82,15 +83,11 @@ def test_every_server_has_a_key_of_its_own() -> None:
 
 
 def test_requests_with_a_key_do_not_go_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from small_servers import serve_json
-
-    engine, proxied = serve_json(lambda path: {"weight_version": "run/1"}), list[str]()
-    proxy = serve_json(lambda path: proxied.append(path) or {})
+    engine, proxied = JsonServer(lambda path: {"weight_version": "run/1"}), list[str]()
+    proxy = JsonServer(lambda path: proxied.append(path) or {})
     for name in ("http_proxy", "HTTP_PROXY"):
-        monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.server_port}")
+        monkeypatch.setenv(name, proxy.url)
     monkeypatch.delenv("no_proxy", raising=False)
-    assert control.weight_version(f"http://127.0.0.1:{engine.server_port}") == "run/1"
-    assert proxied == []
+    assert control.weight_version(engine.url) == "run/1" and proxied == []
     for server in (engine, proxy):
-        server.shutdown()
-        server.server_close()
+        server.die()

@@ -10,7 +10,6 @@ from torch import Tensor
 from penstock.engines.megatron.model.norm_and_rope import apply_rope, apply_rope_unfused
 from tests.triton_interpreter import run_in_interpreter
 
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 EPS = 1e-6
 SMALL = [(0, 2, 64), (5, 3, 96), (9, 1, 320), (70, 2, 64)]  # tokens, heads, dimensions
 LARGE = [(301, 16, 128), (33, 1, 1024), (9, 1, 5120)]
@@ -51,7 +50,7 @@ def check(shape: tuple[int, int, int], kind: str, dtype: torch.dtype, device: st
         assert not ours.numel() or (ours.float() - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
-@pytest.mark.parametrize("shape", [pytest.param(shape, marks=ON_GPU) for shape in SMALL + LARGE], ids=str)
+@pytest.mark.parametrize("shape", [pytest.param(shape, marks=pytest.mark.gpu) for shape in SMALL + LARGE], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernel_equals_torch(shape: tuple[int, int, int], kind: str, dtype: torch.dtype) -> None:
@@ -59,7 +58,6 @@ def test_kernel_equals_torch(shape: tuple[int, int, int], kind: str, dtype: torc
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_rope_of_a_part_of_each_head_equals_torch() -> None:
     x = torch.randn(50, 4, 128, device="cuda")
     angles = torch.rand(50, 1, 32, device="cuda").repeat(1, 1, 2)

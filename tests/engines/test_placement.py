@@ -39,14 +39,7 @@ def test_gpus_are_reserved_in_blocks_of_a_node(num_gpus: int, gpus_per_node: int
     ],
 )
 def test_a_process_never_spans_nodes(count: int, size: int, offset: int, gpus_per_node: int, starts: list[int]) -> None:
-    found = first_gpus(count, size, offset, gpus_per_node)
-    assert found == starts
-    assert all(start // gpus_per_node == (start + size - 1) // gpus_per_node for start in found)
-
-
-def test_a_process_of_more_gpus_than_a_node_is_refused() -> None:
-    with pytest.raises(LayoutError, match="--num-gpus-per-node"):
-        first_gpus(1, 5, 0, 4)
+    assert first_gpus(count, size, offset, gpus_per_node) == starts
 
 
 @pytest.mark.parametrize(("size", "gpus_per_node", "nodes"), [(1, 8, 1), (8, 8, 1), (16, 8, 2), (4, 1, 4), (3, 8, 1)])
@@ -54,7 +47,9 @@ def test_an_engine_spans_as_many_nodes_as_it_fills(size: int, gpus_per_node: int
     assert num_engine_nodes(size, gpus_per_node) == nodes
 
 
-def test_an_engine_that_does_not_fill_its_nodes_is_refused() -> None:
+def test_sizes_that_do_not_fit_nodes_are_refused() -> None:
+    with pytest.raises(LayoutError, match="--num-gpus-per-node"):
+        first_gpus(1, 5, 0, 4)
     with pytest.raises(LayoutError, match="--rollout-num-gpus-per-engine 12"):
         num_engine_nodes(12, 8)
 
@@ -75,20 +70,13 @@ def test_all_gpus_of_a_run_are_counted_with_those_left_over(
 
 
 def node(name: str, address: str, *, head: bool = False) -> dict[str, Any]:
-    return {
-        "NodeID": name,
-        "NodeManagerAddress": address,
-        "Alive": True,
-        "Resources": {"node:__internal_head__": 1.0} if head else {},
-    }
+    resources = {"node:__internal_head__": 1.0} if head else {}
+    return {"NodeID": name, "NodeManagerAddress": address, "Alive": True, "Resources": resources}
 
 
 IDS = {name: name.encode().hex().zfill(56) for name in ("head", "b", "a", "z")}  # of the form of Ray's
-HEAD, B, C = (
-    node(IDS["head"], "10.0.0.9", head=True),
-    node(IDS["b"], "10.0.0.2"),
-    node(IDS["a"], "10.0.0.3"),
-)
+HEAD = node(IDS["head"], "10.0.0.9", head=True)
+B, C = node(IDS["b"], "10.0.0.2"), node(IDS["a"], "10.0.0.3")
 
 
 def test_nodes_are_ordered_by_address_after_the_head() -> None:
@@ -112,12 +100,7 @@ def placement(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     ("num_nodes", "count", "nodes"),
-    [
-        (2, 2, ["head", "b"]),
-        (2, 4, ["head", "head", "b", "b"]),
-        (2, 1, ["head"]),
-        (1, 3, ["head"] * 3),
-    ],
+    [(2, 2, ["head", "b"]), (2, 4, ["head", "head", "b", "b"]), (2, 1, ["head"]), (1, 3, ["head"] * 3)],
 )
 def test_without_gpus_processes_are_distributed_in_node_order(
     num_nodes: int, count: int, nodes: list[str], placement: Callable[..., Any]

@@ -13,11 +13,9 @@ from torch import Tensor
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.model.expert_routing import UNKNOWN, RoutingRecord, StreamRouting
+from tests.engines.megatron_reference import FULL, SELECTIVE
 from tests.engines.replay_ranks import make_engine, random_record, replay_packs
 from tests.families import hf_model, make_family
-
-SELECTIVE = {"recompute_granularity": "selective"}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +53,8 @@ def forward_only(engine: Any, packs: list[Any], routing: Any) -> list[Tensor]:
     def loss_fn(*inputs: Any) -> Any:
         return None, {"logprobs": logprobs_of(*inputs)}
 
-    return [
-        output["logprobs"] for output in engine.forward_backward(packs, loss_fn, forward_only=True, routing=routing)
-    ]
-
-
-# ---- records ---------------------------------------------------------------------------------------------------------
+    outputs = engine.forward_backward(packs, loss_fn, forward_only=True, routing=routing)
+    return [output["logprobs"] for output in outputs]
 
 
 def test_record_gets_the_rows_of_a_rank() -> None:
@@ -76,9 +70,6 @@ def test_record_gets_the_rows_of_a_rank() -> None:
     assert record.choices[8].tolist() == [[-1, -1], [-1, -1], [12, 13], [-1, -1], [14, 15], [10, 11]]
 
 
-# ---- one rank --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
 def test_replay_after_a_step_uses_the_recorded_experts(world: None, shapes: dict[str, ModelShape], name: str) -> None:
     engine, packs = make_engine(shapes[name]), replay_packs()
@@ -92,9 +83,7 @@ def test_replay_after_a_step_uses_the_recorded_experts(world: None, shapes: dict
     assert [list(record) for record in records] == [list(layers)] * len(packs)
     again = forward_backward(engine, packs, "replay")
     assert all(torch.equal(x, y) for x, y in zip(again[0], before[0]))
-    assert all(torch.equal(gradient, before[1][key]) for key, gradient in again[1].items()), (
-        "same weights, same gradients"
-    )
+    assert all(torch.equal(gradient, before[1][key]) for key, gradient in again[1].items())
 
     engine.optimizer_step()  # lr 1e-2: the router now selects other experts for many tokens
     other = replay_packs()
@@ -130,14 +119,12 @@ def test_replay_equals_transformers_with_the_same_experts(
             total = total + theirs.sum()
     total.backward()
     theirs_gradients = {name: param.grad for name, param in model.named_parameters()}
+    names = {"mlp.router.weight": "mlp.gate.weight", "self_attention.linear_proj.weight": "self_attn.o_proj.weight"}
     for layer in range(shapes["qwen3-moe"].num_layers):
-        theirs = theirs_gradients[f"model.layers.{layer}.mlp.gate.weight"]
-        error = (gradients[f"decoder.layers.{layer}.mlp.router.weight"] - theirs).abs().max() / theirs.abs().max()
-        assert error < 1e-4, f"gradient of router {layer}"
-        theirs = theirs_gradients[f"model.layers.{layer}.self_attn.o_proj.weight"]
-        assert (
-            gradients[f"decoder.layers.{layer}.self_attention.linear_proj.weight"] - theirs
-        ).abs().max() < 1e-4 * theirs.abs().max()
+        for name, hf_name in names.items():
+            theirs = theirs_gradients[f"model.layers.{layer}.{hf_name}"]
+            error = (gradients[f"decoder.layers.{layer}.{name}"] - theirs).abs().max()
+            assert error < 1e-4 * theirs.abs().max(), (layer, name)
 
 
 def force(model: Any, choices: dict[int, Tensor]) -> None:
@@ -145,9 +132,7 @@ def force(model: Any, choices: dict[int, Tensor]) -> None:
     for number, layer in enumerate(model.model.layers):
         gate = layer.mlp.gate
 
-        def forward(
-            hidden: Tensor, gate: Any = gate, choice: Tensor = choices[number]
-        ) -> tuple[Tensor, Tensor, Tensor]:
+        def forward(hidden: Tensor, gate: Any = gate, choice: Tensor = choices[number]) -> tuple[Tensor, ...]:
             logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight)
             scores = logits.softmax(-1)
             indices = torch.where(choice >= 0, choice, scores.topk(choice.shape[1]).indices)
@@ -164,7 +149,6 @@ def force(model: Any, choices: dict[int, Tensor]) -> None:
 def test_recomputation_replays_the_same_experts(
     world: None, shapes: dict[str, ModelShape], options: dict[str, Any]
 ) -> None:
-    """Every micro-batch has its own record."""
     results = []
     for overrides in ({}, options):
         engine, packs = make_engine(shapes["deepseek-v3"], overrides=overrides), replay_packs()
@@ -178,14 +162,10 @@ def test_recomputation_replays_the_same_experts(
     assert max((x - y).abs().max() for x, y in zip(plain, free[0])) > 1e-3, "replay must change the results"
 
 
-# ---- two ranks -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize(("selection", "num_layouts"), [("some", 3), pytest.param("all", 6, marks=pytest.mark.full)])
 def test_replay_under_every_layout_of_two_ranks(
     run_two_ranks: Callable[..., str], selection: str, num_layouts: int
 ) -> None:
-    """`replay_ranks.py` compares replayed results, and records of all ranks together, with one rank's."""
     log = run_two_ranks("replay_ranks.py", selection)
     assert log.count(" ok") == 2 * num_layouts

@@ -22,10 +22,8 @@ def test_generate_each_sends_one_request_with_parameters_for_each_prompt() -> No
 
     assert [g.token_ids for g in with_servers([engine], use)] == [[8, 0], [9, 0]]
     [body] = engine.bodies
-    assert body["input_ids"] == [[7, 8], [9]] and body["sampling_params"] == [
-        {"sampling_seed": 1},
-        {"sampling_seed": 2},
-    ]
+    assert body["input_ids"] == [[7, 8], [9]]
+    assert body["sampling_params"] == [{"sampling_seed": 1}, {"sampling_seed": 2}]
 
 
 def test_a_session_stays_with_its_engine_while_it_lives() -> None:

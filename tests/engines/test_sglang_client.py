@@ -11,18 +11,22 @@ import pytest
 from aiohttp import web
 from small_servers import Handler, answer, echo, with_servers
 
-from penstock.engines.generation import TokenCounts
+from penstock.engines.generation import Generation, TokenCounts
 from penstock.engines.ports import reserve_free_port
 from penstock.engines.sglang.client import SGLangClient, parse_generation
 from penstock.storage.samples.routed_experts import ExpertsFormat
 
 
-def test_generate_sends_one_request_for_a_group() -> None:
-    async def use(urls: list[str]) -> Any:
-        async with SGLangClient(urls) as client:
-            return await client.generate([7, 8, 9], {"temperature": 1.0}, n=3)
+def generate(handlers: list[Handler], prompt: list[int], n: int = 1, **options: Any) -> list[Generation]:
+    async def use(urls: list[str]) -> list[Generation]:
+        async with SGLangClient(urls, **options) as client:
+            return await client.generate(prompt, {}, n)
 
-    generations = with_servers([echo], use)
+    return with_servers(handlers, use)
+
+
+def test_generate_sends_one_request_for_a_group() -> None:
+    generations = generate([echo], [7, 8, 9], n=3)
     assert [g.token_ids for g in generations] == [[9, 0], [9, 1], [9, 2]]
     assert generations[1].logprobs == [-4.5, -0.5]
     assert (generations[0].finish_reason, generations[0].weight_versions) == ("stop", [("run/3", 2)])
@@ -44,11 +48,7 @@ def test_routed_experts_are_requested_and_compressed() -> None:
         assert body["return_routed_experts"]
         return web.json_response([answer([5, 6], **chosen_experts(len(ids) + 1)) for ids in body["input_ids"]])
 
-    async def use(urls: list[str]) -> Any:
-        async with SGLangClient(urls, experts=EXPERTS) as client:
-            return await client.generate([7, 8, 9], {}, n=2)
-
-    [first, _] = with_servers([reply], use)
+    [first, _] = generate([reply], [7, 8, 9], n=2, experts=EXPERTS)
     assert first.routed_experts == bytes([0, 1, 3, 0, 1, 2, 3, 0, 2, 3, 3, 0, 3, 0, 3, 0])
 
 
@@ -96,11 +96,7 @@ def test_responses_of_an_incomplete_weight_update_are_requested_again() -> None:
         weights = "updating:run/4" if len(calls) < 3 else "run/4"
         return web.json_response([answer([5], weight_version=weights)])
 
-    async def use(urls: list[str]) -> Any:
-        async with SGLangClient(urls) as client:
-            return await client.generate([1], {})
-
-    [generation] = with_servers([half_updated], use)
+    [generation] = generate([half_updated], [1])
     assert generation.weight_versions == [("run/4", 1)] and len(calls) == 3
 
 
@@ -111,12 +107,8 @@ def test_raises_connection_error_after_num_tries() -> None:
         calls.append(request.path)
         return web.Response(status=500, text="scheduler died")
 
-    async def use(urls: list[str]) -> Any:
-        async with SGLangClient(urls, num_tries=2) as client:
-            await client.generate([1], {})
-
     with pytest.raises(ConnectionError, match=r"2 tries.*scheduler died"):
-        with_servers([failing], use)
+        generate([failing], [1], num_tries=2)
     assert len(calls) == 2
 
 
@@ -207,16 +199,10 @@ def test_refusals_and_timeouts_are_not_retried() -> None:
         await asyncio.sleep(5)
         return web.json_response([])
 
-    async def use(urls: list[str]) -> Any:
-        async with SGLangClient(urls, timeout=limit) as client:
-            await client.generate([1], {})
-
-    limit = 60.0
     with pytest.raises(ValueError, match="the prompt has 300 tokens"):
-        with_servers([refusing], use)
-    limit = 0.2
+        generate([refusing], [1])
     with pytest.raises(TimeoutError):
-        with_servers([slow], use)
+        generate([slow], [1], timeout=0.2)
     assert calls in (["refused", "slow"], ["refused"])  # asked at most once
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from penstock.engines.backends import engine_backend
-from penstock.engines.families import shape_from_config
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang.backend import SGLangServer
@@ -19,12 +18,7 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from tests.engines.real_models import REAL_MODELS
 
-FP8 = {
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "quant_method": "fp8",
-    "weight_block_size": [128, 128],
-}
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 def checkpoint(model: Path, directory: Path, **entries: Any) -> Path:
@@ -50,23 +44,34 @@ def values_of(command: list[str], flag: str) -> list[str]:
     return [command[at + 1] for at, word in enumerate(command) if word == flag]
 
 
+RUNS: dict[str, tuple[str, str | None]] = {  # options of a run -> dtype of its engines on a CPU; None: they need a GPU
+    "default": ("", "float32"),
+    "bf16": ("--params-dtype bf16", "bfloat16"),
+    "fp32": ("--params-dtype fp32", "float32"),
+    "megatron-bf16": ("--bf16", "bfloat16"),
+    "adapter in bf16": ("--lora-rank 4 --params-dtype bf16", "bfloat16"),
+    "adapter in fp32": ("--lora-rank 4 --params-dtype fp32", "float32"),
+    "merged adapter in bf16": ("--lora-rank 4 --lora-publish merged --params-dtype bf16", "bfloat16"),
+    "merged adapter in fp32": ("--lora-rank 4 --lora-publish merged --params-dtype fp32", "float32"),
+    "reference": ("--use-kl-loss --ref-load {other}", "float32"),
+    "critic": ("--advantage-estimator ppo", "float32"),
+    "offloaded": ("--colocate --offload-rollout", "float32"),
+    "without trainer": ("--debug-rollout-only --params-dtype fp32", "float32"),
+    "seeds": ("--rollout-sampling-seeds", None),
+}
+
+
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize(
-    ("words", "on_gpus", "on_cpus"),
-    [
-        ([], "bfloat16", "float32"),
-        (["--params-dtype", "bf16"], "bfloat16", "bfloat16"),
-        (["--params-dtype", "fp32"], "bfloat16", "float32"),
-        (["--bf16"], "bfloat16", "bfloat16"),
-    ],
-    ids=["default", "bf16", "fp32", "megatron-bf16"],
-)
+@pytest.mark.parametrize(("words", "on_cpus"), RUNS.values(), ids=RUNS)
 def test_engine_computes_in_the_dtype_of_the_policy_whatever_the_checkpoint_has(
-    words: list[str], on_gpus: str, on_cpus: str, stored: str, tiny_model: Path, tmp_path: Path
+    words: str, on_cpus: str | None, stored: str, tiny_model: Path, other_tiny_model: Path, tmp_path: Path
 ) -> None:
-    options = options_of(checkpoint(tiny_model, tmp_path, dtype=stored), *words)
-    assert values_of(command_of(options, has_gpus=True), "--dtype") == [on_gpus]
-    assert values_of(command_of(options, has_gpus=False), "--dtype") == [on_cpus]
+    words = words.format(other=other_tiny_model)
+    options = options_of(checkpoint(tiny_model, tmp_path, dtype=stored), *words.split())
+    assert (options.adapters is not None) == ("lora" in words and "merged" not in words)
+    assert values_of(command_of(options, has_gpus=True), "--dtype") == ["bfloat16"]
+    if on_cpus is not None:
+        assert values_of(command_of(options, has_gpus=False), "--dtype") == [on_cpus]
 
 
 @pytest.mark.parametrize("given", ["auto", "half", "float16", "bfloat16", "float32"])
@@ -76,25 +81,17 @@ def test_dtype_given_by_the_user_replaces_that_of_the_policy(words: list[str], g
     assert values_of(command, "--dtype") == [given]
 
 
-@pytest.mark.parametrize("words", [[], ["--lora-publish", "merged"]], ids=["adapter", "merged"])
-@pytest.mark.parametrize(("dtype", "on_cpus"), [("bf16", "bfloat16"), ("fp32", "float32")])
-def test_engines_of_a_run_with_adapters_compute_in_the_dtype_of_the_policy(
-    words: list[str], dtype: str, on_cpus: str, tiny_model: Path
-) -> None:
-    options = options_of(tiny_model, "--lora-rank", "4", "--params-dtype", dtype, *words)
-    assert (options.adapters is None) == bool(words)
-    assert values_of(command_of(options, has_gpus=True), "--dtype") == ["bfloat16"]
-    assert values_of(command_of(options, has_gpus=False), "--dtype") == [on_cpus]
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("quantization", ["checkpoint", "flag"])
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [({"quantization_config": FP8}, []), ({}, ["--sglang-quantization", "fp8"])],
+    ids=["checkpoint", "flag"],
+)
 def test_engine_with_fp8_weights_computes_in_bf16(
-    quantization: str, dtype: str, tiny_model: Path, tmp_path: Path
+    entries: dict[str, Any], words: list[str], dtype: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    entries, words = ({"quantization_config": FP8}, []) if quantization == "checkpoint" else ({}, ["fp8"])
-    words = ["--params-dtype", dtype, *(["--sglang-quantization", *words] if words else [])]
-    command = command_of(options_of(checkpoint(tiny_model, tmp_path, **entries), *words), has_gpus=True)
+    options = options_of(checkpoint(tiny_model, tmp_path, **entries), "--params-dtype", dtype, *words)
+    command = command_of(options, has_gpus=True)
     assert values_of(command, "--dtype") == ["bfloat16"] and not values_of(command, "--attention-backend")
 
 
@@ -113,24 +110,6 @@ def test_engine_of_the_teacher_computes_in_the_dtype_of_the_policy(
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["--use-kl-loss", "--ref-load", "OTHER"],
-        ["--advantage-estimator", "ppo"],
-        ["--colocate", "--offload-rollout"],
-        ["--debug-rollout-only", "--params-dtype", "fp32"],
-        ["--rollout-sampling-seeds"],
-    ],
-    ids=["reference", "critic", "offloaded", "without trainer", "seeds"],
-)
-def test_engine_beside_other_models_computes_in_bf16_on_a_gpu(
-    words: list[str], tiny_model: Path, other_tiny_model: Path
-) -> None:
-    options = options_of(tiny_model, *(str(other_tiny_model) if word == "OTHER" else word for word in words))
-    assert values_of(command_of(options, has_gpus=True), "--dtype") == ["bfloat16"]
-
-
-@pytest.mark.parametrize(
     ("dtype", "args", "size"),
     [
         (None, {}, 2),
@@ -143,8 +122,7 @@ def test_engine_beside_other_models_computes_in_bf16_on_a_gpu(
     ],
 )
 def test_estimated_memory_follows_the_dtype_of_the_engine(dtype: Any, args: dict[str, Any], size: int) -> None:
-    model = REAL_MODELS["qwen3-0.6B"]
-    shape = shape_from_config({"architectures": [model.architecture], **model.config})
+    shape = REAL_MODELS["qwen3-0.6B"].shape
     options = EngineOptions(ServerSpec(model_path="/model", args=args), params_dtype=dtype)
     memory = engine_backend().estimate_memory(options, shape, 80 << 30)
     assert memory.weight_bytes == size * shape.num_parameters

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_servers import serve_json
+from small_servers import JsonServer, eventually
 
 from penstock.engines.backends import engine_backend
 from penstock.engines.options import HealthCheck
@@ -28,27 +27,21 @@ class ExternalServer:
     """The HTTP answers of an external engine, which can die and restart."""
 
     def __init__(self, model_path: str) -> None:
-        self.facts: dict[str, Any] = {
-            "model_path": model_path,
-            "architectures": MODEL["architectures"],
-            "version": "0.5.21",
-            "tp_size": 1,
-        }
-        self.port = 0
+        self.facts: dict[str, Any] = {"model_path": model_path, "version": "0.5.21", "tp_size": 1}
+        self.facts["architectures"] = MODEL["architectures"]
         self.start()
 
-    def start(self) -> None:
+    def start(self, port: int = 0) -> None:
         self.version = "default"
-        self.http = serve_json(lambda path: {**self.facts, "weight_version": self.version}, self.port)
-        self.port = self.http.server_port
+        self.http = JsonServer(lambda path: {**self.facts, "weight_version": self.version}, port=port)
+        self.url, self.die = self.http.url, self.http.die
 
-    def die(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
+    def restart(self) -> None:
+        self.start(self.http.server_port)
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return self.url.removeprefix("http://")
 
 
 @pytest.fixture
@@ -67,16 +60,8 @@ def external_server(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ex
 
 
 def engine_at(external_server: ExternalServer, model: Path, timeout: float = 10) -> ExternalReplica:
-    return ExternalReplica(
-        external_server.address, ServerSpec(model_path=str(model), start_timeout=timeout), 0, engine_backend()
-    )
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "timed out after 10 s"
-        time.sleep(0.01)
+    spec = ServerSpec(model_path=str(model), start_timeout=timeout)
+    return ExternalReplica(external_server.address, spec, 0, engine_backend())
 
 
 def test_an_external_engine_gets_the_weights_again_after_its_restart(
@@ -89,16 +74,14 @@ def test_an_external_engine_gets_the_weights_again_after_its_restart(
         published.append(urls)
         external_server.version = VERSION
 
-    url = f"http://{external_server.address}"
-    running = Supervisor(
-        [engine_at(external_server, model)], VERSION, publish, HealthCheck(interval=0.05), lives.append
-    )
+    engine, url = engine_at(external_server, model), external_server.url
+    running = Supervisor([engine], VERSION, publish, HealthCheck(interval=0.05), lives.append)
     running.restart_and_publish()
     with running:
         assert running.live_urls() == [url] and published == [[url]]
         external_server.die()
         eventually(lambda: running.live_urls() == [])
-        external_server.start()
+        external_server.restart()
         eventually(lambda: running.live_urls() == [url])
     assert published == [[url], [url]] and lives == [[url], [], [url]], "the listener gets every change"
 
@@ -112,23 +95,27 @@ def test_an_external_engine_that_stays_dead_is_named_in_the_error(external_serve
     engine.launch_server()
     with pytest.raises(ConnectionError, match="--rollout-external-engine-addrs"):
         running.restart_and_publish()
-    external_server.start()
+    external_server.restart()
     engine.launch_server()
-    assert engine.wait_for_url() == f"http://{external_server.address}" and engine.alive() and engine.answers_requests()
+    assert engine.wait_for_url() == external_server.url and engine.alive() and engine.answers_requests()
 
 
-def test_another_model_is_refused(external_server: ExternalServer, model: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").write_text(json.dumps(MODEL | {"vocab_size": 65}))
-    external_server.facts["model_path"] = str(other)
-    with pytest.raises(EngineError, match=r"vocab_size 65.*--hf-checkpoint .* 64"):
-        engine_at(external_server, model).wait_for_url()
-    external_server.facts |= {"model_path": "/gone", "architectures": ["LlamaForCausalLM"]}
-    with pytest.raises(EngineError, match=r"architectures \['LlamaForCausalLM'\]"):
-        engine_at(external_server, model).wait_for_url()
-    external_server.facts |= {"architectures": MODEL["architectures"], "version": "0.4.9.post2"}
-    with pytest.raises(EngineError, match=r"SGLang 0\.4\.9"):
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"model_path": "{tmp_path}/other"}, r"vocab_size 65.*--hf-checkpoint .* 64"),
+        ({"model_path": "/gone", "architectures": ["LlamaForCausalLM"]}, r"architectures \['LlamaForCausalLM'\]"),
+        ({"model_path": "/gone", "version": "0.4.9.post2"}, r"SGLang 0\.4\.9"),
+    ],
+    ids=["config", "architecture", "release"],
+)
+def test_another_model_or_release_is_refused(
+    facts: dict[str, Any], message: str, external_server: ExternalServer, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text(json.dumps(MODEL | {"vocab_size": 65}))
+    external_server.facts |= facts | {"model_path": facts["model_path"].format(tmp_path=tmp_path)}
+    with pytest.raises(EngineError, match=message):
         engine_at(external_server, model).wait_for_url()
 
 

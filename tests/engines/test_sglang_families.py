@@ -19,6 +19,7 @@ import torch
 from families import FAMILIES, hf_model, make_family
 from safetensors.torch import load_file, save_file
 
+pytestmark = pytest.mark.integration
 HERE = Path(__file__).parent
 # Measured 2e-6, but 8e-5 for the two with latent attention and rms_norm_eps 1e-5: SGLang gives that epsilon to the
 # norms of the compressed queries and keys too, where transformers has 1e-6.
@@ -88,11 +89,15 @@ def worst_difference(model: Any, prompts: list[list[int]], result: dict[str, Any
     return worst
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("name", FAMILIES)
-def test_sglang_gives_transformers_logprobs_before_and_after_an_update(name: str, directory: Path) -> None:
+def answer_of(directory: Path, name: str) -> dict[str, Any]:
     answer = json.loads((directory / f"{name}.json").read_text())
     assert "error" not in answer, answer["error"]
+    return answer
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sglang_gives_transformers_logprobs_before_and_after_an_update(name: str, directory: Path) -> None:
+    answer = answer_of(directory, name)
     config = json.loads((directory / name / "first/config.json").read_text())
     assert answer["model"].startswith("sglang.srt.models.") and answer["model"].endswith(config["architectures"][0])
     models = [hf_model(directory / name / which) for which in ("first", "second")]
@@ -104,21 +109,17 @@ def test_sglang_gives_transformers_logprobs_before_and_after_an_update(name: str
     assert min(differences[0][1], differences[1][0]) > 1000 * TOLERANCE  # the check can fail
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_update_restores_every_overwritten_tensor(name: str, directory: Path) -> None:
     """--check-weight-update-equal overwrites every tensor of an engine and expects that an update restores all."""
-    answer = json.loads((directory / f"{name}.json").read_text())
-    assert "error" not in answer, answer["error"]
+    answer = answer_of(directory, name)
     before, overwritten, after = answer["checksums"]
     assert before == after and not [tensor for tensor in before if before[tensor] == overwritten[tensor]]
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("name", PREDICTING)
 def test_draft_layer_keeps_its_weights_over_an_update(name: str, directory: Path) -> None:
     """An update changes embedding and head, which the draft layer shares with the model, and nothing else in it."""
-    answer = json.loads((directory / f"{name}.json").read_text())
-    assert "error" not in answer, answer["error"]
+    answer = answer_of(directory, name)
     changed = ["lm_head.weight", "model.embed_tokens.weight"]
     assert answer["draft"] == {"loaded": True, "changed": changed, "shared": True}

@@ -65,10 +65,8 @@ def test_requests_survive_the_death_of_an_engine_and_of_the_router(tmp_path: Pat
                 assert 5 <= num_asked()[1] <= 15  # the engine with fewer running requests gets the next
                 for _ in range(2):
                     await asyncio.gather(*[client.generate([100 + name], {}, session=f"s{name}") for name in range(8)])
-                homes = [
-                    {ids[-1] for body in engine.bodies for ids in body["input_ids"] if ids[-1] >= 100}
-                    for engine in engines
-                ]
+                last_tokens = [[ids[-1] for body in engine.bodies for ids in body["input_ids"]] for engine in engines]
+                homes = [{token for token in tokens if token >= 100} for tokens in last_tokens]
                 assert not homes[0] & homes[1] and homes[0] | homes[1] == set(range(100, 108))
 
                 live.remove(urls[0])
@@ -81,9 +79,8 @@ def test_requests_survive_the_death_of_an_engine_and_of_the_router(tmp_path: Pat
                 running = [asyncio.create_task(client.generate([name], {})) for name in range(4)]
                 await asyncio.sleep(0.02)
                 os.kill(pid, signal.SIGKILL)
-                assert [group[0].token_ids for group in await asyncio.gather(*running)] == [
-                    [name, 0] for name in range(4)
-                ]
+                groups = await asyncio.gather(*running)
+                assert [group[0].token_ids for group in groups] == [[name, 0] for name in range(4)]
                 assert router.pid != pid
 
                 engines[1].seconds = 20
@@ -113,9 +110,8 @@ def test_the_router_dies_with_its_owner(tmp_path: Path) -> None:
         "while not router.pid: time.sleep(0.01)\n"
         "print(router.pid, flush=True); time.sleep(60)"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as owner:
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as owner:
         assert owner.stdout is not None
         router = psutil.Process(int(owner.stdout.readline()))
         owner.kill()
@@ -123,13 +119,10 @@ def test_the_router_dies_with_its_owner(tmp_path: Path) -> None:
 
 
 def test_flags_are_checked_against_the_installed_router() -> None:
-    assert check_router_args({"policy": "cache_aware", "--cache-threshold": 0.5}) == {
-        "policy": "cache_aware",
-        "cache_threshold": 0.5,
-    }
-    words = to_command_line(
-        {"policy": "random", "disable_retries": True, "dp_aware": False, "retry_max_retries": 3}, router_flags()
-    )
+    checked = check_router_args({"policy": "cache_aware", "--cache-threshold": 0.5})
+    assert checked == {"policy": "cache_aware", "cache_threshold": 0.5}
+    args = {"policy": "random", "disable_retries": True, "dp_aware": False, "retry_max_retries": 3}
+    words = to_command_line(args, router_flags())
     assert words == ["--policy", "random", "--disable-retries", "--retry-max-retries", "3"]
     with pytest.raises(EngineError, match=r"--router-polcy\b.*--router-policy\b"):
         check_router_args({"polcy": "random"})
@@ -138,11 +131,8 @@ def test_flags_are_checked_against_the_installed_router() -> None:
 
 
 def test_the_router_drops_exactly_the_listed_sampling_parameters(tmp_path: Path) -> None:
-    """Checks the list in sampling.py."""
     values: dict[str, Any] = {name: 1 for name in sampling_parameter_names()}
-    values |= {
-        name: True for name in values if name in ("ignore_eos", "no_stop_trim") or name.endswith("special_tokens")
-    }
+    values |= {name: True for name in values if name in ("ignore_eos", "no_stop_trim") or "special_tokens" in name}
     values |= {name: "a" for name in ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "stop")}
     values |= {"stop_token_ids": [1], "logit_bias": {"1": 1.0}, "custom_params": {"a": 1}}
     engine = SmallEngine()

@@ -15,10 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from families import hf_model, logprob_error
 from safetensors.torch import load_file
 
 from penstock.engines.cluster import Cluster
-from penstock.engines.generation import EngineGone, Generation, WeightTransport
+from penstock.engines.generation import Generation, WeightTransport
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang import control
@@ -35,26 +36,15 @@ PROMPT = [2, 9, 12, 16, 14, 21, 1, 3]
 def sample(pool: EnginePool, num: int = 4, length: int = 12) -> list[Generation]:
     async def call() -> list[Generation]:
         async with SGLangClient(pool.urls, timeout=120) as client:
-            return await client.generate(
-                PROMPT, {"temperature": 1.0, "max_new_tokens": length, "ignore_eos": True}, n=num
-            )
+            return await client.generate(PROMPT, {"max_new_tokens": length, "ignore_eos": True}, n=num)
 
     return asyncio.run(call())
 
 
 def worst_difference(model_path: Path, generations: list[Generation]) -> float:
     """Largest difference between the engine's log-probs and Hugging Face's, over all sampled tokens."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-    worst = 0.0
-    for generation in generations:
-        with torch.no_grad():
-            logits = model(torch.tensor([PROMPT + generation.token_ids])).logits[0, len(PROMPT) - 1 : -1]
-        chosen = torch.tensor(generation.token_ids)[:, None]
-        logprobs = logits.float().log_softmax(-1).gather(1, chosen)[:, 0]  # [R]
-        worst = max(worst, (logprobs - torch.tensor(generation.logprobs)).abs().max().item())
-    return worst
+    model = hf_model(model_path)
+    return max(logprob_error(model, PROMPT, generation) for generation in generations)
 
 
 def weights(model_path: Path) -> dict[str, torch.Tensor]:
@@ -86,56 +76,6 @@ def test_publish_changes_weights_and_version(
     assert not list(tmp_path.iterdir())
 
 
-def test_publish_during_generation_loses_no_request(engine_pool: EnginePool, tiny_model: Path) -> None:
-    """Requests in flight continue with the new weights; each reports its first and its last version."""
-    publisher = SGLangClient(engine_pool.urls)
-    publisher.update_weights(weights(tiny_model).items(), "test/4")
-
-    async def both() -> list[Generation]:
-        async with SGLangClient(engine_pool.urls, timeout=120) as client:
-            running = asyncio.create_task(client.generate(PROMPT, {"max_new_tokens": 200, "ignore_eos": True}, n=4))
-            await asyncio.sleep(0.15)
-            await asyncio.to_thread(publisher.update_weights, weights(tiny_model).items(), "test/5")
-            return await running
-
-    generations = asyncio.run(both())
-    assert [len(g.token_ids) for g in generations] == [200] * 4
-    assert {tuple(v for v, _ in g.weight_versions) for g in generations} == {("test/4", "test/5")}
-    assert worst_difference(tiny_model, generations) < TOLERANCE
-
-
-def test_abort_ends_only_the_requests_of_its_client(engine_pool: EnginePool, tiny_model: Path) -> None:
-    SGLangClient(engine_pool.urls).update_weights(weights(tiny_model).items(), "test/5")
-    long = {"max_new_tokens": 240, "ignore_eos": True}
-
-    async def both() -> tuple[list[Generation], list[Generation]]:
-        async with (
-            SGLangClient(engine_pool.urls, timeout=120) as client,
-            SGLangClient(engine_pool.urls, timeout=120) as other,
-        ):
-            others = asyncio.create_task(other.generate(PROMPT, {"max_new_tokens": 150, "ignore_eos": True}, n=2))
-            groups = [
-                client.generate_each([PROMPT, PROMPT[:4]], [long, long | {"temperature": 0.5}]) for _ in range(60)
-            ]
-            running = [
-                asyncio.create_task(group) for group in groups
-            ]  # more than the cache holds: some wait in the queue
-            await asyncio.sleep(0.3)
-            start = time.monotonic()
-            await client.abort()
-            assert time.monotonic() - start < 60
-            return [generation for group in await asyncio.gather(*running) for generation in group], await others
-
-    stopped, others = asyncio.run(both())
-    assert {g.finish_reason for g in stopped} == {"abort"} and {v for g in stopped for v, _ in g.weight_versions} == {
-        "test/5"
-    }
-    assert any(g.token_ids for g in stopped) and max(len(g.token_ids) for g in stopped) < 240
-    assert worst_difference(tiny_model, [g for g in stopped[::2] if g.token_ids]) < TOLERANCE
-    assert [(g.finish_reason, len(g.token_ids)) for g in others] == [("length", 150)] * 2
-    assert [g.finish_reason for g in sample(engine_pool)] == ["length"] * 4
-
-
 def test_an_external_engine_gets_weights_and_survives_the_pool(
     engine_pool: EnginePool, cluster: Cluster, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -151,19 +91,6 @@ def test_an_external_engine_gets_weights_and_survives_the_pool(
         assert live() == engine_pool.urls
         assert {v for g in sample(pool) for v, _ in g.weight_versions} == {"other/7"}
     pool.stop()
-    assert worst_difference(tiny_model, sample(engine_pool)) < TOLERANCE
-
-
-def test_a_failed_update_does_not_set_the_version(engine_pool: EnginePool, tiny_model: Path) -> None:
-    def broken():
-        yield from list(weights(tiny_model).items())[:3]
-        raise RuntimeError("the trainer died")
-
-    publisher = SGLangClient(engine_pool.urls)
-    with pytest.raises(RuntimeError, match="the trainer died"):
-        publisher.update_weights(broken(), "test/6", WeightTransport(bucket_bytes=1))  # each tensor alone
-    assert engine_pool.weight_versions() == ["updating:test/6"]
-    publisher.update_weights(weights(tiny_model).items(), "test/6")
     assert worst_difference(tiny_model, sample(engine_pool)) < TOLERANCE
 
 
@@ -192,21 +119,6 @@ def test_a_hung_scheduler_is_unhealthy_although_the_server_answers(engine_pool: 
         for child in family:
             child.resume()
     assert control.generates_tokens(url, timeout=60)
-
-
-def test_supervision_has_no_measurable_cost(engine_pool: EnginePool, tiny_model: Path) -> None:
-    def publish(urls: list[str]) -> None:
-        SGLangClient(urls).update_weights(weights(tiny_model).items(), "test/7")
-
-    engine_pool.update_to_version("test/7", publish)
-    spent = []
-    for _ in range(5):
-        start = time.perf_counter()
-        with engine_pool.serving("test/7", publish) as live:
-            assert live() == engine_pool.urls
-        spent.append(time.perf_counter() - start)
-    print(f"a block of supervision around nothing: {min(spent) * 1000:.1f} ms")
-    assert min(spent) < 0.1
 
 
 def test_server_dies_with_its_parent(tiny_model: Path, tmp_path: Path) -> None:
@@ -247,8 +159,3 @@ def test_failed_start_shows_the_log(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)exit code 1.*nothing"):
         server.start()
     assert not server.alive()
-
-
-def test_a_refused_connection_raises_engine_gone() -> None:
-    with pytest.raises(EngineGone, match=r"127\.0\.0\.1:9"):
-        control.weight_version("http://127.0.0.1:9", timeout=1)

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from small_servers import answer
 
 from penstock.engines.backends import engine_backend
-from penstock.engines.families import shape_from_config
 from penstock.engines.generation import TokenCounts
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.server import ServerSpec
@@ -121,8 +120,7 @@ def test_flags_exist_in_the_installed_sglang() -> None:
 
 
 def test_memory_of_the_draft_layer_is_counted() -> None:
-    model = REAL_MODELS["glm4.5-106B-A12B"]
-    shape = shape_from_config({"architectures": [model.architecture], **model.config})
+    shape = REAL_MODELS["glm4.5-106B-A12B"].shape
     plain, drafting, separate = (
         engine_backend().estimate_memory(options(Path("/model"), args), shape, 141 << 30)
         for args in ({}, NEXTN, NEXTN | {"speculative_draft_model_path": "/draft"})

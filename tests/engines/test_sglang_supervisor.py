@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from small_servers import SmallReplica
+from small_servers import SmallReplica, eventually
 
 from penstock.engines.generation import EngineGone
 from penstock.engines.options import HealthCheck
@@ -56,13 +56,6 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         engine.kill()
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "timed out after 10 s"
-        time.sleep(0.01)
-
-
 def test_only_engines_with_other_weights_are_published_to(world: World) -> None:
     world.publish([world.urls[1]])
     with world.supervisor() as running:
@@ -97,17 +90,9 @@ def test_too_many_restarts_raise_with_the_last_cause(world: World) -> None:
         world.engines[0].die()
         eventually(lambda: world.engines[0].num_starts == 2 and len(running.live_urls()) == 2)
         world.engines[1].die()
-
-        def failed() -> bool:
-            try:
-                running.live_urls()
-            except RuntimeError as error:
-                return (
-                    "--engine-restarts" in str(error) and "exit code -9" in str(error) and "the last line" in str(error)
-                )
-            return False
-
-        eventually(failed)
+        eventually(lambda: running._failure is not None)
+        with pytest.raises(RuntimeError, match=r"(?s)--engine-restarts.*exit code -9.*the last line"):
+            running.live_urls()
     assert [engine.num_starts for engine in world.engines] == [2, 1]
 
 

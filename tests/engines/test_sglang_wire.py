@@ -140,7 +140,6 @@ print(content["flattened_tensor"].double().sum().item(), [entry.name for entry i
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_another_process_opens_a_bucket_on_a_gpu() -> None:
     flat = FlatBucket([("weight", torch.arange(999, device="cuda") % 100)])
     result = subprocess.run([sys.executable, "-c", READER], input=flat.serialize(), capture_output=True, text=True)

@@ -14,12 +14,11 @@ import transformers
 
 from penstock.engines.families import FAMILIES as REGISTRY
 from penstock.engines.families import read_shape, shape_from_config, tensor_layout
-from penstock.engines.families.shape import Llama3Scaling, ModelShape, YarnScaling
+from penstock.engines.families.shape import Llama3Scaling, YarnScaling
 from penstock.storage.errors import ModelError
 from tests.engines.real_models import REAL_MODELS, RealModel
 from tests.families import FAMILIES, hf_model, make_family
 
-ROOT = Path(__file__).parents[2]
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -29,8 +28,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_family(directory / name, name) for name in FAMILIES}
 
 
-def real_shape(model: RealModel) -> ModelShape:
-    return shape_from_config({"architectures": [model.architecture], **model.config})
+def config_of(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / "config.json").read_text())
 
 
 def meta_model(model: RealModel) -> Any:
@@ -72,31 +71,13 @@ def test_counts_and_flops_equal_transformers(checkpoints: dict[str, Path], name:
     attention = model.model.layers[0].self_attn
     value = attention.v_head_dim if shape.latent else shape.head_dim
     assert shape.head_dim == (attention.qk_head_dim if shape.latent else attention.head_dim)
-    pairs = (
-        shape.num_layers * shape.num_attention_heads * 2 * (shape.head_dim + value) * 100 / 2
-    )  # scores and sums, half masked
+    # scores and sums, half masked
+    pairs = shape.num_layers * shape.num_attention_heads * 2 * (shape.head_dim + value) * 100 / 2
     assert math.isclose(shape.train_flops(10, 100), 3 * (2 * matrices * 10 + pairs))
 
 
-def test_variants_of_the_tiny_families(checkpoints: dict[str, Path]) -> None:
+def test_rotary_settings_and_routing_of_the_tiny_families(checkpoints: dict[str, Path]) -> None:
     shapes = {name: read_shape(path) for name, path in checkpoints.items()}
-    assert [name for name, shape in shapes.items() if shape.tied_embeddings] == ["qwen2", "qwen3", "llama3.2"]
-    assert [name for name, shape in shapes.items() if shape.qkv_bias] == [
-        "qwen2",
-        "qwen2.5-7b",
-        "glm4",
-        "glm4.5",
-        "glm4.5-355b",
-    ]
-    assert [name for name, shape in shapes.items() if shape.sandwich_norms] == ["glm4", "glm4-32b"]
-    assert [name for name, shape in shapes.items() if shape.latent] == [
-        "glm4.7-flash",
-        "deepseek-v3",
-        "kimi-k2",
-        "moonlight",
-    ]
-    norms = [name for name, shape in shapes.items() if shape.qk_layernorm and not shape.latent]
-    assert norms == ["qwen3", "qwen3-moe", "glm4.5-355b"]
     turning = {name: (shape.rotary.fraction, shape.rotary.interleaved) for name, shape in shapes.items()}
     assert turning["glm4"] == turning["glm4-32b"] == (0.5, True) and turning["glm4.5"] == (0.5, False)
     assert turning["deepseek-v3"] == turning["glm4.7-flash"] == (1.0, True) and turning["llama3"] == (1.0, False)
@@ -107,30 +88,24 @@ def test_variants_of_the_tiny_families(checkpoints: dict[str, Path]) -> None:
     assert isinstance(yarn, YarnScaling) and (yarn.factor, yarn.mscale, yarn.mscale_all_dim) == (4, 1, 1)
     experts = {name: shape.experts for name, shape in shapes.items() if shape.experts}
     assert {name: e.score for name, e in experts.items() if e.score == "softmax"} == {"qwen3-moe": "softmax"}
-    groups = (
-        experts["deepseek-v3"].num_groups,
-        experts["deepseek-v3"].top_groups,
-        experts["deepseek-v3"].num_dense_layers,
-    )
-    assert groups == (4, 2, 1) and experts["qwen3-moe"].num_dense_layers == 0
+    grouped = experts["deepseek-v3"]
+    assert (grouped.num_groups, grouped.top_groups, grouped.num_dense_layers) == (4, 2, 1)
+    assert experts["qwen3-moe"].num_dense_layers == 0
     assert experts["moonlight"].shared_ffn_hidden_size == 48 and experts["moonlight"].scaling == 2.446
 
 
 @pytest.mark.parametrize("name", REAL_MODELS)
 def test_real_models_have_the_published_names_shapes_and_size(name: str) -> None:
     model = REAL_MODELS[name]
-    shape, reference = real_shape(model), meta_model(model)
+    shape, reference = model.shape, meta_model(model)
     layout, expected = tensor_layout(shape), hub_shapes(reference)
     assert layout.hf_names() == set(expected)
     assert layout.hf_shapes == expected
-    last = f".{shape.experts.num_experts - 1}." if shape.experts else ""
+    # one op for all experts of a layer: the first and the last show it
+    shown = (".local_experts.0.", f".local_experts.{shape.experts.num_experts - 1}.") if shape.experts else ()
     for megatron in layout.megatron_names():
-        if (
-            ".local_experts." in megatron
-            and ".local_experts.0." not in megatron
-            and f".local_experts{last}" not in megatron
-        ):
-            continue  # one op for all experts of a layer: the first and the last show it
+        if ".local_experts." in megatron and not any(expert in megatron for expert in shown):
+            continue
         hf = {hf_name: torch.empty(expected[hf_name], device="meta") for hf_name in layout.hf_names_of(megatron)}
         for hf_name, tensor in layout.to_hf(megatron, layout.to_megatron(megatron, hf.__getitem__)):
             assert tuple(tensor.shape) == expected[hf_name], hf_name
@@ -138,19 +113,12 @@ def test_real_models_have_the_published_names_shapes_and_size(name: str) -> None
     assert shape.num_parameters == sum(tensor.numel() for tensor in reference.parameters())
     embedding = shape.vocab_size * shape.hidden_size
     longer = shape.model_copy(update={"num_layers": shape.num_layers + 1})
-    prediction = (
-        longer.num_parameters - shape.num_parameters + 2 * embedding + (2 * shape.hidden_size + 3) * shape.hidden_size
-    )
-    assert not model.size or rounded(shape.num_parameters, model.size) == model.size
-    assert (
-        not model.size_with_mtp
-        or rounded(shape.num_parameters + prediction, model.size_with_mtp) == model.size_with_mtp
-    )
-    assert not model.active or cut(shape.num_active_parameters, model.active) == model.active
-    assert (
-        not model.active_inner
-        or cut(shape.num_active_parameters - 2 * embedding, model.active_inner) == model.active_inner
-    )
+    with_mtp = longer.num_parameters + 2 * embedding + (2 * shape.hidden_size + 3) * shape.hidden_size
+    for text, number in ((model.size, shape.num_parameters), (model.size_with_mtp, with_mtp)):
+        assert not text or rounded(number, text) == text
+    active = shape.num_active_parameters
+    for text, number in ((model.active, active), (model.active_inner, active - 2 * embedding)):
+        assert not text or cut(number, text) == text
 
 
 def rounded(number: int, like: str) -> str:
@@ -165,11 +133,8 @@ def cut(number: int, like: str) -> str:
 def test_defaults_equal_transformers() -> None:
     for architecture, defaults in ((name, family.defaults) for name, family in REGISTRY.items()):
         config = getattr(transformers, architecture).config_class()
-        assert {name: getattr(config, name) for name in defaults if name != "sliding_window"} == {
-            name: value
-            for name, value in defaults.items()
-            if name != "sliding_window"  # transformers drops it where unused
-        }, architecture
+        for name in defaults.keys() - {"sliding_window"}:  # transformers drops it where unused
+            assert getattr(config, name) == defaults[name], (architecture, name)
         odd = architecture == "Glm4MoeForCausalLM"  # whose default heads of 42 dimensions would turn 21
         shape = shape_from_config({"architectures": [architecture]} | ({"head_dim": 128} if odd else {}))
         assert not shape.tied_embeddings and shape.num_query_groups == (
@@ -183,7 +148,7 @@ def test_defaults_equal_transformers() -> None:
 
 @pytest.mark.parametrize("name", ["llama3.1", "glm4", "kimi-k2", "qwen3"])
 def test_both_spellings_of_rope_settings_are_read(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
-    config = json.loads((checkpoints[name] / "config.json").read_text())
+    config = config_of(checkpoints[name])
     settings = config.pop("rope_parameters")
     config["rope_theta"] = settings.pop("rope_theta")
     settings["type"] = settings.pop("rope_type")
@@ -196,7 +161,7 @@ def test_both_spellings_of_rope_settings_are_read(checkpoints: dict[str, Path], 
 
 def test_absent_yarn_mscales_are_zero(checkpoints: dict[str, Path]) -> None:
     """transformers computes the attention factor from `factor` alone unless both are given."""
-    config = json.loads((checkpoints["deepseek-v3"] / "config.json").read_text())
+    config = config_of(checkpoints["deepseek-v3"])
     shape = shape_from_config(config | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}})
     assert shape.rotary.scaling == YarnScaling(factor=4, original_max_positions=256, mscale=0, mscale_all_dim=0)
 
@@ -238,21 +203,17 @@ def test_absent_yarn_mscales_are_zero(checkpoints: dict[str, Path]) -> None:
 def test_unsupported_entries_are_refused(
     checkpoints: dict[str, Path], name: str, changes: dict[str, Any], found: str
 ) -> None:
-    config = json.loads((checkpoints[name] / "config.json").read_text())
+    config = config_of(checkpoints[name])
     with pytest.raises(ModelError, match=f"there/config.json (says )?{found}") as error:
         shape_from_config(config | changes, "there/config.json")
     assert "\n" not in str(error.value)
 
 
 def test_dense_layers_are_counted_in_every_spelling(checkpoints: dict[str, Path]) -> None:
-    flash = json.loads((checkpoints["glm4.7-flash"] / "config.json").read_text())
+    flash, qwen, moonlight = (config_of(checkpoints[name]) for name in ("glm4.7-flash", "qwen3-moe", "moonlight"))
     del flash["first_k_dense_replace"]
-    shape = shape_from_config(flash | {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]})
-    assert shape.experts and shape.experts.num_dense_layers == 2
-    qwen = json.loads((checkpoints["qwen3-moe"] / "config.json").read_text())
-    shape = shape_from_config(qwen | {"mlp_only_layers": [1, 0]})
-    assert shape.experts and shape.experts.num_dense_layers == 2
-    dense = shape_from_config(
-        json.loads((checkpoints["moonlight"] / "config.json").read_text()) | {"first_k_dense_replace": 4}
-    )
+    for config in (flash | {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2}, qwen | {"mlp_only_layers": [1, 0]}):
+        shape = shape_from_config(config)
+        assert shape.experts and shape.experts.num_dense_layers == 2
+    dense = shape_from_config(moonlight | {"first_k_dense_replace": 4})
     assert dense.experts is None and not any("experts" in name for name in tensor_layout(dense).hf_names())

@@ -45,13 +45,8 @@ def bucket() -> FlatBucket:
 
 
 def receive(bucket: FlatBucket) -> Receiver:
-    process = subprocess.Popen(
-        [sys.executable, "-c", RECEIVER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", RECEIVER], text=True, **pipes)
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(bucket.serialize() + "\n")
     process.stdin.flush()

@@ -8,8 +8,6 @@ import torch.nn.functional as F
 
 from tests.triton_interpreter import run_in_interpreter
 
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 
 def check(ffn: int, dtype: torch.dtype, device: str) -> None:
     from penstock.engines.megatron.triton_kernels import swiglu, swiglu_back, weighted_swiglu, weighted_swiglu_back
@@ -37,7 +35,7 @@ def check(ffn: int, dtype: torch.dtype, device: str) -> None:
     assert weighted_swiglu_back(grad[:0], gate_up[:0], weights[:0])[0].shape == (0, 2 * ffn)
 
 
-@pytest.mark.parametrize("ffn", [pytest.param(size, marks=ON_GPU) for size in (8, 768, 3072, 5000)])
+@pytest.mark.parametrize("ffn", [pytest.param(size, marks=pytest.mark.gpu) for size in (8, 768, 3072, 5000)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_values_and_gradients_equal_those_of_torch(ffn: int, dtype: torch.dtype) -> None:
     check(ffn, dtype, "cuda")
@@ -54,7 +52,6 @@ def check_all() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_megatron_uses_the_kernels() -> None:
     from penstock.engines.megatron.compat import import_megatron
 

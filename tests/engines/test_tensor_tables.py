@@ -8,19 +8,16 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.engines.families import read_shape, tensor_layout
-from penstock.engines.families.shape import ModelShape, Rotary
-from penstock.engines.families.tensor_rows import GateUp, InterleavedQKV, PaddedVocab
+from penstock.engines.families.tensor_rows import GateUp, InterleavedQKV, PaddedVocab, TensorLayout
 from penstock.storage.errors import ModelError
+from tests.engines.megatron_reference import SHAPE
 from tests.families import FAMILIES, make_family
 
+SMALL = dict(num_layers=3, hidden_size=8, num_attention_heads=6, num_query_groups=2, head_dim=4, tied_embeddings=False)
 
-def shape(**changes: Any) -> ModelShape:
-    fields = dict(
-        architecture="Qwen3ForCausalLM", family="qwen3", num_layers=3, hidden_size=8, ffn_hidden_size=12,
-        num_attention_heads=6, num_query_groups=2, head_dim=4, vocab_size=11, max_position_embeddings=64,
-        rotary=Rotary(base=1e4), norm_epsilon=1e-6, qk_layernorm=True, qkv_bias=False, tied_embeddings=False,
-    )  # fmt: skip
-    return ModelShape.model_validate({**fields, **changes})
+
+def layout_of(**changes: Any) -> TensorLayout:
+    return tensor_layout(SHAPE.model_copy(update={**SMALL, **changes}))
 
 
 @pytest.fixture(scope="module")
@@ -76,19 +73,15 @@ def test_round_trip_of_every_tensor_is_exact(checkpoints: dict[str, Path], name:
 
 
 def test_a_tied_head_is_a_copy_and_an_untied_one_is_not() -> None:
-    assert tensor_layout(shape(tied_embeddings=True)).copies == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert "lm_head.weight" not in tensor_layout(shape(tied_embeddings=True)).hf_names()
-    assert tensor_layout(shape()).copies == {} and tensor_layout(shape()).hf_names_of("output_layer.weight") == (
-        "lm_head.weight",
-    )
+    tied, untied = layout_of(tied_embeddings=True), layout_of()
+    assert tied.copies == {"lm_head.weight": "model.embed_tokens.weight"} and "lm_head.weight" not in tied.hf_names()
+    assert untied.copies == {} and untied.hf_names_of("output_layer.weight") == ("lm_head.weight",)
 
 
 def test_experts_keep_their_names(checkpoints: dict[str, Path]) -> None:
     """Against names written out: a mixture's second layer and its dense first one."""
-    layout, hf = (
-        tensor_layout(read_shape(checkpoints["glm4.5"])),
-        load_file(checkpoints["glm4.5"] / "model.safetensors"),
-    )
+    checkpoint = checkpoints["glm4.5"]
+    layout, hf = tensor_layout(read_shape(checkpoint)), load_file(checkpoint / "model.safetensors")
     to, fro = "decoder.layers.1.mlp.", "model.layers.1.mlp."
     expected = {
         to + "router.weight": hf[fro + "gate.weight"],
@@ -132,34 +125,31 @@ def test_latent_attention_and_fused_projections_by_name(checkpoints: dict[str, P
     }
     for family, pairs in names.items():
         layout = tensor_layout(read_shape(checkpoints[family]))
-        assert {name: layout.hf_names_of(to + name) for name in pairs} == {
-            name: (fro + hf,) for name, hf in pairs.items()
-        }
+        for name, hf in pairs.items():
+            assert layout.hf_names_of(to + name) == (fro + hf,)
 
 
-def test_is_untrained_only_for_mtp_layers_and_rope_frequencies() -> None:
-    layout = tensor_layout(shape(num_mtp_layers=1))
-    assert layout.is_untrained("model.layers.3.eh_proj.weight") and layout.is_untrained(
-        "model.layers.3.mlp.experts.0.up_proj.weight"
-    )
-    assert layout.is_untrained("model.layers.1.self_attn.rotary_emb.inv_freq") and layout.is_untrained(
-        "model.rotary_emb.inv_freq"
-    )
-    for name in (
-        "model.layers.4.eh_proj.weight",
-        "model.layers.2.eh_proj.weight",
-        "model.layers.30.x",
-        "lm_head.bias",
-        "visual.x",
-    ):
-        assert not layout.is_untrained(name)
-    assert not tensor_layout(shape()).is_untrained(
-        "model.layers.3.eh_proj.weight"
-    )  # config.json has no prediction layers
+@pytest.mark.parametrize(
+    ("name", "untrained"),
+    [
+        ("model.layers.3.eh_proj.weight", True),
+        ("model.layers.3.mlp.experts.0.up_proj.weight", True),
+        ("model.layers.1.self_attn.rotary_emb.inv_freq", True),
+        ("model.rotary_emb.inv_freq", True),
+        ("model.layers.4.eh_proj.weight", False),
+        ("model.layers.2.eh_proj.weight", False),
+        ("model.layers.30.x", False),
+        ("lm_head.bias", False),
+        ("visual.x", False),
+    ],
+)
+def test_only_mtp_layers_and_rope_frequencies_are_untrained(name: str, untrained: bool) -> None:
+    assert layout_of(num_mtp_layers=1).is_untrained(name) == untrained
+    assert layout_of().is_untrained(name) == name.endswith("inv_freq")  # config.json has no prediction layers
 
 
 def test_layers_keep_their_numbers() -> None:
-    layout = tensor_layout(shape(num_layers=12))
+    layout = layout_of(num_layers=12)
     assert layout.hf_names_of("decoder.layers.11.mlp.linear_fc2.weight") == ("model.layers.11.mlp.down_proj.weight",)
     with pytest.raises(ModelError, match=r"'decoder.layers.12"):
         layout.to_hf("decoder.layers.12.mlp.linear_fc2.weight", torch.zeros(1))
@@ -167,11 +157,10 @@ def test_layers_keep_their_numbers() -> None:
 
 def test_errors_name_the_tensor_or_family() -> None:
     with pytest.raises(ModelError, match="'llama9'"):
-        tensor_layout(shape(family="llama9"))
+        layout_of(family="llama9")
     with pytest.raises(ModelError, match=r"linear_qkv.weight: .*\[39, 8\].*40 rows"):
-        tensor_layout(shape()).to_hf("decoder.layers.0.self_attention.linear_qkv.weight", torch.zeros(39, 8))
+        layout_of().to_hf("decoder.layers.0.self_attention.linear_qkv.weight", torch.zeros(39, 8))
     mixed = {"gate": torch.zeros(4, 2), "up": torch.zeros(4, 2, dtype=torch.bfloat16)}
     with pytest.raises(ModelError, match=r"float32.*bfloat16"):
-        tensor_layout(shape()).to_megatron(
-            "decoder.layers.0.mlp.linear_fc1.weight", lambda name: mixed["up" if "up" in name else "gate"]
-        )
+        name = "decoder.layers.0.mlp.linear_fc1.weight"
+        layout_of().to_megatron(name, lambda name: mixed["up" if "up" in name else "gate"])

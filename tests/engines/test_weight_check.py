@@ -94,8 +94,6 @@ def test_a_file_that_differs_from_its_tensors_is_reported(tmp_path: Path, monkey
         write_weights(tmp_path / "wrong", weights().items(), tmp_path, 1 << 20, verify=True)
 
 
-# ---- with SGLang -----------------------------------------------------------------------------------------------------
-
 # Name of a sent tensor -> name of the engine's parameter that contains it: fused, and tied with the output head.
 ALTERED = {
     "model.layers.1.self_attn.k_proj.weight": "model.layers.1.self_attn.qkv_proj.weight",

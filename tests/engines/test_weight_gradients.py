@@ -7,19 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.megatron_reference import LENGTHS, OPTIMIZER, SHAPE, Pack, make_pack
+from tests.engines.megatron_reference import FULL, PACKS, SHAPE, UNTIED, Pack, make_engine
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-PACKS = [make_pack(LENGTHS, 0), make_pack([3, 4, 50], 1)]
-SHAPES = {"tied": SHAPE, "untied": SHAPE.model_copy(update={"tied_embeddings": False})}
+pytestmark = pytest.mark.gpu
+SHAPES = {"tied": SHAPE, "untied": UNTIED}
 
 
 def gradients(name: str, fused: bool, dtype: Any, overrides: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the sums of the gradients of two micro-batches, from the same weights in every call."""
-    from penstock.engines.megatron.engine import MegatronEngine
-
     options = {"gradient_accumulation_fusion": fused, "init_method_std": 0.15, **overrides}
-    engine = MegatronEngine(SHAPES[name], dtype=dtype, optimizer=OPTIMIZER, overrides=options)
+    engine = make_engine(SHAPES[name], dtype=dtype, overrides=options)
     assert engine.config.gradient_accumulation_fusion == fused
 
     def loss_fn(hidden: torch.Tensor, head: Any, packed: Pack) -> Any:
@@ -29,16 +26,12 @@ def gradients(name: str, fused: bool, dtype: Any, overrides: dict[str, Any]) -> 
     return {name: param.main_grad.float().clone() for name, param in engine.chunks[0].named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "overrides", [{}, {"overlap_grad_reduce": True}, {"grad_reduce_in_fp32": False}, {"recompute_granularity": "full"}]
-)
+@pytest.mark.parametrize("overrides", [{}, {"overlap_grad_reduce": True}, {"grad_reduce_in_fp32": False}, FULL])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients_equal_those_that_are_added_afterwards(
     world: None, name: str, dtype: str, overrides: dict[str, Any]
 ) -> None:
-    if overrides.get("recompute_granularity"):
-        overrides = {**overrides, "recompute_method": "uniform", "recompute_num_layers": 1}
     fused, separate = (gradients(name, fused, dtype, overrides) for fused in (True, False))
     tolerance = 1e-5 if dtype == "fp32" and overrides.get("grad_reduce_in_fp32", True) else 2e-2
     for key, expected in separate.items():

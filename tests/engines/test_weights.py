@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_servers import SmallServer
 
 from penstock.engines.generation import WeightTransport
 from penstock.engines.sglang.client import SGLangClient
@@ -51,13 +50,9 @@ def test_a_payload_contains_the_tensors_bit_for_bit() -> None:
     flat = FlatBucket(named)
     for _ in range(2):  # one for each receiver
         content = MultiprocessingSerializer.deserialize(flat.serialize())
-        received = FlattenedTensorBucket(
-            flattened_tensor=content["flattened_tensor"], metadata=content["metadata"]
-        ).reconstruct_tensors()
-        assert {name for name, _ in received} == {name for name, _ in named}
-        assert all(
-            got.dtype == dict(named)[name].dtype and torch.equal(got, dict(named)[name]) for name, got in received
-        )
+        received = dict(FlattenedTensorBucket(**content).reconstruct_tensors())
+        assert received.keys() == dict(named).keys()
+        assert all(received[name].dtype == sent.dtype and torch.equal(received[name], sent) for name, sent in named)
     assert torch.multiprocessing.get_sharing_strategy() == before
 
 
@@ -81,84 +76,58 @@ def test_an_update_over_disk_without_a_directory_is_refused(tmp_path: Path) -> N
         SGLangClient(["http://x"]).update_weights([], "run/7", WeightTransport("disk"))
 
 
-class FakeServer:
-    """Answers the calls of an update like SGLang of one release, and records them."""
+class UpdatedServer(SmallServer):
+    """Also loads buckets, like SGLang of one release, and records all calls."""
+
+    tensor_parallel = 2
 
     def __init__(self, release: str, refuse_bucket: int | None = None) -> None:
+        super().__init__("default")
         self.release, self.refuse_bucket = release, refuse_bucket
         self.calls: list[str] = []
-        self.version = "default"
         self.flushes: list[bool] = []
-        self.session_open = False
-        self.memory = {"weights", "kv_cache"}
-        self.busy = False
-        engine = self
+        self.session_open = self.busy = False
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.reply(200, {"version": engine.release, "tp_size": 2, "weight_version": engine.version})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                ok, message = engine.take(self.path, body)
-                self.reply(200 if ok else 400, {"success": ok, "message": message})
-
-            def reply(self, status: int, content: dict[str, Any]) -> None:
-                text = json.dumps(content).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-
-            def log_message(self, *args: Any) -> None:
-                return
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def take(self, path: str, body: dict[str, Any]) -> tuple[bool, str]:
+    def _change(self, path: str, body: dict[str, Any]) -> None:
         self.calls.append(path)
         if path == "/begin_weight_update":
             assert body == {"selector": "target"}
-            was_open, self.session_open = self.session_open, True
-            return not was_open, "a weight-update session is already open"
-        if path == "/end_weight_update":
-            self.session_open = False
-        elif path == "/update_weight_version":
-            self.version = body["new_version"]
+            if self.session_open:
+                raise ValueError("a weight-update session is already open")
         elif path == "/pause_generation":
             self.busy = self.busy and body["mode"] != "abort"
-        elif path == "/release_memory_occupation":  # SGLang dies in all these cases
-            assert not self.busy and self.memory >= set(body["tags"])
-            self.memory -= set(body["tags"])
-        elif path == "/resume_memory_occupation":
-            assert not self.memory & set(body["tags"])
-            self.memory |= set(body["tags"])
+        elif path == "/release_memory_occupation":
+            assert not self.busy
         elif path == "/continue_generation":
-            assert self.memory == {"weights", "kv_cache"}
+            assert self.allocated == {"weights", "kv_cache"}
         elif path == "/update_weights_from_tensor":
-            assert "weights" in self.memory
-            assert body.get("selector") == (None if self.release == "0.5.15.post1" else "target")
-            assert body.get("disable_draft_model") == (True if self.release == "0.5.15.post1" else None)
-            assert "kv_cache" in self.memory or not body["flush_cache"]
-            assert body["load_format"] == "flattened_bucket"
-            assert len(body["serialized_named_tensors"]) == 2  # one payload for each of its ranks
-            self.flushes.append(body["flush_cache"])
-            return len(self.flushes) != self.refuse_bucket, "shape mismatch"
-        return True, ""
+            self._load(body)
+        if path in ("/begin_weight_update", "/end_weight_update"):
+            self.session_open = path == "/begin_weight_update"
+        super()._change(path, body)
+
+    def _load(self, body: dict[str, Any]) -> None:
+        older = self.release == "0.5.15.post1"
+        assert "weights" in self.allocated
+        assert body.get("selector") == (None if older else "target")
+        assert body.get("disable_draft_model") == (True if older else None)
+        assert "kv_cache" in self.allocated or not body["flush_cache"]
+        assert body["load_format"] == "flattened_bucket"
+        assert len(body["serialized_named_tensors"]) == 2  # one payload for each of its ranks
+        self.flushes.append(body["flush_cache"])
+        if len(self.flushes) == self.refuse_bucket:
+            raise ValueError("shape mismatch")
 
 
 @pytest.fixture
-def engine(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
-    engine = FakeServer(*request.param)
+def engine(request: pytest.FixtureRequest) -> Iterator[UpdatedServer]:
+    engine = UpdatedServer(*request.param)
     yield engine
-    engine.server.shutdown()
-    engine.server.server_close()
+    engine.die()
 
 
 @pytest.mark.parametrize("engine", [("0.5.21",), ("0.5.15.post1",), ("0.5.22.dev3",)], indirect=True, ids=str)
-def test_an_update_makes_the_calls_of_each_release(engine: FakeServer) -> None:
+def test_an_update_makes_the_calls_of_each_release(engine: UpdatedServer) -> None:
     engine.session_open = engine.release != "0.5.15.post1"  # left by a trainer that died
     SGLangClient([engine.url]).update_weights(iter(tensors()), "run/7", WeightTransport(bucket_bytes=100))
     begin, end = ["/begin_weight_update", "/end_weight_update"], ["/end_weight_update"]
@@ -175,7 +144,7 @@ def test_an_update_makes_the_calls_of_each_release(engine: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("engine", [("0.5.21", 2)], indirect=True, ids=str)
-def test_a_refused_bucket_does_not_set_the_version_and_generation_resumes(engine: FakeServer) -> None:
+def test_a_refused_bucket_does_not_set_the_version_and_generation_resumes(engine: UpdatedServer) -> None:
     with pytest.raises(RuntimeError, match="shape mismatch"):
         SGLangClient([engine.url]).update_weights(iter(tensors()), "run/7", WeightTransport(bucket_bytes=1))
     assert engine.version == "updating:run/7"
@@ -183,33 +152,33 @@ def test_a_refused_bucket_does_not_set_the_version_and_generation_resumes(engine
 
 
 @pytest.mark.parametrize("engine", [("0.5.21",)], indirect=True, ids=str)
-def test_released_memory_is_resumed_in_the_order_that_sglang_survives(engine: FakeServer) -> None:
+def test_released_memory_is_resumed_in_the_order_that_sglang_survives(engine: UpdatedServer) -> None:
     client, engine.busy = SGLangClient([engine.url]), True
     client.release_memory()
     client.release_memory()
-    assert engine.memory == set() and engine.calls.count("/release_memory_occupation") == 1
+    assert engine.allocated == set() and engine.calls.count("/release_memory_occupation") == 1
     client.update_weights(iter(tensors()), "run/7", WeightTransport(bucket_bytes=100))
-    assert engine.memory == {"weights"} and engine.version == "loaded:run/7" and set(engine.flushes) == {False}
+    assert engine.allocated == {"weights"} and engine.version == "loaded:run/7" and set(engine.flushes) == {False}
     assert "/continue_generation" not in engine.calls
     client.release_memory()  # the KV cache is still released
-    assert engine.memory == set()
+    assert engine.allocated == set()
     client.update_weights(iter(tensors()), "run/8", WeightTransport(bucket_bytes=100))
     client.resume_kv_cache()
-    assert engine.memory == {"weights", "kv_cache"} and engine.version == "run/8"
+    assert engine.allocated == {"weights", "kv_cache"} and engine.version == "run/8"
     assert engine.calls[-1] == "/continue_generation"
 
 
 @pytest.mark.parametrize("engine", [("0.5.21", 2)], indirect=True, ids=str)
-def test_an_update_that_fails_after_a_release_stays_paused_and_is_repeated(engine: FakeServer) -> None:
+def test_an_update_that_fails_after_a_release_stays_paused_and_is_repeated(engine: UpdatedServer) -> None:
     client = SGLangClient([engine.url])
     client.release_memory()
     with pytest.raises(RuntimeError, match="shape mismatch"):
         client.update_weights(iter(tensors()), "run/7", WeightTransport(bucket_bytes=1))
     client.resume_kv_cache()
-    assert engine.version == "loading:run/7" and engine.memory == {"weights"}
+    assert engine.version == "loading:run/7" and engine.allocated == {"weights"}
     client.update_weights(iter(tensors()), "run/7")
     client.resume_kv_cache()
-    assert engine.version == "run/7" and engine.memory == {"weights", "kv_cache"}
+    assert engine.version == "run/7" and engine.allocated == {"weights", "kv_cache"}
 
 
 def test_sglang_refuses_to_unpickle_other_classes() -> None:

@@ -19,8 +19,8 @@ from penstock.storage.errors import OptionError
 from penstock.storage.samples.routed_experts import ExpertsFormat
 from penstock.storage.samples.sample import Sample, to_table
 from tests import random_rollouts
-from tests.engines.megatron_reference import SHAPE
-from tests.engines.replay_ranks import RoutedPack, make_engine
+from tests.engines.megatron_reference import SHAPE, Pack
+from tests.engines.replay_ranks import make_engine
 from tests.families import make_family
 
 MIXTURE = SHAPE.model_copy(
@@ -115,7 +115,7 @@ def own_choices(engine: Any, rows: list[Sample], known: ExpertsFormat) -> list[b
     contents = []
     for row in rows:
         length = len(row.token_ids)
-        pack = RoutedPack(
+        pack = Pack(
             token_ids=torch.tensor(row.token_ids),
             position_ids=torch.arange(length),
             cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
