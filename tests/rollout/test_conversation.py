@@ -10,7 +10,6 @@ from chat_templates import DEEPSEEK, GLM4, LLAMA3, QWEN3, chat_tokenizer
 from scripted_replies import handle_with, pending, text, trained
 
 from penstock.stages.rollout.agents.conversation import Conversation
-from penstock.stages.rollout.agents.tool_calls import ToolCall, parse_tool_calls
 from penstock.stages.rollout.plugins.user_sample import checked_sample
 from penstock.stages.rollout.text.chat_format import ChatFormat
 from penstock.storage.samples.sample import Status
@@ -240,63 +239,3 @@ def test_conversation_rejected_by_template_raises_template_error() -> None:
         )
     with pytest.raises(ValueError, match="only text"):
         talk(handle_with(QWEN3, "2"), [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
-
-
-KIMI = (
-    "ok<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
-    '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>'
-)
-
-
-@pytest.mark.parametrize(
-    ("written", "rest", "calls"),
-    [
-        (
-            'so\n<tool_call>\n{"name": "add", "arguments": {"a": {"b": 1}}}\n</tool_call>',
-            "so",
-            [ToolCall("add", {"a": {"b": 1}})],
-        ),
-        ('<tool_call>{"name": "x", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [ToolCall("x", {"a": 1})]),
-        (
-            '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n'
-            '<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>',
-            "",
-            [ToolCall("add", {}), ToolCall("sub", {})],
-        ),
-        (KIMI, "ok", [ToolCall("add", {"a": 1})]),
-        (CALL[DEEPSEEK], "", [ToolCall("add", {"a": 1, "b": 1})]),
-        (
-            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>',
-            "",
-            [ToolCall("add", {"a": 1})],
-        ),
-        (CALL[GLM4], "", [ToolCall("add", {"a": 1, "b": 1})]),
-        ("<tool_call>add\n</tool_call>", "", [ToolCall("add", {})]),
-        (
-            "<tool_call>say\n<arg_key>t</arg_key>\n<arg_value>12</arg_value>\n</tool_call>",
-            "",
-            [ToolCall("say", {"t": "12"})],
-        ),
-        ("<|python_tag|>" + CALL[LLAMA3], "", [ToolCall("add", {"a": 1, "b": 1})]),
-        ('add\n{"a": 1}', "", [ToolCall("add", {"a": 1})]),
-        # Not calls: another tool without tags, broken JSON, cut off, no name, no object.
-        ('{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', []),
-        ('other\n{"a": 1}', 'other\n{"a": 1}', []),
-        (
-            '<tool_call>{"name": "add", "arguments": {"a": }}</tool_call>',
-            '<tool_call>{"name": "add", "arguments": {"a": }}</tool_call>',
-            [],
-        ),
-        ('<tool_call>{"name": "add", "argu', '<tool_call>{"name": "add", "argu', []),
-        ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
-        (
-            '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
-            '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
-            [],
-        ),
-        ("1+1=2", "1+1=2", []),
-    ],
-)
-def test_tool_calls_of_every_family(written: str, rest: str, calls: list[ToolCall]) -> None:
-    say = {"type": "function", "function": {"name": "say", "parameters": {"properties": {"t": {"type": "string"}}}}}
-    assert parse_tool_calls(written, [ADD, say]) == (rest, calls)

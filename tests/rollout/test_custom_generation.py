@@ -183,34 +183,6 @@ def test_forms(bench: Bench, form: str) -> None:
     )  # the client is asked in its own loop, wherever the function runs
 
 
-def test_slime_names_work(bench: Bench) -> None:
-    """A function that knows the engine's answer by itself, and no method of ours."""
-    code = """
-    async def generate(args, sample, sampling_params):
-        sample.tokens = sample.tokens + [11, 6]
-        sample.response_length = 2
-        sample.loss_masks = [1, 0]
-        sample.rollout_log_probs = [-0.5, -0.5]
-        sample.status = sample.Status.TRUNCATED
-        sample.reward = 0.25
-        return sample
-    """
-    sample = bench.one(code)
-    assert (sample.status, sample.reward, sample.loss_mask[-2:]) == (Status.TRUNCATED, 0.25, [1, 0])
-    assert sample.response == bench.text([11, 6])
-
-
-def test_slime_functions_find_engine_address(bench: Bench) -> None:
-    code = """
-    def generate(args, sample, sampling_params, engine):
-        sample.metadata["where"] = f"{args.sglang_router_ip}:{args.sglang_router_port}"
-        asyncio.run(engine.generate(sample))
-        return sample
-    """
-    [sample] = bench.run(code, n=1)
-    assert sample.metadata["where"] == "127.0.0.1:30000"
-
-
 def test_fan_out(bench: Bench) -> None:
     code = """
     async def generate(args, sample, sampling_params, engine):

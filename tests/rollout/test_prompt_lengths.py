@@ -4,8 +4,6 @@ import copy
 import logging
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from scripted_engine import write_jsonl
 
@@ -13,9 +11,7 @@ from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import max_response_tokens
 from penstock.stages.rollout.prompts.prompt_check import check_prompt_data
 from penstock.stages.rollout.prompts.source import LengthFilter, PromptSource, max_prompt_tokens
-from penstock.stages.rollout.text.templates import Messages
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokenizer
-from penstock.storage.errors import TemplateError
 
 TOOL = {
     "type": "function",
@@ -87,16 +83,6 @@ def test_tools_reach_the_template_and_the_sample(tmp_path: Path, with_tools: Pro
     assert PromptSource.open(plain).files[0][2:] == source.files[0][2:], "a row without tools is the row it always was"
 
 
-def test_parquet_adds_nothing_to_tools(tmp_path: Path) -> None:
-    """Its columns give every definition all fields of all others, empty."""
-    other = {"type": "function", "function": {"name": "now", "description": "the time"}}
-    rows = [{"input": "1", "tools": [TOOL]}, {"input": "2", "tools": [other]}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    source = PromptSource.open(RolloutConfig(prompt_data=str(tmp_path / "rows.parquet"), tool_key="tools"))
-    prompts, _ = source.take(source.restore(None), 2)
-    assert [prompt.tools for prompt in prompts] == [[TOOL], [other]]
-
-
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
@@ -123,10 +109,3 @@ def test_tools_without_template_raise(tmp_path: Path, tokenizer: PromptTokenizer
     check_tokenizer(tmp_path / "without", apply_chat_template=True)
     with pytest.raises(ValueError, match="--tool-key"):
         check_tokenizer(tmp_path / "without", apply_chat_template=True, tools=True)
-
-
-def test_conversation_rejected_by_template_is_named(with_tools: PromptTokenizer) -> None:
-    with_tools.inner.chat_template = "{{ raise_exception('roles must alternate') }}"
-    chat: Messages = [{"role": "user", "content": "37+8="}]
-    with pytest.raises(TemplateError, match=r'\[\{"role": "user", "content": "37\+8="\}\] \(roles must alternate\)'):
-        with_tools.render([chat])
