@@ -6,6 +6,8 @@ and allows one call at a time. GLM 4 has no token that ends a reply: the next ro
 turn markers behind tool results, and wants arguments as text and a content of None beside them.
 """
 
+import copy
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -150,3 +152,11 @@ def chat_tokenizer(template: str | None) -> PromptTokenizer:
     tokenizer = PromptTokenizer.__new__(PromptTokenizer)  # from memory: its constructor wants a directory
     tokenizer.inner, tokenizer.apply_chat_template = fast, True
     return tokenizer
+
+
+def with_template(tokenizer: PromptTokenizer, template: str) -> PromptTokenizer:
+    """The same tokenizer with another template."""
+    other = PromptTokenizer.__new__(PromptTokenizer)
+    other.__dict__ = {**tokenizer.__dict__, "inner": copy.deepcopy(tokenizer.inner)}
+    other.inner.chat_template = template
+    return other
