@@ -4,12 +4,9 @@ samples."""
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from functools import partial
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import httpx
@@ -36,7 +33,7 @@ from penstock.storage.commit import Commit
 from penstock.storage.errors import PluginError, RunError
 from penstock.storage.samples.sample import TRAIN_REWARD, Sample, Status, to_table
 from penstock.storage.samples.shards import read_samples
-from tests.rollout.scripted_engine import KEYS, Bench
+from tests.rollout.scripted_engine import KEYS, Bench, json_server
 
 WRAPPER = """
 from slime.rollout.base_types import RolloutFnTrainOutput
@@ -248,31 +245,13 @@ def test_generate_function_uses_slimes_state_and_rewards(plugin_bench: Any) -> N
 
 def test_requests_are_sent_as_json_and_failed_connections_are_retried() -> None:
     post, get = load_function("slime.utils.http_utils:post"), load_function("slime.utils.http_utils:get")
-
-    class Echo(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body or b"{}")
-
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps([self.headers["Authorization"]]).encode())
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Echo) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/generate"
+    with json_server(lambda path, body: (200, body)) as address:
+        url = f"{address}/generate"
         assert asyncio.run(post(url, {"input_ids": [1, 2]})) == {"input_ids": [1, 2]}
         assert asyncio.run(get(url)) == [None]
-        endpoints.set_api_key(f"http://127.0.0.1:{server.server_port}", "secret-of-a-test")
+        endpoints.set_api_key(address, "secret-of-a-test")
         assert asyncio.run(get(url)) == ["Bearer secret-of-a-test"]
-        endpoints.set_api_key(f"http://127.0.0.1:{server.server_port}", None)
-        server.shutdown()
+        endpoints.set_api_key(address, None)
     with pytest.raises(httpx.TransportError):
         asyncio.run(post(url, {}, max_retries=1))
 
