@@ -6,8 +6,9 @@ import logging
 from typing import Any
 
 import pytest
-from chat_templates import DEEPSEEK, GLM4, LLAMA3, QWEN3, chat_tokenizer
+from chat_templates import DEEPSEEK, GLM4, LLAMA3, chat_tokenizer
 from scripted_replies import handle_with, pending, text, trained
+from sft_templates import QWEN3
 
 from penstock.stages.rollout.agents.conversation import Conversation
 from penstock.stages.rollout.plugins.user_sample import checked_sample

@@ -7,10 +7,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chat_templates import QWEN3, chat_tokenizer
+from chat_templates import chat_tokenizer
 from scripted_engine import write_jsonl
 from scripted_replies import handle_with, pending
-from sft_templates import FAMILIES
+from sft_templates import FAMILIES, QWEN3
 
 from penstock.stages.eval.config import EvalConfig
 from penstock.stages.rollout.agents.conversation import Conversation

@@ -12,8 +12,8 @@ from typing import Any
 import openai
 import pytest
 from aiohttp import web
-from chat_templates import QWEN3
 from scripted_replies import handle_with, pending, text, trained
+from sft_templates import QWEN3
 
 from penstock.stages.rollout.agents.conversation import AgentSession
 from penstock.stages.rollout.agents.endpoint import OpenAIEndpoint

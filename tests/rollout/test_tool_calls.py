@@ -5,8 +5,9 @@ import json
 from typing import Any
 
 import pytest
-from chat_templates import DEEPSEEK, LLAMA3, QWEN3
+from chat_templates import DEEPSEEK, LLAMA3
 from scripted_replies import handle_with, pending
+from sft_templates import QWEN3
 
 from penstock.stages.rollout.agents.conversation import Conversation
 from penstock.stages.rollout.agents.tool_calls import ToolCall, parse_tool_calls
@@ -261,7 +262,7 @@ def test_calls_are_those_of_sglang(name: str, parser: str) -> None:
         assert parse_tool_calls(text, TOOLS) == (rest.strip(), calls)
 
 
-THINKING = QWEN3.replace("{{ '<|im_start|>assistant\\n' }}", "{{ '<|im_start|>assistant\\n<think>\\n' }}")
+THINKING = QWEN3 + "{%- if add_generation_prompt %}{{ '<think>\\n' }}{%- endif %}"
 DEEPSEEK_THINKING = DEEPSEEK + "{%- if add_generation_prompt %}{{ '<think>\\n' }}{%- endif %}"
 
 
