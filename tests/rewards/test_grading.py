@@ -23,7 +23,7 @@ from penstock.stages.rewards.hub import RewardSettings
 from penstock.stages.rollout.text.templates import RenderLimits
 from penstock.storage.errors import PluginError, RewardError
 from penstock.storage.samples.sample import Sample, Status
-from tests.rewards.make_grader import make_grader
+from tests.rewards.make_grader import make_grader, samples
 
 REWARDS = r"""
 import asyncio, os, re, time
@@ -47,6 +47,8 @@ def misbehave(args, sample):
         re.match(r"(a+)+$", "a" * 60 + "b")
     if sample.response == "die":
         os._exit(1)
+    if sample.response == "exit":
+        raise SystemExit(0)
     if sample.response == "raise":
         raise KeyError("missing")
     return {"none": None, "nan": float("nan"), "text": "good"}.get(sample.response, 1)
@@ -54,6 +56,8 @@ def misbehave(args, sample):
 
 async def slow(args, sample):
     await asyncio.sleep(3600 if sample.response == "hang" else 0)
+    if sample.response == "exit":
+        raise SystemExit(0)
     return True
 """
 
@@ -63,10 +67,6 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "my_rewards.py"
     path.write_text(REWARDS)
     return path
-
-
-def samples(*responses: str) -> list[Sample]:
-    return [Sample(f"{i}", "g", f"{i}", 0, response=r, status=Status.COMPLETED) for i, r in enumerate(responses)]
 
 
 def test_every_spelling_of_a_path_loads_the_function(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,27 +106,26 @@ def test_async_rewards_run_concurrently(file: Path) -> None:
 @pytest.mark.parametrize(
     "bad", [pytest.param("hang", marks=pytest.mark.full), "hang in C", pytest.param("die", marks=pytest.mark.full)]
 )
-def test_reward_that_hangs_or_dies_fails_one_sample(file: Path, bad: str) -> None:
-    batch = samples("ok", bad, "raise", "none", "nan", "ok")
+def test_reward_that_hangs_dies_raises_or_exits_fails_one_sample(file: Path, bad: str) -> None:
+    batch = samples("ok", bad, "raise", "none", "nan", "exit", "ok")
     with make_grader(custom_rm_path=f"{file}:misbehave", timeout=0.2) as grader:
         grader.grade(batch)
-    assert [sample.reward for sample in batch] == [1.0, None, None, None, None, 1.0]
-    assert [sample.status is Status.FAILED for sample in batch] == [False, True, True, True, True, False]
+    assert [sample.reward for sample in batch] == [1.0, None, None, None, None, None, 1.0]
+    assert [sample.status is Status.FAILED for sample in batch] == [False, True, True, True, True, True, False]
     reasons = [sample.metadata.get("error", "") for sample in batch]
     assert reasons[1].startswith("the grading process died: " if bad == "die" else "timeout: more than 0.2 s in ")
     assert reasons[2] == f"KeyError: 'missing' (raised by misbehave of {file})"
-    assert reasons[3].startswith("the reward function returned None: ") and reasons[4].startswith(
-        "the reward function returned nan: "
-    )
-    assert all("misbehave" in reason for reason in reasons[1:5]), "every reason must name the function"
+    assert reasons[3].startswith("the reward function returned None: ")
+    assert reasons[4].startswith("the reward function returned nan: ") and "SystemExit" in reasons[5]
+    assert all("misbehave" in reason for reason in reasons[1:6]), "every reason must name the function"
 
 
-def test_async_reward_that_hangs_fails_one_sample(file: Path) -> None:
-    batch = samples("ok", "hang", "ok")
+def test_async_reward_that_hangs_or_exits_fails_one_sample(file: Path) -> None:
+    batch = samples("ok", "hang", "exit", "ok")
     with make_grader(custom_rm_path=f"{file}:slow", timeout=0.2) as grader:
         grader.grade(batch)
-    assert [sample.reward for sample in batch] == [1.0, None, 1.0]
-    assert batch[1].metadata["error"].startswith("timeout")
+    assert [sample.reward for sample in batch] == [1.0, None, None, 1.0]
+    assert batch[1].metadata["error"].startswith("timeout") and "SystemExit" in batch[2].metadata["error"]
 
 
 def test_invalid_request_raises_instead_of_failing_samples(file: Path) -> None:
@@ -141,9 +140,7 @@ def test_invalid_request_raises_instead_of_failing_samples(file: Path) -> None:
 
 
 def test_rm_type_of_a_row_selects_its_reward() -> None:
-    boxed, plain, unknown = samples(r"1 \boxed{2}", r"2 \boxed{1}", "2")
-    for sample in (boxed, plain, unknown):
-        sample.label = "2"
+    boxed, plain, unknown = samples(r"1 \boxed{2}", r"2 \boxed{1}", "2", label="2")
     boxed.metadata["rm_type"] = "boxed_exact_number"
     with make_grader("exact_number") as grader:
         grader.grade([boxed, plain])
@@ -198,14 +195,12 @@ time.sleep(3600)
     parent.kill()
     parent.wait()
     psutil.wait_procs([worker], timeout=10)
-    assert (
-        not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
-    )  # a container may have no process that reaps it
+    # A container may have no process that reaps it.
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
 
 def test_math_is_graded_in_a_process() -> None:
-    [sample] = samples(r"\boxed{\sqrt{8}}")
-    sample.label = r"2\sqrt{2}"
+    [sample] = samples(r"\boxed{\sqrt{8}}", label=r"2\sqrt{2}")
     with make_grader("math") as grader:
         grader.grade([sample])
     assert sample.reward == 1.0
