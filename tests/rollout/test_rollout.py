@@ -112,6 +112,8 @@ def test_round_out_of_order_raises(bench: Bench) -> None:
 
 
 def test_the_loser_of_a_race_adopts_the_winner(bench: Bench) -> None:
+    winners: list[Any] = []
+
     class Slow(ScriptedClient):
         async def generate_each(self, *arguments: Any, **named: Any) -> Any:
             if not winners:
@@ -119,10 +121,7 @@ def test_the_loser_of_a_race_adopts_the_winner(bench: Bench) -> None:
                 winners[0] = await asyncio.to_thread(bench.round, 0)
             return await super().generate_each(*arguments, **named)
 
-    winners: list[Any] = []
-    plain = bench.connect
-    bench.connect = lambda urls, timeout, **_: Slow(urls, timeout) if not winners else plain(urls, timeout)  # type: ignore[method-assign]
-    assert bench.round(0) == winners[0]
+    assert bench.round(0, client=Slow) == winners[0]
 
 
 def test_concurrency_is_bounded(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
@@ -139,8 +138,7 @@ def test_refused_prompt_fails_only_its_group(bench: Bench) -> None:
                 raise ValueError("the input is too long")
             return await super().generate_each(prompts, samplings, **named)
 
-    bench.connect = lambda urls, timeout, **_: Picky(urls, timeout)  # type: ignore[method-assign]
-    commit = bench.round(0)
+    commit = bench.round(0, client=Picky)
     failures = [sample for sample in read_samples(bench.store, commit) if sample.status is Status.FAILED]
     assert len(failures) == 2 and len({sample.group_id for sample in failures}) == 1
     assert all(sample.reward is None and not any(sample.loss_mask) for sample in failures)
@@ -148,12 +146,10 @@ def test_refused_prompt_fails_only_its_group(bench: Bench) -> None:
     assert commit.summary["rollout/error_cat/refused_by_the_engine"] == 2
 
 
-def test_when_everything_fails_nothing_is_committed(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
-    (tmp_path / "broken.py").write_text("def reward_func(args, sample):\n    raise KeyError('gone')\n")
-    bench = Bench(tmp_path, tokenizer, rm_type=None, custom_rm_path=str(tmp_path / "broken.py"))
-    with pytest.raises(
-        RuntimeError, match=r"the first with \"KeyError: 'gone' \(raised by reward_func of .*broken\.py\)\""
-    ):
+def test_when_everything_fails_nothing_is_committed(plugin_bench: Any) -> None:
+    code = "def reward_func(args, sample):\n    raise KeyError('gone')\n"
+    bench = plugin_bench(code, "custom_rm_path", rm_type=None)
+    with pytest.raises(RuntimeError, match=r"the first with \"KeyError: 'gone' \(raised by reward_func of .*\.py\)\""):
         bench.round(0)
     assert bench.store.committed(KEYS.rollout_prefix(0)) is None
 
