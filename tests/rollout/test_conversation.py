@@ -59,28 +59,19 @@ def talk(handle: Any, *turns: list[dict[str, Any]], tools: Any = None, sample: A
 @every_template
 def test_conversation_text_equals_rendering_of_template(template: str) -> None:
     to_tool, to_user = ENDS[template]
-    handle = handle_with(
-        template, CALL[template] + to_tool, "it is 2" + to_user, CALL[template] + to_tool, "it is 12" + to_user
-    )
+    replied = [CALL[template] + to_tool, "it is 2" + to_user, CALL[template] + to_tool, "it is 12" + to_user]
+    handle = handle_with(template, *replied)
     results = [{"role": "tool", "tool_call_id": "functions.add:0", "content": "2"}]
     again = [{"role": "tool", "tool_call_id": "functions.add:1", "content": "12"}]
     conversation, sample, replies = talk(handle, [SYSTEM, QUESTION], results, [MORE], again, tools=[ADD])
 
-    assert [call["id"] for reply in replies for call in reply.get("tool_calls", ())] == [
-        "functions.add:0",
-        "functions.add:1",
-    ]
+    called = [call["id"] for reply in replies for call in reply.get("tool_calls", ())]
+    assert called == ["functions.add:0", "functions.add:1"]
     assert json.loads(replies[0]["tool_calls"][0]["function"]["arguments"]) == {"a": 1, "b": 1}
     assert replies[1] == {"role": "assistant", "content": "it is 2"}
-    assert trained(handle, sample) == [
-        CALL[template] + to_tool,
-        "it is 2" + to_user,
-        CALL[template] + to_tool,
-        "it is 12" + to_user,
-    ]
-    assert [logprob for logprob in sample.rollout_logprobs if logprob] == [
-        -float(i) for i in range(1, sum(sample.loss_mask) + 1)
-    ]
+    assert trained(handle, sample) == replied
+    logprobs = [logprob for logprob in sample.rollout_logprobs if logprob]
+    assert logprobs == [-float(i) for i in range(1, sum(sample.loss_mask) + 1)]
     assert all(bool(logprob) == bool(mask) for logprob, mask in zip(sample.rollout_logprobs, sample.loss_mask))
 
     whole = ChatFormat(handle.tokenizer)._render(conversation.messages, [ADD], {}, open_reply=False)
@@ -165,11 +156,8 @@ def test_message_without_room_truncates_sample() -> None:
     handle = handle_with(QWEN3, "2<|im_end|>", rollout_max_response_len=40)
     conversation, sample, replies = talk(handle, [QUESTION], [{"role": "user", "content": "x" * 60}])
     assert replies[1] == {"role": "assistant", "content": ""}
-    assert (
-        sample.status is Status.TRUNCATED
-        and trained(handle, sample) == ["2<|im_end|>"]
-        and len(conversation.turns) == 1
-    )
+    assert sample.status is Status.TRUNCATED and len(conversation.turns) == 1
+    assert trained(handle, sample) == ["2<|im_end|>"]
 
 
 def test_failed_call_leaves_no_trace() -> None:
@@ -206,15 +194,12 @@ def test_template_that_requires_call_before_result() -> None:
 
 
 def test_template_that_writes_no_calls() -> None:
-    handle = handle_with(
-        "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}", CALL[QWEN3], "2<|im_end|>"
-    )
+    template = "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
+    handle = handle_with(template, CALL[QWEN3], "2<|im_end|>")
     _, sample, replies = talk(handle, [QUESTION], [{"role": "tool", "content": "two"}], tools=[ADD])
     assert "tool_calls" in replies[0]
-    assert (
-        text(handle, sample)
-        == f"<|im_start|>what is 1+1?<|im_end|>{CALL[QWEN3]}<|im_end|><|im_start|>two<|im_end|>2<|im_end|>"
-    )
+    expected = f"<|im_start|>what is 1+1?<|im_end|>{CALL[QWEN3]}<|im_end|><|im_start|>two<|im_end|>2<|im_end|>"
+    assert text(handle, sample) == expected
 
 
 def test_options_of_the_template_and_a_stop_text() -> None:
@@ -226,17 +211,20 @@ def test_options_of_the_template_and_a_stop_text() -> None:
     assert sample.prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-def test_conversation_rejected_by_template_raises_template_error() -> None:
-    with pytest.raises(ValueError, match=r"chat_template.jinja"):
-        talk(handle_with(None, "2"), [QUESTION])
-    with pytest.raises(ValueError, match="single tool-calls"):
-        calls = [{"id": str(i), "type": "function", "function": {"name": "add", "arguments": "{}"}} for i in range(2)]
-        talk(handle_with(LLAMA3, "2"), [QUESTION, {"role": "assistant", "content": None, "tool_calls": calls}])
-    with pytest.raises(ValueError, match="assistant"):
-        talk(
-            handle_with("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "2", "3"),
-            [QUESTION],
-            [MORE],
-        )
-    with pytest.raises(ValueError, match="only text"):
-        talk(handle_with(QWEN3, "2"), [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+TWO_CALLS = [{"id": str(i), "type": "function", "function": {"name": "add", "arguments": "{}"}} for i in range(2)]
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "message"),
+    [
+        (None, [[QUESTION]], r"chat_template.jinja"),
+        (LLAMA3, [[QUESTION, {"role": "assistant", "content": None, "tool_calls": TWO_CALLS}]], "single tool-calls"),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", [[QUESTION], [MORE]], "assistant"),
+        (QWEN3, [[IMAGE]], "only text"),
+    ],
+    ids=["no template", "two calls", "no answers", "image"],
+)
+def test_conversation_rejected_by_template_raises(template: str | None, turns: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        talk(handle_with(template, "2", "3"), *turns)

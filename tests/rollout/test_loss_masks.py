@@ -421,10 +421,6 @@ def trained_text(tokenizer: PromptTokenizer, messages: Messages) -> list[str]:
     return tokenizer.decode([[token] for token in kept], skip_special_tokens=False)
 
 
-def test_the_answer_and_its_end_token_are_trained(tokenizer: PromptTokenizer) -> None:
-    assert trained_text(tokenizer, chat("37+8=", "45")) == ["4", "5", "<|end|>"]
-
-
 def test_every_assistant_turn_is_trained_and_the_text_is_whole(tokenizer: PromptTokenizer) -> None:
     messages = chat("1+1=", "2", "and 2+2=", "4")
     assert trained_text(tokenizer, messages) == ["2", "<|end|>", "4", "<|end|>"]
