@@ -17,8 +17,8 @@ from penstock.stages.rewards.grading import Grader, check_reward_options
 from penstock.stages.rewards.outcome import Outcome, parse_reward, parse_rewards
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import InputError, PluginError, RewardError
-from penstock.storage.samples.sample import Sample, Status
-from tests.rewards.make_grader import make_grader
+from penstock.storage.samples.sample import Sample
+from tests.rewards.make_grader import make_grader, samples
 
 REWARDS = r"""
 import asyncio, os, time
@@ -100,9 +100,7 @@ def row_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def group(*responses: str) -> list[Sample]:
-    return [
-        Sample(f"{i}", "g", f"{i}", 0, prompt="p", response=r, status=Status.COMPLETED) for i, r in enumerate(responses)
-    ]
+    return samples(*responses, prompt="p")
 
 
 def outcomes(grader: Grader, samples: list[Sample]) -> list[Outcome]:
@@ -121,10 +119,8 @@ def test_hanging_group_reward_fails_only_its_group(file: Path, name: str) -> Non
     with make_grader(custom_rm_path=f"{file}:{name}", group_rm=True, timeout=0.1, arguments={"scale": 2}) as grader:
         grader.submit_group(group("warm"))[0].result(30)
         hanging, fine = grader.submit_group(group("hang", "a", "b", "c", "d")), grader.submit_group(group("aa", "a"))
-        assert all(
-            f"timeout: more than 0.5 s in {'' if name == 'rank_async' else file}" in str(f.result(30).error)
-            for f in hanging
-        )
+        where = "" if name == "rank_async" else file
+        assert all(f"timeout: more than 0.5 s in {where}" in str(future.result(30).error) for future in hanging)
         assert [future.result(30).error for future in fine] == [None, None]
 
 
@@ -154,10 +150,9 @@ def test_value_that_is_not_a_number_fails_its_sample(file: Path) -> None:
 
 def test_submit_group_without_a_group_reward_grades_each_sample(file: Path) -> None:
     with make_grader("exact_number") as grader:
-        samples = group("1", "2")
-        samples[0].label = samples[1].label = "1"
-        assert outcomes(grader, samples) == [grader.submit(sample).result() for sample in samples]
-        assert [outcome.reward for outcome in outcomes(grader, samples)] == [1.0, 0.0]
+        labelled = samples("1", "2", label="1")
+        assert outcomes(grader, labelled) == [grader.submit(sample).result() for sample in labelled]
+        assert [outcome.reward for outcome in outcomes(grader, labelled)] == [1.0, 0.0]
         assert grader.submit_group([]) == []
     with make_grader(custom_rm_path=f"{file}:row_reward") as grader:
         assert [outcome.reward for outcome in outcomes(grader, group("1", "2"))] == [7.0, 7.0]
@@ -214,50 +209,31 @@ def test_row_code_imported_into_the_allowed_package_is_rejected(row_package: Pat
             load_custom_reward(f"row_rewards.graders:{name}", required_package="row_rewards")
 
 
-EXITS = {
-    "raise SystemExit(0)": "sys.exit", "import sys\nsys.exit()": "sys.exit", "import os\nos._exit(0)": "os._exit",
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    "source", [pytest.param(source, marks=() if "_exit" in source else pytest.mark.full) for source in EXITS]
+    ("source", "named"),
+    [
+        ("import os\nos._exit(0)", r"os\._exit"),
+        pytest.param("raise SystemExit(0)", r"sys\.exit", marks=pytest.mark.full),
+        pytest.param("import sys\nsys.exit()", r"sys\.exit", marks=pytest.mark.full),
+        pytest.param(
+            "class Model:\n    def __init__(self): raise SystemExit(0)\n"
+            "    def compute_reward(self, prompts, responses): return [1]",
+            "",
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=["os._exit", "SystemExit", "sys.exit", "constructor"],
 )
-def test_reward_that_exits_at_import_is_rejected_with_a_short_error(tmp_path: Path, source: str) -> None:
+def test_reward_that_exits_at_its_start_is_rejected_with_a_short_error(tmp_path: Path, source: str, named: str) -> None:
     path = tmp_path / "exiting.py"
-    path.write_text(f"{source}\ndef reward_func(args, sample): return 1.0\n")
-    with pytest.raises(PluginError) as error:
-        check_reward_options(RolloutConfig(custom_rm_path=str(path)))
-    assert EXITS[source] in str(error.value) and "exiting.py" in str(error.value) and len(str(error.value)) < 400
-    with make_grader(custom_rm_path=str(path)) as grader, pytest.raises(PluginError):
-        grader.grade(group("a"))
-
-
-@pytest.mark.parametrize("spelling", [pytest.param("def", marks=pytest.mark.full), "async def"])
-def test_reward_that_exits_when_called_fails_its_sample(tmp_path: Path, spelling: str) -> None:
-    path = tmp_path / "exiting.py"
-    path.write_text(
-        f"import sys\n{spelling} reward_func(args, sample):\n"
-        "    sys.exit(0) if sample.response == 'exit' else None\n    return 1.0\n"
-    )
+    path.write_text(source if "class" in source else f"{source}\ndef reward_func(args, sample): return 1.0\n")
+    if named:  # the check does not construct a class
+        with pytest.raises(PluginError, match=named) as error:
+            check_reward_options(RolloutConfig(custom_rm_path=str(path)))
+        assert "exiting.py" in str(error.value) and len(str(error.value)) < 400
     with make_grader(custom_rm_path=str(path)) as grader:
-        samples = group("a", "exit", "b")
-        grader.grade(samples)
-    assert [sample.status is Status.FAILED for sample in samples] == [False, True, False]
-    assert "SystemExit" in samples[1].metadata["error"]
-
-
-@pytest.mark.full
-def test_class_whose_constructor_exits_is_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "exiting.py"
-    path.write_text(
-        "class Model:\n    def __init__(self): raise SystemExit(0)\n"
-        "    def compute_reward(self, prompts, responses): return [1]\n"
-    )
-    with (
-        make_grader(custom_rm_path=str(path)) as grader,
-        pytest.raises(PluginError, match=r"exiting\.py"),
-    ):
-        grader.grade(group("a"))
+        with pytest.raises(PluginError, match="." if named else r"exiting\.py"):
+            grader.grade(group("a"))
 
 
 @pytest.mark.full
@@ -267,15 +243,11 @@ def test_class_reward_is_constructed_once_per_process(tmp_path: Path) -> None:
     check_reward_options(RolloutConfig(custom_rm_path=str(path), rm_model_path=str(log)))
     assert not log.exists(), "the check must not construct the class"
     with make_grader(custom_rm_path=str(path), rm_model_path=str(log)) as grader:
-        assert [outcome.reward for outcome in outcomes(grader, group("a", "bb"))] == [202.0, 203.0], (
-            "a group must be one call"
-        )
+        assert [outcome.reward for outcome in outcomes(grader, group("a", "bb"))] == [202.0, 203.0], "one call"
         assert grader.submit(group("a")[0]).result(30).reward == 102.0
         assert log.read_text().count("loaded") == 1
-        died = outcomes(grader, group("die", "a"))
-        assert all(
-            "the grading process died" in str(outcome.error) and "model.py" in str(outcome.error) for outcome in died
-        )
+        for outcome in outcomes(grader, group("die", "a")):
+            assert "the grading process died" in str(outcome.error) and "model.py" in str(outcome.error)
         assert outcomes(grader, group("a"))[0].reward == 102.0
         assert log.read_text().count("loaded") == 2
     log.unlink()

@@ -1,8 +1,16 @@
 """Grading processes: spellings of paths, time limits, crashes, invalid requests."""
 
+from __future__ import annotations
+
+import json
+import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +19,11 @@ import pytest
 
 from penstock.stages import worker_process
 from penstock.stages.plugins import load_function
+from penstock.stages.rewards.hub import RewardSettings
+from penstock.stages.rollout.text.templates import RenderLimits
 from penstock.storage.errors import PluginError, RewardError
 from penstock.storage.samples.sample import Sample, Status
-from tests.rewards.make_grader import make_grader
+from tests.rewards.make_grader import make_grader, samples
 
 REWARDS = r"""
 import asyncio, os, re, time
@@ -37,6 +47,8 @@ def misbehave(args, sample):
         re.match(r"(a+)+$", "a" * 60 + "b")
     if sample.response == "die":
         os._exit(1)
+    if sample.response == "exit":
+        raise SystemExit(0)
     if sample.response == "raise":
         raise KeyError("missing")
     return {"none": None, "nan": float("nan"), "text": "good"}.get(sample.response, 1)
@@ -44,6 +56,8 @@ def misbehave(args, sample):
 
 async def slow(args, sample):
     await asyncio.sleep(3600 if sample.response == "hang" else 0)
+    if sample.response == "exit":
+        raise SystemExit(0)
     return True
 """
 
@@ -53,10 +67,6 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "my_rewards.py"
     path.write_text(REWARDS)
     return path
-
-
-def samples(*responses: str) -> list[Sample]:
-    return [Sample(f"{i}", "g", f"{i}", 0, response=r, status=Status.COMPLETED) for i, r in enumerate(responses)]
 
 
 def test_every_spelling_of_a_path_loads_the_function(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,27 +106,26 @@ def test_async_rewards_run_concurrently(file: Path) -> None:
 @pytest.mark.parametrize(
     "bad", [pytest.param("hang", marks=pytest.mark.full), "hang in C", pytest.param("die", marks=pytest.mark.full)]
 )
-def test_reward_that_hangs_or_dies_fails_one_sample(file: Path, bad: str) -> None:
-    batch = samples("ok", bad, "raise", "none", "nan", "ok")
+def test_reward_that_hangs_dies_raises_or_exits_fails_one_sample(file: Path, bad: str) -> None:
+    batch = samples("ok", bad, "raise", "none", "nan", "exit", "ok")
     with make_grader(custom_rm_path=f"{file}:misbehave", timeout=0.2) as grader:
         grader.grade(batch)
-    assert [sample.reward for sample in batch] == [1.0, None, None, None, None, 1.0]
-    assert [sample.status is Status.FAILED for sample in batch] == [False, True, True, True, True, False]
+    assert [sample.reward for sample in batch] == [1.0, None, None, None, None, None, 1.0]
+    assert [sample.status is Status.FAILED for sample in batch] == [False, True, True, True, True, True, False]
     reasons = [sample.metadata.get("error", "") for sample in batch]
     assert reasons[1].startswith("the grading process died: " if bad == "die" else "timeout: more than 0.2 s in ")
     assert reasons[2] == f"KeyError: 'missing' (raised by misbehave of {file})"
-    assert reasons[3].startswith("the reward function returned None: ") and reasons[4].startswith(
-        "the reward function returned nan: "
-    )
-    assert all("misbehave" in reason for reason in reasons[1:5]), "every reason must name the function"
+    assert reasons[3].startswith("the reward function returned None: ")
+    assert reasons[4].startswith("the reward function returned nan: ") and "SystemExit" in reasons[5]
+    assert all("misbehave" in reason for reason in reasons[1:6]), "every reason must name the function"
 
 
-def test_async_reward_that_hangs_fails_one_sample(file: Path) -> None:
-    batch = samples("ok", "hang", "ok")
+def test_async_reward_that_hangs_or_exits_fails_one_sample(file: Path) -> None:
+    batch = samples("ok", "hang", "exit", "ok")
     with make_grader(custom_rm_path=f"{file}:slow", timeout=0.2) as grader:
         grader.grade(batch)
-    assert [sample.reward for sample in batch] == [1.0, None, 1.0]
-    assert batch[1].metadata["error"].startswith("timeout")
+    assert [sample.reward for sample in batch] == [1.0, None, None, 1.0]
+    assert batch[1].metadata["error"].startswith("timeout") and "SystemExit" in batch[2].metadata["error"]
 
 
 def test_invalid_request_raises_instead_of_failing_samples(file: Path) -> None:
@@ -131,9 +140,7 @@ def test_invalid_request_raises_instead_of_failing_samples(file: Path) -> None:
 
 
 def test_rm_type_of_a_row_selects_its_reward() -> None:
-    boxed, plain, unknown = samples(r"1 \boxed{2}", r"2 \boxed{1}", "2")
-    for sample in (boxed, plain, unknown):
-        sample.label = "2"
+    boxed, plain, unknown = samples(r"1 \boxed{2}", r"2 \boxed{1}", "2", label="2")
     boxed.metadata["rm_type"] = "boxed_exact_number"
     with make_grader("exact_number") as grader:
         grader.grade([boxed, plain])
@@ -188,14 +195,12 @@ time.sleep(3600)
     parent.kill()
     parent.wait()
     psutil.wait_procs([worker], timeout=10)
-    assert (
-        not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
-    )  # a container may have no process that reaps it
+    # A container may have no process that reaps it.
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
 
 def test_math_is_graded_in_a_process() -> None:
-    [sample] = samples(r"\boxed{\sqrt{8}}")
-    sample.label = r"2\sqrt{2}"
+    [sample] = samples(r"\boxed{\sqrt{8}}", label=r"2\sqrt{2}")
     with make_grader("math") as grader:
         grader.grade([sample])
     assert sample.reward == 1.0
@@ -209,3 +214,100 @@ def test_process_that_cannot_start_fails_the_pending_jobs(file: Path, monkeypatc
         monkeypatch.setattr(worker_process.subprocess, "Popen", refuse)
         with pytest.raises(OSError, match="cannot allocate memory"):
             grader.grade(samples("ok"))
+
+
+ROOT = Path(__file__).parents[2]
+COMMAND = (sys.executable, "-m", "penstock.stages.worker_process")
+GRADING = "penstock.stages.rewards.grading_process:prepare_grading"
+RENDERING = "penstock.stages.rollout.text.templates:prepare_rendering"
+READY = (None, True, None)
+Worker = tuple[subprocess.Popen[str], Connection]
+SYNC = "import time\ndef reward_func(args, sample, **options):\n    time.sleep(0.5)\n    return 1.0\n"
+ASYNC = (
+    "import asyncio\nasync def reward_func(args, sample, **options):\n    await asyncio.sleep(0.5)\n    return 1.0\n"
+)
+SLOW_IMPORT = "import time\ntime.sleep(1)\n" + SYNC
+BAD = "import time\ntime.sleep(1)\nraise ValueError('bad')\n"
+
+
+def start_worker(target: str, protocol: str) -> Worker:
+    connection, child = Pipe()
+    process = subprocess.Popen(
+        [*COMMAND, str(child.fileno()), target, protocol, str(os.getpid())],
+        pass_fds=[child.fileno()],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    child.close()
+    return process, connection
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    process, connection = start_worker(GRADING, "pickle")
+    yield process, connection
+    process.kill()
+    process.communicate()
+
+
+def settings(tmp_path: Path, source: str) -> RewardSettings:
+    (tmp_path / "reward.py").write_text(source)
+    return RewardSettings(custom_rm_path=str(tmp_path / "reward.py"))
+
+
+def ended_silently(process: subprocess.Popen[str]) -> bool:
+    return process.communicate(timeout=100)[1] == "" and process.returncode in (0, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("source", [SYNC, ASYNC], ids=["sync", "async"])
+@pytest.mark.full
+def test_parent_that_closes_the_pipe_during_a_job_gets_no_traceback(
+    worker: Worker, source: str, tmp_path: Path
+) -> None:
+    process, connection = worker
+    connection.send(settings(tmp_path, source))
+    assert connection.recv() == READY
+    connection.send((0, [Sample("s", "g", "t", 0, prompt="p", label="1", response="1")]))
+    time.sleep(0.1)
+    connection.close()
+    assert ended_silently(process)
+
+
+@pytest.mark.parametrize("source", [SLOW_IMPORT, BAD], ids=["loads", "does not load"])
+def test_parent_that_closes_the_pipe_while_the_reward_loads_gets_no_traceback(
+    worker: Worker, source: str, tmp_path: Path
+) -> None:
+    process, connection = worker
+    connection.send(settings(tmp_path, source))
+    connection.close()
+    assert ended_silently(process)
+
+
+@pytest.mark.full
+def test_parent_that_ends_before_it_sends_the_settings_gets_no_traceback(worker: Worker) -> None:
+    process, connection = worker
+    connection.close()
+    assert ended_silently(process)
+
+
+def test_ctrl_c_is_left_to_the_parent(worker: Worker, tmp_path: Path) -> None:
+    process, connection = worker
+    connection.send(settings(tmp_path, SYNC))
+    assert connection.recv() == READY
+    connection.send((0, [Sample("s", "g", "t", 0, prompt="p", label="1", response="1")]))
+    process.send_signal(signal.SIGINT)
+    number, is_result, outcomes = connection.recv()
+    assert number == 0 and is_result and outcomes[0].reward == 1.0
+    connection.close()
+    assert ended_silently(process)
+
+
+def test_rendering_process_whose_parent_has_ended_prints_no_traceback() -> None:
+    process, connection = start_worker(RENDERING, "json")
+    with process:
+        connection.send(RenderLimits(memory_bytes=8 << 30))
+        head = json.dumps({"template": "x", "mark": "", "options": {}, "now": 0})
+        connection.send((0, (head, "[[], null, false]")))
+        connection.close()
+        assert ended_silently(process)

@@ -15,8 +15,8 @@ from penstock.stages.rewards.builtin import remote
 from penstock.stages.rewards.grading import check_reward_options
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import RewardError
-from penstock.storage.samples.sample import Sample, Status
-from tests.rewards.make_grader import make_grader
+from penstock.storage.samples.sample import Status
+from tests.rewards.make_grader import make_grader, samples
 
 
 class Server(ThreadingHTTPServer):
@@ -74,16 +74,10 @@ def server() -> Iterator[Server]:
         thread.join()
 
 
-def samples(*responses: str) -> list[Sample]:
-    return [
-        Sample(f"{i}", "g", f"{i}", 0, prompt="p", label="l", response=r, status=Status.COMPLETED)
-        for i, r in enumerate(responses)
-    ]
-
-
 def test_answers_become_rewards_and_only_transient_failures_are_retried(server: Server) -> None:
     server.failures = {"again": [503, 429], "refused": [404]}
-    batch = samples("four", "again", "refused", "garbage", "text", "list", "slow", "dict", r"in a \boxed{box}")
+    names = ("four", "again", "refused", "garbage", "text", "list", "slow", "dict", r"in a \boxed{box}")
+    batch = samples(*names, prompt="p", label="l")
     batch[-1].metadata["rm_type"] = "boxed_remote_rm"
     with make_grader("remote_rm", rm_url=server.url, reward_key="score", timeout=5) as grader:
         grader.grade(batch)
@@ -91,13 +85,20 @@ def test_answers_become_rewards_and_only_transient_failures_are_retried(server: 
     assert batch[7].rewards == {"score": 0.5, "length": 3.0}
     errors = [sample.metadata.get("error", "") for sample in batch]
     assert "404" in errors[2] and "JSON" in errors[3]
-    assert all(
-        "remote_rm" in error and error.startswith("the reward function returned no number: ") for error in errors[4:6]
-    )
+    for error in errors[4:6]:
+        assert "remote_rm" in error and error.startswith("the reward function returned no number: ")
     assert server.bodies[0].keys() == {"prompt", "response", "label"}
     counts = [sum(body["response"] == name for body in server.bodies) for name in ("again", "refused", "garbage")]
     assert counts == [3, 1, 1], "only transient failures may be retried"
     assert server.max_active > 1, "requests must be concurrent"
+
+
+@pytest.mark.full
+def test_slow_server_fails_the_sample_with_a_timeout(server: Server) -> None:
+    [sample] = samples("slow")
+    with make_grader("remote_rm", rm_url=server.url, timeout=0.5) as grader:
+        grader.grade([sample])
+    assert "TimeoutError" in sample.metadata["error"]
 
 
 def test_unreachable_server_fails_the_sample_with_its_url_and_reason() -> None:
@@ -108,14 +109,6 @@ def test_unreachable_server_fails_the_sample_with_its_url_and_reason() -> None:
         assert sample.status is Status.FAILED
         assert "--rm-url http://127.0.0.1:9/ " in sample.metadata["error"]
         assert "Connect" in sample.metadata["error"]
-
-
-@pytest.mark.full
-def test_slow_server_fails_the_sample_with_a_timeout(server: Server) -> None:
-    [sample] = samples("slow")
-    with make_grader("remote_rm", rm_url=server.url, timeout=0.5) as grader:
-        grader.grade([sample])
-    assert "TimeoutError" in sample.metadata["error"]
 
 
 def test_backoff_is_jittered_and_grows_to_thirty_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

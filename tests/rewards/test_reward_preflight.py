@@ -17,10 +17,12 @@ from penstock.stages.rewards.reward_preflight import (
     unrewarded_labels_warning,
 )
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.storage.errors import InputError, PluginError, RewardError
+from penstock.storage.errors import InputError, RewardError
 from penstock.storage.samples.sample import Sample
 
 GOOD = RewardRow("train.jsonl row 0", "5", prompt="2 + 3 =")
+EVIL = RewardRow("d.jsonl row 7", "5", {"custom_rm_path": "evil.py:f"})
+FOUR = {"choices": ["a cell", "the Sun", "ion", "Moon"]}
 
 
 def options(**fields: Any) -> RolloutConfig:
@@ -41,17 +43,9 @@ def options(**fields: Any) -> RolloutConfig:
         ({"rm_type": "gpqa"}, RewardRow("d.jsonl row 7", "", {"choices": ["a", "b"]}), "gpqa"),
         ({"rm_type": "ifbench"}, RewardRow("d.jsonl row 7"), "instruction_id_list"),
         ({"rm_type": "ifbench"}, RewardRow("d.jsonl row 7", "", {"instruction_id_list": ["no:such"]}), "no:such"),
-        ({"rm_type": "math"}, RewardRow("d.jsonl row 7", "5", {"custom_rm_path": "evil.py:f"}), "--allow-row-code"),
-        (
-            {"custom_rm_path": "good.py"},
-            RewardRow("d.jsonl row 7", "5", {"custom_rm_path": "evil.py:f"}),
-            "--allow-row-code",
-        ),
-        (
-            {"rm_type": "math", "allow_row_code": "mine"},
-            RewardRow("d.jsonl row 7", "5", {"custom_rm_path": "evil.py:f"}),
-            "evil.py",
-        ),
+        ({"rm_type": "math"}, EVIL, "--allow-row-code"),
+        ({"custom_rm_path": "good.py"}, EVIL, "--allow-row-code"),
+        ({"rm_type": "math", "allow_row_code": "mine"}, EVIL, "evil.py"),
     ],
 )
 def test_row_that_cannot_be_graded_is_rejected_by_name(fields: dict[str, Any], row: RewardRow, named: str) -> None:
@@ -71,6 +65,15 @@ def test_row_that_cannot_be_graded_is_rejected_by_name(fields: dict[str, Any], r
         ({"rm_type": "gpqa"}, RewardRow("r", "", {"correct_letter": "B"})),
         ({"rm_type": "ifbench"}, RewardRow("r", "", {"instruction_id_list": ["punctuation:no_comma"]})),
         ({"rm_type": "dapo", "reward_key": "score"}, RewardRow("r", "3.5")),
+        # labels that only look like JSON
+        *(
+            ({"rm_type": "math"}, RewardRow("r", label))
+            for label in ("{1, 2}", "[1, 2]", "[0, 1)", r"\{x\}", "[a]", "{")
+        ),
+        # labels that name a choice, by its letter, index or text
+        *(({"rm_type": "gpqa"}, RewardRow("r", label, FOUR)) for label in ("D", "3", "3.0", "moon", "a paraphrase")),
+        ({"rm_type": "gpqa"}, RewardRow("r", "E")),
+        ({"rm_type": "gpqa"}, RewardRow("r", "9", FOUR | {"correct_letter": "B"})),
         ({"rm_type": "math", "allow_row_code": "mine"}, RewardRow("r", "", {"custom_rm_path": "mine.graders:f"})),
     ],
 )
@@ -115,14 +118,6 @@ def test_label_that_is_a_structure_is_rejected_by_rewards_that_compare_text(name
     check_reward_rows(options(rm_type="random"), [RewardRow("r", label)])
 
 
-@pytest.mark.parametrize("label", ["{1, 2}", "[1, 2]", "[0, 1)", r"\{x\}", "[a]", "{"])
-def test_label_that_only_looks_like_json_is_accepted(label: str) -> None:
-    check_reward_rows(options(rm_type="math"), [RewardRow("r", label)])
-
-
-FOUR = {"choices": ["a cell", "the Sun", "ion", "Moon"]}
-
-
 @pytest.mark.parametrize(
     ("label", "metadata"),
     [("4", FOUR), ("9", FOUR), ("E", FOUR), ("z", FOUR), ("X", {"choices": {"P": "a", "Q": "b"}})],
@@ -130,22 +125,6 @@ FOUR = {"choices": ["a cell", "the Sun", "ion", "Moon"]}
 def test_label_that_names_none_of_the_choices_is_rejected(label: str, metadata: dict[str, Any]) -> None:
     with pytest.raises(RewardError, match=r"^d.jsonl row 7: the label '.' names none of the . choices"):
         check_reward_rows(options(rm_type="gpqa"), [RewardRow("d.jsonl row 7", label, metadata)])
-
-
-@pytest.mark.parametrize(
-    ("label", "metadata"),
-    [
-        ("D", FOUR),
-        ("3", FOUR),
-        ("3.0", FOUR),
-        ("moon", FOUR),
-        ("a paraphrase", FOUR),
-        ("E", {}),
-        ("9", FOUR | {"correct_letter": "B"}),
-    ],
-)
-def test_label_that_names_a_choice_is_accepted(label: str, metadata: dict[str, Any]) -> None:
-    check_reward_rows(options(rm_type="gpqa"), [RewardRow("r", label, metadata)])
 
 
 def test_index_of_a_choice_may_be_stored_as_a_float() -> None:
@@ -226,10 +205,8 @@ def test_reward_is_called_on_finished_samples_and_may_fail_some(tmp_path: Path) 
 
 def test_group_reward_is_called_on_one_group(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
-    path.write_text(
-        "def reward_func(args, samples):\n"
-        "    assert len({s.label for s in samples}) == 1\n    return [1.0] * len(samples)\n"
-    )
+    checked = "    assert len({s.label for s in samples}) == 1\n    return [1.0] * len(samples)\n"
+    path.write_text(f"def reward_func(args, samples):\n{checked}")
     tried = try_reward_on_test_samples(options(custom_rm_path=str(path), group_rm=True), [GOOD, RewardRow("r", "6")])
     assert [outcome.reward for _, outcome in tried] == [1.0, 1.0, 1.0]
 
@@ -243,11 +220,6 @@ def test_reward_of_a_row_is_called_if_row_code_is_allowed(tmp_path: Path, monkey
         try_reward_on_test_samples(options(rm_type="math", allow_row_code="row_tried"), [row])
     with pytest.raises(InputError, match="--allow-row-code"):
         try_reward_on_test_samples(options(rm_type="math"), [row])
-
-
-def test_missing_file_raises_plugin_error(tmp_path: Path) -> None:
-    with pytest.raises(PluginError, match=r"absent\.py"):
-        try_reward_on_test_samples(options(custom_rm_path=str(tmp_path / "absent.py")), [GOOD])
 
 
 def test_reward_server_that_does_not_listen_is_rejected() -> None:

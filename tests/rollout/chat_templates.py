@@ -1,57 +1,15 @@
-"""Four chat templates with the habits of the published ones, and a tokenizer that knows their special tokens, for
-tests.
+"""Chat templates with the habits of the published ones, and a tokenizer that knows their special tokens, for tests.
 
-Qwen 3 drops the thoughts of replies before the last question, and wraps tool results in a user message. Llama 3 trims,
-and allows one call at a time. GLM 4 has no token that ends a reply: the next role's token does. DeepSeek V3 writes no
+Llama 3 trims, and allows one call at a time. GLM 4 has no token that ends a reply: the next role's token does. DeepSeek V3 writes no
 turn markers behind tool results, and wants arguments as text and a content of None beside them.
 """
+
+import copy
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-
-QWEN3 = """
-{%- if tools %}{{ '<|im_start|>system\\n' }}{%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{%- endif %}
-{{- '# Tools\\n<tools>' }}{%- for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{%- endfor %}{{ '\\n</tools><|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{%- endif %}
-{%- set ns = namespace(searching=true, last_query=messages|length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- if ns.searching and message.role == 'user' %}
-        {%- set ns.searching = false %}{%- set ns.last_query = messages|length - 1 - loop.index0 %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- set content = message.content if message.content is string else '' %}
-    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
-    {%- elif message.role == 'assistant' %}
-        {%- set thoughts = '' %}
-        {%- if '</think>' in content %}
-            {%- set thoughts = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- endif %}
-        {{- '<|im_start|>assistant\\n' }}
-        {%- if loop.index0 > ns.last_query and (loop.last or thoughts) %}
-            {{- '<think>\\n' + thoughts.strip('\\n') + '\\n</think>\\n\\n' }}
-        {%- endif %}
-        {{- content }}
-        {%- for call in message.tool_calls or [] %}
-            {%- if not loop.first or content %}{{ '\\n' }}{%- endif %}
-            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
-            {{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{%- endif %}
-        {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{%- endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
-{%- endif %}"""
 
 LLAMA3 = """
 {{- '<|begin_of_text|>' }}
@@ -150,3 +108,11 @@ def chat_tokenizer(template: str | None) -> PromptTokenizer:
     tokenizer = PromptTokenizer.__new__(PromptTokenizer)  # from memory: its constructor wants a directory
     tokenizer.inner, tokenizer.apply_chat_template = fast, True
     return tokenizer
+
+
+def with_template(tokenizer: PromptTokenizer, template: str) -> PromptTokenizer:
+    """The same tokenizer with another template."""
+    other = PromptTokenizer.__new__(PromptTokenizer)
+    other.__dict__ = {**tokenizer.__dict__, "inner": copy.deepcopy(tokenizer.inner)}
+    other.inner.chat_template = template
+    return other

@@ -6,11 +6,11 @@ import logging
 from typing import Any
 
 import pytest
-from chat_templates import DEEPSEEK, GLM4, LLAMA3, QWEN3, chat_tokenizer
+from chat_templates import DEEPSEEK, GLM4, LLAMA3, chat_tokenizer
 from scripted_replies import handle_with, pending, text, trained
+from sft_templates import QWEN3
 
 from penstock.stages.rollout.agents.conversation import Conversation
-from penstock.stages.rollout.agents.tool_calls import ToolCall, parse_tool_calls
 from penstock.stages.rollout.plugins.user_sample import checked_sample
 from penstock.stages.rollout.text.chat_format import ChatFormat
 from penstock.storage.samples.sample import Status
@@ -59,28 +59,19 @@ def talk(handle: Any, *turns: list[dict[str, Any]], tools: Any = None, sample: A
 @every_template
 def test_conversation_text_equals_rendering_of_template(template: str) -> None:
     to_tool, to_user = ENDS[template]
-    handle = handle_with(
-        template, CALL[template] + to_tool, "it is 2" + to_user, CALL[template] + to_tool, "it is 12" + to_user
-    )
+    replied = [CALL[template] + to_tool, "it is 2" + to_user, CALL[template] + to_tool, "it is 12" + to_user]
+    handle = handle_with(template, *replied)
     results = [{"role": "tool", "tool_call_id": "functions.add:0", "content": "2"}]
     again = [{"role": "tool", "tool_call_id": "functions.add:1", "content": "12"}]
     conversation, sample, replies = talk(handle, [SYSTEM, QUESTION], results, [MORE], again, tools=[ADD])
 
-    assert [call["id"] for reply in replies for call in reply.get("tool_calls", ())] == [
-        "functions.add:0",
-        "functions.add:1",
-    ]
+    called = [call["id"] for reply in replies for call in reply.get("tool_calls", ())]
+    assert called == ["functions.add:0", "functions.add:1"]
     assert json.loads(replies[0]["tool_calls"][0]["function"]["arguments"]) == {"a": 1, "b": 1}
     assert replies[1] == {"role": "assistant", "content": "it is 2"}
-    assert trained(handle, sample) == [
-        CALL[template] + to_tool,
-        "it is 2" + to_user,
-        CALL[template] + to_tool,
-        "it is 12" + to_user,
-    ]
-    assert [logprob for logprob in sample.rollout_logprobs if logprob] == [
-        -float(i) for i in range(1, sum(sample.loss_mask) + 1)
-    ]
+    assert trained(handle, sample) == replied
+    logprobs = [logprob for logprob in sample.rollout_logprobs if logprob]
+    assert logprobs == [-float(i) for i in range(1, sum(sample.loss_mask) + 1)]
     assert all(bool(logprob) == bool(mask) for logprob, mask in zip(sample.rollout_logprobs, sample.loss_mask))
 
     whole = ChatFormat(handle.tokenizer)._render(conversation.messages, [ADD], {}, open_reply=False)
@@ -165,11 +156,8 @@ def test_message_without_room_truncates_sample() -> None:
     handle = handle_with(QWEN3, "2<|im_end|>", rollout_max_response_len=40)
     conversation, sample, replies = talk(handle, [QUESTION], [{"role": "user", "content": "x" * 60}])
     assert replies[1] == {"role": "assistant", "content": ""}
-    assert (
-        sample.status is Status.TRUNCATED
-        and trained(handle, sample) == ["2<|im_end|>"]
-        and len(conversation.turns) == 1
-    )
+    assert sample.status is Status.TRUNCATED and len(conversation.turns) == 1
+    assert trained(handle, sample) == ["2<|im_end|>"]
 
 
 def test_failed_call_leaves_no_trace() -> None:
@@ -206,15 +194,12 @@ def test_template_that_requires_call_before_result() -> None:
 
 
 def test_template_that_writes_no_calls() -> None:
-    handle = handle_with(
-        "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}", CALL[QWEN3], "2<|im_end|>"
-    )
+    template = "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
+    handle = handle_with(template, CALL[QWEN3], "2<|im_end|>")
     _, sample, replies = talk(handle, [QUESTION], [{"role": "tool", "content": "two"}], tools=[ADD])
     assert "tool_calls" in replies[0]
-    assert (
-        text(handle, sample)
-        == f"<|im_start|>what is 1+1?<|im_end|>{CALL[QWEN3]}<|im_end|><|im_start|>two<|im_end|>2<|im_end|>"
-    )
+    expected = f"<|im_start|>what is 1+1?<|im_end|>{CALL[QWEN3]}<|im_end|><|im_start|>two<|im_end|>2<|im_end|>"
+    assert text(handle, sample) == expected
 
 
 def test_options_of_the_template_and_a_stop_text() -> None:
@@ -226,77 +211,20 @@ def test_options_of_the_template_and_a_stop_text() -> None:
     assert sample.prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-def test_conversation_rejected_by_template_raises_template_error() -> None:
-    with pytest.raises(ValueError, match=r"chat_template.jinja"):
-        talk(handle_with(None, "2"), [QUESTION])
-    with pytest.raises(ValueError, match="single tool-calls"):
-        calls = [{"id": str(i), "type": "function", "function": {"name": "add", "arguments": "{}"}} for i in range(2)]
-        talk(handle_with(LLAMA3, "2"), [QUESTION, {"role": "assistant", "content": None, "tool_calls": calls}])
-    with pytest.raises(ValueError, match="assistant"):
-        talk(
-            handle_with("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "2", "3"),
-            [QUESTION],
-            [MORE],
-        )
-    with pytest.raises(ValueError, match="only text"):
-        talk(handle_with(QWEN3, "2"), [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
-
-
-KIMI = (
-    "ok<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
-    '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>'
-)
+TWO_CALLS = [{"id": str(i), "type": "function", "function": {"name": "add", "arguments": "{}"}} for i in range(2)]
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
 
 
 @pytest.mark.parametrize(
-    ("written", "rest", "calls"),
+    ("template", "turns", "message"),
     [
-        (
-            'so\n<tool_call>\n{"name": "add", "arguments": {"a": {"b": 1}}}\n</tool_call>',
-            "so",
-            [ToolCall("add", {"a": {"b": 1}})],
-        ),
-        ('<tool_call>{"name": "x", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [ToolCall("x", {"a": 1})]),
-        (
-            '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n'
-            '<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>',
-            "",
-            [ToolCall("add", {}), ToolCall("sub", {})],
-        ),
-        (KIMI, "ok", [ToolCall("add", {"a": 1})]),
-        (CALL[DEEPSEEK], "", [ToolCall("add", {"a": 1, "b": 1})]),
-        (
-            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>',
-            "",
-            [ToolCall("add", {"a": 1})],
-        ),
-        (CALL[GLM4], "", [ToolCall("add", {"a": 1, "b": 1})]),
-        ("<tool_call>add\n</tool_call>", "", [ToolCall("add", {})]),
-        (
-            "<tool_call>say\n<arg_key>t</arg_key>\n<arg_value>12</arg_value>\n</tool_call>",
-            "",
-            [ToolCall("say", {"t": "12"})],
-        ),
-        ("<|python_tag|>" + CALL[LLAMA3], "", [ToolCall("add", {"a": 1, "b": 1})]),
-        ('add\n{"a": 1}', "", [ToolCall("add", {"a": 1})]),
-        # Not calls: another tool without tags, broken JSON, cut off, no name, no object.
-        ('{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', []),
-        ('other\n{"a": 1}', 'other\n{"a": 1}', []),
-        (
-            '<tool_call>{"name": "add", "arguments": {"a": }}</tool_call>',
-            '<tool_call>{"name": "add", "arguments": {"a": }}</tool_call>',
-            [],
-        ),
-        ('<tool_call>{"name": "add", "argu', '<tool_call>{"name": "add", "argu', []),
-        ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
-        (
-            '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
-            '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
-            [],
-        ),
-        ("1+1=2", "1+1=2", []),
+        (None, [[QUESTION]], r"chat_template.jinja"),
+        (LLAMA3, [[QUESTION, {"role": "assistant", "content": None, "tool_calls": TWO_CALLS}]], "single tool-calls"),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", [[QUESTION], [MORE]], "assistant"),
+        (QWEN3, [[IMAGE]], "only text"),
     ],
+    ids=["no template", "two calls", "no answers", "image"],
 )
-def test_tool_calls_of_every_family(written: str, rest: str, calls: list[ToolCall]) -> None:
-    say = {"type": "function", "function": {"name": "say", "parameters": {"properties": {"t": {"type": "string"}}}}}
-    assert parse_tool_calls(written, [ADD, say]) == (rest, calls)
+def test_conversation_rejected_by_template_raises(template: str | None, turns: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        talk(handle_with(template, "2", "3"), *turns)

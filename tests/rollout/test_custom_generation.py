@@ -64,27 +64,14 @@ class Bench:
         file.write_text("import asyncio, copy, time\n" + dedent(code))
         return str(file)
 
-    def group(self, n: int, **changes: Any) -> Group:
+    def group(self, n: int) -> Group:
         ids = self.tokenizer.encode([PROMPT])[0]
-        made = [
-            Sample(
-                sample_id=f"000000001-{index:02d}",
-                group_id="000000001",
-                trajectory_id=f"000000001-{index:02d}",
-                rollout_id=4,
-                prompt=PROMPT,
-                label="56",
-                token_ids=list(ids),
-                loss_mask=[0] * len(ids),
-                rollout_logprobs=[0.0] * len(ids),
-                policy_versions=(4, 4),
-                metadata={"i": index},
-            )
-            for index in range(n)
-        ]
-        for sample in made:
-            for name, value in changes.items():
-                setattr(sample, name, value)
+        made = []
+        for index in range(n):
+            name = f"000000001-{index:02d}"
+            fields = {"prompt": PROMPT, "label": "56", "policy_versions": (4, 4), "metadata": {"i": index}}
+            fields |= {"token_ids": list(ids), "loss_mask": [0] * len(ids), "rollout_logprobs": [0.0] * len(ids)}
+            made.append(Sample(name, "000000001", name, 4, **fields))
         return made
 
     def generation(self, code: str, round: RolloutRound = ROUND, **options: Any) -> CustomGeneration:
@@ -178,37 +165,7 @@ def test_forms(bench: Bench, form: str) -> None:
         assert (sample.status, sample.response, type(sample)) == (Status.COMPLETED, "56<|end|>", Sample), (
             sample.metadata
         )
-    assert (
-        bench.client.loops and len(bench.client.loops) == 1
-    )  # the client is asked in its own loop, wherever the function runs
-
-
-def test_slime_names_work(bench: Bench) -> None:
-    """A function that knows the engine's answer by itself, and no method of ours."""
-    code = """
-    async def generate(args, sample, sampling_params):
-        sample.tokens = sample.tokens + [11, 6]
-        sample.response_length = 2
-        sample.loss_masks = [1, 0]
-        sample.rollout_log_probs = [-0.5, -0.5]
-        sample.status = sample.Status.TRUNCATED
-        sample.reward = 0.25
-        return sample
-    """
-    sample = bench.one(code)
-    assert (sample.status, sample.reward, sample.loss_mask[-2:]) == (Status.TRUNCATED, 0.25, [1, 0])
-    assert sample.response == bench.text([11, 6])
-
-
-def test_slime_functions_find_engine_address(bench: Bench) -> None:
-    code = """
-    def generate(args, sample, sampling_params, engine):
-        sample.metadata["where"] = f"{args.sglang_router_ip}:{args.sglang_router_port}"
-        asyncio.run(engine.generate(sample))
-        return sample
-    """
-    [sample] = bench.run(code, n=1)
-    assert sample.metadata["where"] == "127.0.0.1:30000"
+    assert len(bench.client.loops) == 1, "the client is asked in its own loop, wherever the function runs"
 
 
 def test_fan_out(bench: Bench) -> None:
@@ -231,10 +188,8 @@ def test_fan_out(bench: Bench) -> None:
     assert {sample.trajectory_id for sample in samples[:3]} == {"000000001-00"}
     assert {(sample.group_id, sample.label) for sample in samples} == {("000000001", "56")}
     assert [sample.status for sample in samples[:3]] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
-    assert (
-        samples[1].metadata["error"].startswith("generate of ")
-        and "loss_mask has 1 entries" in samples[1].metadata["error"]
-    )
+    error = samples[1].metadata["error"]
+    assert error.startswith("generate of ") and "loss_mask has 1 entries" in error
 
 
 def test_budgets(bench: Bench) -> None:
@@ -389,15 +344,13 @@ def test_event_loop_survives_between_rounds(bench: Bench) -> None:
     config = RolloutConfig(custom_generate_function_path=bench.path(code), rollout_max_response_len=40)
 
     async def filled() -> Group:
-        async with CustomGeneration(
-            config, ScriptedTurns(bench.tokenizer, ["56"]), bench.tokenizer, ROUND
-        ) as generation:
+        client = ScriptedTurns(bench.tokenizer, ["56"])
+        async with CustomGeneration(config, client, bench.tokenizer, ROUND) as generation:
             return await generation(bench.group(3))
 
     for _ in range(2):
-        assert [(sample.status, sample.metadata["homes"]) for sample in asyncio.run(filled())] == [
-            (Status.COMPLETED, 1)
-        ] * 3
+        found = [(sample.status, sample.metadata["homes"]) for sample in asyncio.run(filled())]
+        assert found == [(Status.COMPLETED, 1)] * 3
 
 
 @pytest.mark.parametrize("continues", [False, True])
@@ -497,40 +450,32 @@ def test_finished_samples_are_unchanged(bench: Bench) -> None:
     assert samples[0] is group[0] and samples[1].response == "56<|end|>"
 
 
-@pytest.mark.parametrize("caught", [False, True])
-def test_engine_failures_end_round(bench: Bench, caught: bool) -> None:
-    code = f"""
-    async def generate(args, sample, engine):
-        try:
-            engine.client.served_version = "run/3"
-            await engine.generate(sample)
-        except RuntimeError:
-            if {caught}:
-                return sample
-            raise
-    """
-    with pytest.raises(RuntimeError, match="weights 'run/3', expected 'run/4'"):
-        bench.run(code)
-
-
-def test_response_of_other_weights_to_own_request_raises(bench: Bench) -> None:
-    code = """
-    async def generate(args, sample, sampling_params):
-        sample.append_response_tokens(args, tokens=[11], log_probs=[-1.0], meta_info={"weight_version": "run/3"})
-        return sample
-    """
-    with pytest.raises(RuntimeError, match="weight version 'run/3', but expected 'run/4'"):
-        bench.run(code)
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("engine.client.served_version = 'run/3'; await engine.generate(sample)", "weights 'run/3', expected 'run/4'"),
+        (
+            "try:\n            engine.client.served_version = 'run/3'; await engine.generate(sample)\n"
+            "        except RuntimeError: pass",
+            "weights 'run/3', expected 'run/4'",
+        ),
+        (
+            "sample.append_response_tokens(args, tokens=[11], log_probs=[-1.0], meta_info={'weight_version': 'run/3'})",
+            "weight version 'run/3', but expected 'run/4'",
+        ),
+    ],
+    ids=["raised", "caught", "own request"],
+)
+def test_tokens_of_other_weights_end_the_round(bench: Bench, body: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        bench.run(f"async def generate(args, sample, engine):\n        {body}\n        return sample")
 
 
 @pytest.mark.parametrize(
     ("code", "sentence"),
     [
         ("x = 1", "defines no function"),
-        (
-            "async def generate(args): ...",
-            r"generate of .* has the signature \(args\), but is called with \(args, sample",
-        ),
+        ("async def generate(args): ...", r"generate of .* signature \(args\), but is called with \(args, sample"),
         ("async def generate(args, sample, params, more): ...", "missing a required argument: 'more'"),
         ("async def generate(args, sample):\n    yield 1", "is a generator"),
         ("class Generate:\n    pass", "is a class: name a function"),

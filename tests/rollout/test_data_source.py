@@ -1,46 +1,37 @@
-"""The order of prompts: exact after any interruption, complete in every epoch, unchanged by appended data."""
+"""The order of prompts and the mixture of sources: a pure function of the state, complete in every epoch, unchanged by
+appended data."""
 
 import random
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import numpy as np
 import pytest
 from scripted_engine import write_jsonl
 
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.prompts.prompt_check import check_prompt_data
-from penstock.stages.rollout.prompts.source import Prompt, PromptSource
+from penstock.stages.rollout.prompts.source import (
+    WHOLE,
+    Prompt,
+    PromptSource,
+    SourceState,
+    permutation,
+    permuted_index,
+    select_sources,
+    weights_to_shares,
+)
 from penstock.storage.errors import DataError
 
 
-def source_of(*sizes: int, shuffle: bool = True, seed: int = 42) -> PromptSource:
+def source_of(*sizes: int, weights: Sequence[float] = (), shuffle: bool = True, seed: int = 42) -> PromptSource:
     files = [[f'["{file}:{row}","",{{}}]'.encode() for row in range(size)] for file, size in enumerate(sizes)]
-    return PromptSource(files, shuffle=shuffle, seed=seed)
+    return PromptSource(files, shuffle=shuffle, seed=seed, weights=weights, names=[f"f{i}" for i in range(len(sizes))])
 
 
 def names(prompts: list[Prompt]) -> list[str]:
     return [str(prompt.content) for prompt in prompts]
-
-
-@pytest.mark.parametrize("trial", range(20))
-def test_any_split_of_takes_and_restarts_gives_the_same_sequence(trial: int) -> None:
-    rng = random.Random(trial)
-    sizes = [rng.randint(1, 9) for _ in range(rng.randint(1, 3))]
-    whole, _ = source_of(*sizes).take(source_of(*sizes).restore(None), 60)
-    source, saved, pieces = source_of(*sizes), None, []
-    while len(pieces) < 60:
-        count = min(rng.randint(1, 25), 60 - len(pieces))
-        state = source.restore(saved)
-        prompts, after = source.take(state, count)
-        if rng.random() < 0.3:  # a crash before the commit: the same state gives the same prompts again
-            assert source_of(*sizes).take(state, count) == (prompts, after)
-        pieces += prompts
-        saved = after.model_dump(mode="json")
-        if rng.random() < 0.5:
-            source = source_of(*sizes)  # a new process
-    assert pieces == whole
-    assert [prompt.issue for prompt in pieces] == list(range(60))
 
 
 def test_every_epoch_holds_every_prompt_once_in_another_order() -> None:
@@ -61,24 +52,8 @@ def test_without_shuffle_files_follow_each_other() -> None:
 def test_order_is_pinned() -> None:
     """Resumed runs live on this order: if this test fails, they would repeat and skip prompts."""
     source = source_of(8)
-    assert [prompt.row for prompt in source.take(source.restore(None), 16)[0]] == [
-        5,
-        6,
-        4,
-        0,
-        3,
-        1,
-        7,
-        2,
-        7,
-        3,
-        1,
-        2,
-        0,
-        6,
-        5,
-        4,
-    ]
+    rows = [prompt.row for prompt in source.take(source.restore(None), 16)[0]]
+    assert rows == [5, 6, 4, 0, 3, 1, 7, 2, 7, 3, 1, 2, 0, 6, 5, 4]
 
 
 def test_appended_rows_and_files_keep_existing_order() -> None:
@@ -131,17 +106,6 @@ def test_jsonl_is_read(tmp_path: Path) -> None:
     assert [prompt.metadata for prompt in prompts] == [{"rm_type": "math"}, {"level": 3}, {}]
 
 
-def test_parquet_is_read_like_jsonl(tmp_path: Path) -> None:
-    rows = [{"q": [{"role": "user", "content": f"{i}"}], "a": str(i), "metadata": '{"i": 1}'} for i in range(3)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    files = [
-        PromptSource.open(RolloutConfig(prompt_data=str(tmp_path / name), input_key="q", label_key="a")).files
-        for name in ("rows.parquet", "rows.jsonl")
-    ]
-    assert files[0] == files[1]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -176,15 +140,201 @@ def test_invalid_rows_raise_with_file_and_line(tmp_path: Path, name: str, conten
         check_prompt_data(RolloutConfig(prompt_data=str(tmp_path / name)))
 
 
-def test_missing_parquet_column_names_those_found(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"prompt": ["a"], "answer": ["b"]}), tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match=r"'label'.*'prompt', 'answer'.*--label-key"):
-        check_prompt_data(
-            RolloutConfig(prompt_data=str(tmp_path / "rows.parquet"), input_key="prompt", label_key="label")
-        )
-
-
 def test_demonstrations_need_an_assistant(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
     with pytest.raises(DataError, match=r"rows.jsonl row 0: column 'messages'"):
         check_prompt_data(RolloutConfig(prompt_data=path, input_key="messages"), is_sft=True)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 1000, 70_000])
+def test_a_stored_order_is_numpys_permutation_in_half_the_memory(rows: int) -> None:
+    """Runs of before were shuffled by RandomState.permutation."""
+    order = permutation(42, 3, 1, rows)
+    assert order.dtype == np.uint32
+    assert (order == np.random.RandomState([42, 3, 1]).permutation(rows)).all()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 17, 255, 1000])
+def test_computed_order_has_every_row_once_and_depends_on_seed_epoch_and_segment(rows: int) -> None:
+    orders = [
+        [permuted_index(position, *which, rows) for position in range(rows)]
+        for which in ((42, 0, 0), (42, 1, 0), (42, 0, 1), (7, 0, 0))
+    ]
+    assert all(sorted(order) == list(range(rows)) for order in orders)
+    if rows >= 16:
+        assert len({tuple(order) for order in orders}) == 4
+
+
+def test_a_computed_order_is_random_enough() -> None:
+    rows = 10_007
+    order = np.array([permuted_index(position, 42, 0, 0, rows) for position in range(rows)])
+    assert abs(np.corrcoef(np.arange(rows), order)[0, 1]) < 0.03, "3 standard deviations of a random order"
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.03
+    assert len({permuted_index(position, 42, 0, 0, 1 << 40) for position in range(1000)}) == 1000, (
+        "no memory, however many rows"
+    )
+
+
+def test_a_computed_order_is_pinned() -> None:
+    """Resumed runs live on this order: if this test fails, they would repeat and skip prompts."""
+    assert [permuted_index(position, 42, 0, 0, 10) for position in range(10)] == [0, 9, 5, 7, 2, 8, 1, 4, 3, 6]
+
+
+@pytest.mark.parametrize("trial", range(20))
+def test_every_source_gets_its_share_as_evenly_as_whole_prompts_allow(trial: int) -> None:
+    rng = random.Random(trial)
+    weights = [rng.random() for _ in range(rng.randint(2, 6))]
+    asked, credits = select_sources([0] * len(weights), weights_to_shares(weights), 5000)
+    assert sum(credits) == 0
+    counts = np.cumsum([[source == one for one in range(len(weights))] for source in asked], axis=0)
+    ideal = np.outer(np.arange(1, 5001), np.array(weights) / sum(weights))
+    assert np.abs(counts - ideal).max() < 1.5
+
+
+def test_selecting_sources_in_pieces_gives_same_order() -> None:
+    parts = weights_to_shares([0.7, 0.2, 0.1])
+    whole, after = select_sources([0, 0, 0], parts, 100)
+    first, credits = select_sources([0, 0, 0], parts, 37)
+    second, end = select_sources(credits, parts, 63)
+    assert (first + second, end) == (whole, after)
+    assert [whole.count(source) for source in range(3)] == [70, 20, 10]
+
+
+def test_shares_are_integers_with_fixed_sum() -> None:
+    for weights in ([1, 1, 1], [0.7, 0.3], [0, 5], [1e-12, 1, 3]):
+        assert sum(weights_to_shares(weights)) == WHOLE
+    assert weights_to_shares([0, 5]) == [0, WHOLE]
+    asked, _ = select_sources([WHOLE // 2, -WHOLE // 2], weights_to_shares([0, 1]), 50)
+    assert set(asked) == {1}, "a source without a share is not asked, whatever is owed to it"
+
+
+def test_changed_weights_are_not_made_up_for() -> None:
+    _, credits = select_sources([0, 0], weights_to_shares([0.9, 0.1]), 1000)
+    asked, _ = select_sources(credits, weights_to_shares([0.5, 0.5]), 10)
+    assert asked.count(0) == 5
+
+
+def not_a_third(prompts: Sequence[Prompt]) -> list[bool]:
+    """Refuses what depends on the prompt alone."""
+    return [(prompt.file + prompt.row) % 3 != 0 for prompt in prompts]
+
+
+def identity(prompts: list[Prompt]) -> list[tuple[int, int, int, int]]:
+    return [(prompt.issue, prompt.epoch, prompt.file, prompt.row) for prompt in prompts]
+
+
+@pytest.mark.parametrize("trial", range(30))
+def test_any_split_of_takes_and_restarts_gives_the_same_sequence(trial: int) -> None:
+    rng = random.Random(trial)
+    sizes = [rng.randint(2, 9) for _ in range(rng.randint(1, 4))]
+    weights = [rng.random() + 0.05 for _ in sizes] if len(sizes) > 1 and rng.random() < 0.7 else []
+    prompt_filter = not_a_third if rng.random() < 0.7 else None
+    new = lambda: source_of(*sizes, weights=weights)
+    whole, end = new().take(new().restore(None), 80, prompt_filter)
+    source, saved, pieces = new(), None, []
+    while len(pieces) < 80:
+        state = source.restore(saved)
+        prompts, after = source.take(state, min(rng.randint(1, 25), 80 - len(pieces)), prompt_filter)
+        if rng.random() < 0.3:  # a crash before the commit
+            assert new().take(state, len(prompts), prompt_filter) == (prompts, after)
+        pieces += prompts
+        saved = after.model_dump(mode="json")
+        if rng.random() < 0.5:
+            source = new()  # a new process
+    assert pieces == whole and saved == end.model_dump(mode="json")
+    assert [prompt.issue for prompt in pieces] == list(range(80))
+
+
+def test_every_source_has_its_own_epochs_and_its_share() -> None:
+    source = source_of(3, 50, weights=[0.75, 0.25])
+    prompts, state = source.take(source.restore(None), 40)
+    assert Counter(prompt.file for prompt in prompts) == {0: 30, 1: 10}
+    first = [prompt for prompt in prompts if prompt.file == 0]
+    for epoch in range(10):
+        assert sorted(prompt.row for prompt in first if prompt.epoch == epoch) == [0, 1, 2]
+    assert [(place.epoch, place.cursor) for place in state.places] == [(9, 3), (0, 10)]
+    assert (state.issued, state.skipped) == (40, 0)
+
+
+def test_shares_are_those_of_the_prompts_served() -> None:
+    """Half of one source is skipped; the mixture does not notice."""
+    source = source_of(40, 40, weights=[0.5, 0.5])
+    prompt_filter = lambda prompts: [prompt.file == 1 or prompt.row % 2 == 0 for prompt in prompts]
+    prompts, state = source.take(source.restore(None), 40, prompt_filter)
+    assert Counter(prompt.file for prompt in prompts) == {0: 20, 1: 20}
+    assert state.places[0].cursor == 20 + state.skipped and state.places[1].cursor == 20
+
+
+def test_skipped_prompts_are_counted_and_not_numbered() -> None:
+    source = source_of(9)
+    prompts, state = source.take(source.restore(None), 12, not_a_third)  # 6 of 9 in every epoch
+    assert [prompt.issue for prompt in prompts] == list(range(12))
+    assert all(prompt.row % 3 for prompt in prompts)
+    visited = state.epoch * 9 + state.cursor
+    assert visited == state.issued + state.skipped
+    unfiltered, _ = source.take(source.restore(None), visited)
+    kept = [prompt for prompt in unfiltered if prompt.row % 3]
+    assert [(prompt.epoch, prompt.row) for prompt in kept] == [(prompt.epoch, prompt.row) for prompt in prompts]
+
+
+def test_epoch_without_short_prompt_raises() -> None:
+    source = source_of(5, 7, weights=[1, 1])
+    with pytest.raises(ValueError, match=r"7 prompts of f1 .*--rollout-max-prompt-len"):
+        source.take(source.restore(None), 6, lambda prompts: [prompt.file == 0 for prompt in prompts])
+    rare = lambda prompts: [prompt.row == 4 for prompt in prompts]
+    assert [prompt.epoch for prompt in source_of(5).take(source_of(5).restore(None), 7, rare)[0]] == list(range(7))
+
+
+def test_run_that_gets_weights_keeps_position_in_each_source() -> None:
+    plain = source_of(4, 6)
+    before, state = plain.take(plain.restore(None), 17)  # 4 + 6, then 4 + 3 of the second epoch
+    mixed = source_of(4, 6, weights=[0.5, 0.5])
+    resumed = mixed.restore(state.model_dump(mode="json"))
+    assert [(place.epoch, place.cursor) for place in resumed.places] == [(1, 4), (1, 3)]
+    after, _ = mixed.take(resumed, 6)
+    second = [prompt for prompt in [*before[10:], *after] if prompt.file == 1 and prompt.epoch == 1]
+    assert sorted(prompt.row for prompt in second) == list(range(6)), "the rest of its epoch, nothing twice"
+    assert [prompt.epoch for prompt in after if prompt.file == 0] == [2, 2, 2]
+
+
+def test_mixed_run_accepts_new_sources_and_weights_but_not_missing_weights() -> None:
+    two = source_of(4, 6, weights=[0.5, 0.5])
+    _, state = two.take(two.restore(None), 5)
+    saved = state.model_dump(mode="json")
+    three = source_of(4, 8, 3, weights=[1, 0, 1])
+    resumed = three.restore(saved)
+    assert [(place.epoch, place.cursor) for place in resumed.places] == [(0, 3), (0, 2), (0, 0)]
+    prompts, after = three.take(resumed, 8)
+    assert Counter(prompt.file for prompt in prompts) == {0: 4, 2: 4}
+    assert [(s.file, s.start, s.rows) for s in after.segments] == [(0, 0, 4), (1, 0, 6), (1, 6, 2), (2, 0, 3)]
+    with pytest.raises(ValueError, match="--prompt-data-weights"):
+        source_of(4, 6).restore(saved)
+
+
+def test_large_segment_keeps_its_kind_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.stages.rollout.prompts import source as data_source
+
+    old = source_of(20)
+    expected, _ = old.take(old.restore(None), 60)
+    first = old.take(old.restore(None), 5)[1].model_dump(mode="json")
+    monkeypatch.setattr(data_source, "LARGE", 10)
+    grown = source_of(40)
+    resumed = grown.restore(first)
+    assert [segment.order for segment in resumed.segments] == ["stored", "computed"]
+    prompts, _ = grown.take(resumed, 35)
+    assert identity(prompts)[:15] == identity(expected)[5:20]
+    assert sorted(prompt.row for prompt in prompts[15:]) == list(range(20, 40))
+    dumped = resumed.model_dump(mode="json")
+    assert SourceState.model_validate(dumped) == resumed
+
+
+def test_flags_create_weighted_source(tmp_path: Path) -> None:
+    from penstock.flows.options.flags import parse_config
+
+    one, two = (write_jsonl(tmp_path / f"{name}.jsonl", [{"input": name}] * 4) for name in ("one", "two"))
+    words = ["--prompt-data", one, "--prompt-data", two, "--prompt-data-weights", "3", "1"]
+    config = parse_config(words).rollout
+    source = PromptSource.open(config)
+    assert Counter(str(prompt.content) for prompt in source.take(source.restore(None), 8)[0]) == {"one": 6, "two": 2}
+    plain = PromptSource.open(config.model_copy(update={"prompt_data": [two]}))
+    assert len(plain.take(source_of(4).restore(None), 2)[0]) == 2

@@ -95,11 +95,8 @@ def test_unneeded_groups_are_buffered_and_restart(tmp_path: Path, tokenizer: Pro
     bench = bench_with(tmp_path, tokenizer, over_sampling_batch_size=10)
     first = bench.round(0, client=SlowClient, longest=40)  # so that some groups are unfinished at its end
     aside = buffered(bench, first)
-    assert (
-        len(groups(trained(bench, first))) == 4
-        and len(groups(aside)) == 6
-        and first.state["data_source"]["issued"] == 10
-    )
+    assert [len(groups(samples)) for samples in (trained(bench, first), aside)] == [4, 6]
+    assert first.state["data_source"]["issued"] == 10
     stopped = [sample for sample in aside if sample.status is Status.PENDING]
     assert stopped and not any(any(sample.loss_mask) or sample.response for sample in stopped)
     second = bench.round(1, client=SlowClient)
@@ -142,12 +139,10 @@ def test_partial_rollouts_continue_where_they_were_aborted(tmp_path: Path, token
             if half.status is Status.ABORTED:
                 num_continued += 1
                 spans = sample.metadata["policy_spans"]
-                assert sample.policy_versions[1] == r == spans[-1][0] and sum(n for _, n in spans) == sum(
-                    sample.loss_mask
-                )
-                assert bench.tokenizer.decode(
-                    [sample.token_ids[sample.prompt_length :]], skip_special_tokens=False
-                ) == [sample.response]
+                assert sample.policy_versions[1] == r == spans[-1][0]
+                assert sum(n for _, n in spans) == sum(sample.loss_mask)
+                written = [sample.token_ids[sample.prompt_length :]]
+                assert bench.tokenizer.decode(written, skip_special_tokens=False) == [sample.response]
         halves |= {sample.sample_id: sample for sample in buffered(bench, commit)}
     assert num_continued > 4
 
@@ -196,11 +191,8 @@ def test_partial_sample_without_room_is_truncated(tmp_path: Path, tokenizer: Pro
     full = [sample for sample in full if sum(halves[sample.sample_id].loss_mask) == longest]
     assert full and all(sample.policy_versions == (0, 0) for sample in full), "nothing can be added to it"
     assert all(sample.status in (Status.TRUNCATED, Status.PENDING, Status.ABORTED) for sample in full)
-    assert all(
-        sample.status is Status.TRUNCATED
-        for sample in full
-        if sample.rollout_id == 1 and sample in trained(bench, second)
-    )
+    done = [sample for sample in trained(bench, second) if sample in full and sample.rollout_id == 1]
+    assert all(sample.status is Status.TRUNCATED for sample in done)
 
 
 def test_tokens_of_earlier_policies_can_be_masked(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
@@ -249,13 +241,9 @@ def test_groups_lost_by_data_source_are_dropped_with_reason(tmp_path: Path, toke
     bench = bench_with(tmp_path, tokenizer, over_sampling_batch_size=7, data_source_path=str(tmp_path / "sources.py"))
     commits = [bench.round(r, client=SlowClient) for r in range(3)]
     assert all(not commit.num_samples(BUFFER) for commit in commits)
-    assert [Counter(group["reason"] for group in commit.state["dropped"]) for commit in commits] == [
-        {"not kept by the data source": 3}
-    ] * 3
-    own = [sample for commit in commits for sample in trained(bench, commit) if sample.metadata.get("own")]
-    assert {sample.prompt for sample in own} == {
-        "<|user|>3+4=<|end|>\n<|assistant|>"
-    } or own  # which ones are fast is chance
+    for commit in commits:
+        assert [group["reason"] for group in commit.state["dropped"]] == ["not kept by the data source"] * 3
+    assert any(sample.metadata.get("own") for commit in commits for sample in trained(bench, commit))
     assert not problems_of(bench)
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import QWEN3, chat_tokenizer
+from chat_templates import chat_tokenizer
 from scripted_engine import KEYS, ScriptedClient
+from sft_templates import QWEN3
 
 from penstock.engines.generation import Generation
 from penstock.flows.options.flags import parse_config

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_engine import Bench
+from scripted_engine import Bench, write_jsonl
 
 from penstock.stages.rollout.prompts.source import Prompt
 from penstock.stages.rollout.sft_data import sft_samples
@@ -62,24 +62,24 @@ def test_invalid_text_of_a_commit_is_stored_escaped(fields: dict[str, Any]) -> N
     assert ESCAPED in json.loads(json.dumps(str(read.model_dump()))).replace("\\\\", "\\")
 
 
-def with_rows(bench: Bench, **changes: Any) -> Bench:
-    """Change row 1 of the data."""
+SMALL: dict[str, Any] = {"num_rows": 4, "rollout_shuffle": False, "num_shown_samples": 4}
+
+
+def bench_with(directory: Path, tokenizer: PromptTokenizer, **changes: Any) -> Bench:
+    """A run with changes to row 1 of its data."""
+    bench = Bench(directory, tokenizer, **SMALL)
     path = Path(bench.config.prompt_data[0])
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows[1] |= changes
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     return bench
-
-
-def bench_with(directory: Path, tokenizer: PromptTokenizer, **options: Any) -> Bench:
-    return Bench(directory, tokenizer, num_rows=4, rollout_shuffle=False, num_shown_samples=4, **options)
 
 
 @pytest.mark.parametrize("bad", ["\ud800", "1+1=\udfff", "\ude00\ud83d"])
 def test_samples_of_an_invalid_prompt_fail_and_the_round_is_committed(
     tmp_path: Path, tokenizer: PromptTokenizer, bad: str
 ) -> None:
-    bench = with_rows(bench_with(tmp_path, tokenizer), input=bad)
+    bench = bench_with(tmp_path, tokenizer, input=bad)
     samples = read_samples(bench.store, bench.round(0))
     assert [s.status is Status.FAILED for s in samples] == [False, False, True, True] + [False] * 4
     assert "not valid Unicode" in samples[2].metadata["error"] and not any(samples[2].loss_mask)
@@ -90,7 +90,7 @@ def test_samples_of_an_invalid_prompt_fail_and_the_round_is_committed(
 def test_invalid_label_or_metadata_is_stored_escaped(
     tmp_path: Path, tokenizer: PromptTokenizer, changes: dict[str, Any]
 ) -> None:
-    bench = with_rows(bench_with(tmp_path, tokenizer), **changes)
+    bench = bench_with(tmp_path, tokenizer, **changes)
     samples = read_samples(bench.store, bench.round(0))
     assert len(samples) == 8 and ESCAPED in json.dumps([samples[2].label, samples[2].metadata]).replace("\\\\", "\\")
 
@@ -104,15 +104,10 @@ REWARDS = {
 
 
 @pytest.mark.parametrize("kind", REWARDS)
-def test_invalid_text_of_a_reward_does_not_fail_the_round(
-    tmp_path: Path, tokenizer: PromptTokenizer, kind: str
-) -> None:
+def test_invalid_text_of_a_reward_does_not_fail_the_round(plugin_bench: Any, kind: str) -> None:
+    result, options = ("{'score': 1.0}", {"reward_key": "score"}) if kind == "component" else ("1.0", {})
     code = f"def reward_func(args, sample, **kwargs):\n    if sample.label == '2':\n        {REWARDS[kind]}\n"
-    code += "    return {'score': 1.0}\n" if kind == "component" else "    return 1.0\n"
-    (tmp_path / "reward.py").write_text(code)
-    options = {"custom_rm_path": str(tmp_path / "reward.py"), "rm_type": None}
-    options |= {"reward_key": "score"} if kind == "component" else {}
-    bench = bench_with(tmp_path, tokenizer, **options)
+    bench = plugin_bench(f"{code}    return {result}\n", "custom_rm_path", rm_type=None, **SMALL, **options)
     commit = bench.round(0)
     samples = read_samples(bench.store, commit)
     assert [s.reward for s in samples[:2] + samples[4:]] == [1.0] * 6
@@ -122,16 +117,13 @@ def test_invalid_text_of_a_reward_does_not_fail_the_round(
         assert samples[2].status is Status.FAILED and ESCAPED in samples[2].metadata["error"]
 
 
-def test_invalid_reason_of_a_filter_does_not_fail_the_round(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
-    (tmp_path / "filter.py").write_text(
-        "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
-        "def keep(args, samples):\n"
-        "    return DynamicFilterOutput(samples[0].label != '2', 'a\\ud83db')\n"
-    )
-    bench = bench_with(
-        tmp_path, tokenizer, dynamic_sampling_filter_path=str(tmp_path / "filter.py"), over_sampling_batch_size=8
-    )
-    commit = bench.round(0)
+def test_invalid_reason_of_a_filter_does_not_fail_the_round(plugin_bench: Any) -> None:
+    code = """
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+def keep(args, samples):
+    return DynamicFilterOutput(samples[0].label != '2', 'a\\ud83db')
+"""
+    commit = plugin_bench(code, "dynamic_sampling_filter_path", over_sampling_batch_size=8, **SMALL).round(0)
     assert commit.num_samples() == 8 and any(ESCAPED in name for name in commit.summary)
     assert {group["reason"] for group in commit.state["dropped"]} >= {ESCAPED}
 

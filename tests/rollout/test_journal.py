@@ -85,10 +85,8 @@ def test_finished_groups_are_not_generated_again(bench: Bench, interval: float, 
     with pytest.raises(type(failure)):
         bench.round(0, client=Breaking, failure=failure)
     first = prompts_of(bench.clients[-1])
-    assert (
-        bench.store.committed(PREFIX) is None
-        and bench.store.committed_indices(f"{RunKeys('run').prefix}/rollouts") == []
-    )
+    assert bench.store.committed(PREFIX) is None
+    assert bench.store.committed_indices(f"{RunKeys('run').prefix}/rollouts") == []
     commit = bench.round(0)
     second = prompts_of(bench.clients[-1])
     assert (len(first), len(second)) == (5, 3) and not first & second
@@ -120,17 +118,13 @@ def test_journals_of_several_failed_attempts_add_up(bench: Bench) -> None:
 )
 def test_groups_of_other_config_are_not_adopted(bench: Bench, change: dict[str, Any]) -> None:
     break_round(bench)
-    before = set(bench.clients[-1].requests[0][0])
     bench.config = bench.config.model_copy(update=change)
     commit = bench.round(0)
     # In another order of the rows a journalled group is another prompt; it is generated again unless it is the same
     # one.
     assert commit.summary["rollout/num_adopted_groups"] == 0 or change.get("rollout_seed")
     samples = read_samples(bench.store, commit)
-    assert (
-        before
-        and len({sample.sample_id for sample in samples}) == len(samples) == 8 * bench.config.n_samples_per_prompt
-    )
+    assert len({sample.sample_id for sample in samples}) == len(samples) == 8 * bench.config.n_samples_per_prompt
     rows = [sample.metadata["source"]["row"] for sample in samples[:: bench.config.n_samples_per_prompt]]
     expected, _ = bench.source().take(bench.source().restore(None), 8)
     assert rows == [prompt.row for prompt in expected]
@@ -185,12 +179,9 @@ def test_stop_request_with_long_grace_period_finishes_round(bench: Bench) -> Non
     assert bench.round(0, stop=stop, pause_seconds=0.4).summary["rollout/num_samples"] == 16
 
 
-def test_stop_request_while_grading_keeps_generated_groups(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
-    (tmp_path / "slow.py").write_text(
-        "import time\ndef reward_func(args, sample):\n    time.sleep(20)\n    return 1.0\n"
-    )
-    bench = Bench(tmp_path, tokenizer, rollout_batch_size=8, rm_type=None, custom_rm_path=str(tmp_path / "slow.py"))
-    stop = StopRequest()
+def test_stop_request_while_grading_keeps_generated_groups(plugin_bench: Any) -> None:
+    code = "import time\ndef reward_func(args, sample):\n    time.sleep(20)\n    return 1.0\n"
+    bench, stop = plugin_bench(code, "custom_rm_path", rollout_batch_size=8, rm_type=None), StopRequest()
     threading.Timer(0.5, stop.request, args=(0.0,)).start()
     with pytest.raises(Preempted, match="0 of 16 samples"):
         bench.round(0, stop=stop)

@@ -7,10 +7,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chat_templates import QWEN3, chat_tokenizer
+from chat_templates import chat_tokenizer
 from scripted_engine import write_jsonl
 from scripted_replies import handle_with, pending
-from sft_templates import FAMILIES
+from sft_templates import FAMILIES, QWEN3
 
 from penstock.stages.eval.config import EvalConfig
 from penstock.stages.rollout.agents.conversation import Conversation
@@ -67,7 +67,6 @@ REFUSED = {  # what a message is refused for
     "call with null name": {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": None}}]},
     "calls as text": {"role": "assistant", "content": "", "tool_calls": "add(1)"},
 }
-refused = pytest.mark.parametrize("message", REFUSED.values(), ids=REFUSED)
 parts = pytest.mark.parametrize(("content", "text"), PARTS)
 
 
@@ -77,36 +76,55 @@ def rows_of(path: Path | str) -> list[bytes]:
 
 
 @parts
-def test_parts_in_file_are_row_of_joined_text(tmp_path: Path, content: Any, text: str) -> None:
+def test_parts_are_joined_in_files_conversations_and_issued_prompts(tmp_path: Path, content: Any, text: str) -> None:
     system = {"role": "system", "content": "s"}
     expected = rows_of(write_jsonl(tmp_path / "text.jsonl", [{"input": [system, user(text)]}]))
     rows = [{"input": [system | {"content": [part("s")]}, user(content)]}]
     assert rows_of(write_jsonl(tmp_path / "parts.jsonl", rows)) == expected
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "parts.parquet")
     assert rows_of(tmp_path / "parts.parquet") == expected
+    nulls = {"name": None, "tool_calls": None, "tool_call_id": None}  # as Parquet adds
+    rows = [{"input": [system | nulls, user(content) | nulls]}]
+    assert rows_of(write_jsonl(tmp_path / "nulls.jsonl", rows)) == expected
+
+    def talk(content: Any) -> list[int]:
+        handle = handle_with(QWEN3, "2<|im_end|>", "3<|im_end|>")
+        conversation = Conversation(handle, pending(handle))
+        for _ in range(2):
+            asyncio.run(conversation.reply([user(content)]))
+        return conversation.sample.token_ids
+
+    assert talk(content) == talk(text)
+    config = RolloutConfig(prompt_data=str(tmp_path / "text.jsonl"), apply_chat_template=True)
+    dataset = Dataset(config, PromptSource.open(config), chat_tokenizer(QWEN3), RolloutRound("run", 0, 0))
+    assert dataset.issue([user(content)])[0].prompt == dataset.issue([user(text)])[0].prompt
+    with pytest.raises(DataError, match="message 1"):
+        dataset.issue([user(None)])
 
 
-def test_null_fields_of_parquet_are_not_part_of_row(tmp_path: Path) -> None:
-    plain = [user("a"), {"role": "assistant", "content": "b"}]
-    expected = rows_of(write_jsonl(tmp_path / "rows.jsonl", [{"input": plain}]))
-    with_nulls = [{**message, "name": None, "tool_calls": None, "tool_call_id": None} for message in plain]
-    assert rows_of(write_jsonl(tmp_path / "nulls.jsonl", [{"input": with_nulls}])) == expected
-
-
-@refused
-def test_message_that_cannot_be_rendered_is_refused_with_file_and_line(tmp_path: Path, message: Any) -> None:
+@pytest.mark.parametrize("message", REFUSED.values(), ids=REFUSED)
+def test_message_that_cannot_be_rendered_is_refused_in_every_entrance(tmp_path: Path, message: Any) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"input": [user("a")]}, {"input": [user("a"), message]}])
     with pytest.raises(DataError, match=r"rows\.jsonl:2: column 'input': .*message 2") as caught:
         rows_of(path)
     assert str(caught.value).count("\n") == 0 and len(str(caught.value)) < 400
+    tokenizer = chat_tokenizer(QWEN3)
+    with pytest.raises(DataError, match="message 2"):
+        tokenizer.render([[user("a"), message]])
+    if isinstance(message, dict) and message.get("role"):
+        with pytest.raises(DataError, match="message 2"):
+            split_trained_text([user("a"), message], tokenizer)
+    handle = handle_with(QWEN3, "2<|im_end|>")
+    conversation = Conversation(handle, pending(handle))
+    with pytest.raises(DataError, match="message 1"):
+        asyncio.run(conversation.reply([message]))
+    assert not conversation.turns
 
 
 @pytest.mark.parametrize("message", [user(None), user([IMAGE]), {"role": "assistant", "content": None}])
 def test_message_that_cannot_be_rendered_is_refused_with_row_of_parquet(tmp_path: Path, message: Any) -> None:
-    rows = [{"input": [user("a")]}] * 3 + [{"input": [message]}]
-    if isinstance(message["content"], list):
-        rows = [{"input": [user([part("a")])]}] * 3 + [{"input": [message]}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    fine = user([part("a")]) if isinstance(message["content"], list) else user("a")
+    pq.write_table(pa.Table.from_pylist([{"input": [fine]}] * 3 + [{"input": [message]}]), tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=r"rows\.parquet row 3: column 'input': .*message 1"):
         rows_of(tmp_path / "rows.parquet")
 
@@ -126,46 +144,6 @@ def test_parts_render_as_text_in_every_template(family: str, content: Any, text:
     answer = {"role": "assistant", "content": "2"}
     expected = split_trained_text([user(text), answer], tokenizer)
     assert split_trained_text([user(content), {**answer, "content": [part("2")]}], tokenizer) == expected
-
-
-@refused
-def test_message_that_cannot_be_rendered_is_refused_by_tokenizer_and_masks(message: Any) -> None:
-    tokenizer = chat_tokenizer(QWEN3)
-    with pytest.raises(DataError, match="message 2"):
-        tokenizer.render([[user("a"), message]])
-    if isinstance(message, dict) and message.get("role"):
-        with pytest.raises(DataError, match="message 2"):
-            split_trained_text([user("a"), message], tokenizer)
-
-
-@refused
-def test_conversation_refuses_message_that_cannot_be_rendered(message: Any) -> None:
-    handle = handle_with(QWEN3, "2<|im_end|>", "3<|im_end|>")
-    conversation = Conversation(handle, pending(handle))
-    with pytest.raises(DataError, match="message 1"):
-        asyncio.run(conversation.reply([message]))
-    assert not conversation.turns
-
-
-@parts
-def test_conversation_joins_parts(content: Any, text: str) -> None:
-    prompts = []
-    for given in (content, text):
-        handle = handle_with(QWEN3, "2<|im_end|>", "3<|im_end|>")
-        conversation = Conversation(handle, pending(handle))
-        asyncio.run(conversation.reply([user(given)]))
-        asyncio.run(conversation.reply([user(given)]))
-        prompts.append(conversation.sample.token_ids)
-    assert prompts[0] == prompts[1]
-
-
-@parts
-def test_issued_prompt_joins_parts(tmp_path: Path, content: Any, text: str) -> None:
-    config = RolloutConfig(prompt_data=write_jsonl(tmp_path / "rows.jsonl", [{"input": "a"}]), apply_chat_template=True)
-    dataset = Dataset(config, PromptSource.open(config), chat_tokenizer(QWEN3), RolloutRound("run", 0, 0))
-    assert dataset.issue([user(content)])[0].prompt == dataset.issue([user(text)])[0].prompt
-    with pytest.raises(DataError, match="message 1"):
-        dataset.issue([user(None)])
 
 
 @pytest.mark.parametrize("template", ["", "  \n", "{% for m in messages %}{{ m.text }}{% endfor %}", "{{ prompt }}"])
@@ -199,9 +177,8 @@ def test_empty_prompt_without_template_is_refused() -> None:
 )
 def test_prompt_whose_messages_template_drops_is_refused_with_row(tmp_path: Path, template: str) -> None:
     chat = [{"role": "system", "content": "s"}, user("q"), {"role": "tool", "content": "r"}, user("p")]
-    config = RolloutConfig(
-        prompt_data=write_jsonl(tmp_path / "rows.jsonl", [{"input": chat}]), apply_chat_template=True
-    )
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"input": chat}])
+    config = RolloutConfig(prompt_data=path, apply_chat_template=True)
     with pytest.raises(TemplateError, match=r"rows\.jsonl row 0: .*does not write the content of message \d"):
         check_prompt_data(config, tokenizer=chat_tokenizer(template))
 

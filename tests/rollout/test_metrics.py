@@ -33,14 +33,16 @@ def sample(number: int, mask: list[int], reward: float | None = 1.0, prompt_leng
     )
 
 
-def test_single_turn_samples_have_no_turn_metrics() -> None:
-    found = rollout_metrics([sample(0, [1, 1]), sample(1, [1], status=Status.TRUNCATED)])
+def test_single_turn_samples_are_counted_without_turn_metrics() -> None:
+    samples = [sample(0, [1] * 2), sample(1, [1] * 4), sample(2, [1] * 6, 0.0, status=Status.TRUNCATED)]
+    samples += [sample(3, [1] * 8), sample(4, [1] * 2, 0.0)]
+    samples += [sample(5, [1] * 2, None, status=Status.FAILED, metadata={"error": "timeout: more than 1 s"})]
+    found = rollout_metrics(samples)
     assert not [name for name in found if name.startswith("multi_turn/")]
-    assert (found["rollout/response_len/mean"], found["rollout/truncated_ratio"], found["rollout/removed_ratio"]) == (
-        1.5,
-        0.5,
-        0.0,
-    )
+    expected = {"raw_reward": 3 / 5, "response_len/mean": 4, "response_len/median": 3, "num_groups": 3}
+    expected |= {"truncated_ratio": 1 / 6, "failed_ratio": 1 / 6, "removed_ratio": 0, "error_cat/timeout": 1}
+    expected |= {"zero_std/count_1.0": 1, "zero_std/count_0.0": 1}
+    assert {name: found[f"rollout/{name}"] for name in expected} == pytest.approx(expected)
 
 
 def test_turns_and_the_tokens_of_tools_are_counted() -> None:
@@ -57,10 +59,8 @@ def test_turns_and_the_tokens_of_tools_are_counted() -> None:
         "multi_turn/raw_response_length/response_length_mean": 13 / 3,
         "multi_turn/raw_response_length/response_length_max": 6.0,
     }
-    assert (found["rollout/response_len/mean"], found["rollout/response_len/max"]) == (
-        7 / 3,
-        3.0,
-    )  # what is trained, as in slime
+    lengths = [found[f"rollout/response_len/{name}"] for name in ("mean", "max")]
+    assert lengths == [7 / 3, 3.0], "what is trained, as in slime"
 
 
 def test_removed_samples_are_counted_without_failed_ones() -> None:

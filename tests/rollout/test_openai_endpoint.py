@@ -12,8 +12,8 @@ from typing import Any
 import openai
 import pytest
 from aiohttp import web
-from chat_templates import QWEN3
 from scripted_replies import handle_with, pending, text, trained
+from sft_templates import QWEN3
 
 from penstock.stages.rollout.agents.conversation import AgentSession
 from penstock.stages.rollout.agents.endpoint import OpenAIEndpoint
@@ -81,9 +81,7 @@ def test_a_tool_loop_is_one_sample(bench: Any) -> None:
     assert first.choices[0].finish_reason == "tool_calls" and first.model == "any"
     message = first.choices[0].message
     assert message.content is None and message.tool_calls[0].function.name == "add"
-    second = b.ask(
-        user("1+1?"), message, RESULT, tools=TOOLS
-    )  # as the package's own objects, with all their empty fields
+    second = b.ask(user("1+1?"), message, RESULT, tools=TOOLS)  # the package's own objects, with their empty fields
     assert second.choices[0].message.content == "it is 2" and second.choices[0].finish_reason == "stop"
 
     (sample,) = b.samples()
@@ -93,10 +91,8 @@ def test_a_tool_loop_is_one_sample(bench: Any) -> None:
     start = sample.loss_mask.index(1)
     assert [token.logprob for token in written] == sample.rollout_logprobs[start : start + len(written)]
     assert second.usage.prompt_tokens + second.usage.completion_tokens == len(sample.token_ids)
-    assert (
-        sample.prompt.endswith("1+1?<|im_end|>\n<|im_start|>assistant\n")
-        and sample.trajectory_id == b.sample.trajectory_id
-    )
+    assert sample.prompt.endswith("1+1?<|im_end|>\n<|im_start|>assistant\n")
+    assert sample.trajectory_id == b.sample.trajectory_id
     assert b.sample.token_ids == b.handle.tokenizer.encode(["1+1="])[0]  # the one that was given is as it was
 
 
@@ -107,9 +103,8 @@ def test_streamed_answer_equals_whole_answer(bench: Any) -> None:
     assert "".join(delta.content or "" for delta in deltas) == "so"
     assert [call.function.arguments for delta in deltas for call in delta.tool_calls or ()] == ['{"a": 1}']
     (sample,) = b.samples()
-    assert chunks[-2].choices[0].finish_reason == "tool_calls" and chunks[-1].usage.completion_tokens == sum(
-        sample.loss_mask
-    )
+    assert chunks[-2].choices[0].finish_reason == "tool_calls"
+    assert chunks[-1].usage.completion_tokens == sum(sample.loss_mask)
     assert trained(b.handle, sample) == ["so " + CALL]
 
 
@@ -118,19 +113,15 @@ def test_forks_train_shared_turns_once(bench: Any) -> None:
     system: Any = {"role": "system", "content": "help"}
     assert b.say(system, user("1")) == "a"
     assert b.say(system, user("1"), assistant("a"), user("2")) == "b"
-    assert (
-        b.say(system, user("1"), assistant(" a\n"), user("3")) == "c"
-    )  # from the first reply once more, which was trimmed
+    assert b.say(system, user("1"), assistant(" a\n"), user("3")) == "c", "the first reply once more, trimmed"
     assert b.say(user("other")) == "d"  # a helper
     assert b.say(system, user("1"), assistant("a"), user("2"), assistant("b"), user("4")) == "e"
     main, branch, helper = b.samples()
     assert trained(b.handle, main) == ["a<|im_end|>", "b<|im_end|>", "e<|im_end|>"]
     assert trained(b.handle, branch) == ["c<|im_end|>"] and trained(b.handle, helper) == ["d<|im_end|>"]
     shared = text(b.handle, main).index("a<|im_end|>") + len("a<|im_end|>")
-    assert (
-        text(b.handle, branch)[:shared] == text(b.handle, main)[:shared]
-        and branch.token_ids[: branch.prompt_length] == (main.token_ids[: branch.prompt_length])
-    )
+    assert text(b.handle, branch)[:shared] == text(b.handle, main)[:shared]
+    assert branch.token_ids[: branch.prompt_length] == main.token_ids[: branch.prompt_length]
     assert {sample.trajectory_id for sample in (main, branch, helper)} == {"g-00"}
 
 

@@ -14,7 +14,6 @@ from penstock.stages.rollout.prompts.data_source import (
     RolloutRound,
     group_by_group_id,
     is_too_old,
-    without_responses,
 )
 from penstock.stages.rollout.rollout import samples_to_train
 from penstock.storage.samples.sample import Sample, Status
@@ -31,14 +30,11 @@ def generation(*spans: tuple[str, int], reason: str = "stop") -> Generation:
     return Generation(list(range(10, 10 + num)), [-1.0] * num, reason, list(spans))  # type: ignore[arg-type]
 
 
-def test_one_version_needs_no_spans() -> None:
+def test_versions_of_a_response_and_of_its_continuation_are_joined() -> None:
     sample = new_sample()
     append_generation(sample, generation(("run/4", 3)), STREAMING)
-    assert sample.policy_versions == (4, 4) and "policy_spans" not in sample.metadata
+    assert sample.policy_versions == (4, 4) and "policy_spans" not in sample.metadata, "one version needs no spans"
     assert policy_spans(sample) == [[4, 3]]
-
-
-def test_versions_of_a_response_and_of_its_continuation_are_joined() -> None:
     sample = new_sample()
     append_generation(sample, generation(("run/3", 2), ("run/4", 3), reason="abort"), STREAMING)
     assert sample.status is Status.ABORTED and sample.metadata["policy_spans"] == [[3, 2], [4, 2]]  # one token removed
@@ -108,14 +104,6 @@ def test_a_group_is_too_old_if_all_its_tokens_are() -> None:
     assert not is_too_old([new_sample()], oldest=5), "it has no token"
 
 
-def test_a_group_starts_again_from_its_prompt() -> None:
-    again = without_responses(buffered_group((2, 4), (1, 1)))
-    for sample, number in zip(again, range(2), strict=True):
-        assert (sample.sample_id, sample.label, sample.status) == (f"g-{number}", "2", Status.PENDING)
-        assert sample.token_ids == [7, 8] and sample.loss_mask == [0, 0] == sample.rollout_logprobs
-        assert sample.reward is None and sample.response == "" and "policy_spans" not in sample.metadata
-
-
 class BufferSource:
     """A data source of buffered groups, for round 6 at policy version 5."""
 
@@ -150,7 +138,10 @@ def test_a_buffered_group_that_is_too_old_for_a_round_is_generated_again() -> No
     for sample in [*old, *fresh]:
         sample.group_id = {"g": "1", "f": "2"}[sample.group_id]
     (first, second), intake = next_groups([*old, *fresh], max_staleness=2)
-    assert [sample.status for sample in first] == [Status.PENDING] * 2
+    for sample, before in zip(first, old, strict=True):
+        assert (sample.sample_id, sample.label, sample.status) == (before.sample_id, "2", Status.PENDING)
+        assert sample.token_ids == [7, 8] and sample.loss_mask == [0, 0] == sample.rollout_logprobs
+        assert sample.reward is None and sample.response == "" and "policy_spans" not in sample.metadata
     assert [sample.status for sample in second] == [Status.COMPLETED] * 2
     samples, num_masked = samples_to_train([second], RolloutConfig(prompt_data=["p"]), intake.source.dataset.round)
     assert num_masked == 1 and samples[0].loss_mask == [0, 0, 0, 1]

@@ -11,9 +11,8 @@ from run_records import parent_record, run_json
 from scripted_engine import KEYS, Bench, ScriptedClient, write_jsonl
 
 from penstock.stages.rollout.deadline import run_blocking
-from penstock.stages.rollout.metrics import rollout_metrics
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokenizer
-from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_samples
 
 
@@ -113,19 +112,16 @@ def test_round_out_of_order_raises(bench: Bench) -> None:
 
 
 def test_the_loser_of_a_race_adopts_the_winner(bench: Bench) -> None:
+    winners: list[Any] = []
+
     class Slow(ScriptedClient):
         async def generate_each(self, *arguments: Any, **named: Any) -> Any:
             if not winners:
                 winners.append(None)
-                import asyncio
-
                 winners[0] = await asyncio.to_thread(bench.round, 0)
             return await super().generate_each(*arguments, **named)
 
-    winners: list[Any] = []
-    plain = bench.connect
-    bench.connect = lambda urls, timeout, **_: Slow(urls, timeout) if not winners else plain(urls, timeout)  # type: ignore[method-assign]
-    assert bench.round(0) == winners[0]
+    assert bench.round(0, client=Slow) == winners[0]
 
 
 def test_concurrency_is_bounded(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
@@ -142,8 +138,7 @@ def test_refused_prompt_fails_only_its_group(bench: Bench) -> None:
                 raise ValueError("the input is too long")
             return await super().generate_each(prompts, samplings, **named)
 
-    bench.connect = lambda urls, timeout, **_: Picky(urls, timeout)  # type: ignore[method-assign]
-    commit = bench.round(0)
+    commit = bench.round(0, client=Picky)
     failures = [sample for sample in read_samples(bench.store, commit) if sample.status is Status.FAILED]
     assert len(failures) == 2 and len({sample.group_id for sample in failures}) == 1
     assert all(sample.reward is None and not any(sample.loss_mask) for sample in failures)
@@ -151,12 +146,10 @@ def test_refused_prompt_fails_only_its_group(bench: Bench) -> None:
     assert commit.summary["rollout/error_cat/refused_by_the_engine"] == 2
 
 
-def test_when_everything_fails_nothing_is_committed(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
-    (tmp_path / "broken.py").write_text("def reward_func(args, sample):\n    raise KeyError('gone')\n")
-    bench = Bench(tmp_path, tokenizer, rm_type=None, custom_rm_path=str(tmp_path / "broken.py"))
-    with pytest.raises(
-        RuntimeError, match=r"the first with \"KeyError: 'gone' \(raised by reward_func of .*broken\.py\)\""
-    ):
+def test_when_everything_fails_nothing_is_committed(plugin_bench: Any) -> None:
+    code = "def reward_func(args, sample):\n    raise KeyError('gone')\n"
+    bench = plugin_bench(code, "custom_rm_path", rm_type=None)
+    with pytest.raises(RuntimeError, match=r"the first with \"KeyError: 'gone' \(raised by reward_func of .*\.py\)\""):
         bench.round(0)
     assert bench.store.committed(KEYS.rollout_prefix(0)) is None
 
@@ -183,32 +176,6 @@ def test_overhead_of_a_sample_does_not_grow_with_the_round(tmp_path: Path, token
         return min(times)
 
     assert spent(64) < 8 * spent(16)
-
-
-def test_metrics() -> None:
-    def sample(group: str, reward: float | None, tokens: int, status: Status = Status.COMPLETED) -> Sample:
-        metadata = {"error": "timeout: more than 1 s"} if status is Status.FAILED else {}
-        mask = [0] * 3 + [1] * tokens
-        return Sample(
-            "s", group, "s", 0, token_ids=mask, loss_mask=mask, reward=reward, status=status, metadata=metadata
-        )
-
-    found = rollout_metrics(
-        [
-            sample("a", 1.0, 2),
-            sample("a", 1.0, 4),
-            sample("b", 0.0, 6, Status.TRUNCATED),
-            sample("b", 1.0, 8),
-            sample("c", 0.0, 2),
-            sample("c", None, 2, Status.FAILED),
-        ]
-    )
-    assert found["rollout/raw_reward"] == pytest.approx(3 / 5)
-    assert found["rollout/response_len/mean"] == 4 and found["rollout/response_len/median"] == 3
-    assert found["rollout/truncated_ratio"] == found["rollout/failed_ratio"] == pytest.approx(1 / 6)
-    assert found["rollout/zero_std/count_1.0"] == 1 == found["rollout/zero_std/count_0.0"]
-    assert found["rollout/num_groups"] == 3
-    assert found["rollout/error_cat/timeout"] == 1
 
 
 def test_directory_without_tokenizer_raises(tmp_path: Path) -> None:

@@ -1,30 +1,39 @@
-"""User-defined rollout functions and log functions, written as for slime."""
+"""User-defined functions written as for slime: rollout, evaluation and log functions, and what makes training data of
+samples."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+import torch
 
 from penstock.engines.serving import endpoints
+from penstock.stages.eval.scores import compute_eval_metrics
 from penstock.stages.plugins import load_function
+from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.plugins.function_check import check_rollout_functions
-from penstock.stages.rollout.plugins.rollout_function import NOT_RETURNED
-from penstock.stages.rollout.rollout import read_resume_point
+from penstock.stages.rollout.plugins.hooks import make_train_data
+from penstock.stages.rollout.plugins.rollout_function import NOT_RETURNED, find_evaluation_function
+from penstock.stages.rollout.prompts.data_source import RolloutRound
+from penstock.stages.rollout.rollout import RolloutContext, read_resume_point, rollout_stage
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.stages.slime.slime_modules import MODULES
+from penstock.stages.train.algorithms.advantages import estimate_advantages
+from penstock.stages.train.algorithms.experience import Experience
+from penstock.stages.train.batching import Batch
+from penstock.stages.train.config import TrainConfig
 from penstock.storage.commit import Commit
-from penstock.storage.errors import PluginError
-from penstock.storage.samples.sample import Sample
+from penstock.storage.errors import PluginError, RunError
+from penstock.storage.samples.sample import TRAIN_REWARD, Sample, Status, to_table
 from penstock.storage.samples.shards import read_samples
-from tests.rollout.scripted_engine import KEYS, Bench
+from tests.rollout.scripted_engine import KEYS, Bench, json_server
 
 WRAPPER = """
 from slime.rollout.base_types import RolloutFnTrainOutput
@@ -66,23 +75,12 @@ async def generate_rollout(args, rollout_id, data_source):
 """
 
 
-@pytest.fixture
-def bench(tmp_path: Path, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def make(code: str, **options: Any) -> Bench:
-        (tmp_path / "functions.py").write_text(code)
-        monkeypatch.delitem(sys.modules, "functions", raising=False)
-        path = f"{tmp_path}/functions.py"
-        return Bench(tmp_path, tokenizer, **{"rollout_function_path": path, **options})
-
-    return make
-
-
 def samples_of(bench: Bench, commit: Commit) -> list[Sample]:
     return list(read_samples(bench.store, commit))
 
 
-def test_function_that_wraps_the_builtin_rollout_changes_its_samples(bench: Any) -> None:
-    made = bench(WRAPPER, dynamic_sampling_filter_path=None)
+def test_function_that_wraps_the_builtin_rollout_changes_its_samples(plugin_bench: Any) -> None:
+    made = plugin_bench(WRAPPER, dynamic_sampling_filter_path=None)
     commit = made.round(0)
     samples = samples_of(made, commit)
     assert len(samples) == 8 and all(sample.reward in (1.0, 2.0) for sample in samples)
@@ -90,17 +88,17 @@ def test_function_that_wraps_the_builtin_rollout_changes_its_samples(bench: Any)
     assert commit.summary["rollout/mine"] == 3.0 and commit.summary["perf/tokens_per_gpu_per_sec"] > 0
 
 
-def test_function_of_the_documentation_works(bench: Any) -> None:
+def test_function_of_the_documentation_works(plugin_bench: Any) -> None:
     page = (Path(__file__).parents[2] / "docs/plugins.md").read_text(encoding="utf-8")
     code = page.partition("```python rollout_function\n")[2].partition("```")[0]
-    made = bench(code)
+    made = plugin_bench(code)
     commit = made.round(0)
     assert {sample.reward for sample in samples_of(made, commit)} <= {0.1, 1.1}
     assert commit.summary["rollout/num_groups_seen"] == 4
 
 
-def test_function_of_the_older_generation_hands_groups_back(bench: Any) -> None:
-    made = bench(OLDER)
+def test_function_of_the_older_generation_hands_groups_back(plugin_bench: Any) -> None:
+    made = plugin_bench(OLDER)
     first = made.round(0)
     assert len(samples_of(made, first)) == 8
     assert [entry["reason"] for entry in first.state["dropped"]] == [NOT_RETURNED]
@@ -108,8 +106,8 @@ def test_function_of_the_older_generation_hands_groups_back(bench: Any) -> None:
     assert buffered in {sample.group_id for sample in samples_of(made, made.round(1))}
 
 
-def test_samples_that_the_function_generates_itself_are_checked_and_graded_by_it(bench: Any) -> None:
-    made = bench(BY_ENGINE, reward_key="score")
+def test_samples_that_the_function_generates_itself_are_checked_and_graded_by_it(plugin_bench: Any) -> None:
+    made = plugin_bench(BY_ENGINE, reward_key="score")
     samples = samples_of(made, made.round(0))
     assert [sample.reward for sample in samples] == [0.5] * 8 and samples[0].rewards == {"score": 0.5, "other": 2.0}
     assert {str(sample.status) for sample in samples} == {"truncated"}
@@ -130,18 +128,18 @@ def test_samples_that_the_function_generates_itself_are_checked_and_graded_by_it
         ("from slime.utils.types import Nothing", "Nothing"),
     ],
 )
-def test_wrong_function_fails_the_round_with_its_name(body: str, message: str, bench: Any) -> None:
+def test_wrong_function_fails_the_round_with_its_name(body: str, message: str, plugin_bench: Any) -> None:
     head = (
         "from slime.utils.types import Sample\nfrom slime.rollout.sglang_rollout import generate_rollout as built_in\n"
     )
-    made = bench(f"{head}def generate_rollout(args, rollout_id, data_source):\n    {body}\n")
+    made = plugin_bench(f"{head}def generate_rollout(args, rollout_id, data_source):\n    {body}\n")
     with pytest.raises(PluginError, match=message) as raised:
         made.round(0)
     assert "generate_rollout of" in str(raised.value)
 
 
-def test_wrong_signature_is_refused_before_the_run(bench: Any) -> None:
-    made = bench("def generate_rollout(args):\n    return []\n")
+def test_wrong_signature_is_refused_before_the_run(plugin_bench: Any) -> None:
+    made = plugin_bench("def generate_rollout(args):\n    return []\n")
     with pytest.raises(PluginError, match=r"is called with \(args, rollout_id, data_source\)"):
         check_rollout_functions(made.config)
 
@@ -169,8 +167,8 @@ class Doubled(RolloutDataSource):
 """
 
 
-def test_data_source_may_make_samples_with_slimes_constructor(bench: Any, tmp_path: Path) -> None:
-    made = bench(SOURCE, rollout_function_path=None, data_source_path=f"{tmp_path}/functions.py:Doubled")
+def test_data_source_may_make_samples_with_slimes_constructor(plugin_bench: Any) -> None:
+    made = plugin_bench(SOURCE, "data_source_path", "Doubled")
     first, second = (samples_of(made, made.round(number)) for number in (0, 1))
     assert sorted({sample.metadata["i"] for sample in second}) == [4, 5, 6, 7]
     assert all("+" in sample.prompt and sample.label == str(2 * sample.metadata["i"]) for sample in first)
@@ -194,16 +192,16 @@ def log_eval_rollout_data(rollout_id, args, data, extra_metrics):
 """
 
 
-def test_log_function_adds_metrics_to_the_commit(bench: Any, tmp_path: Path) -> None:
-    made = bench(LOGS, rollout_function_path=None, custom_rollout_log_function_path=f"{tmp_path}/functions.py")
+def test_log_function_adds_metrics_to_the_commit(plugin_bench: Any) -> None:
+    made = plugin_bench(LOGS, "custom_rollout_log_function_path")
     summary = made.round(0).summary
     assert (summary["mine/mean"], summary["mine/min"], summary["mine/best"] in (0.0, 1.0)) == (2.0, 2.0, True)
     assert "rollout/step" not in summary and "rollout/raw_reward" in summary
 
 
-def test_log_function_that_adds_text_fails_the_round(bench: Any, tmp_path: Path) -> None:
+def test_log_function_that_adds_text_fails_the_round(plugin_bench: Any) -> None:
     code = LOGS.replace('["mine/best"] = max', '["mine/best"] = "x"; max')
-    made = bench(code, rollout_function_path=None, custom_rollout_log_function_path=f"{tmp_path}/functions.py")
+    made = plugin_bench(code, "custom_rollout_log_function_path")
     with pytest.raises(PluginError, match="adds the metric 'mine/best' = 'x': give a number"):
         made.round(0)
 
@@ -238,9 +236,8 @@ async def custom_generate(args, sample, sampling_params, evaluation=False):
 """
 
 
-def test_generate_function_uses_slimes_state_and_rewards(bench: Any, tmp_path: Path) -> None:
-    path = f"{tmp_path}/functions.py"
-    made = bench(GENERATE, rollout_function_path=None, custom_generate_function_path=path)
+def test_generate_function_uses_slimes_state_and_rewards(plugin_bench: Any) -> None:
+    made = plugin_bench(GENERATE, "custom_generate_function_path", "custom_generate")
     samples = samples_of(made, made.round(0))
     assert len(samples) == 8 and all(sample.reward in (0.0, 1.0) for sample in samples)
     assert all(sample.metadata["evaluation"] is False and sum(sample.loss_mask) == 2 for sample in samples)
@@ -248,30 +245,270 @@ def test_generate_function_uses_slimes_state_and_rewards(bench: Any, tmp_path: P
 
 def test_requests_are_sent_as_json_and_failed_connections_are_retried() -> None:
     post, get = load_function("slime.utils.http_utils:post"), load_function("slime.utils.http_utils:get")
-
-    class Echo(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body or b"{}")
-
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps([self.headers["Authorization"]]).encode())
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Echo) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/generate"
+    with json_server(lambda path, body: (200, body)) as address:
+        url = f"{address}/generate"
         assert asyncio.run(post(url, {"input_ids": [1, 2]})) == {"input_ids": [1, 2]}
         assert asyncio.run(get(url)) == [None]
-        endpoints.set_api_key(f"http://127.0.0.1:{server.server_port}", "secret-of-a-test")
+        endpoints.set_api_key(address, "secret-of-a-test")
         assert asyncio.run(get(url)) == ["Bearer secret-of-a-test"]
-        endpoints.set_api_key(f"http://127.0.0.1:{server.server_port}", None)
-        server.shutdown()
+        endpoints.set_api_key(address, None)
     with pytest.raises(httpx.TransportError):
         asyncio.run(post(url, {}, max_retries=1))
+
+
+OWN = """
+from slime.rollout.base_types import RolloutFnEvalOutput
+from slime.rollout.sglang_rollout import generate_and_rm
+from slime.utils.async_utils import run
+
+async def one(args, sample):
+    return await generate_and_rm(args, sample, {}, evaluation=True)
+
+def eval_rollout(args, rollout_id, data_source, evaluation=False):
+    assert evaluation
+    name, path = args.eval_prompt_data
+    groups = data_source.get_samples(len(data_source.dataset))
+    samples = [run(one(args, sample)) for group in groups for sample in group]
+    rewards = [rollout_id + index / 16 for index, sample in enumerate(samples)]
+    return RolloutFnEvalOutput({name: {"rewards": rewards, "samples": samples}}, metrics={"eval/mine": len(groups)})
+"""
+EVAL = ("eval_function_path", "eval_rollout")
+BY_SLIME = """
+from slime.rollout.sglang_rollout import eval_rollout, generate_rollout as built_in
+from slime.utils.async_utils import run
+
+def generate_rollout(args, rollout_id, data_source, evaluation=False):
+    if not evaluation:
+        return built_in(args, rollout_id, data_source)
+    output, _ = run(eval_rollout(args, rollout_id))
+    for sample in output.data["numbers"]["samples"]:
+        sample.metadata["seen"] = rollout_id
+    return output.data
+"""
+
+
+def evaluate(bench: Bench, version: int = 3) -> tuple[Commit, list[Sample]]:
+    source = bench.source()
+    context = RolloutContext(bench.store, bench.config, source, bench.tokenizer, ["http://engine"])
+    commit = rollout_stage(
+        replace(context, connect=partial(bench.connect, version=version)),
+        KEYS.eval_prefix(version, "numbers"),
+        RolloutRound("run", version, version, kind="eval", id_prefix=f"eval-{version:06d}-numbers-"),
+        num_prompts=len(source),
+        summarize=partial(compute_eval_metrics, name="numbers"),
+    )
+    return commit, list(read_samples(bench.store, commit))
+
+
+def test_function_generates_an_evaluation_whose_rewards_and_metrics_are_recorded(plugin_bench: Any) -> None:
+    commit, samples = evaluate(plugin_bench(OWN, *EVAL, num_rows=5))
+    assert commit.kind == "eval" and commit.summary["eval/mine"] == 5
+    assert [sample.reward for sample in samples] == [3 + index / 16 for index in range(10)]
+    assert commit.summary["eval/numbers"] == pytest.approx(3 + 4.5 / 16)
+    assert all(sum(sample.loss_mask) == 2 and sample.group_id.startswith("eval-000003-numbers-") for sample in samples)
+
+
+def test_rollout_function_with_the_parameter_evaluation_is_the_default(plugin_bench: Any) -> None:
+    made = plugin_bench(BY_SLIME, name="generate_rollout", num_rows=5)
+    assert len(list(read_samples(made.store, made.round(0)))) == 8
+    commit, samples = evaluate(made)
+    assert len(samples) == 10 and {sample.metadata["seen"] for sample in samples} == {3}
+    built_in = plugin_bench(BY_SLIME, name="generate_rollout", num_rows=5, eval_function_path="built-in")
+    again, others = evaluate(built_in, version=4)
+    assert all("seen" not in sample.metadata for sample in others)
+    names = ("token_ids", "reward", "prompt")
+    assert [[getattr(s, name) for name in names] for s in samples] == [
+        [getattr(s, name) for name in names] for s in others
+    ]
+    assert again.summary["eval/numbers"] == commit.summary["eval/numbers"]
+
+
+def test_rollout_function_without_the_parameter_is_not_called_by_evaluations(plugin_bench: Any) -> None:
+    made = plugin_bench("def generate_rollout(args, rollout_id, data_source):\n    1 / 0", num_rows=5)
+    assert find_evaluation_function(made.config) is None
+    assert len(evaluate(made)[1]) == 10
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("return RolloutFnEvalOutput({name:", "return RolloutFnEvalOutput({'x':"), "results of x from the evaluation"),
+        (('"samples": samples', '"texts": samples'), 'without "samples"'),
+        (("rewards = [", "rewards = [1.0] + ["), '11 "rewards" beside 10 "samples"'),
+        (("index / 16", "float('nan')"), 'returned nan in "rewards": return finite numbers'),
+        (("len(data_source.dataset)", "4"), "returned 4 of the 5 prompts of the data set numbers: return all"),
+    ],
+)
+def test_wrong_result_fails_the_evaluation_with_the_name_of_the_function(
+    change: tuple[str, str], message: str, plugin_bench: Any
+) -> None:
+    with pytest.raises(PluginError, match=message) as raised:
+        evaluate(plugin_bench(OWN.replace(*change), *EVAL, num_rows=5))
+    assert "eval_rollout of" in str(raised.value)
+
+
+def test_wrong_signature_is_refused_before_an_evaluation(plugin_bench: Any) -> None:
+    made = plugin_bench("def eval_rollout(args, rollout_id):\n    return []\n", *EVAL)
+    with pytest.raises(PluginError, match=r"is called with \(args, rollout_id, data_source\)"):
+        check_rollout_functions(made.config, evaluation=True)
+
+
+POST_PROCESS = """
+def post_process(args, samples):
+    raw = [sample.get_reward_value(args) for sample in samples]
+    return raw, [10 * reward + index for index, reward in enumerate(raw)]
+"""
+# as slime's default conversion, but every second token of a response becomes a row of its own
+CONVERT = """
+def convert(args, samples):
+    data = {name: [] for name in ("tokens", "response_lengths", "rewards", "raw_reward", "truncated", "sample_indices",
+                                  "loss_masks", "rollout_log_probs", "rollout_ids")}
+    for sample in samples:
+        for end in range(1, sample.response_length + 1):
+            data["tokens"].append(sample.tokens[:len(sample.tokens) - sample.response_length + end])
+            data["response_lengths"].append(1)
+            data["rewards"].append(sample.reward / sample.response_length)
+            data["raw_reward"].append(sample.reward)
+            data["truncated"].append(1)
+            data["sample_indices"].append(sample.index)
+            data["loss_masks"].append([1])
+            data["rollout_log_probs"].append([sample.rollout_log_probs[len(data["tokens"][-1]) - 1]])
+            data["rollout_ids"].append(sample.index)
+    CHANGE
+    return data
+"""
+
+
+def advantages_of(samples: list[Sample]) -> torch.Tensor:
+    batch = Batch.from_table(to_table(samples), needs_rewards=True)
+    assert batch.train_rewards is not None
+    experience = Experience(
+        sample_index=torch.from_numpy(batch.sample_index),
+        rewards=torch.from_numpy(batch.train_rewards),
+        group_index=torch.from_numpy(batch.group_index),
+        rollout_logprobs=torch.zeros(len(batch.sample_index), dtype=torch.float64),
+        normalize_rewards=False,
+    )
+    return estimate_advantages(experience, TrainConfig(advantage_estimator="grpo")).advantages
+
+
+def test_post_processed_rewards_are_in_the_shard_and_train_without_normalization(plugin_bench: Any) -> None:
+    made = plugin_bench(POST_PROCESS, "custom_reward_post_process_path")
+    commit = made.round(0)
+    samples = list(read_samples(made.store, commit))
+    expected = [10 * (sample.reward or 0) + index for index, sample in enumerate(samples)]
+    assert [sample.rewards[TRAIN_REWARD] for sample in samples] == expected
+    assert commit.summary["rollout/rewards/train_reward"] == np.mean(expected)
+    assert 0 <= commit.summary["rollout/raw_reward"] <= 1
+    assert advantages_of(samples).tolist() == [reward for reward in expected for _ in range(2)]  # two tokens each
+
+
+def test_samples_without_a_reward_are_neither_passed_nor_trained(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    (tmp_path / "functions.py").write_text(POST_PROCESS)
+    config = RolloutConfig(custom_reward_post_process_path=f"{tmp_path}/functions.py")
+    graded = sample_of(0, reward=2.0)
+    failed = replace(sample_of(1, reward=None), status=Status.FAILED, metadata={"error": "no answer"})
+    samples = make_train_data([failed, graded], config, tokenizer)
+    assert [sample.rewards for sample in samples] == [{}, {TRAIN_REWARD: 20.0}]
+    assert advantages_of(samples).tolist() == [20.0, 20.0]
+
+
+def test_conversion_that_splits_samples_is_trained_row_by_row(plugin_bench: Any, tokenizer: PromptTokenizer) -> None:
+    made = plugin_bench(CONVERT.replace("CHANGE", ""), "custom_convert_samples_to_train_data_path")
+    rows = list(read_samples(made.store, made.round(0)))
+    assert len(rows) == 16 and len({row.sample_id for row in rows}) == 16
+    assert len({row.trajectory_id for row in rows}) == 8  # the loss averages over samples, not over their rows
+    first, second = rows[:2]
+    assert second.token_ids[:-1] == first.token_ids and second.sample_id == f"{first.sample_id}.1"
+    assert [row.rollout_logprobs[-1] for row in (first, second)] == [-0.5, -0.25]
+    assert [sum(row.loss_mask) for row in rows] == [1] * 16
+    assert second.response == tokenizer.decode([second.token_ids[-1:]], skip_special_tokens=False)[0]
+    assert second.prompt.startswith(first.prompt) and {row.status for row in rows} == {Status.TRUNCATED}
+    assert advantages_of(rows).tolist() == [(row.reward or 0) / 2 for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data['metadata'] = [{}] * 16", "returned metadata, which shards have no column for"),
+        ("data['round_number'] = data['truncated']", "returned round_number, which shards have no column for"),
+        ("del data['rewards']", "returned no rewards"),
+        ("data['rewards'].pop()", r"lists of different lengths \(16 tokens"),
+        ("data['rewards'][3] = float('nan')", "rewards that are not finite"),
+        ("data['sample_indices'][0] = 99", "the sample index 99 for 8 samples"),
+        ("data['sample_indices'] = [1] * 16", "no row of sample 0, but optimizer steps need all"),
+        ("data['rollout_ids'] = list(range(16))", "rollout_ids that are not one per sample"),
+        ("data['loss_masks'][2] = [1, 1]", "row 2: loss_mask has 2 entries for a response of 1"),
+        ("del data['rollout_log_probs']", "row 0: the sample has trained tokens without log-probs"),
+        ("data['response_lengths'][1] = 0", "row 1: response_lengths is 0"),
+        ("return [1]", "returned list: return a dictionary of lists"),
+        ("1 / 0", "raises ZeroDivisionError"),
+    ],
+)
+def test_conversion_that_cannot_be_recorded_fails_the_round(change: str, message: str, plugin_bench: Any) -> None:
+    made = plugin_bench(CONVERT.replace("CHANGE", change), "custom_convert_samples_to_train_data_path")
+    with pytest.raises(PluginError, match=message) as raised:
+        made.round(0)
+    assert "convert of" in str(raised.value)
+
+
+def test_conversion_without_a_change_keeps_what_it_does_not_return(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    (tmp_path / "functions.py").write_text(
+        "def convert(args, samples):\n"
+        "    return {'tokens': [s.tokens for s in samples], 'response_lengths': [2 for s in samples],\n"
+        "            'rewards': [1.5 for s in samples], 'loss_masks': [[0, 1] for s in samples]}\n"
+    )
+    config = RolloutConfig(custom_convert_samples_to_train_data_path=f"{tmp_path}/functions.py:convert")
+    sample = replace(sample_of(0, reward=2.0), teacher_logprobs=[0.0, -1.0, -2.0], rewards={"style": 1.0})
+    [row] = make_train_data([sample], config, tokenizer)
+    rewards = {"style": 1.0, TRAIN_REWARD: 1.5}
+    assert row == replace(sample, loss_mask=[0, 0, 1], rollout_logprobs=[0.0, 0.0, -0.25], rewards=rewards)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("[1.0]", "returned list: return the two lists"),
+        ("([1.0], [1.0, 2.0])", "returned 2 rewards for 1 samples"),
+        ("(['x'], [1.0])", "rewards that are not numbers"),
+    ],
+)
+def test_wrong_rewards_are_refused(result: str, message: str, tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    (tmp_path / "functions.py").write_text(f"def post_process(args, samples):\n    return {result}\n")
+    config = RolloutConfig(custom_reward_post_process_path=f"{tmp_path}/functions.py")
+    with pytest.raises(PluginError, match=message):
+        make_train_data([sample_of(0, reward=1.0)], config, tokenizer)
+
+
+def test_functions_are_checked_before_the_run(plugin_bench: Any) -> None:
+    made = plugin_bench("def post_process(samples): pass", "custom_reward_post_process_path")
+    with pytest.raises(PluginError, match=r"is called with \(args, samples\)"):
+        check_rollout_functions(made.config)
+    with pytest.raises(ValueError, match="--custom-reward-post-process-path is not called with"):
+        RolloutConfig(custom_reward_post_process_path="a.py", custom_convert_samples_to_train_data_path="a.py")
+
+
+def test_reward_with_the_reserved_name_is_refused_by_the_trainer() -> None:
+    samples = [replace(sample_of(0, reward=1.0), rewards={TRAIN_REWARD: 1.0}), sample_of(1, reward=1.0)]
+    with pytest.raises(RunError, match="samples with and without a train_reward"):
+        Batch.from_table(to_table(samples), needs_rewards=True)
+
+
+def sample_of(number: int, *, reward: float | None) -> Sample:
+    return Sample(
+        *(f"g-{number}", "g", f"g-{number}", 0, "p", "r", ""),
+        token_ids=[5, 6, 7],
+        loss_mask=[0, 1, 1],
+        rollout_logprobs=[0.0, -0.5, -0.25],
+        reward=reward,
+        status=Status.COMPLETED,
+        policy_versions=(0, 0),
+    )
+
+
+def test_function_of_the_documentation_centers_the_rewards_of_a_round(plugin_bench: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs/plugins.md").read_text(encoding="utf-8")
+    code = page.partition("```python post_process\n")[2].partition("```")[0]
+    made = plugin_bench(code, "custom_reward_post_process_path")
+    samples = list(read_samples(made.store, made.round(0)))
+    assert sum(sample.rewards[TRAIN_REWARD] for sample in samples) == pytest.approx(0)

@@ -4,11 +4,8 @@ generated over HTTP by a scripted engine, graded in a grading process, committed
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from textwrap import dedent
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -23,11 +20,12 @@ from penstock.stages.train.algorithm_config import PLUGINS
 from penstock.storage.errors import PluginError
 from penstock.storage.samples.sample import ATTRIBUTES, Sample, Status
 from penstock.storage.samples.shards import read_samples
-from tests.rollout.scripted_engine import Bench, ScriptedClient, write_jsonl
+from tests.rollout.scripted_engine import Bench, ScriptedClient, json_server, write_jsonl
 
 
 class Speaker(ScriptedClient):
-    """Says `texts` in turn: the number of a turn is the number of tool answers that the prompt has."""
+    """Says `texts` in turn: the number of a turn is the number of tool answers that the prompt has. `answer_request`
+    answers `/generate` of SGLang."""
 
     texts: tuple[str, ...] = ()
     address = ""
@@ -44,48 +42,15 @@ class Speaker(ScriptedClient):
         logprobs = [-0.5 - position / 8 for position in range(len(new))]
         return Generation(new, logprobs, "stop", [(self.served_version, len(new))], TokenCounts(len(token_ids)))
 
-
-class Server:
-    """`/generate` of SGLang, answered by a Speaker."""
-
-    def __init__(self, tokenizer: PromptTokenizer, texts: tuple[str, ...]) -> None:
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                body = json.dumps(outer.answer(request)).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *words: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.speaker = Speaker([f"http://127.0.0.1:{self.server.server_port}"])
-        self.speaker.tokenizer, self.speaker.texts = tokenizer, texts
-        self.requests: list[dict[str, Any]] = []
-        Thread(target=self.server.serve_forever, daemon=True).start()
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_port}"
-
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        self.requests.append(request)
-        tokenizer = self.speaker.tokenizer
-        ids = request["input_ids"] if "input_ids" in request else tokenizer.encode([request["text"]])[0]
-        said = self.speaker.say(ids)
-        return {
-            "text": tokenizer.decode([said.token_ids], skip_special_tokens=False)[0],
-            "meta_info": {
-                "output_token_logprobs": [[p, i, None] for p, i in zip(said.logprobs, said.token_ids)],
-                "finish_reason": {"type": "stop"},
-                "weight_version": "run/0",
-            },
+    def answer_request(self, path: str, request: dict[str, Any]) -> tuple[int, Any]:
+        ids = request["input_ids"] if "input_ids" in request else self.tokenizer.encode([request["text"]])[0]
+        said = self.say(ids)
+        info = {
+            "output_token_logprobs": [[p, i, None] for p, i in zip(said.logprobs, said.token_ids)],
+            "finish_reason": {"type": "stop"},
+            "weight_version": "run/0",
         }
+        return 200, {"text": self.tokenizer.decode([said.token_ids], skip_special_tokens=False)[0], "meta_info": info}
 
 
 SEARCH = """
@@ -271,28 +236,23 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
 
 
 @pytest.fixture
-def rollout(tmp_path: Path, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    servers: list[Server] = []
-
+def rollout(tmp_path: Path, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(texts: tuple[str, ...], rows: list[dict[str, Any]], **options: Any) -> list[Sample]:
-        server = Server(tokenizer, texts)
-        servers.append(server)
         model = str(tmp_path / "model")
         tokenizer.inner.save_pretrained(model)
         plugin_args = parse_config(["--hf-checkpoint", model]).rollout_with_args.plugin_args
         options = {"rm_type": None, "rollout_batch_size": 1, "plugin_args": plugin_args, **options}
         bench = Bench(tmp_path, tokenizer, **options)
         write_jsonl(tmp_path / "rows.jsonl", rows)
-        monkeypatch.setattr(Speaker, "address", server.address)
-        commit = bench.round(0, client=Speaker)
-        samples = read_samples(bench.store, commit)
+        speaker = Speaker([])
+        speaker.tokenizer, speaker.texts = tokenizer, texts
+        with json_server(speaker.answer_request) as address:
+            monkeypatch.setattr(Speaker, "address", address)
+            samples = read_samples(bench.store, bench.round(0, client=Speaker))
         assert not [sample.metadata["error"] for sample in samples if "error" in sample.metadata]
         return samples
 
-    yield run
-    for server in servers:
-        server.server.shutdown()
-        server.server.server_close()
+    return run
 
 
 def write(folder: Path, code: str, name: str = "plugin.py") -> str:
@@ -300,12 +260,10 @@ def write(folder: Path, code: str, name: str = "plugin.py") -> str:
     return str(folder / name)
 
 
-def texts_of(tokenizer: PromptTokenizer, sample: Sample) -> tuple[str, str]:
+def texts_of(tokenizer: PromptTokenizer, sample: Sample) -> tuple[str, ...]:
     """Return the text of the trained and of the other tokens of a sample."""
     parts = [[i for i, m in zip(sample.token_ids, sample.loss_mask) if m == trained] for trained in (1, 0)]
-    return tokenizer.decode(parts[:1], skip_special_tokens=False)[0], tokenizer.decode(
-        parts[1:], skip_special_tokens=False
-    )[0]
+    return tuple(tokenizer.decode(parts, skip_special_tokens=False))
 
 
 def test_search_runs_as_it_is(rollout: Any, tmp_path: Path, tokenizer: PromptTokenizer) -> None:

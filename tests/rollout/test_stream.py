@@ -8,14 +8,16 @@ import math
 import random
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from run_records import run_json
 from scripted_engine import KEYS
-from simulated_stream import Clock, SimulatedBench, SimulatedStream, clock, lengths_of, number_of, short_lengths
+from simulated_stream import Clock, SimulatedBench, clock, lengths_of, number_of, short_lengths
 
 from penstock.flows.rollouts import StreamSource
 from penstock.stages.rollout.group import policy_spans
@@ -33,9 +35,29 @@ BATCH = 4  # groups of a round
 
 
 @pytest.fixture
-def bench(tmp_path: Path, tokenizer: PromptTokenizer, clock: Clock) -> SimulatedBench:
-    """A run with rounds of 4 groups of 2 samples, whose prompts are issued in the order of their rows."""
-    return SimulatedBench(tmp_path, tokenizer, clock, rollout_shuffle=False)
+def make_bench(tmp_path: Path, tokenizer: PromptTokenizer, clock: Clock) -> Iterator[Any]:
+    """A function that makes a run with rounds of 4 groups of 2 samples. After the test, its stream is closed and every
+    prompt and token of the run is checked."""
+    benches: list[SimulatedBench] = []
+
+    def make(option: str = "", code: str = "", **options: Any) -> SimulatedBench:
+        if option:
+            (tmp_path / "functions.py").write_text(code)
+            options[option] = str(tmp_path / "functions.py")
+        benches.append(SimulatedBench(tmp_path, tokenizer, clock, **options))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.close()
+        check_every_prompt_is_used_once(bench)
+        check_staleness(bench)
+
+
+@pytest.fixture
+def bench(make_bench: Any) -> SimulatedBench:
+    """A run whose prompts are issued in the order of their rows."""
+    return make_bench(rollout_shuffle=False)
 
 
 def commits_of(bench: SimulatedBench) -> list[Commit]:
@@ -89,11 +111,9 @@ def check_staleness(bench: SimulatedBench) -> None:
 def test_round_takes_the_groups_that_finished_first(bench: SimulatedBench) -> None:
     bench.length = lengths_of(p0=9, p1=7, p2=3, p3=8, p4=4, p5=2, p6=6, p7=5, p8=30, p9=31, p10=32, p11=33)
     first, second = bench.round(0), bench.round(1)
-    bench.close()
     assert ids(trained(bench, first)) == [2, 4, 5, 7], "in the order of the data, as in other modes"
     assert ids(buffered(bench, first)) == [0, 1, 3, 6, 8, 9, 10, 11]
     assert ids(trained(bench, second)) == [0, 1, 3, 6]
-    check_every_prompt_is_used_once(bench)
 
 
 def test_groups_that_finished_first_are_taken_first_also_after_a_wait(bench: SimulatedBench) -> None:
@@ -106,7 +126,6 @@ def test_groups_that_finished_first_are_taken_first_also_after_a_wait(bench: Sim
     assert ids(trained(bench, bench.round(1))) == [0, 1, 3, 6]
     bench.kill()  # the order is in the buffer
     assert ids(trained(bench, bench.round(2, is_trained=False))) == [8, 9, 10, 11]
-    bench.close()
 
 
 def test_sample_records_the_round_that_started_and_the_round_that_trains_it(bench: SimulatedBench) -> None:
@@ -117,7 +136,6 @@ def test_sample_records_the_round_that_started_and_the_round_that_trains_it(benc
         ] or [None]
         if slow is not None:
             break
-    bench.close()
     assert slow is not None and r > 1
     assert slow.rollout_id == r and slow.metadata["start_rollout_id"] == 0
     assert slow.policy_versions[0] == max(0, r - 2), "older tokens are masked"
@@ -143,10 +161,7 @@ def test_number_of_groups_in_flight_is_bounded(bench: SimulatedBench, max_stalen
             assert num_groups <= (bench.version + max_staleness + 1 - bench.stream.round.rollout_id) * BATCH
             most = max(most, num_groups)
             bench.clock.run_for(0.7)
-    bench.close()
     assert most >= max_staleness * BATCH, "the bound is used"
-    check_every_prompt_is_used_once(bench)
-    check_staleness(bench)
 
 
 def test_number_of_groups_in_flight_is_bounded_while_hooks_run(bench: SimulatedBench) -> None:
@@ -162,16 +177,12 @@ def test_number_of_groups_in_flight_is_bounded_while_hooks_run(bench: SimulatedB
     bench.length = length
     for r in range(8):
         bench.round(r)
-    bench.close()
-    check_every_prompt_is_used_once(bench)
 
 
 def test_groups_of_later_runs_are_not_started(bench: SimulatedBench) -> None:
     bench.num_rounds = 5
     commits = [bench.round(r) for r in range(5)]
-    bench.close()
     assert commits[-1].state["data_source"]["issued"] == 5 * BATCH and not commits[-1].num_samples(BUFFER)
-    check_every_prompt_is_used_once(bench)
 
 
 # ---- stale tokens ----------------------------------------------------------------------------------------------------
@@ -193,23 +204,17 @@ def test_tokens_that_are_too_old_are_masked_and_counted(bench: SimulatedBench) -
         assert commit.summary["rollout/wasted_tokens"] == stale
         assert commit.summary["rollout/staleness/max"] <= bench.max_staleness
         num_masked.append(stale)
-    bench.close()
     assert sum(map(bool, num_masked)) == 2, "the two slow groups"
-    check_every_prompt_is_used_once(bench)
-    check_staleness(bench)
 
 
 def test_sample_without_trainable_tokens_beside_a_fresh_one_keeps_the_run_consistent(bench: SimulatedBench) -> None:
     """One sample of a group ends at once, by a policy that is too old when the other one ends."""
     bench.length = lambda prompt, index: (60 if index else 3) if number_of(prompt) == 0 else 2
     commits = [bench.round(r) for r in range(10)]
-    bench.close()
     pairs = [[s for s in trained(bench, commit) if s.group_id == "000000000"] for commit in commits]
     [(short, long)] = [pair for pair in pairs if pair]
     assert not any(short.loss_mask) and any(long.loss_mask), "the group is used, as some of its tokens are fresh"
     assert short.status is Status.COMPLETED and short.reward == 1.0
-    check_every_prompt_is_used_once(bench)
-    check_staleness(bench)
 
 
 def test_group_with_only_stale_tokens_is_generated_once_more_then_awaited(bench: SimulatedBench) -> None:
@@ -222,13 +227,10 @@ def test_group_with_only_stale_tokens_is_generated_once_more_then_awaited(bench:
         if commit.summary["rollout/wasted_tokens"]:
             wasted_in = r
             assert commit.summary["rollout/wasted_tokens"] == sum(bench.length(bench.issues[0], i) for i in (0, 1))
-    bench.close()
     [(r, samples)] = [(r, samples) for r, samples in used.items() if samples]
     assert bench.issues.count(bench.issues[0]) == 2
     assert wasted_in <= r and all(all(sample.loss_mask[sample.prompt_length :]) for sample in samples)
     assert all(sample.policy_versions[0] >= r - bench.max_staleness for sample in samples), "fresh at last"
-    check_every_prompt_is_used_once(bench)
-    check_staleness(bench)
 
 
 @pytest.mark.parametrize("seed", [12, *(pytest.param(seed, marks=pytest.mark.full) for seed in (13, 15, 35, 39, 40))])
@@ -241,12 +243,9 @@ def test_groups_whose_rewards_are_late_are_all_used_with_fresh_tokens(bench: Sim
     bench.grader.delay = lambda group_id: chance.choice([longest, longest, longest / 2]) if group_id in late else 0.0
     for r in range(14):
         bench.round(r)
-    bench.close()
     for commit in commits_of(bench):
         fresh = [sample for sample in trained(bench, commit) if any(sample.loss_mask)]
         assert len(ids(fresh)) == BATCH, "every group has trainable tokens"
-    check_every_prompt_is_used_once(bench)
-    check_staleness(bench)
 
 
 @pytest.mark.full
@@ -267,7 +266,6 @@ def test_slow_prompts_are_trained_as_often_as_fast_ones(
         commit = bench.round(r)
         assert commit.summary["rollout/num_running_groups"] > 0, "generation does not pause between rounds"
         num_trained.update(sample.metadata["i"] for sample in trained(bench, commit) if any(sample.loss_mask))
-    bench.close()
     assert num_trained.total() == num_rounds * size, "every sample has trained tokens"
     by_length = sorted(set(range(num_prompts)) - slow, key=lambda number: lengths[number])
     classes = [*(set(by_length[start : start + 140]) for start in range(0, 980, 140)), slow]
@@ -310,10 +308,7 @@ def test_kills_at_any_time_lose_no_group_and_use_none_twice(
         r += 1
         if kill == "after the commit":
             bench.kill()
-    bench.close()
     assert bench.num_kills > 2
-    check_every_prompt_is_used_once(bench)
-    check_staleness(bench)
 
 
 def kill_before_commit(bench: SimulatedBench, r: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,16 +327,6 @@ def kill_before_commit(bench: SimulatedBench, r: int, monkeypatch: pytest.Monkey
     bench.kill()
 
 
-def test_round_taken_but_not_committed_is_taken_again(bench: SimulatedBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.round(0)
-    kill_before_commit(bench, 1, monkeypatch)
-    assert len(commits_of(bench)) == 1
-    for r in range(1, 4):
-        bench.round(r)
-    bench.close()
-    check_every_prompt_is_used_once(bench)
-
-
 def test_failed_commit_restarts_the_stream_after_the_last_round(
     bench: SimulatedBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,8 +342,6 @@ def test_failed_commit_restarts_the_stream_after_the_last_round(
     commit = bench.round(1)
     assert commit.state["adopted_groups"], "finished groups were in the journal"
     bench.round(2)
-    bench.close()
-    check_every_prompt_is_used_once(bench)
 
 
 def test_finished_groups_that_no_round_took_are_not_generated_again(bench: SimulatedBench) -> None:
@@ -423,7 +406,6 @@ def test_stream_continues_from_rounds_that_another_driver_has_committed(
         if r not in rounds_of_first:
             bench.train(r)
     second.close()
-    check_every_prompt_is_used_once(bench)
 
 
 # ---- failures and stops ----------------------------------------------------------------------------------------------
@@ -437,8 +419,6 @@ def test_failing_engine_fails_the_round_and_the_next_stream_continues(bench: Sim
     assert bench.stream is None
     for r in range(1, 5):
         bench.round(r)
-    bench.close()
-    check_every_prompt_is_used_once(bench)
 
 
 def test_engine_failure_between_two_rounds_fails_the_next_one(bench: SimulatedBench) -> None:
@@ -451,8 +431,6 @@ def test_engine_failure_between_two_rounds_fails_the_next_one(bench: SimulatedBe
     with pytest.raises(ConnectionError, match="no engine answered"):
         bench.round(1)
     bench.round(1)
-    bench.close()
-    check_every_prompt_is_used_once(bench)
 
 
 class SlowExit:
@@ -469,21 +447,9 @@ class SlowExit:
         assert self.may_end.wait(60)
 
 
-def test_failure_is_raised_also_while_the_stream_is_ending(bench: SimulatedBench) -> None:
+@pytest.mark.parametrize("takes_round", [True, False], ids=["round raises", "close waits"])
+def test_stream_that_is_ending_is_awaited_and_its_failure_raised(bench: SimulatedBench, takes_round: bool) -> None:
     """The engines end seconds later than the event loop if weights are being sent to them."""
-    engines = SlowExit()
-    stream = bench.stream = bench.open(0, fails=lambda prompt: number_of(prompt) == 5)
-    stream.engines = lambda: engines
-    stream.start()
-    bench.clock.resume()
-    assert engines.failed.wait(60)
-    threading.Timer(0.05, engines.may_end.set).start()
-    with pytest.raises(ConnectionError, match="no engine answered"):
-        stream.run_round(0)
-    stream.close()
-
-
-def test_close_waits_for_a_stream_that_is_ending(bench: SimulatedBench) -> None:
     engines = SlowExit()
     stream = bench.open(0, fails=lambda prompt: number_of(prompt) == 5)
     stream.engines = lambda: engines
@@ -491,6 +457,9 @@ def test_close_waits_for_a_stream_that_is_ending(bench: SimulatedBench) -> None:
     bench.clock.resume()
     assert engines.failed.wait(60)
     threading.Timer(0.05, engines.may_end.set).start()
+    if takes_round:
+        with pytest.raises(ConnectionError, match="no engine answered"):
+            stream.run_round(0)
     stream.close()
     assert not stream._thread.is_alive()
 
@@ -528,18 +497,15 @@ def test_engines_that_do_not_start_fail_the_round(bench: SimulatedBench) -> None
         stream.start()
     stream.close()
     bench.round(0)
-    bench.close()
 
 
 def test_prompt_that_the_engine_refuses_is_used_as_failed(bench: SimulatedBench) -> None:
     bench.length = lengths_of(p2=50)
     for r in range(10):
         bench.round(r, refuses=lambda prompt: number_of(prompt) == 2)
-    bench.close()
     failed = [s for commit in commits_of(bench) for s in trained(bench, commit) if s.status is Status.FAILED]
     assert {sample.group_id for sample in failed} == {"000000002"} and len(failed) == 2
     assert all("refused by the engine" in sample.metadata["error"] for sample in failed)
-    check_every_prompt_is_used_once(bench)
 
 
 def test_round_that_takes_too_long_raises_timeout(bench: SimulatedBench) -> None:
@@ -554,8 +520,6 @@ def test_rollout_timeout_does_not_count_the_wait_for_the_trainer(bench: Simulate
     bench.max_staleness, bench.train_seconds = 1, 400.0
     for r in range(5):
         bench.round(r)
-    bench.close()
-    check_every_prompt_is_used_once(bench)
 
 
 def test_restart_remembers_which_groups_were_generated_again(bench: SimulatedBench) -> None:
@@ -575,10 +539,7 @@ def test_restart_remembers_which_groups_were_generated_again(bench: SimulatedBen
     bench.issues.clear()
     for later in range(r, r + 9):
         bench.round(later)
-    bench.close()
     assert bench.issues.count(first) <= 1, "it was running when the process was killed"
-    check_every_prompt_is_used_once(bench)
-    check_staleness(bench)
 
 
 def test_stop_request_raises_preempted_and_finished_groups_are_in_the_journal(bench: SimulatedBench) -> None:
@@ -598,30 +559,20 @@ def test_stop_request_raises_preempted_and_finished_groups_are_in_the_journal(be
     before = len(bench.issues)
     bench.stop = StopRequest()
     commit = bench.round(0)
-    bench.close()
     assert [int(group_id) for group_id in commit.state["adopted_groups"]] == [0, 1, 2]
     assert [number_of(prompt) for prompt in bench.issues[before:]] == [3]
-    check_every_prompt_is_used_once(bench)
 
 
 # ---- dynamic sampling ------------------------------------------------------------------------------------------------
 
-FILTER = "def check(args, samples):\n    return int(samples[0].group_id) % 3 != {remainder}\n"
 
-
-def filtered_bench(directory: Path, tokenizer: PromptTokenizer, clock: Clock, code: str, **options: int):
-    (directory / "filters.py").write_text(code)
-    path = f"{directory}/filters.py:check"
-    return SimulatedBench(directory, tokenizer, clock, dynamic_sampling_filter_path=path, **options)
-
-
-def test_dropped_groups_are_replaced_and_recorded(tmp_path: Path, tokenizer: PromptTokenizer, clock: Clock) -> None:
-    bench = filtered_bench(tmp_path, tokenizer, clock, FILTER.format(remainder=1))
+def test_dropped_groups_are_replaced_and_recorded(make_bench: Any) -> None:
+    code = "def check(args, samples):\n    return int(samples[0].group_id) % 3 != 1\n"
+    bench = make_bench("dynamic_sampling_filter_path", code)
     for r in range(8):
         bench.round(r)
         if r % 3 == 2:
             bench.kill()
-    bench.close()
     commits = commits_of(bench)
     dropped = [group for commit in commits for group in commit.state.get("dropped", [])]
     assert len(dropped) > 8 and {group["reason"] for group in dropped} == {"check"}
@@ -629,22 +580,18 @@ def test_dropped_groups_are_replaced_and_recorded(tmp_path: Path, tokenizer: Pro
     assert not any(number % 3 == 1 for commit in commits for number in ids(trained(bench, commit)))
     assert sum(commit.summary.get("rollout/dynamic_filter/drop_check", 0) for commit in commits) == len(dropped)
     assert sum(commit.summary["rollout/wasted_tokens"] for commit in commits) > 0
-    check_every_prompt_is_used_once(bench)
 
 
-def test_filter_that_drops_everything_fails_the_round(tmp_path: Path, tokenizer: PromptTokenizer, clock: Clock) -> None:
-    code = "def check(args, samples):\n    return False\n"
-    bench = filtered_bench(tmp_path, tokenizer, clock, code, max_waves=3)
+def test_filter_that_drops_everything_fails_the_round(make_bench: Any) -> None:
+    bench = make_bench("dynamic_sampling_filter_path", "def check(args, samples):\n    return False\n", max_waves=3)
     with pytest.raises(RuntimeError, match=r"dropped \d+ groups .*--max-waves"):
         bench.round(0)
 
 
 @pytest.mark.parametrize("size", [5, 9])
-def test_more_groups_than_a_round_needs_are_in_flight_with_over_sampling(
-    tmp_path: Path, tokenizer: PromptTokenizer, clock: Clock, size: int
-) -> None:
+def test_more_groups_than_a_round_needs_are_in_flight_with_over_sampling(make_bench: Any, size: int) -> None:
     """The slowest groups of a round are not awaited; later rounds take them, also after a kill."""
-    bench = SimulatedBench(tmp_path, tokenizer, clock, over_sampling_batch_size=size, num_rounds=8)
+    bench = make_bench(over_sampling_batch_size=size, num_rounds=8)
     for r in range(8):
         bench.round(r)
         assert bench.stream is not None
@@ -653,37 +600,18 @@ def test_more_groups_than_a_round_needs_are_in_flight_with_over_sampling(
         assert num_groups <= bound
         if r % 3 == 2:
             bench.kill()
-    bench.close()
-    check_every_prompt_is_used_once(bench)
-    check_staleness(bench)
     issued = commits_of(bench)[-1].state["data_source"]["issued"]
     assert issued == 8 * BATCH + size - BATCH, "the surplus of the last round stays in the buffer"
 
 
-def test_buffer_filter_selects_the_groups_that_a_restarted_stream_begins_with(
-    tmp_path: Path, tokenizer: PromptTokenizer, clock: Clock
-) -> None:
+def test_buffer_filter_selects_the_groups_that_a_restarted_stream_begins_with(make_bench: Any) -> None:
     code = "def last_first(args, rollout_id, buffer, num_samples):\n    return buffer[::-1][:num_samples]\n"
-    (tmp_path / "filters.py").write_text(code)
-    bench = SimulatedBench(
-        tmp_path, tokenizer, clock, rollout_shuffle=False, buffer_filter_path=f"{tmp_path}/filters.py:last_first"
-    )
+    bench = make_bench("buffer_filter_path", code, rollout_shuffle=False)
     bench.round(0)
     before = len(bench.issues)
     waiting = ids(buffered(bench, commits_of(bench)[0]))
     bench.kill()
     for r in range(1, 5):
         bench.round(r)
-    bench.close()
     again = [number_of(prompt) for prompt in bench.issues[before:]]
     assert again and set(waiting) & set(again) and again[0] == max(set(waiting) & set(again))
-    check_every_prompt_is_used_once(bench)
-
-
-def test_rounds_must_be_taken_in_order(bench: SimulatedBench) -> None:
-    bench.round(0)
-    stream = bench.stream
-    assert isinstance(stream, SimulatedStream)
-    with pytest.raises(AssertionError, match="round 2 was taken instead of 1"):
-        stream.run_round(2)
-    bench.close()

@@ -7,15 +7,14 @@ import json
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+from scripted_engine import json_server
 
 from penstock.engines.cluster import Cluster
 from penstock.engines.serving.pool import start_pool
@@ -37,48 +36,33 @@ def sample(**changes: Any) -> Sample:
     return Sample("s", "g", "t", 0, **{"reward": 1.0, "status": Status.COMPLETED, **fields, **changes})
 
 
-class Server(ThreadingHTTPServer):
+class Server:
     """Answers like SGLang's /generate: the log-prob of token t at position i is -t - i / 10."""
 
-    failures = 0  # that the next requests get
-    bodies: list[dict[str, Any]]
+    def __init__(self) -> None:
+        self.failures = 0  # that the next requests get
+        self.bodies: list[dict[str, Any]] = []
+        self.address = ""
 
-
-class Answer(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.bodies.append(body | {"path": self.path})
-        if self.server.failures:
-            self.server.failures -= 1
-            self.send_error(503)
-            return
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        self.bodies.append(body | {"path": path})
+        if self.failures:
+            self.failures -= 1
+            return 503, None
         entries = [[None if i == 0 else -t - i / 10, t, None] for i, t in enumerate(body["input_ids"])]
-        content = json.dumps({"text": "", "meta_info": {"input_token_logprobs": entries}}).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *arguments: object) -> None: ...
+        return 200, {"text": "", "meta_info": {"input_token_logprobs": entries}}
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    server = Server(("127.0.0.1", 0), Answer)
-    server.bodies = []
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    server = Server()
+    with json_server(server.answer) as server.address:
+        yield server
 
 
 def score(server: Server, *samples: Sample) -> None:
     async def run() -> None:
-        await Teacher.at(f"127.0.0.1:{server.server_port}").score(samples)
+        await Teacher.at(server.address.removeprefix("http://")).score(samples)
 
     asyncio.run(run())
 
@@ -99,7 +83,7 @@ def test_trained_tokens_get_the_log_probs_of_the_teacher(server: Server) -> None
 
 
 def test_request_waits_while_the_engine_of_the_run_restarts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    addresses, first = [[], [], [f"http://127.0.0.1:{server.server_port}"]], sample()
+    addresses, first = [[], [], [server.address]], sample()
     monkeypatch.setattr(teacher, "POLL_SECONDS", 0.0)
 
     async def run() -> None:

@@ -5,8 +5,9 @@ import json
 from typing import Any
 
 import pytest
-from chat_templates import DEEPSEEK, LLAMA3, QWEN3
+from chat_templates import DEEPSEEK, LLAMA3
 from scripted_replies import handle_with, pending
+from sft_templates import QWEN3
 
 from penstock.stages.rollout.agents.conversation import Conversation
 from penstock.stages.rollout.agents.tool_calls import ToolCall, parse_tool_calls
@@ -92,6 +93,8 @@ def test_call_after_thought_is_parsed_and_thought_is_kept(written: str) -> None:
 def test_text_around_call_is_kept(written: str) -> None:
     assert parse_tool_calls(f"I pay.\n{written}", TOOLS) == ("I pay.", [PAY])
     assert parse_tool_calls(f"{written}{written}", TOOLS) == ("", [PAY, PAY])
+    text_as_arguments = PAYS["hermes"].replace('{"amount": 1}', json.dumps('{"amount": 1}'))
+    assert parse_tool_calls(f"{written}\n{text_as_arguments}", TOOLS) == ("", [PAY, PAY])
     assert parse_tool_calls(f"{written}\n<think>{written}</think>", TOOLS) == (f"<think>{written}</think>", [PAY])
     text, calls = parse_tool_calls(f"a {PAYS['hermes']} b {written}", TOOLS)
     assert (" ".join(text.split()), calls) == ("a b", [PAY, PAY])
@@ -184,6 +187,13 @@ def test_llama_calls_are_separated_by_semicolons_or_lines(start: str, separator:
         'pay\n{"amount": 1} please',
         "pay\n",
         '<|python_tag|>{"name": "other", "parameters": {}}',
+        '{"name": "other", "parameters": {}}',
+        'other\n{"amount": 1}',
+        '<tool_call>{"name": "pay", "arguments": {"amount": }}</tool_call>',
+        '<tool_call>{"name": "pay", "argu',
+        '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": "pay", "arguments": [1]}</tool_call>',
+        "1+1=2",
         '<tool_call>{"name": "pay", "arguments": {"amount": 1}}',
         '<tool_call>{"name": "pay", "arguments": "x"}</tool_call>',
         '<tool_call>{"name": "pay", "arguments": 1}</tool_call>',
@@ -252,7 +262,7 @@ def test_calls_are_those_of_sglang(name: str, parser: str) -> None:
         assert parse_tool_calls(text, TOOLS) == (rest.strip(), calls)
 
 
-THINKING = QWEN3.replace("{{ '<|im_start|>assistant\\n' }}", "{{ '<|im_start|>assistant\\n<think>\\n' }}")
+THINKING = QWEN3 + "{%- if add_generation_prompt %}{{ '<think>\\n' }}{%- endif %}"
 DEEPSEEK_THINKING = DEEPSEEK + "{%- if add_generation_prompt %}{{ '<think>\\n' }}{%- endif %}"
 
 
