@@ -91,9 +91,9 @@ def test_a_large_file_is_uploaded_in_parts_and_downloaded_in_ranges(
 def test_failed_uploads_are_repeated_until_the_file_is_complete(kind: str, faulty_s3: Faulty, tmp_path: Path) -> None:
     with faulty_s3(rate=0.5, seed=2, kinds={kind}) as (proxy, options):
         store = Store(f"s3://bucket/{tmp_path.name}", options)
-        contents = [{"part": pattern(2000, index)} for index in range(4)]
         commits = [
-            commit_files(store, KEYS.rollout_prefix(n), files, kind="rollout") for n, files in enumerate(contents)
+            commit_files(store, KEYS.rollout_prefix(index), {"part": pattern(2000, index)}, kind="rollout")
+            for index in range(4)
         ]
         assert store.committed_indices(f"{KEYS.prefix}/rollouts") == [0, 1, 2, 3]
         for index, commit in enumerate(commits):
