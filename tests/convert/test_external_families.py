@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from converted import check_same_tensors, commit_of
 from families import make_family
 from safetensors.torch import load_file, save_file
 
@@ -23,24 +23,23 @@ from penstock.flows.runtime.conversion import run_conversion, run_export
 from penstock.flows.runtime.preflight import preflight
 from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.stages.convert.conversion_check import TOLERANCE, compare_logits
-from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.to_hf import Origin, export_to
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
-from penstock.storage.commit import CheckpointRef, Commit, RunKeys
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import ModelError, PluginError
 from penstock.storage.store import Store
 
 ROOT = Path(__file__).parents[2]
-ACORN = '''
+NAMES = {"model.layers.": "trunk.block.", "self_attn": "attn", "_layernorm": "_ln", "model.embed_tokens": "trunk.wte"}
+ACORN = (
+    f"NAMES = {NAMES}\n"
+    + '''
 """Acorn: a Qwen3 with other tensor names and a logit scale, which must be 1."""
 
 from penstock.engines.families.entries import POSITIVE
 from penstock.engines.families.family import Family
 from penstock.engines.families.llama import QWEN3
 from penstock.engines.families.tensor_rows import decoder_rows, renamed
-
-NAMES = {"model.layers.": "trunk.block.", "self_attn": "attn", "_layernorm": "_ln", "model.embed_tokens": "trunk.wte"}
-
 
 def read(config):
     if config["acorn_scale"] not in (None, 1):
@@ -58,6 +57,7 @@ FAMILY = Family(
     entry_types={"acorn_scale": POSITIVE},
 )
 '''
+)
 MISTRAL = """
 from penstock.engines.families.family import Family
 
@@ -91,15 +91,9 @@ def source(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory.mkdir()
     for path in qwen3.iterdir():
         (directory / path.name).write_bytes(path.read_bytes())
-    names = {
-        "model.layers.": "trunk.block.",
-        "self_attn": "attn",
-        "_layernorm": "_ln",
-        "model.embed_tokens": "trunk.wte",
-    }
     tensors = {}
     for name, tensor in load_file(qwen3 / "model.safetensors").items():
-        for old, new in names.items():
+        for old, new in NAMES.items():
             name = name.replace(old, new)
         tensors[name] = tensor
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -112,19 +106,6 @@ def edit_config(directory: Path, **entries: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | entries, indent=2, sort_keys=True) + "\n")
 
 
-def commit_of(store: Store, ref: CheckpointRef) -> Commit:
-    commit = store.committed(ref.key.removesuffix(".commit.json"))
-    assert commit is not None
-    return commit
-
-
-def assert_same_files(one: Path, other: Path) -> None:
-    with HFWeights(one) as a, HFWeights(other) as b:
-        assert a.info == b.info
-        assert all(torch.equal(a.fetch(name).view(torch.int8), b.fetch(name).view(torch.int8)) for name in a.info)
-    assert (one / "config.json").read_text() == (other / "config.json").read_text()
-
-
 def test_round_trip_is_exact_and_logits_equal_transformers(
     acorn: str, source: Path, qwen3: Path, tmp_path: Path
 ) -> None:
@@ -133,7 +114,7 @@ def test_round_trip_is_exact_and_logits_equal_transformers(
     assert "transformers does not have AcornForCausalLM" in commit_of(store, ref).state["logits"]
     assets = Path(ref.uri) / "hf_assets"
     back = export_to(store, ref.uri, Origin(assets, family_path=acorn), str(tmp_path / "back"))
-    assert_same_files(source, Path(back.uri))
+    check_same_files(source, Path(back.uri))
     # under Megatron's names it is the same model, so transformers' Qwen3 is the reference
     result = compare_logits(Path(ref.uri), qwen3)
     assert result.difference is not None and result.difference < TOLERANCE / 10
@@ -158,11 +139,15 @@ def test_another_source_of_the_family_makes_another_model(acorn: str, source: Pa
     changed = tmp_path / "acorn.py"
     changed.write_text(ACORN + "# changed\n")
     store = Store(str(tmp_path / "store"))
-    keys = [
-        convert_hf(store, source, options=ConversionOptions(family_path=path)).key for path in (acorn, str(changed))
-    ]
+    paths = (acorn, str(changed))
+    keys = [convert_hf(store, source, options=ConversionOptions(family_path=path)).key for path in paths]
     assert len(set(keys)) == 2 and all("-family-" in key for key in keys)
     assert convert_hf(store, source, options=ConversionOptions(family_path=acorn)).key == keys[0]
+
+
+def check_same_files(one: Path, other: Path) -> None:
+    check_same_tensors(one, other)
+    assert (one / "config.json").read_text() == (other / "config.json").read_text()
 
 
 @pytest.mark.parametrize(
@@ -240,10 +225,8 @@ def test_option_is_recorded_as_absolute_path_and_not_part_of_identity(
     monkeypatch.chdir(Path(acorn).parent)
     config = with_absolute_paths(flags.parse_config(["--model-family-path", "acorn.py"]))
     assert config.convert.model_family_path == acorn
-    assert (
-        with_absolute_paths(flags.parse_config(["--model-family-path", "pkg.acorn"])).convert.model_family_path
-        == "pkg.acorn"
-    )
+    module = with_absolute_paths(flags.parse_config(["--model-family-path", "pkg.acorn"]))
+    assert module.convert.model_family_path == "pkg.acorn"
     assert config_hash(config) == config_hash(flags.parse_config([]))
 
 
@@ -270,4 +253,4 @@ def test_conversion_in_several_ray_processes(
     store = Store(str(tmp_path / "store"))
     ref = run_conversion(cluster, store, config.convert, verify=True)
     out = flags.parse_config([*words, "--convert-save", str(tmp_path / "back"), "--convert-load", ref.uri]).convert
-    assert_same_files(source, Path(run_export(cluster, store, ref.uri, out).uri))
+    check_same_files(source, Path(run_export(cluster, store, ref.uri, out).uri))
