@@ -11,7 +11,6 @@ from converted import check_same_tensors, commit_of
 from families import make_family
 from safetensors.torch import load_file, save_file
 
-from penstock.engines.cluster import Cluster
 from penstock.engines.families import family_of, read_shape, tensor_layout
 from penstock.engines.families.family import load_family
 from penstock.engines.families.shape import ModelShape
@@ -19,8 +18,6 @@ from penstock.flows.config import config_hash
 from penstock.flows.convert import translate_flags, with_hf_checkpoint
 from penstock.flows.options import flags
 from penstock.flows.options.paths import with_absolute_paths
-from penstock.flows.runtime.conversion import run_conversion, run_export
-from penstock.flows.runtime.preflight import preflight
 from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.stages.convert.conversion_check import TOLERANCE, compare_logits
 from penstock.stages.convert.to_hf import Origin, export_to
@@ -240,17 +237,3 @@ def test_export_of_a_run_uses_the_family_of_the_run(acorn: str, source: Path, tm
         flags.parse_config(translate_flags(["--load", "first", "--save", str(tmp_path / "out"), *words[:2]]))
     )
     assert (config.convert.hf_checkpoint, config.convert.model_family_path) == (str(source), acorn)
-
-
-@pytest.mark.integration
-@pytest.mark.full
-def test_conversion_in_several_ray_processes(
-    acorn: str, source: Path, tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["--hf-checkpoint", str(source), "--model-family-path", acorn, "--convert-ranks", "2"]
-    config = flags.parse_config([*words, "--store", str(tmp_path / "store")])
-    preflight("convert", config)
-    store = Store(str(tmp_path / "store"))
-    ref = run_conversion(cluster, store, config.convert, verify=True)
-    out = flags.parse_config([*words, "--convert-save", str(tmp_path / "back"), "--convert-load", ref.uri]).convert
-    check_same_files(source, Path(run_export(cluster, store, ref.uri, out).uri))
