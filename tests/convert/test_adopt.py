@@ -3,17 +3,13 @@
 from pathlib import Path
 
 import pytest
+from converted import commit_of
 
 from penstock.engines.families import read_shape
 from penstock.stages.convert.targets import config_directory, import_converted_model, is_converted
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.storage.errors import ModelError, StoreError
 from penstock.storage.store import Store
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(str(tmp_path / "store"))
 
 
 def test_converted_directory_is_copied_once(tiny_model: Path, store: Store, tmp_path: Path) -> None:
@@ -24,9 +20,7 @@ def test_converted_directory_is_copied_once(tiny_model: Path, store: Store, tmp_
     assert config is not None and read_shape(config) == read_shape(tiny_model)
 
     ref = import_converted_model(store, directory)
-    commit = store.committed(ref.key.removesuffix(".commit.json"))
-    assert commit is not None
-    with store.reading(commit) as files:
+    with store.reading(commit_of(store, ref)) as files:
         assert {"metadata.json", ".metadata"} < {path.name for path in files.iterdir()}
     assert import_converted_model(store, directory) == ref
     other = Store(str(tmp_path / "other"))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-import torch
+from converted import check_same_tensors
 from families import make_family
 
 from penstock.engines.cluster import Cluster
@@ -145,8 +145,7 @@ def test_ray_processes_split_both_directions(cluster: Cluster, source: Path, tmp
     assert heard and heard[-1][0] <= heard[-1][1]
     back = config_of("--load", ref.uri, "--save", str(tmp_path / "back"))
     again = run_export(cluster, store, find_checkpoint(back), back.convert)
-    with HFWeights(source) as a, HFWeights(again.uri) as b:
-        assert a.info == b.info and all(torch.equal(a.fetch(name), b.fetch(name)) for name in a.info)
+    check_same_tensors(source, again.uri)
     assert not list(tmp_path.glob(".*"))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from converted import check_same_tensors, commit_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -34,11 +35,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(str(tmp_path / "store"))
-
-
-@pytest.fixture
 def spoiled(source: Path, tmp_path: Path) -> Callable[..., Path]:
     """A copy of the source whose tensors or config were tampered with."""
 
@@ -54,24 +50,18 @@ def spoiled(source: Path, tmp_path: Path) -> Callable[..., Path]:
     return spoil
 
 
-def same_tensors(one: Path, other: Path) -> bool:
-    with HFWeights(one) as a, HFWeights(other) as b:
-        assert a.info == b.info
-        return all(torch.equal(a.fetch(name).view(torch.int8), b.fetch(name).view(torch.int8)) for name in a.info)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_round_trip_is_exact_and_loads(tied: bool, tmp_path: Path, store: Store) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = make_tiny_model(tmp_path / "hf", seed=4, tied=tied, **SIZES)
     model = convert_hf(store, source)
-    commit = store.committed(model.key.removesuffix(".commit.json"))
-    assert commit is not None and commit.kind == "model" and model.policy_version == 0
+    commit = commit_of(store, model)
+    assert commit.kind == "model" and model.policy_version == 0
     export = export_hf(store, commit, Origin(Path(model.uri) / ASSETS_DIRECTORY), "exports/000000", shard_bytes=20_000)
     target = Path(store.path(export.attempt or ""))
     assert len(list(target.glob("*.safetensors"))) > 1
-    assert same_tensors(source, target)
+    check_same_tensors(source, target)
     assert (target / "config.json").read_text() == (source / "config.json").read_text()
     token_ids = torch.arange(40).view(2, 20)  # [B, T]
     logits = [AutoModelForCausalLM.from_pretrained(path)(token_ids).logits for path in (source, target)]

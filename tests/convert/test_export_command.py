@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from converted import check_same_tensors
 from transformers import AutoModelForCausalLM
 
 from penstock.flows import convert
@@ -14,7 +15,6 @@ from penstock.flows.convert import translate_flags, with_hf_checkpoint
 from penstock.flows.inspect import export
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.preflight import check_save_hf
-from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.targets import copy_export, is_published, megatron_directory
 from penstock.stages.convert.to_hf import Origin, export_hf, export_to
 from penstock.stages.convert.to_megatron import export_megatron, import_megatron_checkpoint
@@ -31,11 +31,6 @@ def conversion_argv(words: list[str]) -> list[str]:
         patch.setattr(convert, "main", lambda argv: given.extend(argv) or 0)
         assert export.main(words) == 0
     return given
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(str(tmp_path / "store"))
 
 
 @pytest.fixture
@@ -59,9 +54,7 @@ def test_megatron_export_has_the_iteration_and_equal_weights(
     back = export_hf(
         other, Commit.model_validate_json(other.read(model.key) or b""), Origin(tiny_model), "exports/back"
     )
-    with HFWeights(other.path(back.attempt or "")) as after, HFWeights(tiny_model) as before:
-        assert after.info.keys() == before.info.keys()
-        assert all(torch.equal(after.fetch(name), before.fetch(name)) for name in before.info)
+    check_same_tensors(other.path(back.attempt or ""), tiny_model)
 
 
 def test_conversion_of_an_export_records_the_files_of_the_run(
@@ -129,8 +122,7 @@ def test_copy_of_an_export_is_complete_or_absent(
         copy_export(store, export, str(target))
     assert is_published(str(target)) and not list(tmp_path.glob(".hf_19*"))
     AutoModelForCausalLM.from_pretrained(target)
-    with HFWeights(target) as copied, HFWeights(tiny_model) as original:
-        assert all(torch.equal(copied.fetch(name), original.fetch(name)) for name in original.info)
+    check_same_tensors(target, tiny_model)
     with pytest.raises(OptionError, match="exists and is not the result"):
         copy_export(store, export.model_copy(update={"attempt": "other"}), str(target))
 

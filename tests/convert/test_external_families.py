@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from converted import check_same_tensors, commit_of
 from families import make_family
 from safetensors.torch import load_file, save_file
 
-from penstock.engines.cluster import Cluster
 from penstock.engines.families import family_of, read_shape, tensor_layout
 from penstock.engines.families.family import load_family
 from penstock.engines.families.shape import ModelShape
@@ -19,29 +18,26 @@ from penstock.flows.config import config_hash
 from penstock.flows.convert import translate_flags, with_hf_checkpoint
 from penstock.flows.options import flags
 from penstock.flows.options.paths import with_absolute_paths
-from penstock.flows.runtime.conversion import run_conversion, run_export
-from penstock.flows.runtime.preflight import plan_of, preflight
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.stages.convert.conversion_check import TOLERANCE, compare_logits
-from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.to_hf import Origin, export_to
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
-from penstock.storage.commit import CheckpointRef, Commit, RunKeys
+from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import ModelError, PluginError
 from penstock.storage.store import Store
 
 ROOT = Path(__file__).parents[2]
-ACORN = '''
+NAMES = {"model.layers.": "trunk.block.", "self_attn": "attn", "_layernorm": "_ln", "model.embed_tokens": "trunk.wte"}
+ACORN = (
+    f"NAMES = {NAMES}\n"
+    + '''
 """Acorn: a Qwen3 with other tensor names and a logit scale, which must be 1."""
 
 from penstock.engines.families.entries import POSITIVE
 from penstock.engines.families.family import Family
 from penstock.engines.families.llama import QWEN3
 from penstock.engines.families.tensor_rows import decoder_rows, renamed
-
-NAMES = {"model.layers.": "trunk.block.", "self_attn": "attn", "_layernorm": "_ln", "model.embed_tokens": "trunk.wte"}
-
 
 def read(config):
     if config["acorn_scale"] not in (None, 1):
@@ -59,6 +55,7 @@ FAMILY = Family(
     entry_types={"acorn_scale": POSITIVE},
 )
 '''
+)
 MISTRAL = """
 from penstock.engines.families.family import Family
 
@@ -92,15 +89,9 @@ def source(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory.mkdir()
     for path in qwen3.iterdir():
         (directory / path.name).write_bytes(path.read_bytes())
-    names = {
-        "model.layers.": "trunk.block.",
-        "self_attn": "attn",
-        "_layernorm": "_ln",
-        "model.embed_tokens": "trunk.wte",
-    }
     tensors = {}
     for name, tensor in load_file(qwen3 / "model.safetensors").items():
-        for old, new in names.items():
+        for old, new in NAMES.items():
             name = name.replace(old, new)
         tensors[name] = tensor
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -113,19 +104,6 @@ def edit_config(directory: Path, **entries: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | entries, indent=2, sort_keys=True) + "\n")
 
 
-def commit_of(store: Store, ref: CheckpointRef) -> Commit:
-    commit = store.committed(ref.key.removesuffix(".commit.json"))
-    assert commit is not None
-    return commit
-
-
-def assert_same_files(one: Path, other: Path) -> None:
-    with HFWeights(one) as a, HFWeights(other) as b:
-        assert a.info == b.info
-        assert all(torch.equal(a.fetch(name).view(torch.int8), b.fetch(name).view(torch.int8)) for name in a.info)
-    assert (one / "config.json").read_text() == (other / "config.json").read_text()
-
-
 def test_round_trip_is_exact_and_logits_equal_transformers(
     acorn: str, source: Path, qwen3: Path, tmp_path: Path
 ) -> None:
@@ -134,7 +112,7 @@ def test_round_trip_is_exact_and_logits_equal_transformers(
     assert "transformers does not have AcornForCausalLM" in commit_of(store, ref).state["logits"]
     assets = Path(ref.uri) / "hf_assets"
     back = export_to(store, ref.uri, Origin(assets, family_path=acorn), str(tmp_path / "back"))
-    assert_same_files(source, Path(back.uri))
+    check_same_files(source, Path(back.uri))
     # under Megatron's names it is the same model, so transformers' Qwen3 is the reference
     result = compare_logits(Path(ref.uri), qwen3)
     assert result.difference is not None and result.difference < TOLERANCE / 10
@@ -159,11 +137,15 @@ def test_another_source_of_the_family_makes_another_model(acorn: str, source: Pa
     changed = tmp_path / "acorn.py"
     changed.write_text(ACORN + "# changed\n")
     store = Store(str(tmp_path / "store"))
-    keys = [
-        convert_hf(store, source, options=ConversionOptions(family_path=path)).key for path in (acorn, str(changed))
-    ]
+    paths = (acorn, str(changed))
+    keys = [convert_hf(store, source, options=ConversionOptions(family_path=path)).key for path in paths]
     assert len(set(keys)) == 2 and all("-family-" in key for key in keys)
     assert convert_hf(store, source, options=ConversionOptions(family_path=acorn)).key == keys[0]
+
+
+def check_same_files(one: Path, other: Path) -> None:
+    check_same_tensors(one, other)
+    assert (one / "config.json").read_text() == (other / "config.json").read_text()
 
 
 @pytest.mark.parametrize(
@@ -241,10 +223,8 @@ def test_option_is_recorded_as_absolute_path_and_not_part_of_identity(
     monkeypatch.chdir(Path(acorn).parent)
     config = with_absolute_paths(flags.parse_config(["--model-family-path", "acorn.py"]))
     assert config.convert.model_family_path == acorn
-    assert (
-        with_absolute_paths(flags.parse_config(["--model-family-path", "pkg.acorn"])).convert.model_family_path
-        == "pkg.acorn"
-    )
+    module = with_absolute_paths(flags.parse_config(["--model-family-path", "pkg.acorn"]))
+    assert module.convert.model_family_path == "pkg.acorn"
     assert config_hash(config) == config_hash(flags.parse_config([]))
 
 
@@ -258,17 +238,3 @@ def test_export_of_a_run_uses_the_family_of_the_run(acorn: str, source: Path, tm
         flags.parse_config(translate_flags(["--load", "first", "--save", str(tmp_path / "out"), *words[:2]]))
     )
     assert (config.convert.hf_checkpoint, config.convert.model_family_path) == (str(source), acorn)
-
-
-@pytest.mark.integration
-@pytest.mark.full
-def test_conversion_in_several_ray_processes(
-    acorn: str, source: Path, tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["--hf-checkpoint", str(source), "--model-family-path", acorn, "--convert-ranks", "2"]
-    config = flags.parse_config([*words, "--store", str(tmp_path / "store")])
-    preflight(plan_of("convert", config))
-    store = Store(str(tmp_path / "store"))
-    ref = run_conversion(cluster, store, config.convert, verify=True)
-    out = flags.parse_config([*words, "--convert-save", str(tmp_path / "back"), "--convert-load", ref.uri]).convert
-    assert_same_files(source, Path(run_export(cluster, store, ref.uri, out).uri))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from converted import check_same_tensors, commit_of
 from families import FAMILIES, make_family
 
 from penstock.stages.convert.hf_checkpoint import HFWeights
@@ -14,31 +15,21 @@ from penstock.stages.convert.to_hf import Origin, export_hf, export_to
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
 from penstock.storage.store import Store
 
-
-def same_tensors(one: Path, other: Path) -> bool:
-    with HFWeights(one) as a, HFWeights(other) as b:
-        assert a.info == b.info
-        return all(torch.equal(a.fetch(name).view(torch.int8), b.fetch(name).view(torch.int8)) for name in a.info)
-
-
 SOME = ("qwen3", "llama3.2", "glm4", "glm4.5", "deepseek-v3", "moonlight")
 
 
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in SOME else pytest.mark.full) for name in FAMILIES]
 )
-def test_round_trip_is_exact(family: str, tmp_path: Path) -> None:
-    dtype = (
-        "float32" if family in ("glm4", "moonlight") else "bfloat16"
-    )  # a router's correction is float32 in either case
+def test_round_trip_is_exact(family: str, store: Store, tmp_path: Path) -> None:
+    dtype = "float32" if family in ("glm4", "moonlight") else "bfloat16"  # a router's correction is always float32
     source = make_family(tmp_path / "hf", family, seed=7, dtype=dtype)
-    store = Store(str(tmp_path / "store"))
     model = convert_hf(store, source)
     back = export_to(
         store, model.uri, Origin(Path(model.uri) / "hf_assets"), str(tmp_path / "back"), shard_bytes=40_000
     )
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
-    assert same_tensors(source, Path(back.uri))
+    check_same_tensors(source, back.uri)
     assert (Path(back.uri) / "config.json").read_text() == (source / "config.json").read_text()
 
 
@@ -48,27 +39,25 @@ MTP_FAMILIES = ["glm4.5", "glm4.7-flash", "deepseek-v3"]
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=pytest.mark.full) for name in MTP_FAMILIES[:-1]] + MTP_FAMILIES[-1:]
 )
-def test_prediction_layers_are_skipped_or_kept_as_requested(family: str, tmp_path: Path) -> None:
+def test_prediction_layers_are_skipped_or_kept_as_requested(family: str, store: Store, tmp_path: Path) -> None:
     source = make_family(tmp_path / "hf", family, dtype="bfloat16", num_hidden_layers=2, num_nextn_predict_layers=1)
     extra = {name for name in HFWeights(source).info if name.startswith("model.layers.2.")}
-    store = Store(str(tmp_path / "store"))
     skipped, kept = convert_hf(store, source), convert_hf(store, source, options=ConversionOptions(mtp="keep"))
     assert skipped.key != kept.key and kept.key.endswith("-mtp.commit.json")
-    commits = [store.committed(ref.key.removesuffix(".commit.json")) for ref in (skipped, kept)]
-    assert [commit.state["skipped"]["count"] for commit in commits if commit] == [len(extra), 0]
+    assert [commit_of(store, ref).state["skipped"]["count"] for ref in (skipped, kept)] == [len(extra), 0]
     without = export_to(store, skipped.uri, Origin(Path(skipped.uri) / "hf_assets"), str(tmp_path / "without"))
     assert set(HFWeights(without.uri).info) == set(HFWeights(source).info) - extra
     assert json.loads((Path(without.uri) / "config.json").read_text())["num_nextn_predict_layers"] == 0
     whole = export_to(store, kept.uri, Origin(Path(kept.uri) / "hf_assets"), str(tmp_path / "whole"))
-    assert same_tensors(source, Path(whole.uri)) and not (Path(whole.uri) / CARRIED).exists()
+    check_same_tensors(source, whole.uri)
+    assert not (Path(whole.uri) / CARRIED).exists()
     # a run's export has the original directory as its assets: there the layers are found too, if they are wanted
     export = export_hf(store, skipped.uri, Origin(source, mtp="keep"), "exports/1")
-    assert same_tensors(source, Path(store.path(export.attempt or "")))
+    check_same_tensors(source, store.path(export.attempt or ""))
 
 
-def test_router_correction_stays_float32(tmp_path: Path) -> None:
+def test_router_correction_stays_float32(store: Store, tmp_path: Path) -> None:
     source = make_family(tmp_path / "hf", "kimi-k2", dtype="float32", num_hidden_layers=2)
-    store = Store(str(tmp_path / "store"))
     back = export_to(store, convert_hf(store, source).uri, Origin(source, "bfloat16"), str(tmp_path / "back"))
     with HFWeights(back.uri) as found, HFWeights(source) as expected:
         name = "model.layers.1.mlp.gate.e_score_correction_bias"

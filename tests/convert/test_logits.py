@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from converted import commit_of
 from families import make_family
 
 from penstock.engines.families import read_config, shape_from_config
@@ -18,16 +19,9 @@ from penstock.stages.convert.conversion_check import (
     verify_existing,
 )
 from penstock.stages.convert.to_torch_dist import convert_hf
-from penstock.storage.commit import CheckpointRef, Commit
 from penstock.storage.errors import ModelError
 from penstock.storage.store import Store
 from tests.engines.real_models import REAL_MODELS
-
-
-def commit_of(store: Store, ref: CheckpointRef) -> Commit:
-    commit = store.committed(ref.key.removesuffix(".commit.json"))
-    assert commit is not None
-    return commit
 
 
 def test_logits_are_compared_once_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
+from converted import check_same_tensors, commit_of
 
 from penstock.flows.commands.demo_model import make_tiny_model
-from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.targets import ASSETS_DIRECTORY, RECORD, TRACKER, check_free_space
 from penstock.stages.convert.to_hf import Origin, export_to, finish_export, prepare_export, write_export
 from penstock.stages.convert.to_torch_dist import (
@@ -42,11 +41,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("hf"), seed=3, **SIZES)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(str(tmp_path / "store"))
-
-
 def planned(store: Store, source: Path, save: str | None = None) -> Conversion:
     work = prepare_conversion(store, source, ConversionOptions(unit_bytes=SMALL, save=save))
     assert isinstance(work, Conversion)
@@ -58,12 +52,11 @@ def elsewhere(work: Conversion) -> Conversion:
     return pickle.loads(pickle.dumps(work))
 
 
-def is_the_source(ref: CheckpointRef, source: Path, out: Path) -> bool:
-    """Return whether exporting a converted model gives the source."""
+def check_export(ref: CheckpointRef, source: Path, out: Path) -> None:
+    """Check that exporting a converted model gives the source."""
     directory = next(path.parent for path in Path(ref.uri).rglob(".metadata"))
     back = export_to(Store(str(out)), str(directory), Origin(directory / ASSETS_DIRECTORY), str(out / "back"))
-    with HFWeights(source) as a, HFWeights(back.uri) as b:
-        return a.info == b.info and all(torch.equal(a.fetch(name), b.fetch(name)) for name in a.info)
+    check_same_tensors(source, back.uri)
 
 
 def test_ranks_split_the_work(source: Path, store: Store, tmp_path: Path) -> None:
@@ -76,7 +69,7 @@ def test_ranks_split_the_work(source: Path, store: Store, tmp_path: Path) -> Non
         written = {path.name for path in Path(store.path(work.target.attempt)).glob("*.distcp")}
         assert len(written) == len(set(files) & written) < len(files) or rank == 2
     assert sum(told[-1][0] for told in heard) == work.work_items.num_bytes == heard[0][0][1]
-    assert is_the_source(finish_conversion(elsewhere(work)), source, tmp_path / "out")
+    check_export(finish_conversion(elsewhere(work)), source, tmp_path / "out")
 
 
 def test_restart_does_only_unfinished_units(source: Path, store: Store, tmp_path: Path) -> None:
@@ -92,7 +85,7 @@ def test_restart_does_only_unfinished_units(source: Path, store: Store, tmp_path
     write_units(again)
     after = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in attempt.glob("*.distcp")}
     assert {name for name in after if before.get(name) != after[name]} == {"__2_0.distcp", "__4_0.distcp"}
-    assert is_the_source(finish_conversion(again), source, tmp_path / "out")
+    check_export(finish_conversion(again), source, tmp_path / "out")
     assert not parts.exists()
 
 
@@ -103,8 +96,7 @@ def test_concurrent_conversions_give_one_valid_result(source: Path, store: Store
         record.unlink()
     write_units(other)
     ref = finish_conversion(one)
-    commit = store.committed(ref.key.removesuffix(".commit.json"))
-    assert commit is not None
+    commit = commit_of(store, ref)
     write_units(other)  # after the result was published
     assert finish_conversion(other) == ref
     with store.reading(commit):  # verifies every hash
@@ -148,7 +140,8 @@ def test_conversion_resumes_after_sigkill(source: Path, store: Store, tmp_path: 
     ref = convert_hf(store, source, options=ConversionOptions(save=str(out)))
     after = {path.name: path.stat().st_ino for path in out.glob("release/*.distcp")}
     assert before and before.items() <= after.items()
-    assert is_the_source(ref, source, tmp_path / "again") and not list(tmp_path.glob(".out*"))
+    check_export(ref, source, tmp_path / "again")
+    assert not list(tmp_path.glob(".out*"))
 
 
 # ---- targets ---------------------------------------------------------------------------------------------------------
@@ -162,7 +155,7 @@ def test_directory_has_the_files_that_megatron_expects(source: Path, store: Stor
     assert {"metadata.json", "common.pt", ".metadata", ASSETS_DIRECTORY} < {
         path.name for path in (out / "release").iterdir()
     }
-    assert is_the_source(ref, source, tmp_path / "again")
+    check_export(ref, source, tmp_path / "again")
     assert not store.list("models")
     assert convert_hf(store, source, options=ConversionOptions(save=str(out))) == ref  # exists
 
@@ -180,9 +173,8 @@ def test_other_content_is_not_overwritten(source: Path, store: Store, tmp_path: 
     with pytest.raises(OptionError, match=r"file .*--save"):
         convert_hf(store, source, options=ConversionOptions(save=str(tmp_path / "file")))
     (tmp_path / "empty").mkdir()
-    assert is_the_source(
-        convert_hf(store, other, options=ConversionOptions(save=str(tmp_path / "empty"))), other, tmp_path / "again"
-    )
+    ref = convert_hf(store, other, options=ConversionOptions(save=str(tmp_path / "empty")))
+    check_export(ref, other, tmp_path / "again")
     with pytest.raises(OptionError, match="--save /"):
         convert_hf(store, source, options=ConversionOptions(save="/"))
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
@@ -208,7 +200,7 @@ def test_object_store_as_target(source: Path, store: Store, tmp_path: Path) -> N
         local = tmp_path / "local" / found.key
         local.parent.mkdir(parents=True, exist_ok=True)
         local.write_bytes(place.read(found.key) or b"")
-    assert is_the_source(ref.model_copy(update={"uri": str(tmp_path / "local")}), source, tmp_path / "again")
+    check_export(ref.model_copy(update={"uri": str(tmp_path / "local")}), source, tmp_path / "again")
 
 
 def test_ranks_split_an_export_and_keep_finished_files(source: Path, store: Store, tmp_path: Path) -> None:
@@ -224,8 +216,7 @@ def test_ranks_split_an_export_and_keep_finished_files(source: Path, store: Stor
     write_export(work)
     ref = finish_export(work)
     assert {path.name: path.stat().st_ino for path in out.glob("*.safetensors")} == before
-    with HFWeights(source) as a, HFWeights(out) as b:
-        assert a.info == b.info and all(torch.equal(a.fetch(name), b.fetch(name)) for name in a.info)
+    check_same_tensors(source, out)
     assert prepare_export(store, model.uri, Origin(source), str(out), shard_bytes=20_000) == ref
 
 
@@ -247,15 +238,12 @@ def test_full_disk_raises_store_error_and_keeps_finished_units(source: Path, sto
     out = tmp_path / "out"
     work = planned(store, source, save=str(out))
     largest = max(part.num_bytes for part in work.work_items.items)
-    with (
-        files_of_at_most(largest),
-        pytest.raises(StoreError, match="no room is left in"),
-    ):
+    with files_of_at_most(largest), pytest.raises(StoreError, match="no room is left in"):
         write_units(work)
     assert not out.exists() and not list(tmp_path.glob(".out.incoming-*.parts/writing-*"))
     again = planned(store, source, save=str(out))
     write_units(again)
-    assert is_the_source(finish_conversion(again), source, tmp_path / "again")
+    check_export(finish_conversion(again), source, tmp_path / "again")
     export = prepare_export(store, str(out / "release"), Origin(source), str(tmp_path / "hf"))
     assert not isinstance(export, CheckpointRef)
     with files_of_at_most(largest), pytest.raises(StoreError, match="no room is left"):

@@ -20,6 +20,8 @@ DOCS = ROOT / "docs"
 METRIC = re.compile(r"^(rollout|train|perf|eval|multi_turn|cost|system)/[\w./@<>-]*$")
 # What code adds to names: prefixes of the critic's metrics, and parts that are completed by a variable.
 INCOMPLETE = re.compile(r"[/_-]$|^(eval|rollout|train)/<>(-<>|/<>)?$|^train/value_")
+FOLDERS = ("flows", "stages", "engines", "storage")
+SOURCES = [path.read_text(encoding="utf-8") for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 GENERATED = runpy.run_path(str(DOCS / "scripts" / "reference.py"))["generated_pages"]()
 
 
@@ -55,10 +57,8 @@ def test_every_command_has_one_entry() -> None:
 def metrics_in_code() -> set[str]:
     """Return the names of metrics in string literals; replaced parts of f-strings are `<>`."""
     names = set()
-    for path in [
-        path for folder in ("flows", "stages", "engines", "storage") for path in (ROOT / folder).rglob("*.py")
-    ]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for source in SOURCES:
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.JoinedStr):
                 names.add("".join(part.value if isinstance(part, ast.Constant) else "<>" for part in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -93,9 +93,7 @@ def test_no_metric_has_two_entries() -> None:
 
 
 def test_every_documented_metric_is_in_the_code() -> None:
-    folders = ("flows", "stages", "engines", "storage")
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    source = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    source = "\n".join(SOURCES)
     for name in documented_metrics(read("metrics.md")):
         # The last literal part of a name; the critic's metrics and some means are made of two literals.
         part = [part for part in re.split(r"/|<\w*>", name) if part.strip("_-@")][-1]

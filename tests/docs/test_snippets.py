@@ -47,41 +47,10 @@ HARMLESS = {
     *("runs", "cost", "lineage", "samples", "query", "report", "track"),
 }
 # Programs of others, which are not checked.
-PROGRAMS = {
-    *(
-        "ls",
-        "cd",
-        "cat",
-        "base64",
-        "mkdir",
-        "jq",
-        "dot",
-        "git",
-        "openssl",
-        "kill",
-        "source",
-        "export",
-        "head",
-        "tail",
-        "ssh",
-        "curl",
-    ),
-    *(
-        "pip",
-        "apt",
-        "hf",
-        "ray",
-        "prefect",
-        "tensorboard",
-        "wandb",
-        "docker",
-        "kubectl",
-        "helm",
-        "sbatch",
-        "uv",
-        "pre-commit",
-    ),
-}
+PROGRAMS = re.compile(
+    "ls|cd|cat|base64|mkdir|jq|dot|git|openssl|kill|source|export|head|tail|ssh|curl|pip|apt|hf|ray|prefect|tensorboard|"
+    "wandb|docker|kubectl|helm|sbatch|uv|pre-commit"
+)
 # A command that was parsed completely fails because its run, store or file does not exist.
 NOT_THERE = re.compile(
     r"no such file|does not exist|no run|has no|not found|cannot be read|is not a run|no policy|is not a directory|"
@@ -146,7 +115,7 @@ def test_commands_are_parsed(
         elif program == "penstock":
             check_command(snippet, words[1:], capsys)
         else:
-            assert program in PROGRAMS, f"{snippet}: {words}"
+            assert PROGRAMS.fullmatch(program), f"{snippet}: {words}"
 
 
 def check_script(snippet: Snippet, words: list[str]) -> None:
@@ -214,9 +183,8 @@ def stocked_workplace(workplace: Path, tiny_model: Path) -> Path:
     (workplace / "rows.jsonl").write_text((json.dumps(ROW) + "\n") * 32)
     inputs = {"[convert]": 'hf_checkpoint = "models/Qwen3-4B"', "[rollout]": 'prompt_data = "rows.jsonl"'}
     for section, line in inputs.items():
-        recipe = (
-            recipe.replace(section, f"{section}\n{line}") if section in recipe else f"{recipe}\n{section}\n{line}\n"
-        )
+        recipe = recipe if section in recipe else f"{recipe}\n{section}\n"
+        recipe = recipe.replace(section, f"{section}\n{line}")
     (workplace / "my-run.toml").write_text(recipe)
     (workplace / "my_reward.py").write_text("def grade(args, sample):\n    return 1.0\n")
     (workplace / "my_verl_reward.py").write_text("def compute_score(*args, **kwargs):\n    return 1.0\n")
@@ -310,16 +278,16 @@ def module_of(page: str, name: str) -> dict[str, Any]:
     return names
 
 
-def test_reward_of_the_page_on_rewards_grades() -> None:
-    grade = module_of("rewards.md", "my_reward.py")["grade"]
-    answers = {"45<|end|>": 1.0, "46<|end|>": 0.25, "": 0.0, "no": 0.0}
-    assert {text: grade(None, SimpleNamespace(response=text, label="45")) for text in answers} == answers
-
-
-def test_reward_of_the_first_page_for_one_gpu_grades() -> None:
-    grade = module_of("start.md", "my_reward.py")["grade"]
-    answers = {r"15 + 27 = \boxed{42}.<|im_end|>": 1.0, "41": 0.1, "": 0.0}
-    assert {text: grade(None, SimpleNamespace(response=text, label="42")) for text in answers} == answers
+@pytest.mark.parametrize(
+    ("page", "label", "answers"),
+    [
+        ("rewards.md", "45", {"45<|end|>": 1.0, "46<|end|>": 0.25, "": 0.0, "no": 0.0}),
+        ("start.md", "42", {r"15 + 27 = \boxed{42}.<|im_end|>": 1.0, "41": 0.1, "": 0.0}),
+    ],
+)
+def test_reward_of_the_page_grades(page: str, label: str, answers: dict[str, float]) -> None:
+    grade = module_of(page, "my_reward.py")["grade"]
+    assert {text: grade(None, SimpleNamespace(response=text, label=label)) for text in answers} == answers
 
 
 @pytest.mark.parametrize(

@@ -77,14 +77,8 @@ def test_pairing_narrows_the_interval() -> None:
 
 def test_only_common_prompts_count() -> None:
     found = compare_rewards({0: 1.0, 1: 0.0, 2: 0.0}, {1: 1.0, 2: 0.0, 3: 0.0})
-    assert (found.num_prompts, found.mean_a, found.mean_b, found.wins, found.losses, found.ties) == (
-        2,
-        0.0,
-        0.5,
-        1,
-        0,
-        1,
-    )
+    assert (found.num_prompts, found.mean_a, found.mean_b) == (2, 0.0, 0.5)
+    assert (found.wins, found.losses, found.ties) == (1, 0, 1)
 
 
 @pytest.mark.parametrize(

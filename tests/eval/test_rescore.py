@@ -204,34 +204,19 @@ def test_command_line_options_override_the_runs_file(tmp_path: Path) -> None:
         (["--dataset", "aime"], "has no evaluation that matches"),
         (["--eval-rm-type", "math", "--custom-rm-path", "m.py"], "are both given"),
         (["--custom-rm-path", "none.py"], "none.py does not exist"),
+        (["--custom-rm-path", "{path}/half.py", "--log-passrate"], "has the reward 0.5, but pass@k needs rewards of 0"),
+        (["--version", "0", "--custom-rm-path", "{path}/broken.py"], "grading of all 7 samples failed, the first with"),
     ],
 )
-def test_invalid_requests_print_one_sentence(
-    store: Store, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_requests_print_one_sentence_and_commit_nothing(
+    store: Store, words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(store, *words) == 2
+    for name, result in (("half", "0.5"), ("broken", "sample.nothing")):
+        (tmp_path / f"{name}.py").write_text(f"def reward_func(args, sample):\n    return {result}\n")
+    assert command(store, *(word.format(path=tmp_path) for word in words)) == 2
     said = capsys.readouterr().err.strip()
     assert message in said and "\n" not in said
     assert scored_again(store, 0) == scored_again(store, 20) == []
-
-
-def test_required_pass_rates_that_are_undefined_fail(
-    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reward = tmp_path / "mine.py"
-    reward.write_text("def reward_func(args, sample):\n    return 0.5\n")
-    assert command(store, "--custom-rm-path", str(reward), "--log-passrate") == 2
-    assert "has the reward 0.5, but pass@k needs rewards of 0 and 1" in capsys.readouterr().err
-
-
-def test_a_reward_that_fails_for_every_sample_commits_nothing(
-    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reward = tmp_path / "mine.py"
-    reward.write_text("def reward_func(args, sample):\n    return sample.nothing\n")
-    assert command(store, "--version", "0", "--custom-rm-path", str(reward)) == 2
-    assert "grading of all 7 samples failed, the first with" in capsys.readouterr().err
-    assert scored_again(store, 0) == []
 
 
 def test_an_unknown_run_is_an_error(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,9 +93,9 @@ def run(environment: dict[str, str], tmp_path: Path, request: pytest.FixtureRequ
     return run_example
 
 
-def curve(store: Path, run: str, metric: str = "rollout/raw_reward") -> list[float]:
+def curve(store: Path, run: str, metric: str = "rollout/raw_reward", kind: str = "rollouts") -> list[float]:
     """A metric of each round."""
-    opened, prefix = Store(str(store)), f"{RunKeys(run).prefix}/rollouts"
+    opened, prefix = Store(str(store)), f"{RunKeys(run).prefix}/{kind}"
     commits = [opened.committed(f"{prefix}/{index:06d}") for index in opened.committed_indices(prefix)]
     return [commit.summary[metric] for commit in commits if commit is not None]
 
@@ -205,14 +205,7 @@ def test_evaluations_compare_two_checkpoints(run: Run) -> None:
 
 def test_bf16_learns_and_fp8_is_planned(run: Run) -> None:
     store, [_, plan] = run("low_precision", rounds=20)
-    values, gaps = curve(store, "bf16"), []
-    opened = Store(str(store))
-    for index in range(len(values)):
-        gaps.append(
-            opened.committed(f"{RunKeys('bf16').prefix}/steps/{index:06d}").summary[
-                "train/train_rollout_logprob_abs_diff"
-            ]
-        )
+    values, gaps = curve(store, "bf16"), curve(store, "bf16", "train/train_rollout_logprob_abs_diff", kind="steps")
     assert mean(values[:3]) < 0.5 and mean(values[-5:]) > 0.7, values
     assert all(1e-4 < gap < 0.05 for gap in gaps), gaps
     assert "fits" in plan and not (store / "runs/fp8").exists()

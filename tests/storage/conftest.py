@@ -44,6 +44,23 @@ def s3_options() -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def store_of(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Store]:
+    """Return a function that opens an empty store of a kind: local, memory, s3 or faulty_s3."""
+
+    def open_store(kind: str) -> Store:
+        if kind in ("local", "memory"):
+            return Store(str(tmp_path / "store") if kind == "local" else f"memory://{tmp_path.name}")
+        return request.getfixturevalue("s3_store" if kind == "s3" else "faulty_store")(tmp_path.name)
+
+    return open_store
+
+
+@pytest.fixture
 def s3_store(s3_options: dict[str, Any]) -> Callable[..., Store]:
     """Return a function that opens a store under a prefix of the bucket."""
     return lambda prefix, **options: Store(f"s3://bucket/{prefix}", s3_options, **options)

@@ -18,6 +18,7 @@ class Shown:
     def __init__(self, client: MlflowClient) -> None:
         [experiment] = client.search_experiments(filter_string="name = 'penstock'")
         self.runs = [client.get_run(r.info.run_id) for r in client.search_runs([experiment.experiment_id])]
+        self.named = {run.info.run_name: run for run in self.runs}
         self.models = list(client.search_logged_models([experiment.experiment_id]))
         self.model_ids = {m.model_id: m.tags.get("penstock.commit") or m.params["uri"] for m in self.models}
 

@@ -24,11 +24,6 @@ STEPS = [-86400.0, -3600.0, -60.0, 60.0, 3600.0, 86400.0]  # seconds by which th
 Change = Callable[[dict], dict]
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(str(tmp_path / "store"))
-
-
 def write_lease(store: Store, change: Change) -> None:
     lease = Lease(store, KEY)
     lease.stop_renewing()

@@ -10,20 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from made_run import commit_files
 
 from penstock.flows.commands import gc
 from penstock.storage import disk
-from penstock.storage.commit import Commit, RunKeys
+from penstock.storage.commit import RunKeys
 from penstock.storage.leases import TTL, Lease
 from penstock.storage.maintenance.orphans import find_orphans
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(str(tmp_path / "store"))
 
 
 @pytest.fixture
@@ -49,10 +45,7 @@ def deleted(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
 
 
 def commit_attempt(store: Store) -> None:
-    attempt = store.new_attempt(KEYS.step_prefix(0))
-    with store.writing(attempt) as out:
-        (out.path / "data").write_bytes(b"data")
-    store.commit(KEYS.step_prefix(0), Commit(kind="step", run="r", index=0, attempt=attempt, files=out.files))
+    commit_files(store, KEYS.step_prefix(0), {"data": b"data"}, kind="step", run="r", index=0)
     assert store.committed(KEYS.step_prefix(0)) is not None
 
 

@@ -20,11 +20,6 @@ BAD = ["/etc/passwd", "../x", "a/../../x", "a//b", "a/", "/", ".", "a/./b", "a\0
 KEYS = RunKeys("r")
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(str(tmp_path / "store"))
-
-
 @pytest.mark.parametrize("key", BAD)
 def test_every_method_of_the_store_refuses_a_key_outside_its_root(store: Store, key: str) -> None:
     before = list(store.walk(""))

@@ -10,15 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 from jsonl_tracker import JsonlTracker
-from tracked_run import CONFIG, commits
+from tracked_run import CONFIG, RUN, commits, offer, track
 
 from penstock.storage.tracking import trackers
 from penstock.storage.tracking.delivery import Delivery, RunTracking
 from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
 from penstock.storage.tracking.outbox import Outbox
-from penstock.storage.tracking.tracker import TrackedRun
 
-RUN = TrackedRun("demo", "1", "/store")
 ROUNDS = [0, 1, 2, 3]
 
 
@@ -26,14 +24,6 @@ ROUNDS = [0, 1, 2, 3]
 def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(trackers.TRACKERS, "jsonl", SimpleNamespace(tracker=JsonlTracker))
     return f"jsonl://{tmp_path / 'points.jsonl'}"
-
-
-def track(directory: Path, uris: list[str], num_commits: int = 100) -> None:
-    """One start of the run: commits that the outbox has are not offered again."""
-    tracking = RunTracking(RUN, directory, uris, CONFIG)
-    for key, commit in commits()[:num_commits]:
-        tracking.record_commit(key, commit)
-    assert tracking.close(timeout=60) == 0
 
 
 def rounds_in_file(uri: str) -> list[int]:
@@ -54,9 +44,9 @@ def delete_file(uri: str) -> None:
 
 @pytest.mark.parametrize("first", [3, 6, 13], ids=["after one round", "after three rounds", "after all"])
 def test_deleted_file_is_filled_again_by_the_next_start(uri: str, tmp_path: Path, first: int) -> None:
-    track(tmp_path / "out", [uri], first)
+    track(tmp_path / "out", uri, commits()[:first])
     delete_file(uri)
-    track(tmp_path / "out", [uri])
+    track(tmp_path / "out", uri, commits())
     assert rounds_in_file(uri) == ROUNDS
 
 
@@ -70,25 +60,19 @@ def test_file_deleted_during_an_outage_is_filled_again(uri: str, tmp_path: Path,
             raise ConnectionError("the database is gone")
         deliver(self, records, commits)
 
-    track(tmp_path / "out", [uri], 6)
+    track(tmp_path / "out", uri, commits()[:6])
     monkeypatch.setattr(JsonlTracker, "deliver", fail_once)
-    track_until_delivered(tmp_path / "out", uri)
-    assert failed and rounds_in_file(uri) == ROUNDS
-
-
-def track_until_delivered(directory: Path, uri: str) -> None:
-    tracking = RunTracking(RUN, directory, [uri], CONFIG)
-    for key, commit in commits():
-        tracking.record_commit(key, commit)
+    tracking = offer(RunTracking(RUN, tmp_path / "out", [uri], CONFIG), commits())
     delivery = tracking.deliveries[0]
     while delivery.num_waiting() or delivery.problem:
         delivery.thread.join(0.05)
     tracking.close(timeout=60)
+    assert failed and rounds_in_file(uri) == ROUNDS
 
 
 def test_driver_killed_while_it_fills_the_file_continues(uri: str, tmp_path: Path, monkeypatch) -> None:
     """The tracker has the run again, but the mark of the records that it has must not be the old one."""
-    track(tmp_path / "out", [uri])
+    track(tmp_path / "out", uri, commits())
     delete_file(uri)
     deliver = JsonlTracker.deliver
 
@@ -102,12 +86,12 @@ def test_driver_killed_while_it_fills_the_file_continues(uri: str, tmp_path: Pat
         RunTracking(RUN, tmp_path / "out", [uri], CONFIG).close()
     assert rounds_in_file(uri) == [] and Outbox(tmp_path / "out", "-jsonl").delivered_offset == 0
     (tmp_path / "out" / "delivery-jsonl.lock").unlink()  # of this process
-    track(tmp_path / "out", [uri])
+    track(tmp_path / "out", uri, commits())
     assert rounds_in_file(uri) == ROUNDS
 
 
 def test_tracker_that_has_the_run_gets_nothing_again(uri: str, tmp_path: Path, monkeypatch) -> None:
-    track(tmp_path / "out", [uri])
+    track(tmp_path / "out", uri, commits())
     sent: list[int] = []
     deliver = JsonlTracker.deliver
 
@@ -116,7 +100,7 @@ def test_tracker_that_has_the_run_gets_nothing_again(uri: str, tmp_path: Path, m
         deliver(self, records, commits)
 
     monkeypatch.setattr(JsonlTracker, "deliver", count)
-    track(tmp_path / "out", [uri])
+    track(tmp_path / "out", uri, commits())
     assert sum(sent) == 2, "the start and the end"
 
 
@@ -132,14 +116,13 @@ def delete_run(database: Path) -> None:
 def test_mlflow_without_the_run_gets_all_rounds(
     lose: str | Callable[[Path], None], database: Path, empty_database: Path, tmp_path: Path
 ) -> None:
-    uri = f"sqlite:///{database}"
-    track(tmp_path / "out", [uri], 6)
+    track(tmp_path / "out", database, commits()[:6])
     if callable(lose):
         lose(database)
     else:
         database = tmp_path / "new.db"
         database.write_bytes(empty_database.read_bytes())
-    track(tmp_path / "out", [f"sqlite:///{database}"])
+    track(tmp_path / "out", database, commits())
     assert rounds_in_mlflow(database) == ROUNDS
 
 

@@ -142,12 +142,10 @@ def test_track_in_any_order_gives_the_same_objects(store: Store, database: Path,
     for run in (*reversed(RUNS), "r"):
         send(store, database, run)
     first, second = (Shown(MlflowClient(f"sqlite:///{path}")) for path in (database, other))
-    for path in (database, other):
-        assert path.exists()
     assert sorted(first.model_ids.values()) == sorted(second.model_ids.values())
     assert sorted(r.info.run_name for r in first.runs) == sorted(r.info.run_name for r in second.runs)
     for name in RUNS:
-        a, b = (next(r for r in shown.runs if r.info.run_name == name) for shown in (first, second))
+        a, b = (shown.named[name] for shown in (first, second))
         assert (a.data.metrics, first.datasets(a)) == (b.data.metrics, second.datasets(b))
 
 
@@ -213,7 +211,7 @@ def test_promotion_without_mlflow_says_so_in_one_line(
 def test_run_page_shows_user_source_commit_and_flow_run(store: Store, database: Path) -> None:
     url = "http://127.0.0.1:4200/runs/flow-run/f0"
     record_start(store, RunKeys("r"), Start(user="ada", flow_run=url))
-    run = next(run for run in Shown(send(store, database, "r")).runs if run.info.run_name == "r")
+    run = Shown(send(store, database, "r")).named["r"]
     record = read_run_record(store, RunKeys("r"))
     assert record is not None
     expected = {
@@ -234,7 +232,7 @@ def test_train_run_has_the_metrics_and_parameters_of_its_rounds(store: Store, da
     fields = {"kind": "checkpoint", "run": "n", "index": 3, "policy_version": 3, "inputs": {"step": commit_key(key)}}
     commit_files(store, RunKeys("n").checkpoint_prefix(3), {"w": b"3"}, **fields)
     client = send(store, database, "n")
-    runs = {run.info.run_name: run for run in Shown(client).runs}
+    runs = Shown(client).named
     train = runs["train-000002-000002"]
     assert [(p.step, p.value) for p in client.get_metric_history(train.info.run_id, "train/loss")] == [(2, 0.5)]
     params = {name: value for name, value in runs["n"].data.params.items() if name.startswith("train.")}

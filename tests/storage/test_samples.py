@@ -2,13 +2,13 @@
 
 import random
 import string
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from made_run import commit_samples
 
 from penstock.storage.commit import Commit
 from penstock.storage.errors import RunError
@@ -45,9 +45,8 @@ def random_sample(rng: random.Random, number: int) -> Sample:
         label=random_text(rng),
         token_ids=[rng.randrange(2**31) for _ in mask],
         loss_mask=mask,
-        rollout_logprobs=[
-            float(np.float32(-rng.expovariate(1.0))) if trained else 0.0 for trained in mask
-        ],  # stored as float32
+        # stored as float32
+        rollout_logprobs=[float(np.float32(-rng.expovariate(1.0))) if trained else 0.0 for trained in mask],
         routed_experts=rng.choice([None, b"", rng.randbytes(12)]),
         reward=rng.choice([None, 0.0, -1.5, rng.random(), float("inf")]),
         rewards={random_text(rng): rng.random() for _ in range(rng.randrange(3))},
@@ -92,10 +91,6 @@ def test_token_columns_are_equal_to_those_of_arrow(odd: Sample) -> None:
         assert table[name].equals(pa.chunked_array([pa.array(lists, SCHEMA.field(name).type)])), name
 
 
-def test_the_schema_and_the_dataclass_agree() -> None:
-    assert SCHEMA.names == [field.name for field in fields(Sample)]
-
-
 def test_prompt_and_response_lengths_are_split_at_the_first_trained_token() -> None:
     sample = Sample("s", "g", "t", 0, token_ids=[5, 6, 7, 8], loss_mask=[0, 0, 1, 0], rollout_logprobs=[0.0] * 4)
     assert (sample.prompt_length, sample.response_length) == (2, 2)
@@ -132,12 +127,7 @@ def test_a_shard_of_another_version_is_refused(version: int | None) -> None:
 
 # ---- shards in a store -----------------------------------------------------------------------------------------------
 
-
-def commit_samples(store: Store, samples: list[Sample]) -> Commit:
-    attempt = store.new_attempt("runs/r/rollouts/000000")
-    with store.writing(attempt) as out:
-        write_shards(out.path, samples)
-    return store.commit("runs/r/rollouts/000000", Commit(kind="rollout", attempt=attempt, files=out.files))
+PREFIX = "runs/r/rollouts/000000"
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 3, 4, 11])
@@ -147,7 +137,7 @@ def test_shards_keep_the_order_and_record_their_rows(
     monkeypatch.setattr(shards, "SAMPLES_PER_SHARD", 3)
     store = Store(str(tmp_path))
     samples = [random_sample(random.Random(number), number) for number in range(num_samples)]
-    commit = commit_samples(store, samples)
+    commit = commit_samples(store, PREFIX, samples, kind="rollout")
     assert read_samples(store, commit) == samples
     rows = [record.rows for record in commit.files]
     assert sum(row or 0 for row in rows) == num_samples
@@ -156,21 +146,11 @@ def test_shards_keep_the_order_and_record_their_rows(
 
 def test_a_token_costs_less_than_twelve_bytes(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    ids, noise = (
-        rng.integers(150_000, size=(64, 500)),
-        -rng.exponential(size=(64, 500)).astype(np.float32),
-    )  # nothing to compress
+    ids = rng.integers(150_000, size=(64, 500))  # nothing to compress
+    noise = -rng.exponential(size=(64, 500)).astype(np.float32)
     samples = [
-        Sample(
-            f"{j}",
-            f"{j // 8}",
-            f"{j}",
-            0,
-            token_ids=ids[j].tolist(),
-            loss_mask=[1] * 500,
-            rollout_logprobs=noise[j].tolist(),
-        )
-        for j in range(64)
+        Sample(f"{j}", f"{j // 8}", f"{j}", 0, token_ids=row, loss_mask=[1] * 500, rollout_logprobs=logprobs)
+        for j, (row, logprobs) in enumerate(zip(ids.tolist(), noise.tolist()))
     ]
     write_shards(tmp_path, samples)
     path = tmp_path / "part-00000.parquet"
@@ -180,7 +160,7 @@ def test_a_token_costs_less_than_twelve_bytes(tmp_path: Path) -> None:
 
 def test_only_shards_that_the_commit_names_are_read(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
-    commit = commit_samples(store, [Sample("s", "g", "t", 0)])
+    commit = commit_samples(store, PREFIX, [Sample("s", "g", "t", 0)], kind="rollout")
     late = tmp_path / (commit.attempt or "")
     write_shards(late, [Sample("late", "g", "t", 0)], name="part-00000-late")
     pq.write_table(to_table([Sample("late", "g", "t", 0)]), late / "part-00001.parquet")
@@ -189,42 +169,16 @@ def test_only_shards_that_the_commit_names_are_read(tmp_path: Path) -> None:
 
 def test_a_directory_named_like_a_partition_adds_no_column(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "run=3"))
-    assert read_table(store, commit_samples(store, [Sample("s", "g", "t", 0)])).schema.names == SCHEMA.names
+    commit = commit_samples(store, PREFIX, [Sample("s", "g", "t", 0)], kind="rollout")
+    assert read_table(store, commit).schema.names == SCHEMA.names
 
 
 def test_a_committed_shard_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
-    attempt = store.new_attempt("runs/r/rollouts/000000")
+    attempt = store.new_attempt(PREFIX)
     with store.writing(attempt) as out:
         table = to_table([]).replace_schema_metadata({"penstock_schema_version": "99"})
         pq.write_table(table, out.path / "part-00000.parquet")
-    commit = store.commit("runs/r/rollouts/000000", Commit(kind="rollout", attempt=attempt, files=out.files))
+    commit = store.commit(PREFIX, Commit(kind="rollout", attempt=attempt, files=out.files))
     with pytest.raises(ValueError, match="schema version 99"):
         read_table(store, commit)
-
-
-def test_duckdb_can_query_the_shards(tmp_path: Path) -> None:
-    duckdb = pytest.importorskip("duckdb")
-    store = Store(str(tmp_path))
-    mask, ids, logprobs = [0, 1], [1, 2], [0.0, -0.5]
-    commit_samples(
-        store,
-        [
-            Sample(
-                f"s{j}",
-                "g",
-                "t",
-                0,
-                token_ids=ids,
-                loss_mask=mask,
-                rollout_logprobs=logprobs,
-                reward=float(j),
-                rewards={"exact": j},
-            )
-            for j in range(4)
-        ],
-    )
-    shards = f"{tmp_path}/runs/r/rollouts/*/*/part-*.parquet"
-    query = f"select avg(reward), avg(rewards['exact']), avg(len(token_ids)) from '{shards}'"
-    assert duckdb.sql(query).fetchall() == [(1.5, 1.5, 2.0)]
-    assert isinstance(read_table(store, store.committed("runs/r/rollouts/000000")), pa.Table)  # type: ignore[arg-type]

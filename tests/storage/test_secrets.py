@@ -27,15 +27,8 @@ from penstock.storage.tracking.tracker import TrackedRun
 
 SECRETS = ("AKIA-literal", "s3cr3t/with+slash", "engine-key-1", "router-key-1", "rm-passw0rd", "db-passw0rd")
 WORDS = [
-    *(
-        "--run",
-        "n",
-        "--store-options",
-        "key=AKIA-literal",
-        "secret=s3cr3t/with+slash",
-        "endpoint_url=http://127.0.0.1:9000",
-        "anon=false",
-    ),
+    *("--run", "n", "--store-options", "key=AKIA-literal", "secret=s3cr3t/with+slash"),
+    *("endpoint_url=http://127.0.0.1:9000", "anon=false"),
     *("--sglang-api-key", "engine-key-1", "--sglang-max-total-tokens", "64", "--router-api-key", "router-key-1"),
     *("--rm-url", "https://me:rm-passw0rd@grade.example/score?x=1", "--input-key", "question"),
     *("--mlflow-tracking-uri", "postgresql://me:db-passw0rd@db.example/mlflow"),
@@ -140,7 +133,7 @@ ORDINARY_URLS = (
     "https://host.example/score?n=8&stream=true", "abfs://container@account.dfs.core.windows.net/store",
     "hdfs://name:8020/a@b",
     "wss://host.example:443/events", "file:///data/a:b@c", "https://host.example/a;", "https://host.example/?",
-    "me@host.example",
+    "me@host.example", "http://127.0.0.1:5000/#/x", "sqlite:////tmp/a:b@c", "ray://10.0.0.7:10001",
 )  # fmt: skip
 
 
@@ -198,17 +191,6 @@ def test_a_long_text_is_redacted_in_linear_time() -> None:
 
 
 @pytest.mark.parametrize("name", [
-    "dsn", "sentry_dsn", "SENTRY-DSN", "webhook", "webhook_url", "slack_webhook", "slack_webhooks", "apikey",
-    "apiKey", "API-KEY",
-    "openai_apikey", "accessToken", "clientSecret", "pwd", "db_pwd", "pass", "db_pass", "sas", "bearer", "jwt",
-    "auth_tokens",
-    "auth_code", "signing_key", "secrets", "passwords", "creds", "credentials_json", "private_key_b64",
-])  # fmt: skip
-def test_further_names_of_secret_options_are_recognized(name: str) -> None:
-    assert is_secret_name(name)
-
-
-@pytest.mark.parametrize("name", [
     "input_key", "label_key", "max_tokens", "max_new_tokens", "tokenizer", "bypass", "compass", "author", "keyboard",
     "passes",
     "n_samples", "signal", "encode", "code", "session", "tool_key", "keys", "token_ids", "webhook_timeout", "pinned",
@@ -219,12 +201,17 @@ def test_names_of_ordinary_options_are_not_taken_for_secrets(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [
+    "dsn", "sentry_dsn", "SENTRY-DSN", "webhook", "webhook_url", "slack_webhook", "slack_webhooks", "apikey", "apiKey",
+    "API-KEY", "openai_apikey", "accessToken", "clientSecret", "pwd", "db_pwd", "pass", "db_pass", "sas", "bearer",
+    "jwt", "auth_tokens", "auth_code", "signing_key", "secrets", "passwords", "creds", "credentials_json",
+    "private_key_b64",
     "key", "api_key", "aws_secret_access_key", "aws_access_key_id", "aws_session_token", "account_key", "sas_token",
     "connection_string", "control_plane_api_keys", "password", "ssl_keyfile_password",
 ])  # fmt: skip
 def test_names_of_secret_options_are_recognized(name: str) -> None:
     assert is_secret_name(name)
-    assert hide_literal_secrets(f"x.{name}", "s3cr3t of a test") == f"env:PENSTOCK_SECRET_X_{name.upper()}"
+    variable = f"PENSTOCK_SECRET_X_{name}".upper().replace("-", "_")
+    assert hide_literal_secrets(f"x.{name}", "s3cr3t of a test") == f"env:{variable}"
 
 
 def test_a_deployment_accepts_references_and_refuses_literal_secrets(
@@ -262,25 +249,14 @@ def test_credentials_in_store_urls_are_refused_and_redacted() -> None:
         Store(url)
     assert "SEC" not in str(failed.value)
     assert str(PenstockError(f"cannot open {url}")) == "cannot open s3://***@bucket/prefix"
-    assert (
-        redact("GET https://x.example/a?n=1&X-Amz-Signature=abc&b=2")
-        == "GET https://x.example/a?n=1&X-Amz-Signature=***&b=2"
-    )
-    for plain in (
-        "http://127.0.0.1:5000/#/x",
-        "s3://bucket/a@b",
-        "me@example.com",
-        "sqlite:////tmp/a:b@c",
-        "ray://10.0.0.7:10001",
-    ):
-        assert redact(plain) == plain and not has_credentials(plain)
+    url = "GET https://x.example/a?n=1&X-Amz-Signature={}&b=2"
+    assert redact(url.format("abc")) == url.format("***")
 
 
 def test_two_configs_in_one_process_keep_separate_secrets() -> None:
     first, second = (flags.parse_config(["--rm-url", f"https://u:pw-number-{n}@h.example/"]) for n in (1, 2))
-    assert (resolve_secrets(first.rollout.rm_url), resolve_secrets(second.rollout.rm_url)) == tuple(
-        f"https://u:pw-number-{n}@h.example/" for n in (1, 2)
-    )
+    assert resolve_secrets(first.rollout.rm_url) == "https://u:pw-number-1@h.example/"
+    assert resolve_secrets(second.rollout.rm_url) == "https://u:pw-number-2@h.example/"
 
 
 def test_resume_without_a_secret_names_its_variable(config: PostTrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:

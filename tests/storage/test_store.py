@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import fsspec
 import pytest
 import xxhash
 
-from penstock.storage.commit import Commit, FileRecord, RunKeys, commit_key
+from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.disk import hash_file
 from penstock.storage.errors import StoreError
 from penstock.storage.store import Store
@@ -21,12 +20,12 @@ from penstock.storage.store import Store
 KEYS = RunKeys("r")
 
 
-def write(store: Store, prefix: str, content: bytes = b"data", name: str = "part") -> Commit:
+def write(store: Store, prefix: str, content: bytes = b"data") -> Commit:
     """Act like a stage: write files under a private prefix, then commit."""
     attempt = store.new_attempt(prefix)
     with store.writing(attempt) as out:
         (out.path / "deep").mkdir()
-        (out.path / "deep" / name).write_bytes(content)
+        (out.path / "deep" / "part").write_bytes(content)
     return store.commit(prefix, Commit(kind="rollout", attempt=attempt, files=out.files))
 
 
@@ -36,12 +35,8 @@ def read(store: Store, commit: Commit) -> bytes:
 
 
 @pytest.fixture(params=["local", "memory", "s3", "faulty_s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "local":
-        return Store(str(tmp_path / "store"))
-    if request.param == "memory":
-        return Store(f"memory://{tmp_path.name}")
-    return request.getfixturevalue("s3_store" if request.param == "s3" else "faulty_store")(tmp_path.name)
+def store(request: pytest.FixtureRequest, store_of: Callable[[str], Store]) -> Store:
+    return store_of(request.param)
 
 
 def test_a_commit_is_read_back_with_its_files(store: Store) -> None:
@@ -245,24 +240,6 @@ def test_a_store_that_cannot_be_opened_is_refused(uri: str, message: str, tmp_pa
         Store(uri.format(path=tmp_path))
 
 
-class _Overwriting(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
-    """An object store that accepts `mode="create"` and ignores it."""
-
-    protocol = "careless"
-    store: dict = {}  # noqa: RUF012 - the parent class keeps its files in a class attribute
-    pseudo_dirs = [""]  # noqa: RUF012
-
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: object) -> None:
-        super().pipe_file(path, value, mode="overwrite")
-
-
-def test_a_store_without_conditional_create_needs_single_writer() -> None:
-    fsspec.register_implementation("careless", _Overwriting, clobber=True)
-    with pytest.raises(StoreError, match=r"second create.*--store-single-writer"):
-        Store("careless://x")
-    assert Store("careless://x", single_writer=True).create("k", b"1")
-
-
 def test_a_disk_without_hard_links_needs_single_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def link(source: str, target: str) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -330,11 +307,3 @@ def test_a_commit_with_a_nan_loss_is_readable(tmp_path: Path) -> None:
     data = store.read(commit_key(KEYS.step_prefix(0)))
     assert data is not None
     json.loads(data, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
-
-
-def test_every_file_is_recorded_with_size_and_hash(tmp_path: Path) -> None:
-    store = Store(str(tmp_path))
-    commit = write(store, KEYS.rollout_prefix(0), b"hello")
-    path = tmp_path / commit.files[0].path
-    assert commit.files == [FileRecord(path=f"{commit.attempt}/deep/part", bytes=5, xxh3=hash_file(path))]
-    assert hash_file(path) == "b5e9c1ad071b3e7fc779cfaa5e523818"  # xxh128sum of "hello"

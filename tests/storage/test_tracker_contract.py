@@ -11,22 +11,21 @@ from typing import Any
 
 import pytest
 from jsonl_tracker import JsonlTracker
-from tracked_run import CONFIG, KEYS, commits
+from tracked_run import CONFIG, KEYS, RUN, commits, track
 from wandb_files import read_history
 
-from penstock.storage.commit import Commit
 from penstock.storage.tracking import trackers
 from penstock.storage.tracking.delivery import RunTracking
 from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
-from penstock.storage.tracking.tracker import TrackedRun
 
 Content = Callable[[], dict[str, Any]]
-RUN = TrackedRun("demo", "1", "/store")
 
 
 def mlflow_content(database: Path) -> dict[str, Any]:
     """Metric points by run name, metric and step; status and parameters of the main run; inputs of child runs."""
+    tables = ("runs", "metrics", "params", "inputs", "datasets", "logged_models", "logged_model_metrics")
     with sqlite3.connect(database) as connection:
+        counts = {table: connection.execute(f"select count(*) from {table}").fetchone()[0] for table in tables}
         points = connection.execute(
             "select r.name, m.key, m.step, m.value from metrics m join runs r using (run_uuid) where not m.is_nan"
         ).fetchall()
@@ -42,6 +41,7 @@ def mlflow_content(database: Path) -> dict[str, Any]:
         "config": params.get("train.lr"),
         "text": database.read_bytes().decode("latin-1"),
         "inputs": sorted((part, int(rollout.removeprefix("demo/rollout/"))) for part, rollout in inputs),
+        "counts": counts,
     }
 
 
@@ -116,13 +116,6 @@ def served(
     return f"jsonl://{path}", lambda: jsonl_content(path)
 
 
-def track(uri: str, directory: Path, offered: list[tuple[str, Commit]], status: str = "FINISHED") -> None:
-    tracking = RunTracking(RUN, directory, [uri], CONFIG)
-    for key, commit in offered:
-        tracking.record_commit(key, commit)
-    assert (tracking.close(status, timeout=60), tracking.problem) == (0, None)
-
-
 def test_a_scheme_without_a_row_is_mlflow() -> None:
     for uri in ("http://localhost", "sqlite:///x.db", "databricks", "/a/directory"):
         assert trackers.tracker_class(uri) is MlflowTracker
@@ -130,7 +123,7 @@ def test_a_scheme_without_a_row_is_mlflow() -> None:
 
 def test_every_record_is_shown_once(served: tuple[str, Content], tmp_path: Path) -> None:
     uri, content = served
-    track(uri, tmp_path / "out", commits())
+    track(tmp_path / "out", uri, commits())
     shown = content()
     rewards = [(step, value) for name, step, value in shown["points"] if name == "rollout/raw_reward"]
     assert rewards == [(r, 0.25 * r) for r in range(4)]
@@ -148,14 +141,14 @@ def test_delivery_after_a_restart_and_from_another_machine_changes_nothing(
     served: tuple[str, Content], tmp_path: Path
 ) -> None:
     uri, content = served
-    track(uri, tmp_path / "out", commits()[:5], "FAILED")
+    track(tmp_path / "out", uri, commits()[:5], "FAILED")
     assert content()["status"] in (None, "FAILED")
-    track(uri, tmp_path / "out", commits())
+    track(tmp_path / "out", uri, commits())
     first = content()
     [delivered] = (tmp_path / "out").glob("delivered*.json")
     delivered.unlink()
-    track(uri, tmp_path / "out", [])
-    track(uri, tmp_path / "another machine", commits())
+    track(tmp_path / "out", uri, [])
+    track(tmp_path / "another machine", uri, commits())
     assert {**content(), "text": ""} == {**first, "text": ""}
 
 
@@ -188,7 +181,5 @@ def test_a_failing_tracker_keeps_the_records_for_the_next_start(
         tracking.record_commit(*commits()[1])
         assert tracking.close(timeout=5) == 3
         assert tracking.problem is not None and "pa55word" not in tracking.problem
-    track(
-        uri, tmp_path / "out", [(commit_key, commit) for commit_key, commit in commits() if KEYS.prefix in commit_key]
-    )
+    track(tmp_path / "out", uri, [(key, commit) for key, commit in commits() if KEYS.prefix in key])
     assert ("rollout/raw_reward", 0, 0.0) in content()["points"]

@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tracked_run import CONFIG, KEYS, commits
+from mlflow import MlflowClient
+from mlflow_content import Shown
+from tracked_run import CONFIG, KEYS, RUN, commits, offer, track
 
 from penstock.storage.commit import Commit, commit_key, encode_commit
 from penstock.storage.store import Store
 from penstock.storage.tracking import tracking_directory
 from penstock.storage.tracking.delivery import RunTracking
 from penstock.storage.tracking.mlflow.mlflow_runs import Link, flatten_params, link_tags
-from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker, tracking_uri
 from penstock.storage.tracking.outbox import Outbox
 from penstock.storage.tracking.tracker import TrackedRun
 
@@ -29,25 +30,15 @@ def counts(database: Path) -> dict[str, int]:
         return {table: connection.execute(f"select count(*) from {table}").fetchone()[0] for table in TABLES}
 
 
-def track(directory: Path, database: Path, offered: list[tuple[str, Commit]], config: dict | None = None) -> int:
-    tracker = RunTracking(
-        TrackedRun("demo", "1", "/store"), directory, [f"sqlite:///{database}"], CONFIG if config is None else config
-    )
-    for key, commit in offered:
-        tracker.record_commit(key, commit)
-    waiting = tracker.close(timeout=60)
-    assert tracker.problem is None
-    assert not (directory / "refused.jsonl").exists()
-    return waiting
+def shown_in(database: Path) -> tuple[MlflowClient, Shown]:
+    client = MlflowClient(f"sqlite:///{database}")
+    return client, Shown(client)
 
 
 def test_runs_metrics_and_lineage_in_mlflow(database: Path, tmp_path: Path) -> None:
-    assert track(tmp_path / "out", database, commits()) == 0
-    client = MlflowTracker(f"sqlite:///{database}", TrackedRun("demo", "1", "/store")).client
-    experiment = client.get_experiment_by_name("penstock")
-    runs = {
-        run.info.run_name: client.get_run(run.info.run_id) for run in client.search_runs([experiment.experiment_id])
-    }
+    track(tmp_path / "out", database, commits())
+    client, shown = shown_in(database)
+    runs = shown.named
     assert set(runs) == {
         "demo",
         "convert-f00d",
@@ -83,26 +74,18 @@ def test_runs_metrics_and_lineage_in_mlflow(database: Path, tmp_path: Path) -> N
     }
 
 
-def with_samples(offered: list[tuple[str, Commit]]) -> list[tuple[str, Commit]]:
+def with_samples() -> list[tuple[str, Commit]]:
     """Return the commits with sample previews in rollouts and evaluations."""
-    return [
-        (
-            key,
-            commit.model_copy(
-                update={"state": {"shown": [{"reward": 1.0, "prompt": f"{commit.kind} {commit.index}", "turns": 2}]}}
-            ),
-        )
-        if commit.kind in ("rollout", "eval")
-        else (key, commit)
-        for key, commit in offered
-    ]
+    offered = commits()
+    for _, commit in offered:
+        if commit.kind in ("rollout", "eval"):
+            commit.state = {"shown": [{"reward": 1.0, "prompt": f"{commit.kind} {commit.index}", "turns": 2}]}
+    return offered
 
 
 def test_each_metric_has_one_point_a_step(database: Path, tmp_path: Path) -> None:
-    shared = {
-        "perf/rollout_time": 1.0,
-        "rollout/num_adopted_groups": 0.0,
-    }  # in the summaries of rollouts and of evaluations
+    # in the summaries of rollouts and of evaluations
+    shared = {"perf/rollout_time": 1.0, "rollout/num_adopted_groups": 0.0}
     offered = commits()
     for _, commit in offered:
         if commit.kind in ("rollout", "eval"):
@@ -122,21 +105,18 @@ def test_each_metric_has_one_point_a_step(database: Path, tmp_path: Path) -> Non
 def test_samples_are_tables_that_mlflow_can_show(
     database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(
-        "MLFLOW_TRACKING_URI", f"sqlite:///{database}"
-    )  # `load_table` searches there, not in the client's tracking URI
-    track(tmp_path / "out", database, with_samples(commits())[:4])
-    track(tmp_path / "out", database, with_samples(commits()))
-    track(tmp_path / "another machine", database, with_samples(commits()))  # delivered twice, each table exists once
-    client = MlflowTracker(f"sqlite:///{database}", TrackedRun("demo", "1", "/store")).client
-    experiment = client.get_experiment_by_name("penstock").experiment_id
-    runs = {run.info.run_name: run for run in client.search_runs([experiment])}
+    # `load_table` searches there, not in the client's tracking URI
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
+    track(tmp_path / "out", database, with_samples()[:4])
+    track(tmp_path / "out", database, with_samples())
+    track(tmp_path / "another machine", database, with_samples())  # delivered twice, each table exists once
+    client, shown = shown_in(database)
+    runs, experiment = shown.named, client.get_experiment_by_name("penstock").experiment_id
     paths = [f"samples/{r:06d}.json" for r in range(4)]
     assert [artifact.path for artifact in client.list_artifacts(runs["demo"].info.run_id, "samples")] == paths
     listed = [{"path": path, "type": "table"} for path in paths]
-    assert (
-        json.loads(runs["demo"].data.tags["mlflow.loggedArtifacts"]) == listed
-    )  # what MLflow's page renders as a table
+    # what MLflow's page renders as a table
+    assert json.loads(runs["demo"].data.tags["mlflow.loggedArtifacts"]) == listed
     for r, path in enumerate(paths):
         table = client.load_table(experiment, path, run_ids=[runs["demo"].info.run_id])
         assert table.to_dict("records") == [{"reward": 1.0, "prompt": f"rollout {r}", "turns": 2}]
@@ -149,12 +129,7 @@ def test_mlflow_can_open_the_source_of_every_data_set(database: Path, tmp_path: 
     import mlflow.data
 
     track(tmp_path / "out", database, commits())
-    client = MlflowTracker(f"sqlite:///{database}", TrackedRun("demo", "1", "/store")).client
-    runs = [
-        client.get_run(run.info.run_id)
-        for run in client.search_runs([client.get_experiment_by_name("penstock").experiment_id])
-    ]
-    found = [i.dataset for run in runs for i in run.inputs.dataset_inputs]
+    found = [i.dataset for run in shown_in(database)[1].runs for i in run.inputs.dataset_inputs]
     assert len(found) == 2 * 4 + 2  # shards are data sets of the run and of a train run
     assert len({(dataset.name, dataset.digest) for dataset in found}) == 5  # both evaluations used the same data
     for dataset in found:
@@ -166,23 +141,9 @@ def test_artifacts_are_beside_a_database_given_by_a_relative_path(
     database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert track(tmp_path / "out", Path(database.name), commits()[:1]) == 0
-    assert track(tmp_path / "out", Path(database.name), commits()) == 0
+    track(tmp_path / "out", Path(database.name), commits()[:1])
+    track(tmp_path / "out", Path(database.name), commits())
     assert list(tmp_path.glob("artifacts/penstock/*/artifacts/commit.json"))
-
-
-@pytest.mark.full
-def test_delivering_everything_again_changes_nothing(database: Path, tmp_path: Path) -> None:
-    track(tmp_path / "out", database, commits())
-    before = counts(database)
-    assert (
-        before["metrics"] == 4 * 2 + 2 * 4 * 2 + 2 * 2 * 2
-    )  # rollouts on the run; steps (loss, seconds) and evaluations on the run and on child runs
-    track(tmp_path / "out", database, commits())  # a resumed run offers all commits
-    track(tmp_path / "another machine", database, commits())  # ... perhaps where the outbox is not
-    (tmp_path / "out" / "delivered.json").unlink()  # ... or the kill came before the offset was written
-    track(tmp_path / "out", database, [])
-    assert counts(database) == before
 
 
 @pytest.mark.integration
@@ -221,7 +182,7 @@ for line, end in outbox.lines_from(0):
     for key, commit in commits():
         outbox.append(key, {"type": "commit", "commit": commit.model_dump(mode="json")})
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 9
-    assert track(tmp_path / "out", database, commits()) == 0
+    track(tmp_path / "out", database, commits())
     track(tmp_path / "clean", clean, commits())
     assert counts(database) == counts(clean)
 
@@ -229,11 +190,8 @@ for line, end in outbox.lines_from(0):
 @pytest.mark.full
 def test_a_changed_schedule_is_a_tag_not_an_error(database: Path, tmp_path: Path) -> None:
     track(tmp_path / "out", database, commits()[:3])
-    track(tmp_path / "out", database, commits(), {"run": {"num_rollout": 8}})
-    client = MlflowTracker(f"sqlite:///{database}", TrackedRun("demo", "1", "/store")).client
-    run = client.search_runs([client.get_experiment_by_name("penstock").experiment_id], "attributes.run_name = 'demo'")[
-        0
-    ]
+    track(tmp_path / "out", database, commits(), config={"run": {"num_rollout": 8}})
+    run = shown_in(database)[1].named["demo"]
     assert (run.data.params["run.num_rollout"], run.data.tags["changed.run.num_rollout"]) == ("4", "8")
 
 
@@ -254,14 +212,13 @@ def dead_server() -> Iterator[str]:
 def test_a_dead_server_neither_blocks_the_run_nor_loses_records(
     dead_server: str, database: Path, tmp_path: Path
 ) -> None:
-    tracker = RunTracking(TrackedRun("demo", "1", "/store"), tmp_path / "out", [dead_server], CONFIG)
+    tracker = RunTracking(RUN, tmp_path / "out", [dead_server], CONFIG)
     start = time.perf_counter()
-    for key, commit in commits():
-        tracker.record_commit(key, commit)
+    offer(tracker, commits())
     assert time.perf_counter() - start < 10, "MLflow's own client would wait minutes"
     assert tracker.close(timeout=0.2) == len(commits()) + 2  # with start and end
     tracker.deliveries[0].thread.join()  # it holds the lock of delivery until its client's time is up
-    assert track(tmp_path / "out", database, commits()) == 0
+    track(tmp_path / "out", database, commits())
     assert counts(database)["metrics"] == 32
 
 
@@ -272,9 +229,7 @@ def test_an_unreachable_server_is_logged_in_one_line(
     deadline = time.monotonic() + 60
     while tracker.problem is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    for key, commit in commits():
-        tracker.record_commit(key, commit)
-    tracker.close(timeout=2)
+    offer(tracker, commits()).close(timeout=2)
     [line] = [record.getMessage() for record in caplog.records if "MLflow" in record.getMessage()]
     assert "\n" not in line and len(line) < 400 and "outbox" in line
     assert "\n" not in (tracker.problem or "") and not any(record.exc_info for record in caplog.records)
@@ -288,10 +243,9 @@ def test_a_locked_database_is_logged_in_one_line_and_loses_nothing(
     """SQLite waits a few seconds for a lock that another process holds."""
     other = sqlite3.connect(database, isolation_level=None)
     other.execute("begin exclusive")
-    tracker = RunTracking(TrackedRun("demo", "1", "/store"), tmp_path / "out", [f"sqlite:///{database}"], CONFIG)
+    tracker = RunTracking(RUN, tmp_path / "out", [f"sqlite:///{database}"], CONFIG)
     start = time.perf_counter()
-    for key, commit in commits():
-        tracker.record_commit(key, commit)
+    offer(tracker, commits())
     assert time.perf_counter() - start < 10, "the run does not wait for the database"
     deadline = time.monotonic() + 300
     while tracker.problem is None:
@@ -318,15 +272,6 @@ def test_catch_up_records_the_missing_commits(database: Path, tmp_path: Path) ->
     assert tracker.record_missing_commits(store, KEYS) == len(commits()) - 2  # the model belongs to no run
     assert tracker.record_missing_commits(store, KEYS) == 0
     assert tracker.close(timeout=60) == 0
-
-
-def test_the_default_database_is_in_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(str(tmp_path))
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert tracking_uri(store) == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.example")
-    assert tracking_uri(store) == "http://mlflow.example"
-    assert tracking_uri(store, "http://given.example") == "http://given.example"
 
 
 def test_parameters_contain_no_secrets_and_only_legal_names() -> None:
@@ -381,16 +326,11 @@ def test_description_with_many_links_fits_into_mlflow_and_shows_the_newest() -> 
     roles = ("base model of run", "evaluated in", "trained in")
     tags: dict[str, str] = {"mlflow.note.content": "my own text"}
     for number in range(300):
-        link = Link(
-            roles[number % 3],
-            f"a-run-with-a-somewhat-long-name/eval-{number:06d}-aime",
-            f"#/experiments/1/runs/{number:032x}",
-        )
+        name = f"a-run-with-a-somewhat-long-name/eval-{number:06d}-aime"
+        link = Link(roles[number % 3], name, f"#/experiments/1/runs/{number:032x}")
         tags |= link_tags(tags, [link])
     description = tags["mlflow.note.content"]
     assert description.startswith("my own text\n") and 6000 < len(description) <= 8000
-    assert (
-        all(f"eval-{number:06d}-aime](" in description for number in (297, 298, 299))
-        and "eval-000000" not in description
-    )
+    assert all(f"eval-{number:06d}-aime](" in description for number in (297, 298, 299))
+    assert "eval-000000" not in description
     assert link_tags(tags, [link]) == {}

@@ -17,7 +17,7 @@ from penstock.stages.train.algorithms.advantages import estimate_advantages, whi
 from penstock.stages.train.algorithms.experience import Experience
 from penstock.stages.train.algorithms.registry import ESTIMATORS
 from penstock.stages.train.algorithms.returns import discounted_cumsum
-from tests.train.ragged import Sample, experience, options, ragged
+from tests.train.ragged import FIELDS, Sample, experience, options, ragged
 
 Numbers = list[list[float]]  # per sample, per trained token
 
@@ -126,19 +126,14 @@ def test_order_of_samples_and_names_of_groups_do_not_change_advantages(name: str
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline"])
 def test_equal_rewards_and_single_samples_give_exactly_zero(name: str) -> None:
+    opts = options(advantage_estimator=name, normalize_advantages=True)
     for reward in (0.9, 0.1, 1e6 + 0.3, -7.7):
-        samples = [
-            Sample(group, reward, {s: [0.5] for s in ragged(0)[0].fields}) for group in (0,) * 8 + (1,) * 3 + (2,)
-        ]
-        assert not estimate_advantages(
-            experience(samples), options(advantage_estimator=name, normalize_advantages=True)
-        ).advantages.any()
-    ungraded = Experience(
-        torch.zeros(0, dtype=torch.long), torch.tensor([math.nan] * 2), torch.zeros(2).long(), torch.zeros(0)
-    )
-    assert estimate_advantages(
-        ungraded, options(advantage_estimator=name, normalize_advantages=True)
-    ).advantages.shape == (0,)
+        groups = (0,) * 8 + (1,) * 3 + (2,)
+        samples = [Sample(group, reward, {field: [0.5] for field in FIELDS}) for group in groups]
+        assert not estimate_advantages(experience(samples), opts).advantages.any()
+    none = torch.zeros(0)
+    ungraded = Experience(none.long(), torch.tensor([math.nan] * 2), torch.zeros(2).long(), none)
+    assert estimate_advantages(ungraded, opts).advantages.shape == (0,)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.97, 1.0])

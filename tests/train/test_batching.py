@@ -95,9 +95,8 @@ def test_balanced_shares_have_equal_count_and_nearly_equal_cost(seed: int) -> No
     num_shares = rng.choice([1, 2, 3, 4])
     costs = [rng.random() ** 3 * 100 for _ in range(num_shares * rng.randrange(1, 8))]
     shares = balanced_shares(costs, num_shares)
-    assert sorted(i for share in shares for i in share) == list(range(len(costs))) and {
-        len(share) for share in shares
-    } == {len(costs) // num_shares}
+    assert sorted(i for share in shares for i in share) == list(range(len(costs)))
+    assert {len(share) for share in shares} == {len(costs) // num_shares}
     in_turn = [costs[start::num_shares] for start in range(num_shares)]
     assert max(sum(costs[i] for i in share) for share in shares) <= max(map(sum, in_turn)) + 1e-9
 
@@ -116,12 +115,9 @@ def test_pack_holds_each_trained_token_once_at_the_right_position() -> None:
     packed = pack(batch, rows)
     assert packed.cu_seqlens.diff().tolist() == [batch.offsets[i + 1] - batch.offsets[i] for i in rows]
     assert packed.max_seqlen == packed.cu_seqlens.diff().max() and packed.cu_seqlens[-1] == len(packed.token_ids)
-    assert torch.equal(
-        packed.token_ids[packed.trained + 1], packed.targets
-    )  # the hidden state before a token predicts it
-    assert torch.equal(
-        packed.position_ids[packed.trained + 1], packed.position_ids[packed.trained] + 1
-    )  # inside one sequence
+    assert torch.equal(packed.token_ids[packed.trained + 1], packed.targets)  # the state before a token predicts it
+    positions = packed.position_ids
+    assert torch.equal(positions[packed.trained + 1], positions[packed.trained] + 1)  # inside one sequence
     ordinal = packed.ordinal.numpy()
     assert batch.token_ids[batch.trained_positions[ordinal]].tolist() == packed.targets.tolist()
     assert [rows[i] for i in packed.samples.index.tolist()] == batch.sample_index[ordinal].tolist()
@@ -145,10 +141,5 @@ def test_empty_microbatch_is_one_pad_token_without_trained_tokens() -> None:
     batch = Batch.from_table(to_table(samples(4)), needs_rewards=True)
     packed = pack(batch, [])
     assert packed.token_ids.tolist() == [0] and packed.cu_seqlens.tolist() == [0, 1]
-    assert (
-        packed.targets.numel()
-        == packed.ordinal.numel()
-        == packed.samples.index.numel()
-        == packed.samples.num_tokens.numel()
-        == 0
-    )
+    fields = (packed.targets, packed.ordinal, packed.samples.index, packed.samples.num_tokens)
+    assert [field.numel() for field in fields] == [0] * 4

@@ -7,7 +7,6 @@ import random
 import statistics
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +15,10 @@ import torch.distributed as dist
 
 from penstock.stages.train.algorithms.experience import SegmentReducer
 from penstock.stages.train.algorithms.losses import (
-    custom_weights,
     per_sample_weights,
     per_token_weights,
     policy_loss,
 )
-from penstock.storage.errors import PluginError
 from tests.train.ragged import options, sums
 from tests.train.test_policy_losses import made_up, tensors
 
@@ -35,21 +32,6 @@ def test_per_sample_weights_equal_a_loop_over_trajectories() -> None:
     assert (per_sample_weights(trajectories, 5) * losses).sum().item() == pytest.approx(statistics.fmean(means))
     assert (per_token_weights(trajectories, 5) * losses).sum().item() == pytest.approx(losses.mean().item())
     assert per_sample_weights(trajectories[:0], 5).numel() == per_token_weights(trajectories[:0], 5).numel() == 0
-
-
-def test_user_defined_weights(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text(
-        "import torch\n\n"
-        "def weights(trajectory_index, sample_index, num_trajectories):\n"
-        "    return torch.full(trajectory_index.shape, 1.0 / (num_trajectories * 1000))\n\n"
-        "def total(trajectory_index, sample_index, num_trajectories):\n"
-        "    return torch.ones(()) / num_trajectories\n"
-    )
-    trajectories = torch.tensor([0, 0, 1])
-    assert custom_weights(str(mine), trajectories, trajectories, 2).tolist() == pytest.approx([5e-4] * 3)
-    with pytest.raises(PluginError, match=f"{mine}:total"):
-        custom_weights(f"{mine}:total", trajectories, trajectories, 2)
 
 
 def test_segment_sums_and_means_equal_a_plain_loop() -> None:

@@ -21,18 +21,9 @@ def test_every_user_defined_function_is_checked_before_anything_starts() -> None
 @pytest.mark.parametrize(
     "options,named",
     [
-        (
-            {"actor_num_gpus_per_node": 6, "tensor_model_parallel_size": 4},
-            "--actor-num-gpus-per-node",
-        ),
-        (
-            {"actor_num_gpus_per_node": 2, "expert_model_parallel_size": 4},
-            "--expert-model-parallel-size",
-        ),
-        (
-            {"actor_num_gpus_per_node": 4, "global_batch_size": 2},
-            "--global-batch-size 2",
-        ),
+        ({"actor_num_gpus_per_node": 6, "tensor_model_parallel_size": 4}, "--actor-num-gpus-per-node"),
+        ({"actor_num_gpus_per_node": 2, "expert_model_parallel_size": 4}, "--expert-model-parallel-size"),
+        ({"actor_num_gpus_per_node": 4, "global_batch_size": 2}, "--global-batch-size 2"),
         ({"megatron": {"bf16": True}, "params_dtype": "fp32"}, "--bf16 .*--params-dtype fp32"),
         ({"kl_loss_coef": 0.1}, "--kl-loss-coef 0.1 .*--use-kl-loss"),
         ({"learning_rate": 0.1}, "learning_rate"),
