@@ -23,7 +23,7 @@ from penstock.storage.commit import ADAPTERS, Commit, RunKeys, commit_key
 from penstock.storage.errors import ModelError, OptionError
 from penstock.storage.history.lineage_graph import read_lineage
 from penstock.storage.store import Store
-from tests.engines.test_megatron_optimizer import OPTIMIZER
+from tests.engines.megatron_reference import OPTIMIZER
 from tests.families import make_family
 
 KEYS = RunKeys("old")

@@ -16,7 +16,7 @@ from penstock.stages.convert.to_hf import Origin, export_hf
 from penstock.stages.convert.to_megatron import import_megatron_checkpoint
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
-from tests.engines.test_megatron_optimizer import OPTIMIZER
+from tests.engines.megatron_reference import OPTIMIZER
 
 
 @pytest.mark.usefixtures("world")
