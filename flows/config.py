@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from penstock.engines.backends import DEFAULT, EngineFacts, engine_backend
 from penstock.engines.megatron.megatron_options import options_that_change_results
-from penstock.flows.debugging.config import DebugConfig
+from penstock.flows.debug_config import DebugConfig
 from penstock.flows.options.argv import short_repr
 from penstock.flows.options.refused import REFUSED
 from penstock.flows.options.values import check_value
@@ -28,7 +28,6 @@ from penstock.flows.run_config import RunConfig
 from penstock.stages.convert.config import ConvertConfig
 from penstock.stages.eval.config import EvalConfig
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.train.algorithms.registry import ESTIMATORS
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.config import Mutability, StageConfig, field_meta, option
 from penstock.storage.disk import read_file
@@ -282,9 +281,7 @@ def derive(config: PostTrainConfig) -> PostTrainConfig:
     run, rollout, train = config.run, config.rollout, config.train
     if config.debug.load_debug_rollout_data and not run.debug_rollout_only:  # needs no engines
         run = run.model_copy(update={"debug_train_only": True})
-    estimator = ESTIMATORS[train.advantage_estimator]
-    compares_samples = train.loss_type == "policy_loss" and estimator.group_relative
-    if compares_samples and "n_samples_per_prompt" not in rollout.model_fields_set:
+    if train.compares_samples and "n_samples_per_prompt" not in rollout.model_fields_set:
         rollout = rollout.model_copy(update={"n_samples_per_prompt": GROUP_SIZE})
     changes: dict[str, Any] = {}
     if train.megatron.bf16:

@@ -7,7 +7,7 @@ import importlib.util
 
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.flows.config import Flow, PostTrainConfig, flag_of_field
-from penstock.flows.debugging.config import DebugConfig
+from penstock.flows.debug_config import DebugConfig
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.maintenance.deletion import is_removed

@@ -12,7 +12,7 @@ from penstock.flows import tasks
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.reporting.prefect_page import report_end
 from penstock.flows.rollouts import rollouts
-from penstock.flows.runtime.session import open_session
+from penstock.flows.session import open_session
 
 
 @flow(

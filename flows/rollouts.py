@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.flows import tasks
 from penstock.flows.reporting.observer import Observer
 from penstock.flows.runtime.display import ProgressCallback
-from penstock.flows.runtime.session import Session
+from penstock.flows.session import Session
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.rollout import read_resume_point, rollout_stage
 from penstock.stages.rollout.stream import LostRound, RolloutStream

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 from penstock.flows import tasks
 from penstock.flows.config import PostTrainConfig, with_sft_loss
 from penstock.flows.reporting.prefect_page import report_end
-from penstock.flows.runtime.session import open_session
+from penstock.flows.session import open_session
 
 
 @flow(

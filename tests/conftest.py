@@ -109,8 +109,8 @@ def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def prefect_api(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment of runs that do not test Prefect: they share one server, which takes 5 s to start."""
+    from penstock.flows.runtime.child_process import choose_port
     from penstock.flows.runtime.prefect_api import prefect_server
-    from penstock.flows.services.child_process import choose_port
 
     home = shutil.copytree(prefect_home, tmp_path_factory.mktemp("prefect") / "home")
     server = prefect_server(choose_port("prefect", 0, 0))

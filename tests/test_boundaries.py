@@ -158,8 +158,8 @@ def bare_names(root: Path) -> list[str]:
     return out
 
 
-def circles(root: Path) -> list[set[str]]:
-    """Groups of modules that import each other, directly or not, imports inside functions included."""
+def imported_modules(root: Path) -> dict[str, set[str]]:
+    """Module -> modules of ours that it imports, inside functions as well."""
     modules = product_modules(root)
     targets = defaultdict(set)
     for module, path in modules.items():
@@ -168,24 +168,41 @@ def circles(root: Path) -> list[set[str]]:
             target = name if name in modules else name.rpartition(".")[0]
             if target in modules and target != module:
                 targets[module].add(target)
+    return targets
+
+
+def circles(targets: dict[str, set[str]]) -> list[set[str]]:
+    """Groups of modules that import each other, directly or not."""
 
     def reachable(start: str) -> set[str]:
         seen, waiting = set(), [start]
         while waiting:
-            new = targets[waiting.pop()] - seen
+            new = targets.get(waiting.pop(), set()) - seen
             seen |= new
             waiting += new
         return seen
 
-    reached = {module: reachable(module) for module in modules}
-    in_circles = [module for module in modules if module in reached[module]]
+    reached = {module: reachable(module) for module in targets}
+    in_circles = [module for module in targets if module in reached[module]]
     groups = {frozenset(m for m in reached[module] if module in reached[m]) for module in in_circles}
     return [set(group) for group in groups]
 
 
 def import_circles(root: Path) -> list[str]:
     """No modules import each other."""
-    return ["import circle: " + ", ".join(sorted(circle)) for circle in circles(root)]
+    return ["import circle: " + ", ".join(sorted(circle)) for circle in circles(imported_modules(root))]
+
+
+def folder_circles(root: Path) -> list[str]:
+    """No folders of flows import each other. Modules that are in no folder use the folders and are used by them."""
+    targets = defaultdict(set)
+    for module, others in imported_modules(root).items():
+        folders = [
+            name.split(".")[1] for name in (module, *others) if name.startswith("flows.") and name.count(".") > 1
+        ]
+        if module.startswith("flows.") and module.count(".") > 1:
+            targets[folders[0]] |= {folder for folder in folders[1:] if folder != folders[0]}
+    return ["folders import each other: " + ", ".join(sorted(circle)) for circle in circles(targets)]
 
 
 def large_folders(root: Path) -> list[str]:
@@ -224,7 +241,7 @@ def slime_outside_its_rooms(root: Path) -> list[str]:
 
 RULES: list[Callable[[Path], list[str]]] = [
     *(upward_imports, relative_imports, foreign_imports, imports_between_stages),
-    *(config_imports, bare_names, import_circles, large_folders, namesakes, slime_outside_its_rooms),
+    *(config_imports, bare_names, import_circles, folder_circles, large_folders, namesakes, slime_outside_its_rooms),
 ]
 
 
@@ -286,6 +303,15 @@ PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str]]] = [
         {
             "flows/deep/__init__.py": "from penstock.flows.deep.a import name\n",
             "flows/deep/a.py": "from penstock.flows.deep import name\n",
+        },
+    ),
+    (
+        folder_circles,
+        {
+            "flows/one/a.py": "from penstock.flows.two import b\n",
+            "flows/two/b.py": "",
+            "flows/two/c.py": "def f():\n    from penstock.flows.one.d import name\n",
+            "flows/one/d.py": "",
         },
     ),
     (namesakes, {"stages/train/a.py": "class Batch: ...\n", "storage/a.py": "class Batch: ...\nclass _Own: ...\n"}),

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 
 from penstock.engines.backends import DEFAULT, engine_backend
-from penstock.flows.commands import plan
 from penstock.flows.commands.local_processes import ListeningPort, listening_ports
+from penstock.flows.inspect import plan
 from penstock.flows.install.command import find_distribution
 from penstock.flows.install.uses import GIB, USES, Targets, Use, shared_memory
 from penstock.flows.options.argv import penstock_command, short_repr, split_args

@@ -22,9 +22,9 @@ from penstock.engines.families import read_shape
 from penstock.engines.families.entries import check_not_hub_id
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.engines.weights.hf_headers import block_size, check_weights, stored_tensors, weight_files
-from penstock.flows.commands.plan import print_plan
 from penstock.flows.config import Flow, Plan, PostTrainConfig, check_secrets, derive, list_options
 from penstock.flows.gpu_plan import check_engine_gpus, check_layout, check_nodes, plan_gpu_memory
+from penstock.flows.inspect.plan import print_plan
 from penstock.flows.options.argv import format_bytes, short_repr
 from penstock.flows.options.partners import options_without_partner
 from penstock.flows.options.paths import CHAMPION

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -19,7 +20,8 @@ _RAY = re.compile(r"auto|local|(ray://)?(\[[\da-fA-F:.]+\]|[\w.-]+):(?P<port>\d{
 
 
 def check_addresses(config: PostTrainConfig) -> None:
-    """Check the addresses of Prefect, MLflow, W&B, Ray and of servers that grade samples. Raises OptionError."""
+    """Check the addresses of Prefect, MLflow, W&B, Ray and of servers that grade samples, and the port for Prometheus.
+    Raises OptionError."""
     run, rollout = config.run, config.rollout
     check_url("PREFECT_API_URL", os.environ.get("PREFECT_API_URL"), HTTP)
     check_url("--mlflow-tracking-uri", run.mlflow_tracking_uri, MLFLOW)
@@ -31,6 +33,7 @@ def check_addresses(config: PostTrainConfig) -> None:
     check_ray_address("--ray-address", run.ray_address)
     if run.ray_address == "auto":
         check_ray_address("RAY_ADDRESS", os.environ.get("RAY_ADDRESS"))
+    check_prometheus_port(run.prometheus_port)
 
 
 def check_url(name: str, value: str | None, schemes: Sequence[str]) -> None:
@@ -58,3 +61,16 @@ def check_ray_address(name: str, value: str | None) -> None:
         raise OptionError(
             f"{name} {short_repr(value or '')} is not an address: give auto, HOST:PORT or ray://HOST:PORT"
         )
+
+
+def check_prometheus_port(port: int | None) -> None:
+    """Check that --prometheus-port is free. Raises OptionError."""
+    if port is None:
+        return
+    try:
+        with socket.create_server(("127.0.0.1", port)):
+            return
+    except OSError as error:
+        raise OptionError(
+            f"--prometheus-port {port} cannot be used ({error.strerror}): give another port, or 0 for a free one"
+        ) from None

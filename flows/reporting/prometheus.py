@@ -7,32 +7,17 @@ from __future__ import annotations
 
 import math
 import re
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from penstock.flows.reporting.observer import CommitReport, Observer
-from penstock.storage.errors import OptionError
 from penstock.storage.tracking.tracker import Committed, metric_points
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
 
 LOOPBACK = "127.0.0.1"
-
-
-def check_prometheus_port(port: int | None) -> None:
-    """Check that --prometheus-port is free. Raises OptionError."""
-    if port is None:
-        return
-    try:
-        with socket.create_server((LOOPBACK, port)):
-            return
-    except OSError as error:
-        raise OptionError(
-            f"--prometheus-port {port} cannot be used ({error.strerror}): give another port, or 0 for a free one"
-        ) from None
 
 
 class PrometheusEndpoint(Observer):

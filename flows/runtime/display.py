@@ -19,7 +19,6 @@ from rich.text import Text
 
 from penstock.flows.config import Flow
 from penstock.flows.options.argv import penstock_command
-from penstock.flows.reporting.log_format import json_line
 from penstock.flows.runtime import environment
 from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_redraw
 from penstock.flows.terminal.lines import (
@@ -30,6 +29,7 @@ from penstock.flows.terminal.lines import (
     seconds_by_stage,
     summary_rows,
 )
+from penstock.flows.terminal.log_format import json_line
 from penstock.flows.terminal.panel import STAGES, Panel, end_wait
 from penstock.storage.commit import Commit, eval_rewards
 from penstock.storage.secrets import redact

@@ -31,8 +31,8 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from penstock.flows.runtime.child_process import Service, choose_port, http_answers
 from penstock.flows.runtime.environment import QUIET
-from penstock.flows.services.child_process import Service, choose_port, http_answers
 from penstock.storage.errors import OptionError
 from penstock.storage.secrets import write_private
 from penstock.storage.web.login import HOST, create_login, login_path, origins, service_directory

@@ -25,7 +25,6 @@ from penstock.engines.serving.endpoints import is_on_this_machine
 from penstock.engines.weights.hf_headers import block_size, check_first_values, check_weights, stored_tensors
 from penstock.flows.config import Flow, Plan, PostTrainConfig, check_secrets, derive
 from penstock.flows.debug_options import check_committed_rollouts, check_debug_options, gpu_flow
-from penstock.flows.debugging.rollout_files import check_rollout_files
 from penstock.flows.gpu_plan import (
     check_engine_gpus,
     check_gpu_count,
@@ -39,10 +38,9 @@ from penstock.flows.gpu_plan import (
 from penstock.flows.options.adapters import with_adapters
 from penstock.flows.options.addresses import check_addresses
 from penstock.flows.options.partners import options_without_partner
-from penstock.flows.reporting.prometheus import check_prometheus_port
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
-from penstock.flows.runtime.learning_signal import GROUP_RELATIVE
 from penstock.flows.runtime.resolve import resolve
+from penstock.flows.runtime.rollout_files import check_rollout_files
 from penstock.flows.runtime.runs import check_run_may_start, open_store
 from penstock.stages.convert.targets import config_directory, open_parent_store, read_record
 from penstock.stages.eval.config import EvalConfig, is_eval_metric
@@ -213,7 +211,6 @@ def check_options(flow: Flow, config: PostTrainConfig) -> None:
         )
     check_debug_options(flow, config)
     check_trackers(run)
-    check_prometheus_port(run.prometheus_port)
     check_weight_directory(config)
     if flow.trains:
         check_save_hf(config)
@@ -305,8 +302,7 @@ def check_group_size(config: PostTrainConfig) -> None:
     """Check that there is more than one sample per prompt if advantages are group-relative. Raises OptionError."""
     rollout, train = config.rollout, config.train
     compares = (
-        train.loss_type == "policy_loss"
-        and train.advantage_estimator in GROUP_RELATIVE
+        train.compares_samples
         and train.custom_advantage_function_path is None
         and not train.disable_rewards_normalization
         and not rollout.sets_train_rewards

@@ -24,7 +24,7 @@ from penstock.engines.serving.endpoints import engine_url
 from penstock.engines.serving.pool import start_pool
 from penstock.engines.weights.weight_check import INITIAL
 from penstock.flows.config import PostTrainConfig
-from penstock.flows.debugging.config import DebugConfig
+from penstock.flows.debug_config import DebugConfig
 from penstock.flows.options.adapters import with_adapters
 from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.engine_options import TEACHER, engine_options, run_placement, teacher_options

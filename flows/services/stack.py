@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx
 from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 
+from penstock.flows.runtime.child_process import Service, choose_port
 from penstock.flows.runtime.prefect_api import (
     PREFECT_PORT,
     PROFILE,
@@ -27,7 +28,6 @@ from penstock.flows.runtime.prefect_api import (
     prefect_server,
     profile_path,
 )
-from penstock.flows.services.child_process import Service, choose_port
 from penstock.flows.services.deploy import POOL, ensure_zombie_automation
 from penstock.storage.errors import StoreError
 from penstock.storage.store import Store

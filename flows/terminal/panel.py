@@ -16,9 +16,9 @@ from statistics import median
 from rich.style import Style
 from rich.text import Text
 
-from penstock.flows.reporting.log_format import json_line
 from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_redraw
 from penstock.flows.terminal.lines import format_duration, sparkline
+from penstock.flows.terminal.log_format import json_line
 
 MAX_WIDTH = 100  # columns
 ETA_ROUNDS = 10  # rounds whose median duration gives the remaining time

@@ -244,6 +244,11 @@ class AlgorithmConfig(StageConfig):
         return self.loss_type == "policy_loss" and ESTIMATORS[self.advantage_estimator].critic
 
     @property
+    def compares_samples(self) -> bool:
+        """Whether the advantage estimator compares the rewards of a prompt's samples."""
+        return self.loss_type == "policy_loss" and ESTIMATORS[self.advantage_estimator].group_relative
+
+    @property
     def auxiliary_models(self) -> dict[str, str]:
         """Paths of the frozen models that the trainer loads: "reference" or "teacher" -> path."""
         paths = {"reference": self.ref_load, "teacher": self.opd_teacher_load if self.loads_teacher else None}

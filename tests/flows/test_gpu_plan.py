@@ -13,8 +13,8 @@ from penstock.engines.families import read_shape, shape_from_config
 from penstock.engines.families.shape import ModelShape
 from penstock.flows import gpu_plan as plans
 from penstock.flows.cli import main
-from penstock.flows.commands.plan import distribute_gpus
 from penstock.flows.config import Flow, PostTrainConfig, derive, validate_config
+from penstock.flows.inspect.plan import distribute_gpus
 from penstock.flows.options.flags import parse_config, parse_values
 from penstock.flows.runtime import preflight
 from penstock.flows.runtime.resolve import resolve
@@ -154,7 +154,7 @@ def test_large_model_fits_with_a_layout_and_not_without(
 def test_doctor_prints_the_plan_of_the_recipe(
     model_dir: Callable[[str], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.flows.commands.plan.visible_gpu_bytes", list)
+    monkeypatch.setattr("penstock.flows.inspect.plan.visible_gpu_bytes", list)
     words = [*recipe_words("1gpu"), "--hf-checkpoint", model_dir("qwen3-0.6B")]
     assert main(["doctor", "--plan", *words]) == 0
     text = capsys.readouterr().out
@@ -165,7 +165,7 @@ def test_doctor_prints_the_plan_of_the_recipe(
     assert text.splitlines()[-1].startswith("fits: a GPU shared by trainer and engines needs an estimated 62.7 of 80.0")
     assert main(["doctor", "--plan", *words, "--gpu-memory-gib", "40"]) == 1
     assert "does not fit: " in capsys.readouterr().out
-    monkeypatch.setattr("penstock.flows.commands.plan.visible_gpu_bytes", lambda: [40 * GIB, 24 * GIB])
+    monkeypatch.setattr("penstock.flows.inspect.plan.visible_gpu_bytes", lambda: [40 * GIB, 24 * GIB])
     assert main(["doctor", "--plan", *words]) == 1
     assert "24.0 GiB" in capsys.readouterr().out
 

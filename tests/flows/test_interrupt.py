@@ -104,7 +104,7 @@ def test_verbose_shows_the_traceback(capsys, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), Preempted("SIGTERM")])
 def test_stage_that_is_interrupted_is_not_reported_as_failed(error: BaseException) -> None:
-    from penstock.flows.runtime.session import describe_failure
+    from penstock.flows.session import describe_failure
 
     assert describe_failure("rollout", error) == "rollout cancelled on request; it will rerun on resume"
     assert "(ValueError: why)" in describe_failure("rollout", ValueError("why\nmore"))

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from penstock.flows.config import Flow
-from penstock.flows.reporting.observer import CommitReport
-from penstock.flows.runtime.learning_signal import (
+from penstock.flows.reporting.learning_signal import (
     LearningSignal,
     explain_zero_gradient,
     logprob_gap_warning,
     zero_gradient_warning,
 )
+from penstock.flows.reporting.observer import CommitReport
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
 

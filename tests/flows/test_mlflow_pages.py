@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "storage"))
 from chromium import Page, browser, installed_browser
 from test_mlflow_lineage import promote_first, send, store  # noqa: F401
 
-from penstock.flows.services.child_process import choose_port
+from penstock.flows.runtime.child_process import choose_port
 from penstock.flows.services.stack import mlflow_server, runs_page
 from penstock.storage.store import Store
 from penstock.storage.web.login import page_link

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock.flows.runtime.child_process import Service, choose_port
 from penstock.flows.runtime.prefect_api import LAUNCHER, prefect_server
-from penstock.flows.services.child_process import Service, choose_port
 from penstock.flows.services.stack import mlflow_server
 from penstock.storage.commit import Commit, FileRecord, RunKeys, commit_key, encode_commit
 from penstock.storage.failpoints import VARIABLE

@@ -19,7 +19,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
 
-from penstock.flows.services.child_process import choose_port
+from penstock.flows.runtime.child_process import choose_port
 from penstock.flows.services.stack import mlflow_server
 from penstock.storage.web.login import login_path, read_login
 

@@ -19,8 +19,9 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from penstock.flows.runtime import prefect_api, session
-from penstock.flows.services.child_process import Service, choose_port
+from penstock.flows import session
+from penstock.flows.runtime import prefect_api
+from penstock.flows.runtime.child_process import Service, choose_port
 from penstock.storage.web.login import LoginGate, create_login, login_path, page_link, read_login, with_login
 
 PORT = 4321

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from penstock.engines.ports import reserve_free_port
+from penstock.flows.runtime.child_process import Service
 from penstock.flows.runtime.prefect_api import START_TRIES, wait_ready_with_restarts
-from penstock.flows.services.child_process import Service
 
 PROGRAM = """
 import http.server, pathlib, sys

@@ -11,8 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.flows.commands.local_processes import listening_ports
+from penstock.flows.options.addresses import check_prometheus_port
 from penstock.flows.options.flags import parse_config
-from penstock.flows.reporting.prometheus import PrometheusEndpoint, check_prometheus_port
+from penstock.flows.reporting.prometheus import PrometheusEndpoint
 from penstock.storage.commit import Commit
 from penstock.storage.errors import OptionError
 from penstock.storage.tracking.tracker import Committed

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.flows.services import child_process, stack
-from penstock.flows.services.child_process import Service, choose_port
+from penstock.flows.runtime import child_process
+from penstock.flows.runtime.child_process import Service, choose_port
+from penstock.flows.services import stack
 
 
 @pytest.fixture

@@ -13,15 +13,15 @@ import pytest
 from prefect.exceptions import TerminationSignal
 
 from penstock.flows import rollouts as rollouts_module
+from penstock.flows import session as sessions
 from penstock.flows import tasks
 from penstock.flows.options.flags import parse_config
 from penstock.flows.policy_schedule import PolicyLimits, PolicySchedule, PolicyTurns
 from penstock.flows.reporting import observers, prefect_page
 from penstock.flows.reporting.observer import Observer
 from penstock.flows.rollouts import RoundSource, rollouts
-from penstock.flows.runtime import session as sessions
 from penstock.flows.runtime.resolve import resolve
-from penstock.flows.runtime.session import open_session
+from penstock.flows.session import open_session
 from penstock.storage.commit import Commit, RolloutRef, RunKeys
 from penstock.storage.errors import RunError
 from penstock.storage.history.run_record import read_completion, read_starts

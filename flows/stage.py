@@ -15,9 +15,9 @@ from prefect.states import Completed
 from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
-from penstock.flows.reporting.log_format import log_context, round_of_task
 from penstock.flows.runtime.disk_space import retry_while_disk_full
-from penstock.flows.runtime.session import Session
+from penstock.flows.session import Session
+from penstock.flows.terminal.log_format import log_context, round_of_task
 from penstock.storage.errors import StoreFull
 
 RETRY_DELAY_SECONDS = 2

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from penstock.engines.weights.fp8_blocks import fp8_weights
 from penstock.flows.reporting.observer import CommitReport, Observer
-from penstock.stages.train.algorithms.registry import ESTIMATORS
 from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
@@ -24,7 +23,6 @@ _TINY = 1e-8  # gradient norms up to this are rounding errors
 _ZERO_STD = "rollout/zero_std/count_"
 # Estimators whose advantages are zero if all rewards of a prompt are equal; a KL loss or an entropy bonus may still
 # give a gradient.
-GROUP_RELATIVE = tuple(name for name, estimator in ESTIMATORS.items() if estimator.group_relative)
 
 
 class LearningSignal(Observer):
@@ -41,9 +39,7 @@ class LearningSignal(Observer):
         run, train, r = self.run, self.run.config.train, report.commit.index
         custom_advantages = train.custom_advantage_function_path or train.disable_rewards_normalization or train.use_opd
         custom_advantages = custom_advantages or run.config.rollout.sets_train_rewards
-        group_relative = (
-            train.loss_type == "policy_loss" and train.advantage_estimator in GROUP_RELATIVE and not custom_advantages
-        )
+        group_relative = train.compares_samples and not custom_advantages
         warnings = [zero_gradient_warning(run.store, run.keys, r, group_relative=group_relative)]
         if not (train.use_tis or train.use_rollout_logprobs):
             fp8 = bool(fp8_weights(run.config.convert.hf_checkpoint))
