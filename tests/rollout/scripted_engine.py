@@ -181,6 +181,7 @@ def json_server(answer: Callable[[str, Any], tuple[int, Any]]) -> Iterator[str]:
             status, result = answer(self.path, body)
             content = json.dumps(result).encode()
             self.send_response(status)
+            self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
