@@ -293,7 +293,8 @@ cluster.stop()
 def test_local_ray_listens_on_loopback_only_and_serves_nothing_over_http_without_its_token(cluster: Cluster) -> None:
     """Its metrics, which ask for no token, name every process and its memory."""
     cluster.run(cpu_count)  # a worker listens too
-    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    children = psutil.Process().children(recursive=True)
+    family = [psutil.Process(), *(child for child in children if is_of_ray(child))]  # not the servers of other tests
     listening = [(process.name(), address) for process in family for address in listening_addresses(process)]
     assert {name for name, _ in listening} >= {"gcs_server", "raylet"}
     assert all(ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback for _, (ip, _) in listening), listening
@@ -303,6 +304,12 @@ def test_local_ray_listens_on_loopback_only_and_serves_nothing_over_http_without
     urls = [f"http://127.0.0.1:{port}{path}" for port in ports for path in paths]
     with ThreadPoolExecutor(len(urls)) as pool:  # ports that speak gRPC do not answer until the timeout
         assert not [url for url, status in zip(urls, pool.map(http_status, urls), strict=True) if status]
+
+
+def is_of_ray(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):  # it ends
+        return any(part in word for word in process.cmdline() for part in ("/ray/", "ray::"))
+    return False
 
 
 def listening_addresses(process: psutil.Process) -> list[Any]:
