@@ -84,7 +84,7 @@ def check_model_parallel(
         _check_divides(ranks, flag, experts.ffn_hidden_size, "rows of an expert's up projection")
     elif expert > 1:
         found = f"{EXPERT_FLAG} {expert}, but the {shape.architecture} of this checkpoint has no experts"
-        raise LayoutError(f"{found}: drop the option")
+        raise LayoutError(f"{found}: omit the option")
     if (experts or shape.latent) and tensor > 1 and not sequence_parallel:
         found = f"{shape.architecture} over {tensor} tensor-parallel ranks needs sequence parallelism"
         raise LayoutError(
@@ -111,7 +111,7 @@ def check_grouped_experts(shape: ModelShape, expert_tensor: int, bytes_per_eleme
     if row := _unaligned_row(shape, expert_tensor, bytes_per_element):
         raise OptionError(
             f"--moe-grouped-gemm and --moe-permute-fusion need rows of multiples of 16 bytes; found {row} with "
-            f"{bytes_per_element} bytes per element: drop the options"
+            f"{bytes_per_element} bytes per element: omit the options"
         )
 
 
@@ -148,7 +148,7 @@ def check_pipeline(
     flags = " ".join(f"{flag} {size}" for flag, size in ends)
     if ends and pipeline == 1:
         raise LayoutError(
-            f"{flags} needs at least two pipeline stages: drop the option or raise --pipeline-model-parallel-size"
+            f"{flags} needs at least two pipeline stages: omit the option or raise --pipeline-model-parallel-size"
         )
     if ends and (extra or any(type(size) is not int or size < 1 for _, size in ends)):
         raise LayoutError(
@@ -203,4 +203,4 @@ def suggest_split(num_layers: int, pipeline: int, virtual: int) -> str:
     divisors = [size for size in range(1, num_layers + 1) if num_layers % (size * virtual) == 0]
     if divisors:
         return f"set --pipeline-model-parallel-size to one of {', '.join(map(str, divisors[:12]))}"
-    return "drop --virtual-pipeline-model-parallel-size"
+    return "omit --virtual-pipeline-model-parallel-size"

@@ -148,12 +148,12 @@ class PostTrainConfig(StageConfig):
         if self.run.colocate and engines not in (None, ranks):
             raise OptionError(
                 f"--colocate puts the engines on the trainer's {ranks} GPUs, but --rollout-num-gpus is {engines}: "
-                "drop --rollout-num-gpus to share them, or --colocate to use others"
+                "omit --rollout-num-gpus to share them, or --colocate to use others"
             )
         if self.run.offloads_engines and self.rollout.rollout_external_engine_addrs:
             raise OptionError(
                 "--offload-rollout (or --colocate) cannot be combined with --rollout-external-engine-addrs, because "
-                "external engines keep their memory: drop --offload-rollout and --colocate"
+                "external engines keep their memory: omit --offload-rollout and --colocate"
             )
         return self
 
@@ -165,18 +165,18 @@ class PostTrainConfig(StageConfig):
         if run.generates_ahead and run.alternates_trainer_and_engines:
             raise OptionError(
                 f"{mode} generates while the trainer works, but with --colocate, --offload-train or --offload-rollout "
-                f"trainer and engines use the memory in turns: drop {mode}, or these options"
+                f"trainer and engines use the memory in turns: omit {mode}, or these options"
             )
         if run.offloads_engines and run.update_weights_interval > 1:
             raise OptionError(
                 f"--update-weights-interval {run.update_weights_interval} leaves weights in the engines for several "
                 "rounds, but with --colocate or --offload-rollout they release them after each: give an interval of 1, "
-                "or drop these options"
+                "or omit these options"
             )
         if self.eval.eval_mode == "apart" and run.alternates_trainer_and_engines:
             raise OptionError(
                 "--eval-mode apart evaluates while the trainer works, but with --colocate, --offload-train or "
-                "--offload-rollout trainer and engines take turns: drop --eval-mode apart, or these options"
+                "--offload-rollout trainer and engines take turns: omit --eval-mode apart, or these options"
             )
         if self.eval.eval_mode == "apart" and not self.eval.data_sets:
             raise OptionError(
@@ -208,12 +208,12 @@ class PostTrainConfig(StageConfig):
             if value:
                 raise OptionError(
                     f"{flag} cannot be combined with --async-mode streaming, in which rounds have no end at which "
-                    f"groups are aborted or returned to a data source: drop {flag}, or --async-mode streaming"
+                    f"groups are aborted or returned to a data source: omit {flag}, or --async-mode streaming"
                 )
         if run.check_weight_update_equal:
             raise OptionError(
                 "--check-weight-update-equal cannot be combined with --async-mode streaming, because it overwrites the "
-                "weights while requests use them: drop --check-weight-update-equal"
+                "weights while requests use them: omit --check-weight-update-equal"
             )
         if run.update_weights_interval > run.max_staleness + 1:
             raise OptionError(

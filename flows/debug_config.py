@@ -127,7 +127,8 @@ class DebugConfig(DiagnosticsConfig):
         )
         yield (
             self.ci_save_grad_norm and self.ci_load_grad_norm,
-            "--ci-save-grad-norm writes the gradient norms that --ci-load-grad-norm compares: omit one of them",
+            "--ci-save-grad-norm writes the gradient norms that --ci-load-grad-norm compares: omit --ci-save-grad-norm "
+            "to compare, or --ci-load-grad-norm to write",
         )
         yield (
             self.custom_config_path is not None,

@@ -24,8 +24,8 @@ def check_debug_options(flow: Flow, config: PostTrainConfig) -> None:
         return
     if run.debug_rollout_only and run.debug_train_only:
         raise OptionError(
-            "--debug-rollout-only starts no trainer and --debug-train-only starts no engines: omit one of them "
-            "(--no-debug-rollout-only if the run was started with it)"
+            "--debug-rollout-only starts no trainer and --debug-train-only starts no engines: omit --debug-train-only, "
+            "or give --no-debug-rollout-only"
         )
     if not (run.debug_rollout_only or run.debug_train_only) or not flow.has_run:
         return
@@ -34,25 +34,17 @@ def check_debug_options(flow: Flow, config: PostTrainConfig) -> None:
         raise OptionError(
             f"{name} has no effect in the flow `{flow}`, which never starts both a trainer and engines: omit it"
         )
-    if run.check_weight_update_equal:
-        raise OptionError(
-            f"--check-weight-update-equal cannot be combined with {name}, which sends no weights to engines: omit one"
-        )
-    if run.debug_rollout_only and config.rollout.rollout_external_engine_addrs:
-        raise OptionError(
-            "--debug-rollout-only cannot be combined with --rollout-external-engine-addrs, because only a trainer can "
-            "send the start weights to external engines: omit one of them"
-        )
-    if run.debug_rollout_only and run.streams:
-        raise OptionError(
-            "--debug-rollout-only cannot be combined with --async-mode streaming, which generates as fast as the "
-            "trainer trains: omit one of them"
-        )
-    if run.debug_rollout_only and run.num_rollout_per_start:
-        raise OptionError(
-            "--debug-rollout-only cannot be combined with --num-rollout-per-start, which counts trained rounds: give "
-            "--num-rollout"
-        )
+    conflicts = {"--check-weight-update-equal": (run.check_weight_update_equal, "no weights are sent to engines")}
+    if run.debug_rollout_only:
+        external = config.rollout.rollout_external_engine_addrs
+        conflicts |= {
+            "--rollout-external-engine-addrs": (bool(external), "only a trainer sends the start weights to them"),
+            "--async-mode streaming": (run.streams, "it generates as fast as the trainer trains"),
+            "--num-rollout-per-start": (bool(run.num_rollout_per_start), "it counts trained rounds"),
+        }
+    for flag, (is_given, reason) in conflicts.items():
+        if is_given:
+            raise OptionError(f"{flag} cannot be combined with {name}, because {reason}: omit {flag}, or {name}")
 
 
 def check_loading_options(flow: Flow, config: PostTrainConfig) -> None:
@@ -64,12 +56,13 @@ def check_loading_options(flow: Flow, config: PostTrainConfig) -> None:
         )
     if run.debug_rollout_only:
         raise OptionError(
-            "--load-debug-rollout-data replaces the engines and --debug-rollout-only the trainer: omit one of them"
+            "--load-debug-rollout-data replaces the engines and --debug-rollout-only the trainer: omit "
+            "--debug-rollout-only to train on the file, or --load-debug-rollout-data to generate"
         )
     if run.check_weight_update_equal:
         raise OptionError(
             "--check-weight-update-equal cannot be combined with --load-debug-rollout-data, which starts no engines: "
-            "omit one of them"
+            "omit --check-weight-update-equal"
         )
 
 

@@ -104,7 +104,7 @@ def export_of_champion(store: Store, model: str) -> str:
     """Return the directory of the export of a model's champion.
 
     Raises:
-        RunError: there is no champion, or it has no export in a local store.
+        RunError: the model has no champion, or the champion has no export in a local store.
     """
     policy = champion(store, model)
     if policy is None:

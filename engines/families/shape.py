@@ -176,7 +176,7 @@ class ModelShape(BaseModel):
 def experts_format(shape: ModelShape, option: str) -> ExpertsFormat:
     """Return the format in which the routed expert ids of a model's tokens are stored."""
     if shape.experts is None:
-        raise OptionError(f"{option} needs an MoE model, but {shape.architecture} has no experts: drop the option")
+        raise OptionError(f"{option} needs an MoE model, but {shape.architecture} has no experts: omit the option")
     return ExpertsFormat(
         num_layers=shape.num_layers,
         num_dense_layers=shape.experts.num_dense_layers,

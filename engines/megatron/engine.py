@@ -151,7 +151,7 @@ class MegatronEngine(TrainEngine):
         if self.layout.virtual_pipeline and len(microbatches) % self.layout.pipeline:
             raise LayoutError(
                 f"found {len(microbatches)} micro-batches, but --virtual-pipeline-model-parallel-size needs a multiple "
-                f"of the {self.layout.pipeline} pipeline stages: pass such a number, or drop the option"
+                f"of the {self.layout.pipeline} pipeline stages: pass such a number, or omit the option"
             )
         if not forward_only:
             for chunk in self.wrapped:

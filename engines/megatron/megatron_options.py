@@ -144,7 +144,7 @@ class MegatronOptions(StageConfig):
             (
                 self.recompute_modules and self.recompute_granularity != "selective",
                 "--recompute-modules has an effect only with --recompute-granularity selective: add this option, or "
-                "drop --recompute-modules",
+                "omit --recompute-modules",
             ),
         ):
             if is_violated:

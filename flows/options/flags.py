@@ -249,7 +249,7 @@ def check_engine_flags(values: Values, flags: Sequence[str]) -> None:
             other = flag.removeprefix("--").partition("-")[0]
             if other not in ("router", engine):
                 raise OptionError(
-                    f"{flag} is an option of --engine {other}, but --engine is {engine}: drop {flag}, or give --engine "
+                    f"{flag} is an option of --engine {other}, but --engine is {engine}: omit {flag}, or give --engine "
                     f"{other}"
                 )
 

@@ -232,7 +232,7 @@ class Display:
             "run": f"{self.run}  ({flow})",
             "model": config.convert.hf_checkpoint,
             "data": data if isinstance(data, str) else ", ".join(map(str, data or [])),
-            "evaluation": ", ".join(f"{name} ({path})" for name, path in config.eval.data_sets or []),
+            "evaluation": ", ".join(f"{name} ({path})" for name, path in config.eval.data_sets),
             "store": self.store_uri,
             "mlflow": live_link(redact(self.tracking_uri)),
             "prefect": self.prefect_page,

@@ -93,9 +93,10 @@ def preflight(config: Plan) -> None:
     """
     flow = config.flow
     if config.run.debug_rollout_only and flow.has_rollouts and config.start_weights != config.convert.hf_checkpoint:
+        flag = "--load" if config.convert.load else "--ref-load"
         raise OptionError(
-            f"{'--load' if config.convert.load else '--ref-load'} has no effect with --debug-rollout-only, which "
-            "generates with the weights of --hf-checkpoint: omit one of them"
+            f"{flag} has no effect with --debug-rollout-only, which generates with the weights of --hf-checkpoint: "
+            f"omit {flag}, or --debug-rollout-only"
         )
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     check_algorithm(config, shape)
@@ -207,7 +208,7 @@ def check_options(flow: Flow, config: PostTrainConfig) -> None:
     if run.check_weight_update_equal and config.speculates:
         raise OptionError(
             f"--check-weight-update-equal cannot be combined with {engine.speculation_flag}, because it overwrites "
-            "the draft layers too, which weight updates do not replace: drop --check-weight-update-equal"
+            "the draft layers too, which weight updates do not replace: omit --check-weight-update-equal"
         )
     check_debug_options(flow, config)
     check_trackers(run)
@@ -216,7 +217,7 @@ def check_options(flow: Flow, config: PostTrainConfig) -> None:
         check_save_hf(config)
     if flow.has_rollouts:
         check_group_size(config)
-    if flow.has_run and not flow.trains and not config.eval.data_sets:
+    if flow is Flow.EVALUATE and not config.eval.data_sets:
         raise OptionError(
             "--eval-prompt-data is missing: give NAME PATH, any number of times, or data sets with --eval-config"
         )
@@ -271,7 +272,7 @@ def check_weight_directory(config: PostTrainConfig) -> None:
         raise OptionError(f"--update-weight-disk-dir {directory} is not a directory: create it on shared storage")
     if directory is not None and transport in ("tensor", "nccl") and not run.check_weight_update_equal:
         raise OptionError(
-            f"--update-weight-disk-dir has no effect with --update-weight-transport {transport}: drop it, or give "
+            f"--update-weight-disk-dir has no effect with --update-weight-transport {transport}: omit it, or give "
             "--update-weight-transport disk"
         )
     remote = [address for address in external if not is_on_this_machine(address)]

@@ -30,11 +30,7 @@ from penstock.storage.champions import export_of_champion
 from penstock.storage.commit import ADAPTERS, RunKeys, is_run_name
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
-from penstock.storage.history.run_record import (
-    RunRecord,
-    read_completion,
-    read_run_record,
-)
+from penstock.storage.history.run_record import RunRecord, read_completion, read_run_record
 from penstock.storage.maintenance.deletion import is_removed
 from penstock.storage.store import Store
 
@@ -64,8 +60,8 @@ def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bo
     given = config.model_dump(mode="json", exclude_unset=True, exclude={"run": {"store_options"}})
     flow = Flow(flow)
     existing = read_existing(store, config.run.run) if flow.has_run and config.run.run else None
-    if flow.has_run and not flow.trains and config.convert.load:
-        raise OptionError(f"--load has no effect in the flow `{flow}`, which scores --hf-checkpoint: omit it")
+    if flow is Flow.EVALUATE and config.convert.load:
+        raise OptionError(f"--load has no effect in the flow `{flow}`, which scores --hf-checkpoint: omit --load")
     load, before = config.convert.load, None
     if existing and existing.record.flow == flow and _continues(existing, config):
         before = existing
@@ -127,7 +123,7 @@ def _with_start_weights(config: PostTrainConfig, store: Store, decided: str | No
     that --load names in place of the run that has it, unless it is `decided`, the one that the run has recorded.
 
     Raises:
-        RunError: there is no champion, or it has no export in a local store.
+        RunError: the model has no champion, or the champion has no export in a local store.
         OptionError: --load names something that is not a checkpoint.
     """
     convert = config.convert
@@ -250,7 +246,7 @@ def rounds_of_epochs(config: PostTrainConfig, existing: _Existing | None, *, cou
     if rounds == 0:
         raise OptionError(f"{text}: give more data, more epochs or a smaller batch")
     if run.num_rollout not in (0, rounds):
-        raise OptionError(f"{text}, but --num-rollout is {run.num_rollout}: omit one of them (--num-epoch none)")
+        raise OptionError(f"{text}, but --num-rollout is {run.num_rollout}: omit it, or give --num-epoch none")
     return rounds
 
 

@@ -25,7 +25,7 @@ from penstock.storage.secrets import redact
 
 
 def run_flow(name: str, config: PostTrainConfig) -> int:
-    """Run a flow here. Return the exit code: 0 done, 1 failed (the reason was printed), 128 + the number of
+    """Run a flow in this process. Return the exit code: 0 done, 1 failed (the reason was printed), 128 + the number of
     the signal that stopped it.
 
     Raises:

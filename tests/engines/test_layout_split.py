@@ -64,7 +64,7 @@ def test_error_suggests_flags_that_work(num_layers: int, pipeline: int, virtual:
         for size in sizes[1].split(", "):
             check_pipeline(shape, int(size), virtual)
     else:
-        assert text.endswith("drop --virtual-pipeline-model-parallel-size") and num_layers % (virtual or 1)
+        assert text.endswith("omit --virtual-pipeline-model-parallel-size") and num_layers % (virtual or 1)
 
 
 def test_error_for_61_layers_on_two_stages_suggests_a_smaller_last_stage() -> None:

@@ -29,8 +29,8 @@ STREAMING = "--async-mode streaming"
         (f"{STREAMING} --async-buffer-size 1", "--async-buffer-size cannot be combined", f"or {STREAMING}"),
         (f"{STREAMING} --partial-rollout", "--partial-rollout cannot be combined", f"or {STREAMING}"),
         (f"{STREAMING} --data-source-path source.py:Source", "--data-source-path cannot", f"or {STREAMING}"),
-        (f"{STREAMING} --check-weight-update-equal", "overwrites the weights", "drop --check-weight-update-equal"),
-        ("--update-weights-interval 3 --colocate", "interval 3 leaves weights", "or drop these options"),
+        (f"{STREAMING} --check-weight-update-equal", "overwrites the weights", "omit --check-weight-update-equal"),
+        ("--update-weights-interval 3 --colocate", "interval 3 leaves weights", "or omit these options"),
         (f"{STREAMING} --update-weights-interval 4", "interval 4 .*--max-staleness 2", "an interval of at most 3"),
         (
             f"{STREAMING} --max-staleness 1 --update-weights-interval 3",

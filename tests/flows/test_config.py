@@ -16,9 +16,11 @@ from penstock.flows.config import (
 from penstock.flows.options.flags import parse_config, parse_values, penstock_flags, split_flags
 from penstock.flows.options.refused import log_once
 from penstock.flows.runtime.conversion import export_origin
+from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runner import ObservedFlow
 from penstock.storage.config import field_meta
 from penstock.storage.errors import OptionError
+from penstock.storage.store import Store
 
 MODEL = ["--hf-checkpoint", "model"]
 
@@ -212,3 +214,10 @@ def test_flow_that_is_observed_takes_a_config_as_json(name: str) -> None:
     flow = ObservedFlow(getattr(importlib.import_module(f"penstock.flows.{name}"), name)).flow
     config = flow.validate_parameters({"config": {"run": {"run": "r"}}})["config"]
     assert config.train.loss_type == ("sft_loss" if name == "sft" else "policy_loss")
+
+
+@pytest.mark.parametrize("name", Flow)
+def test_prefect_hands_on_the_plan_that_the_command_has_checked(name: Flow) -> None:
+    flow = ObservedFlow(getattr(importlib.import_module(f"penstock.flows.{name}"), name)).flow
+    plan = resolve(name, validate_config({"run": {"run": "r"}}), Store("memory://", probe=False))
+    assert flow.validate_parameters({"config": plan})["config"] is plan

@@ -40,6 +40,7 @@ from penstock.stages.train.batching import Batch
 from penstock.stages.train.build import build_models, load_auxiliary_model, load_initial, resume_models, save_models
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.samples.sample import to_table
+from tests.engines.megatron_reference import replace_by_gradients
 from tests.random_rollouts import samples
 
 TOLERANCE = 2e-5  # relative: of metrics, and of gradients and movements of weights to the largest of their tensor
@@ -283,19 +284,9 @@ class Trainer:
 
 
 def gradients_of(engine: Any) -> dict[str, Tensor]:
-    """Return full gradients under global names. The distributed optimizer leaves each rank the part it updates: the
-    parts are joined, temporarily stored in place of the weights, and gathered like these."""
+    """Return full gradients under global names."""
     with engine.using_weights(engine.snapshot_weights()), torch.no_grad():
-        for param in (param for chunk in engine.chunks for param in chunk.parameters()):
-            inner = next(
-                x for x in engine.optimizer.chained_optimizers if any(param in b.param_index_map for b in x.buffers)
-            )
-            whole = torch.zeros_like(param)
-            if param in inner.model_param_gbuf_map:
-                mine = inner._get_model_param_range_map(param)["param"]
-                whole.view(-1)[mine.start : mine.end] = param.main_grad.view(-1)[mine.start : mine.end]
-            dist.all_reduce(whole, group=inner.data_parallel_group)
-            param.copy_(whole)
+        replace_by_gradients(engine, [param for chunk in engine.chunks for param in chunk.parameters()])
         return {name: tensor.clone() for name, tensor in engine.named_weights() if not name.endswith("expert_bias")}
 
 

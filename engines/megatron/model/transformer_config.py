@@ -130,7 +130,7 @@ def uses_grouped_experts(shape: ModelShape, expert_tensor: int, dtype: str, over
     if is_grouped and torch.cuda.is_available() and not has_kernel:
         raise OptionError(
             "--moe-grouped-gemm and --moe-permute-fusion need bf16 and Hopper GPUs; found "
-            f"{dtype} on {torch.cuda.get_device_name()}: drop the options"
+            f"{dtype} on {torch.cuda.get_device_name()}: omit the options"
         )
     return is_grouped
 

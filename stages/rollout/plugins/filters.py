@@ -100,7 +100,7 @@ def _as_output(value: Any, plugin: Plugin) -> DynamicFilterOutput:
     if not isinstance(scalar, bool):
         raise PluginError(
             f"{plugin.name} returned {value!r:.100} ({type(value).__name__}): return True to keep the group, False to "
-            "drop it, or DynamicFilterOutput(keep, reason)"
+            "omit it, or DynamicFilterOutput(keep, reason)"
         )
     fallback = bool(getattr(value, "keep_when_insufficient", False))
     return DynamicFilterOutput(scalar, None if scalar else str(reason or plugin.name.partition(" of ")[0]), fallback)
