@@ -31,7 +31,7 @@ MIXTURE = Experts(num_experts=8, top_k=2, ffn_hidden_size=24)
         ({}, {"tensor": 3}, "tensor-model-parallel-size 3 .* 4 attention heads: use a divisor"),
         ({"num_attention_heads": 12, "num_query_groups": 3}, {"tensor": 2}, "3 key-value heads: use a divisor"),
         ({"ffn_hidden_size": 47}, {"tensor": 2}, "47 rows of the MLP"),
-        ({}, {"expert": 2}, "has no experts: drop"),
+        ({}, {"expert": 2}, "has no experts: omit"),
         ({"experts": MIXTURE}, {"expert": 3}, "does not divide the model's 8 experts"),
         ({"experts": MIXTURE}, {"expert_tensor": 5}, "expert-tensor-parallel-size 5 .* 24 rows of an expert"),
         ({"experts": MIXTURE}, {"tensor": 2}, "add --sequence-parallel"),
