@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -168,7 +169,7 @@ REFERENCES = (
 
 def find_node(graph: LineageGraph, store: Store, reference: str) -> Node:
     """Return the artifact that a reference names (see REFERENCES); for samples and prompts, their rollout."""
-    for id in (reference, commit_key(reference)):
+    for id in (reference, commit_key(reference), str(Path(reference).absolute())):
         if id in graph.nodes:
             return graph.nodes[id]
     run, _, rest = reference.partition("/")

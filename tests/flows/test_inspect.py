@@ -96,6 +96,14 @@ def test_reference_names_an_artifact(store: Store, graph: LineageGraph, referenc
     assert find_node(graph, store, reference).name == name
 
 
+def test_reference_may_be_a_path_relative_to_the_current_directory(
+    store: Store, graph: LineageGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [data] = [node.id for node in graph.nodes.values() if node.id.endswith("data.jsonl")]
+    monkeypatch.chdir(Path(data).parent)
+    assert find_node(graph, store, "data.jsonl").id == data
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
