@@ -32,6 +32,7 @@ from penstock.flows.runtime.engine_options import engine_options, teacher_option
 from penstock.flows.runtime.preflight import (
     check_algorithm,
     check_data,
+    check_engine_hardware,
     check_lengths,
     check_options,
     config_warnings,
@@ -44,7 +45,7 @@ from penstock.stages.rollout.prompts.prompt_check import render_first_prompt, sp
 from penstock.stages.rollout.prompts.prompt_files import parse_slice
 from penstock.storage.commit import RunKeys
 from penstock.storage.config import field_meta
-from penstock.storage.errors import OptionError, StoreError
+from penstock.storage.errors import InputError, OptionError, StoreError
 from penstock.storage.store import Store
 from penstock.storage.tracking.trackers import check_trackers
 
@@ -100,6 +101,7 @@ def dry_run(name: str, config: PostTrainConfig) -> int:
             tokenizer, tried = check_data(flow, config, shape)
             if rollout := first_prompts(flow, config):
                 examples = list(example_rows(flow, rollout, tokenizer, tried))
+            missing.extend(missing_gpus(plan))
     rows = [*plan_rows(flow, config, shape), *examples, *option_rows(plan)]
     print_table(("plan", ""), [(title, escape(text)) for title, text in rows])
     if shape is not None and (gpus := visible_gpu_bytes()):
@@ -215,6 +217,15 @@ def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
         if path and "://" not in path and not pattern.exists() and not any(pattern.parent.glob(pattern.name)):
             check_not_hub_id(flag, path)
             yield flag, path
+
+
+def missing_gpus(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what this machine lacks for the engines of a plan, as (what needs it, message)."""
+    if plan.flow.generates and not plan.run.debug_train_only:
+        try:
+            check_engine_hardware(plan, engine_options(plan))
+        except InputError as error:
+            yield "the engines:", str(error)
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from penstock.engines.families.shape import experts_format
 from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilities
 from penstock.engines.lora import WEIGHTS, check_adapters, check_peft_directory
 from penstock.engines.megatron.frozen_parameters import check_frozen_layers, frozen_parameters
+from penstock.engines.options import EngineOptions
 from penstock.engines.serving.endpoints import is_on_this_machine
 from penstock.engines.weights.hf_headers import block_size, check_first_values, check_weights, stored_tensors
 from penstock.flows.config import Flow, Plan, PostTrainConfig, check_secrets, derive
@@ -116,14 +117,23 @@ def preflight(config: Plan) -> None:
         if flow.has_rollouts:
             options = with_adapters(options, config, config.parent)
         engine_backend(options.engine).check_options(options)
-        on_this_machine = config.run.ray_address is None and not options.external
-        capabilities = visible_gpu_capabilities() if on_this_machine else None  # None: unknown
-        if capabilities is not None:
-            engine_backend(options.engine).check_gpus(options, has_gpus=bool(capabilities))
-            check_eval_engines(config, options.num_engines_to_start(bool(capabilities)))
-        if flow.has_rollouts and not config.run.debug_rollout_only:
-            engine_backend(options.engine).check_weight_updates(options, capabilities)
+        check_engine_hardware(config, options)
     open_store(config.run)  # last, because it writes a probe
+
+
+def check_engine_hardware(config: Plan, options: EngineOptions) -> None:
+    """Check that the machine has the GPUs that the engines of a plan need, if they run on it.
+
+    Raises:
+        InputError: the machine lacks them.
+    """
+    on_this_machine = config.run.ray_address is None and not options.external
+    capabilities = visible_gpu_capabilities() if on_this_machine else None  # None: unknown
+    if capabilities is not None:
+        engine_backend(options.engine).check_gpus(options, has_gpus=bool(capabilities))
+        check_eval_engines(config, options.num_engines_to_start(bool(capabilities)))
+    if config.flow.has_rollouts and not config.run.debug_rollout_only:
+        engine_backend(options.engine).check_weight_updates(options, capabilities)
 
 
 def check_promotion_options(evals: EvalConfig) -> None:

@@ -243,6 +243,16 @@ def test_name_on_the_hub_is_refused_with_the_download_command(
     assert not (tmp_path / "s" / "runs").exists()
 
 
+@pytest.mark.parametrize("words", ["--rollout-sampling-seeds", "--eval-mode apart --eval-prompt-data sums {data}"])
+def test_plan_without_the_gpus_that_the_engines_need_is_not_ready_here(
+    words: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "1+2=", "label": "3"}] * 8
+    lines = planned(tiny_model, rows, words.format(data=tmp_path / "data.jsonl"), tmp_path, capsys)
+    [verdict] = [line for line in lines if "ready" in line]
+    assert verdict.startswith("not ready here: the engines: --") and verdict.endswith("was checked")
+
+
 @pytest.mark.parametrize("also", ["", "--eval-interval 5", "--n-samples-per-eval-prompt 4 --log-passrate"])
 def test_dry_run_of_an_evaluation_shows_its_first_prompt_and_no_training(
     also: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
