@@ -6,13 +6,10 @@ from prefect import get_run_logger
 
 from penstock.engines import scratch
 from penstock.engines.training import GIB, MemorySwitch
-from penstock.flows.reporting.final_report import FinalReport
-from penstock.flows.reporting.hang_detector import HangDetector
 from penstock.flows.reporting.learning_signal import LearningSignal
+from penstock.flows.reporting.monitors import HangDetector, PrometheusEndpoint, SystemMetrics, sample_system
 from penstock.flows.reporting.observer import CommitReport, Observer, Observers
-from penstock.flows.reporting.prefect_page import PrefectPage
-from penstock.flows.reporting.prometheus import PrometheusEndpoint
-from penstock.flows.reporting.system_metrics import SystemMetrics, sample_system
+from penstock.flows.reporting.prefect_page import FinalReport, PrefectPage
 from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.runs import logs_of_run

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import pairwise
 
 from rich.cells import cell_len, set_cell_size
@@ -178,23 +183,30 @@ def summary_rows(commits: Sequence[Commit], publish_seconds: Sequence[float], st
     newest = {c.kind: c for c in sorted(commits, key=lambda c: c.index)}
     if "step" in newest:
         rows["rounds"] = str(newest["step"].policy_version)
-    rewards = {
-        c.index: c.summary["rollout/raw_reward"]
-        for c in commits
-        if c.kind == "rollout" and "rollout/raw_reward" in c.summary
-    }
-    if rewards:
+    if rewards := training_rewards(commits):
         first, last = min(rewards), max(rewards)
         rows["reward"] = f"{rewards[first]:.3f} in round {first}, {rewards[last]:.3f} in round {last}"
-    scores: dict[str, list[str]] = defaultdict(list)
-    for commit in sorted((c for c in commits if c.listed_kind == "eval"), key=lambda c: c.index):
-        for task, reward in eval_rewards(commit).items():
-            scores[task].append(f"{reward:.3f} after {commit.index} rounds")
-    rows |= {f"eval {task}": ", ".join(history) for task, history in scores.items()}
+    for task, scores in evaluation_rewards(commits).items():
+        rows[f"eval {task}"] = ", ".join(f"{reward:.3f} after {version} rounds" for version, reward in scores.items())
     rows |= {kind: f"{store_uri}/{newest[kind].attempt}" for kind in ("checkpoint", "export") if kind in newest}
     if spent := seconds_by_stage(commits, publish_seconds):
         rows["seconds"] = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in spent.items())
     return rows
+
+
+def training_rewards(commits: Sequence[Commit]) -> dict[int, float]:
+    """Return round -> mean reward of its samples."""
+    rollouts = sorted((c for c in commits if c.kind == "rollout"), key=lambda c: c.index)
+    return {c.index: c.summary["rollout/raw_reward"] for c in rollouts if "rollout/raw_reward" in c.summary}
+
+
+def evaluation_rewards(commits: Sequence[Commit]) -> dict[str, dict[int, float]]:
+    """Return data set -> policy version -> mean reward of the evaluations."""
+    scores: dict[str, dict[int, float]] = defaultdict(dict)
+    for commit in sorted((c for c in commits if c.listed_kind == "eval"), key=lambda c: c.index):
+        for task, reward in eval_rewards(commit).items():
+            scores[task][commit.index] = reward
+    return dict(scores)
 
 
 def seconds_by_stage(commits: Sequence[Commit], publish_seconds: Sequence[float]) -> dict[str, float]:
@@ -253,3 +265,44 @@ _STAGES = {  # kind of commit -> stage, in the order of the loop
     "eval": "eval",
     "export": "export",
 }
+
+# ---- log lines as JSON (--log-format json), with the stage and the round in which they are printed -------------------
+
+_stage: ContextVar[str | None] = ContextVar("stage", default=None)
+_round: ContextVar[int | None] = ContextVar("round", default=None)
+
+
+@contextmanager
+def log_context(stage: str, round_number: int | None) -> Iterator[None]:
+    """Give the lines that this thread prints during the block a stage and, unless None, a round."""
+    tokens = _stage.set(stage), _round.set(round_number)
+    try:
+        yield
+    finally:
+        _stage.reset(tokens[0])
+        _round.reset(tokens[1])
+
+
+def json_line(level: str, run: str, message: str) -> str:
+    """Return one line of JSON: time (UTC), level, run, round, stage, message."""
+    record = {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "level": level,
+        "run": run,
+        "round": _round.get(),
+        "stage": _stage.get(),
+        "message": message,
+    }
+    return json.dumps(record, ensure_ascii=False)
+
+
+def round_of_task(name: str) -> int | None:
+    """Return the round of a task run's name: `train-000004` is in round 4. The names of publications, checkpoints and
+    evaluations have the policy version, which is the number of trained rounds, so `checkpoint-000005` is in round 4,
+    too. Return None for stages without a number, and for version 0, which no round has trained."""
+    match = re.match(r"([a-z-]+)-(\d+)", name)
+    if match is None:
+        return None
+    stage, number = match.groups()
+    rollout_id = int(number) - (stage not in ("rollout", "train", "demonstrations"))
+    return rollout_id if rollout_id >= 0 else None

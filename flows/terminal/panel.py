@@ -17,8 +17,7 @@ from rich.style import Style
 from rich.text import Text
 
 from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_redraw
-from penstock.flows.terminal.lines import format_duration, sparkline
-from penstock.flows.terminal.log_format import json_line
+from penstock.flows.terminal.lines import format_duration, json_line, sparkline
 
 MAX_WIDTH = 100  # columns
 ETA_ROUNDS = 10  # rounds whose median duration gives the remaining time
@@ -217,7 +216,7 @@ def bar(done: int, total: int, width: int) -> list[tuple[str, str]]:
 
 
 def describe_machine(metrics: Mapping[str, float]) -> list[str]:
-    """Return the use of CPU, memory and GPUs in words, from the metrics of system_metrics.py; of several GPUs the
+    """Return the use of CPU, memory and GPUs in words, from the metrics of reporting/monitors.py; of several GPUs the
     lowest and the highest value."""
     if not metrics:
         return []

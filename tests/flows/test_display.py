@@ -10,8 +10,14 @@ import pytest
 from rich.console import Console
 
 from penstock.flows.runtime.display import Display
-from penstock.flows.terminal.lines import COLUMNS, RoundLines, format_sample_preview, summary_rows
-from penstock.flows.terminal.log_format import log_context, round_of_task
+from penstock.flows.terminal.lines import (
+    COLUMNS,
+    RoundLines,
+    format_sample_preview,
+    log_context,
+    round_of_task,
+    summary_rows,
+)
 from penstock.storage.commit import Commit, eval_rewards
 
 
