@@ -21,7 +21,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engines.scratch import own_temp_directory
-from penstock.flows.commands.local_processes import listening_ports
+from penstock.flows.commands.doctor import listening_ports
 from penstock.flows.options.addresses import check_prometheus_port
 from penstock.flows.options.flags import parse_config
 from penstock.flows.reporting import monitors
