@@ -58,6 +58,10 @@ class Request:
     limit: int
     as_json: bool
 
+    @property
+    def number_name(self) -> str:
+        return "round" if self.data_set is None else "version"
+
 
 def main(argv: list[str]) -> int:
     """Run the command. Return 0."""
@@ -72,9 +76,9 @@ def main(argv: list[str]) -> int:
             print(json.dumps(values, ensure_ascii=False))
     elif request.prompt is None:
         for number, samples in columns.items():
-            print_samples(f"{_number_name(request)} {number} of {request.run}", samples)
+            print_samples(f"{request.number_name} {number} of {request.run}", samples)
     else:
-        print_side_by_side(_number_name(request), columns)
+        print_side_by_side(request.number_name, columns)
     return 0
 
 
@@ -86,14 +90,14 @@ def parse_request(run: str, own: dict[str, str]) -> Request:
     if "--versions" in own and "--eval" not in own:
         raise OptionError("--versions needs --eval DATA_SET; for samples of training give --rounds")
     name = next((name for name in ("--round", "--rounds", "--versions") if name in own), "")
-    status, limit = own.get("--status"), parse_integer("--limit", own.get("--limit", "10"))
+    status = own.get("--status")
     if status is not None and status not in list(Status):
         raise OptionError(f"--status takes one of {', '.join(Status)}; found {short_repr(status)}")
     try:
         pattern = re.compile(own.get("--grep", ""))
     except (re.error, RecursionError, OverflowError) as error:
         raise OptionError(f"--grep is not a regular expression ({error}): correct it") from error
-    sign = {"--worst": 1, "--best": -1}.get(next((flag for flag in ("--worst", "--best") if flag in own), ""), 0)
+    sign = 1 if "--worst" in own else -1 if "--best" in own else 0
     return Request(
         run,
         own.get("--eval"),
@@ -101,7 +105,7 @@ def parse_request(run: str, own: dict[str, str]) -> Request:
         own.get("--prompt"),
         lambda sample: status in (None, sample.status) and bool(pattern.search(f"{sample.prompt}\n{sample.response}")),
         lambda sample: sign * (sample.reward or 0.0),
-        limit,
+        parse_integer("--limit", own.get("--limit", "10")),
         "--json" in own,
     )
 
@@ -131,7 +135,7 @@ def select_samples(store: Store, keys: RunKeys, request: Request) -> dict[int, l
     if not any(selected.values()):
         where = ", ".join(map(str, request.numbers or ())) or f"0 to {max(numbers, default=-1)}"
         raise RunError(
-            f"run {keys.run!r} has no such sample in {_number_name(request)}s {where}: "
+            f"run {keys.run!r} has no such sample in {request.number_name}s {where}: "
             "change --prompt, --status or --grep"
         )
     return {number: samples for number, samples in selected.items() if samples}
@@ -223,7 +227,3 @@ def describe_sample(sample: Sample) -> str:
 def format_cell(sample: Sample) -> str:
     reward = "" if sample.reward is None else f"{sample.reward:.3f}, "
     return f"[bold]{reward}{sample.status.value}[/bold]\n{escape(sample.response)}"
-
-
-def _number_name(request: Request) -> str:
-    return "round" if request.data_set is None else "version"
