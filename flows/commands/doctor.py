@@ -10,7 +10,7 @@ import ipaddress
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ import psutil
 from penstock.engines.backends import DEFAULT, engine_backend
 from penstock.flows.inspect import plan
 from penstock.flows.install.command import find_distribution
-from penstock.flows.install.uses import GIB, USES, Targets, Use, shared_memory
+from penstock.flows.install.uses import GIB, USES, Targets, shared_memory
 from penstock.flows.options.argv import penstock_command, short_repr, split_args
 from penstock.flows.options.flags import STORE_FLAGS, parse_store_options, split_flags
 from penstock.flows.terminal.console import TerminalConsole, print_table
@@ -51,6 +51,7 @@ penstock doctor --ports
   --num-gpus-per-node  GPUs that the run uses on one machine; default 8 with --num-gpus"""
 
 SETUP = f"run `{penstock_command()} setup`"
+NOTHING_ACTIVE = "no run or service of this user is active"
 TARGETS = {"--ray-address": True, "--mlflow-tracking-uri": True}
 
 
@@ -69,15 +70,15 @@ def main(argv: list[str]) -> int:
     _, own, _ = split_args(argv, plan.FLAGS)
     if "--plan" in own:
         return plan.main(argv)
+    console = TerminalConsole()
     if argv == ["--ports"]:
         rows = [(port.address, port.command, port.owner, port.protection or "none") for port in listening_ports()]
         if rows:
-            print_table(("port", "command", "process", "authentication"), rows, width=TerminalConsole().width)
+            print_table(("port", "command", "process", "authentication"), rows, width=console.width)
         else:
-            print("no run or service of this user is active")
+            print(NOTHING_ACTIVE)
         return 0
     targets = parse_targets(argv)
-    console = TerminalConsole()
     with ThreadPoolExecutor() as pool, console.status("checking (the engines are imported, about 20 s)"):
         uses = pool.submit(lambda: [check(targets) for check in USES])
         findings = [finding for future in [pool.submit(check) for check in CHECKS] for finding in future.result()]
@@ -86,7 +87,12 @@ def main(argv: list[str]) -> int:
         for each in findings
     ]
     print_table(("", "what", "found", "what to do"), rows, width=console.width)
-    print_uses(uses.result())
+    print("\nplanned uses")
+    for use in uses.result():  # lines are not wrapped, so that commands can be copied
+        print(f"  {use.name:<14} {'not ready' if use.lacks else f'ready:  {use.command}'}")
+        for lack in use.lacks:
+            print(f"    {lack.found}\n      {lack.remedy}")
+    print()
     bad = sum(not finding.ok for finding in findings) + sum(use.required and bool(use.lacks) for use in uses.result())
     num_checks = len(findings) + sum(use.required for use in uses.result())
     console.print(f"{bad} of {num_checks} checks failed" if bad else "all checks passed")
@@ -106,27 +112,11 @@ def parse_targets(argv: list[str]) -> Targets:
     return Targets(store, own.get("--ray-address"), own.get("--mlflow-tracking-uri"))
 
 
-def print_uses(uses: Sequence[Use]) -> None:
-    """Print for each planned use the command that starts it, or what is missing and the command that adds it. Lines are
-    not wrapped, so that commands can be copied."""
-    print("\nplanned uses")
-    for use in uses:
-        print(f"  {use.name:<14} {'not ready' if use.lacks else f'ready:  {use.command}'}")
-        for lack in use.lacks:
-            print(f"    {lack.found}\n      {lack.remedy}")
-    print()
-
-
 def check_packages() -> list[Finding]:
     """Check the interpreter, and that the packages Penstock needs are installed in a supported version."""
-    # package -> required prefix of its version, None for any version
-    prefixes: dict[str, str | None] = {
-        "megatron-core": "0.16.1",
-        "prefect": "3.",
-        "mlflow": "3.",
-        "sglang-router": "0.3.",
-    }
-    prefixes |= dict.fromkeys(("torch", "transformers", "ray", "pyarrow", "fsspec"))
+    # package -> required prefix of its version
+    prefixes = {"megatron-core": "0.16.1", "prefect": "3.", "mlflow": "3.", "sglang-router": "0.3."}
+    prefixes |= dict.fromkeys(("torch", "transformers", "ray", "pyarrow", "fsspec"), "")
     python = (3, 11) <= sys.version_info[:2] <= (3, 12)
     findings = [Finding("Python", python, sys.version.split()[0], "use Python 3.11 or 3.12 (docs/install.md)")]
     for name, prefix in prefixes.items():
@@ -136,7 +126,7 @@ def check_packages() -> list[Finding]:
         elif installed is None:
             findings.append(Finding(name, False, "not installed", SETUP))
         else:
-            fits = installed.version.startswith(prefix or "")
+            fits = installed.version.startswith(prefix)
             findings.append(Finding(name, fits, installed.version, f"needs {prefix}x: {SETUP}"))
     return findings
 
@@ -152,13 +142,12 @@ def check_engine() -> list[Finding]:
 def check_machine() -> list[Finding]:
     """Check free memory, disk and shared memory."""
     memory, disk, shared = psutil.virtual_memory().available, shutil.disk_usage(".").free, shared_memory()
-    to_do = "the demo needs about 1 GiB: delete files or change directory"
+    for_memory = "the demo needs up to 8 GiB: close programs"
+    for_disk = "the demo needs about 1 GiB: delete files or change directory"
     for_shared = "Ray and weight publishing need /dev/shm: docker run --shm-size=8g"
     return [
-        Finding(
-            "free memory", memory > 6 * GIB, f"{memory / GIB:.1f} GiB", "the demo needs up to 8 GiB: close programs"
-        ),
-        Finding("free disk here", disk > 2 * GIB, f"{disk / GIB:.0f} GiB", to_do),
+        Finding("free memory", memory > 6 * GIB, f"{memory / GIB:.1f} GiB", for_memory),
+        Finding("free disk here", disk > 2 * GIB, f"{disk / GIB:.0f} GiB", for_disk),
         Finding("shared memory", shared > GIB // 2, f"{shared / GIB:.1f} GiB", for_shared),
     ]
 
@@ -192,7 +181,7 @@ def check_ports() -> list[Finding]:
         local = sum(port.loopback for port in ports)
         found = f"{len(ports)}, {local} of them for this machine only; `penstock doctor --ports` lists them"
         summaries.append(Finding(f"ports of {command}", True, found))
-    return [*summaries, *findings] or [Finding("listening ports", True, "no run or service of this user is active")]
+    return [*summaries, *findings] or [Finding("listening ports", True, NOTHING_ACTIVE)]
 
 
 def _check_with_script(check_name: str, *args: str, advice: str) -> Finding:

@@ -82,7 +82,6 @@ def create_fork(store: Store, parent: PostTrainConfig, config: Plan, at_round: i
     `restart_data`: the fork reads its prompt data from the first row again. Return how many commits of each kind are
     shared, as text."""
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
-    check_rounds_are_trained(store, old, at_round)
     # Otherwise the fork shares nothing: version 0, its checkpoint and its evaluations are those of the parent's model.
     shares_start = at_round > 0 or parent.start_weights == config.start_weights
     entry = make_parent_record(store, parent, config, at_round, restart_data)
