@@ -24,21 +24,13 @@ BLOCKS = "▁▂▃▄▅▆▇█"  # of a curve
 
 @dataclass(frozen=True)
 class Column:
-    """A number in the line of a round.
+    """A number in the line of a round."""
 
-    Attributes:
-        label: name in the line; docs/metrics.md describes it.
-        metrics: metrics of which the first one present is shown.
-        style: format of the number.
-        rank: columns with a higher rank are left out first if the line is too long.
-        hidden_at_zero: whether the column appears only in a run in which the number has not always been 0.
-    """
-
-    label: str
-    metrics: tuple[str, ...]
-    style: str
-    rank: int
-    hidden_at_zero: bool = True
+    label: str  # docs/metrics.md describes it
+    metrics: tuple[str, ...]  # the first one present is shown
+    style: str  # format of the number
+    rank: int  # columns with a higher rank are left out first if the line is too long
+    hidden_at_zero: bool = True  # the column appears only in a run in which the number has not always been 0
 
 
 COLUMNS = (
@@ -91,15 +83,9 @@ class RoundLines:
         overlap: Mapping[str, float] | None = None,
         width: int = MAX_COLUMNS,
     ) -> Text:
-        """Return the line of a round, of at most `width` columns, unless reward and time alone are longer.
-
-        Args:
-            step: commit of the step or, in a run without training, of the rollout.
-            rollout: commit of the step's rollout.
-            publish_seconds: durations of the weight updates of the engines; the last one counts.
-            overlap: metrics of an asynchronous run that are not in commits.
-            width: in terminal columns.
-        """
+        """Return the line of a round, of at most `width` columns, unless reward and time alone are longer. `step` is
+        the rollout in a run without training; of the weight updates (`publish_seconds`) the last one counts; `overlap`
+        are metrics of an asynchronous run that are not in commits."""
         texts = self.add({**(rollout.summary if rollout else {}), **step.summary, **(overlap or {})})
         ranks = {column.label: column.rank for column in COLUMNS} | {"time": _TIME_RANK}
         if spent := seconds_by_stage([c for c in (rollout, step) if c], publish_seconds[-1:]):
@@ -225,17 +211,12 @@ def seconds_by_stage(commits: Sequence[Commit], publish_seconds: Sequence[float]
 
 def format_eval_line(commit: Commit) -> str:
     """Return the printed line of an evaluation: every metric with its confidence interval."""
-    results = []
+    results, summary = [], commit.summary
     for task in eval_rewards(commit):
-        others = [
-            name
-            for name in commit.summary
-            if name.startswith(f"eval/{task}-") and not name.endswith(("-ci_low", "-ci_high"))
-        ]
-        details = ", ".join(
-            f"{name.removeprefix(f'eval/{task}-')} {format_with_interval(commit.summary, name)}" for name in others
-        )
-        mean = format_with_interval(commit.summary, f"eval/{task}")
+        prefix = f"eval/{task}-"
+        others = [n for n in summary if n.startswith(prefix) and not n.endswith(("-ci_low", "-ci_high"))]
+        details = ", ".join(f"{n.removeprefix(prefix)} {format_with_interval(summary, n)}" for n in others)
+        mean = format_with_interval(summary, f"eval/{task}")
         results.append(f"{task} {mean} ({details})" if details else f"{task} {mean}")
     return f"  evaluated after {commit.index} rounds: {', '.join(results)}"
 
@@ -257,14 +238,10 @@ EVENT_LINES: dict[str, Callable[[Commit], str]] = {  # kind of commit -> its pri
     "export": lambda commit: f"  exported version {commit.policy_version} in {sum(commit.seconds.values()):.1f}s",
 }
 
-_STAGES = {  # kind of commit -> stage, in the order of the loop
-    "model": "convert",
-    "rollout": "rollout",
-    "step": "train",
-    "checkpoint": "save",
-    "eval": "eval",
-    "export": "export",
-}
+# kind of commit -> stage, in the order of the loop
+_STAGES = {"model": "convert", "rollout": "rollout", "step": "train", "checkpoint": "save"}
+_STAGES |= {"eval": "eval", "export": "export"}
+
 
 # ---- log lines as JSON (--log-format json), with the stage and the round in which they are printed -------------------
 
@@ -285,15 +262,9 @@ def log_context(stage: str, round_number: int | None) -> Iterator[None]:
 
 def json_line(level: str, run: str, message: str) -> str:
     """Return one line of JSON: time (UTC), level, run, round, stage, message."""
-    record = {
-        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "level": level,
-        "run": run,
-        "round": _round.get(),
-        "stage": _stage.get(),
-        "message": message,
-    }
-    return json.dumps(record, ensure_ascii=False)
+    time = datetime.now(UTC).isoformat(timespec="milliseconds")
+    record = {"time": time, "level": level, "run": run, "round": _round.get(), "stage": _stage.get()}
+    return json.dumps(record | {"message": message}, ensure_ascii=False)
 
 
 def round_of_task(name: str) -> int | None:
