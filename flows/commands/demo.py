@@ -54,7 +54,6 @@ DIRECTORY = "penstock-demo"
 NUM_ROUNDS = 60  # GRPO rounds, as in demo-grpo.toml
 MARKER = ".penstock-demo"  # name of a file that marks a directory created by the demo
 MARKER_TEXT = b"made by penstock demo; `penstock demo --fresh` may remove it\n"
-SUBDIRECTORIES = ("inputs", "store")  # subdirectories created by the demo
 RECIPES = Path(penstock.__file__).parent / "recipes"
 SKILL_STEPS, HABIT_STEPS, SFT_BATCH = 340, 60, 128  # SFT steps on correct and on partly wrong answers; batch size
 
@@ -77,13 +76,11 @@ def main(argv: list[str]) -> int:
     parser = _Parser(prog="penstock demo", description="Make a tiny model and watch it learn.", allow_abbrev=False)
     parser.add_argument("--seed", type=int, default=0, help="seed of model, data order and prompt sampling (default 0)")
     parser.add_argument("--directory", type=Path, help=f"output directory (default {DIRECTORY}; with --kill its own)")
-    parser.add_argument(
-        "--num-rollout", type=int, help=f"GRPO rounds (default {NUM_ROUNDS}; the reward rises within 20)"
-    )
+    about_rounds = f"GRPO rounds (default {NUM_ROUNDS}; the reward rises within 20)"
+    parser.add_argument("--num-rollout", type=int, help=about_rounds)
     parser.add_argument("--fresh", action="store_true", help="remove an earlier demo from the directory and restart")
-    parser.add_argument(
-        "--kill", action="store_true", help="kill engine, trainer and driver meanwhile, then replay every round"
-    )
+    about_kill = "kill engine, trainer and driver meanwhile, then replay every round"
+    parser.add_argument("--kill", action="store_true", help=about_kill)
     if {"--help", "-h", "--help-all"} & {*argv}:
         parser.print_help()
         return 0
@@ -111,11 +108,8 @@ def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) 
     except OSError as error:
         reason = f"--directory {directory} cannot be written ({error.strerror})"
         raise OptionError(f"{reason}: give another --directory") from error
-    print(
-        f"Penstock demo: a tiny Qwen3 (402,176 parameters), two-digit +- one-digit arithmetic, seed {seed}\n"
-        f"{MEANING}\n",
-        flush=True,
-    )
+    title = "Penstock demo: a tiny Qwen3 (402,176 parameters), two-digit +- one-digit arithmetic"
+    print(f"{title}, seed {seed}\n{MEANING}\n", flush=True)
     show_wait("making the model and its data")
     try:
         model, data = make_model_and_data(directory / "inputs", seed)
@@ -144,17 +138,13 @@ def remove_demo(directory: Path) -> None:
     if not directory.exists() and not directory.is_symlink():
         return
     resolved = directory.resolve()
+    marker, reason = directory / MARKER, ""
     if directory.is_symlink() or any(other.resolve().is_relative_to(resolved) for other in (Path.home(), Path.cwd())):
-        raise OptionError(
-            f"--fresh does not remove {directory}: it is a link, or contains the home or the current directory; "
-            "give another --directory"
-        )
-    marker = directory / MARKER
-    if marker.is_symlink() or not marker.is_file() or marker.read_bytes() != MARKER_TEXT:
-        raise OptionError(
-            f"--fresh does not remove {directory}: it was not created by a demo ({MARKER} is missing); "
-            "give another --directory"
-        )
+        reason = "it is a link, or contains the home or the current directory"
+    elif marker.is_symlink() or not marker.is_file() or marker.read_bytes() != MARKER_TEXT:
+        reason = f"it was not created by a demo ({MARKER} is missing)"
+    if reason:
+        raise OptionError(f"--fresh does not remove {directory}: {reason}; give another --directory")
     if (directory / "store" / "runs").is_dir():
         store = Store(str(directory / "store"), probe=False)
         for run in store.list("runs"):
@@ -163,13 +153,12 @@ def remove_demo(directory: Path) -> None:
                     f"run {run!r} in {directory / 'store'} has a running driver, {drivers[0]}: stop the driver, then "
                     "repeat --fresh"
                 )
-    for name in SUBDIRECTORIES:
-        subdirectory = directory / name
+    for subdirectory in (directory / "inputs", directory / "store"):
         if subdirectory.is_symlink():
             subdirectory.unlink()
         elif subdirectory.exists():
             shutil.rmtree(subdirectory)
-    (directory / MARKER).unlink()
+    marker.unlink()
     if not any(directory.iterdir()):
         directory.rmdir()
 
@@ -327,13 +316,9 @@ def check_and_replay(store: str, keys: RunKeys, console: Console) -> int:
         rounds = json.loads(report.read_text()) if report.exists() else {}
     num_equal = sum(replayed["verdict"] == EQUAL for replayed in rounds.values())
     good = not code and not result.problems and num_equal == len(rounds) == result.num_commits.get("step")
-    console.print(
-        Text(
-            f"\nkilled engine, trainer and driver: {len(result.problems)} problems in {result.num_samples:,} samples, "
-            f"{num_equal} of {len(rounds)} rounds {EQUAL}",
-            style="bold green" if good else "bold red",
-        )
-    )
+    problems = f"{len(result.problems)} problems in {result.num_samples:,} samples"
+    text = f"\nkilled engine, trainer and driver: {problems}, {num_equal} of {len(rounds)} rounds {EQUAL}"
+    console.print(Text(text, style="bold green" if good else "bold red"))
     return 0 if good else 1
 
 

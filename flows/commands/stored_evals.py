@@ -94,19 +94,15 @@ def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str
     its newest evaluated version."""
     run, slash, version = run_and_version.partition("/")
     keys = RunKeys(check_run_name(run, "--compare"))
-    if store.read(keys.record) is None:
-        raise RunError(
-            f"store {store.uri} has no run {run!r} (it has: {', '.join(store.list('runs')) or 'none'}): "
-            "correct the name"
-        )
     versions = [int(name) for name in store.list(f"{keys.prefix}/evals") if name.isdecimal()]
+    if store.read(keys.record) is None:
+        existing = ", ".join(store.list("runs")) or "none"
+        raise RunError(f"store {store.uri} has no run {run!r} (it has: {existing}): correct the name")
     if not versions:
         raise RunError(f"run {run!r} has no evaluations: evaluate it with --eval-prompt-data")
     if slash and version not in map(str, versions):
-        raise RunError(
-            f"run {run!r} has no evaluation of version {short_repr(version)}: choose one of "
-            f"{', '.join(map(str, versions))}"
-        )
+        problem = f"run {run!r} has no evaluation of version {short_repr(version)}"
+        raise RunError(f"{problem}: choose one of {', '.join(map(str, versions))}")
     chosen = int(version) if slash else max(versions)
     directory, suffix = f"{keys.prefix}/evals/{chosen:06d}", commit_key("")
     names = [name.removesuffix(suffix) for name in store.list(directory) if name.endswith(suffix)]
@@ -121,14 +117,12 @@ def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str
 # ---- scoring again ---------------------------------------------------------------------------------------------------
 
 
-_SCORING = {  # section -> options that are accepted
-    "rollout": (
-        "rm_type", "custom_rm_path", "rm_model_path", "rm_url", "reward_key", "reward_timeout",
-        "reward_start_timeout", "reward_workers", "allow_row_code", "rm_evaluated_integers",
-    ),
-    "eval": ("eval_rm_type", "eval_reward_key", "pass_threshold", "log_passrate"),
-    "run": ("store", "store_options", "store_single_writer"),
-}  # fmt: skip
+_SCORING = {  # options that are accepted
+    *("rm_type", "custom_rm_path", "rm_model_path", "rm_url", "reward_key", "reward_timeout", "reward_start_timeout"),
+    *("reward_workers", "allow_row_code", "rm_evaluated_integers"),
+    *("eval_rm_type", "eval_reward_key", "pass_threshold", "log_passrate"),
+    *("store", "store_options", "store_single_writer"),
+}
 
 
 def rescore_main(argv: list[str]) -> int:
@@ -158,11 +152,10 @@ def rescore_main(argv: list[str]) -> int:
 
 
 def parse_scoring_options(argv: list[str]) -> PostTrainConfig:
-    """Return the config given on the command line. Raises OptionError for an option that does not affect scoring."""
+    """Return the config given on the command line, which may have only options that affect scoring."""
     values = flags.parse_values(argv)
-    for section, entries in values.items():
-        if other := next((name for name in entries if name not in _SCORING.get(section, ())), None):
-            raise OptionError(f"{flag_of_field(other)} has no effect on scoring stored samples: leave it out")
+    for name in (name for entries in values.values() for name in entries if name not in _SCORING):
+        raise OptionError(f"{flag_of_field(name)} has no effect on scoring stored samples: leave it out")
     given = validate_config(values)
     if given.eval.eval_rm_type and given.rollout.custom_rm_path:
         raise OptionError(

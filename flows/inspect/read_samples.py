@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -53,9 +52,7 @@ class Request:
     data_set: str | None  # None: samples of training rounds
     numbers: tuple[int, ...] | None  # rounds, or policy versions of evaluations; None: not given
     prompt: str | None
-    keep: Callable[[Sample], bool]
-    order: Callable[[Sample], Any]
-    limit: int
+    choose: Callable[[list[Sample]], list[Sample]]  # by --status, --grep, --worst, --best and --limit
     as_json: bool
 
     @property
@@ -98,16 +95,15 @@ def parse_request(run: str, own: dict[str, str]) -> Request:
     except (re.error, RecursionError, OverflowError) as error:
         raise OptionError(f"--grep is not a regular expression ({error}): correct it") from error
     sign = 1 if "--worst" in own else -1 if "--best" in own else 0
-    return Request(
-        run,
-        own.get("--eval"),
-        tuple(parse_integer(name, text.strip()) for text in own[name].split(",")) if name else None,
-        own.get("--prompt"),
-        lambda sample: status in (None, sample.status) and bool(pattern.search(f"{sample.prompt}\n{sample.response}")),
-        lambda sample: sign * (sample.reward or 0.0),
-        parse_integer("--limit", own.get("--limit", "10")),
-        "--json" in own,
-    )
+    limit = parse_integer("--limit", own.get("--limit", "10"))
+    numbers = tuple(parse_integer(name, text.strip()) for text in own[name].split(",")) if name else None
+
+    def choose(samples: list[Sample]) -> list[Sample]:
+        with_status = [sample for sample in samples if status in (None, sample.status)]
+        kept = [sample for sample in with_status if pattern.search(f"{sample.prompt}\n{sample.response}")]
+        return sorted(kept, key=lambda sample: sign * (sample.reward or 0.0))[:limit]
+
+    return Request(run, own.get("--eval"), numbers, own.get("--prompt"), choose, "--json" in own)
 
 
 # ---- selecting -------------------------------------------------------------------------------------------------------
@@ -117,19 +113,15 @@ def select_samples(store: Store, keys: RunKeys, request: Request) -> dict[int, l
     """Return the requested samples by round, or by policy version for evaluations; rounds without any are left out."""
     numbers = request.numbers
     if numbers is None:
-        numbers = tuple(_committed_numbers(store, keys, request.data_set))
-        if request.prompt is None:
-            numbers = numbers[-1:]
+        committed = _committed_numbers(store, keys, request.data_set)
+        numbers = tuple(committed if request.prompt is not None else committed[-1:])
     rounds = {number: _read(store, keys, request.data_set, number) for number in numbers}
     if request.prompt is not None:
         prompt = find_prompt(store, keys, request, rounds)
         rounds = {n: [sample for sample in samples if prompt_of(sample) == prompt] for n, samples in rounds.items()}
     try:
         with time_limit("the search"):
-            selected = {
-                number: sorted(filter(request.keep, samples), key=request.order)[: request.limit]
-                for number, samples in rounds.items()
-            }
+            selected = {number: request.choose(samples) for number, samples in rounds.items()}
     except TimeoutError as error:
         raise OptionError(f"--grep: {error}; give a pattern without nested repetitions") from None
     if not any(selected.values()):
