@@ -18,8 +18,8 @@ class CommitReport:
 
     key: str  # of its record in the store
     commit: Commit
-    is_new: bool = True  # whether the trackers did not have it; set by `Trackers`
-    line: str = ""  # that was printed for it; set by `Terminal`
+    is_new: bool = True  # whether the trackers did not have it; set by `Results`
+    line: str = ""  # that was printed for it; set by `Results`
 
 
 class Observer:
