@@ -119,22 +119,23 @@ def plan_fork(store: Store, flow: str, parent: PostTrainConfig, argv: Sequence[s
     config = update_config_from_argv(parent, argv)
     run = config.run.model_copy(update={"run": name})
     config = resolve(flow, config.model_copy(update={"run": run}), store)
-    for option in ("freeze_params_name_list", "only_train_params_name_list"):
-        if at_round > 0 and getattr(config.train, option) != getattr(parent.train, option):
-            raise OptionError(
-                f"{flag_of_field(option)} cannot change at round {at_round}, because the optimizer has no state of "
-                "frozen parameters: fork at round 0, or start a new run with --load"
-            )
-    if at_round > 0 and parent.train.lora is not None and config.train.lora != parent.train.lora:
-        raise OptionError(
+    problem, before, after = "", parent.train, config.train
+    frozen = ("freeze_params_name_list", "only_train_params_name_list")
+    changed = [name for name in frozen if getattr(after, name) != getattr(before, name)]
+    if at_round > 0 and changed:
+        problem = (
+            f"{flag_of_field(changed[0])} cannot change at round {at_round}, because the optimizer has no state of "
+            "frozen parameters: fork at round 0, or start a new run with --load"
+        )
+    elif at_round > 0 and before.lora is not None and after.lora != before.lora:
+        problem = (
             f"the options of --lora-rank cannot change at round {at_round}, because the adapters of {parent.run.run} "
             "have them: keep them, fork at round 0, or export the run and start a new one with --load"
         )
-    if config.run.num_rollout < at_round:
-        raise OptionError(
-            f"--num-rollout {config.run.num_rollout} is less than the {at_round} shared rounds: "
-            f"give at least {at_round}"
-        )
+    elif (rounds := config.run.num_rollout) < at_round:
+        problem = f"--num-rollout {rounds} is less than the {at_round} shared rounds: give at least {at_round}"
+    if problem:
+        raise OptionError(problem)
     return config
 
 
@@ -192,15 +193,14 @@ def check_rounds_are_trained(store: Store, keys: RunKeys, num_rounds: int) -> No
     for kind in ("steps", "rollouts"):
         indices = store.committed_indices(f"{keys.prefix}/{kind}")
         missing = min(set(range(len(indices) + 1)) - set(indices))
-        if missing < num_rounds and missing < max(indices, default=-1):
-            raise RunError(
-                f"{commit_key(f'{keys.prefix}/{kind}/{missing:06d}')} is missing, but a fork at round {num_rounds} "
-                f"shares it: restore it from a backup, or give --at {missing}"
-            )
         if missing < num_rounds:
-            raise RunError(
-                f"run {keys.run!r} has {missing} trained rounds, but --at is {num_rounds}: give at most {missing}"
-            )
+            problem = f"run {keys.run!r} has {missing} trained rounds, but --at is {num_rounds}: give at most {missing}"
+            if missing < max(indices, default=-1):
+                problem = (
+                    f"{commit_key(f'{keys.prefix}/{kind}/{missing:06d}')} is missing, but a fork at round {num_rounds} "
+                    f"shares it: restore it from a backup, or give --at {missing}"
+                )
+            raise RunError(problem)
 
 
 def reserve_run_name(store: Store, new: RunKeys, fork_record: ForkRecord) -> None:

@@ -95,14 +95,17 @@ def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str
     run, slash, version = run_and_version.partition("/")
     keys = RunKeys(check_run_name(run, "--compare"))
     versions = [int(name) for name in store.list(f"{keys.prefix}/evals") if name.isdecimal()]
+    problem = ""
     if store.read(keys.record) is None:
         existing = ", ".join(store.list("runs")) or "none"
-        raise RunError(f"store {store.uri} has no run {run!r} (it has: {existing}): correct the name")
-    if not versions:
-        raise RunError(f"run {run!r} has no evaluations: evaluate it with --eval-prompt-data")
-    if slash and version not in map(str, versions):
-        problem = f"run {run!r} has no evaluation of version {short_repr(version)}"
-        raise RunError(f"{problem}: choose one of {', '.join(map(str, versions))}")
+        problem = f"store {store.uri} has no run {run!r} (it has: {existing}): correct the name"
+    elif not versions:
+        problem = f"run {run!r} has no evaluations: evaluate it with --eval-prompt-data"
+    elif slash and version not in map(str, versions):
+        problem = f"run {run!r} has no evaluation of version {short_repr(version)}: choose one of "
+        problem += ", ".join(map(str, versions))
+    if problem:
+        raise RunError(problem)
     chosen = int(version) if slash else max(versions)
     directory, suffix = f"{keys.prefix}/evals/{chosen:06d}", commit_key("")
     names = [name.removesuffix(suffix) for name in store.list(directory) if name.endswith(suffix)]

@@ -80,14 +80,10 @@ def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str,
         teacher = parse_integer("--opd-teacher-num-gpus", str(values.get("rollout", {}).get("opd_teacher_num_gpus", 1)))
     trainer = total - teacher - (0 if engines is None else parse_integer("--rollout-num-gpus", str(engines)))
     if trainer < 1:
-        beside = f" and {teacher} GPUs of the teacher" if teacher else ""
-        raise OptionError(
-            f"--num-gpus {total} leaves no GPU for the trainer beside --rollout-num-gpus {engines}{beside}: raise "
-            "--num-gpus"
-        )
-    per_node = _parse_positive_integer(
-        "--num-gpus-per-node", flag_values.get("--num-gpus-per-node", str(min(GPUS_PER_NODE, trainer)))
-    )
+        beside = f"--rollout-num-gpus {engines}" + (f" and {teacher} GPUs of the teacher" if teacher else "")
+        raise OptionError(f"--num-gpus {total} leaves no GPU for the trainer beside {beside}: raise --num-gpus")
+    own_per_node = flag_values.get("--num-gpus-per-node", str(min(GPUS_PER_NODE, trainer)))
+    per_node = _parse_positive_integer("--num-gpus-per-node", own_per_node)
     if trainer % per_node:
         raise OptionError(
             f"--num-gpus-per-node {per_node} does not divide the trainer's {trainer} GPUs: give a divisor of "

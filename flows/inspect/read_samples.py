@@ -126,10 +126,8 @@ def select_samples(store: Store, keys: RunKeys, request: Request) -> dict[int, l
         raise OptionError(f"--grep: {error}; give a pattern without nested repetitions") from None
     if not any(selected.values()):
         where = ", ".join(map(str, request.numbers or ())) or f"0 to {max(numbers, default=-1)}"
-        raise RunError(
-            f"run {keys.run!r} has no such sample in {request.number_name}s {where}: "
-            "change --prompt, --status or --grep"
-        )
+        place = f"{request.number_name}s {where}"
+        raise RunError(f"run {keys.run!r} has no such sample in {place}: change --prompt, --status or --grep")
     return {number: samples for number, samples in selected.items() if samples}
 
 
