@@ -16,9 +16,11 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+from penstock.flows.options.argv import penstock_command, short_repr, to_one_line
 from penstock.flows.options.refused import TRAINERS
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.signals import report_stop, stop_signals
+from penstock.flows.terminal.escape import escaped_output
 from penstock.storage.errors import OptionError, PenstockError
 from penstock.storage.preemption import Preempted
 from penstock.storage.secrets import redact
@@ -68,21 +70,13 @@ USER_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUO
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one `penstock` command and report its errors on stderr.
-
-    Args:
-        argv: the arguments after `penstock`. None: use those of this process and install the signal handlers.
-
-    Returns:
-        the exit code.
-    """
+    """Run one `penstock` command and report its errors on stderr. Return the exit code. Without `argv`, use the
+    arguments of this process and install the signal handlers."""
     if argv is None:
         stop_signals.install()
         stop_signals.start_watchdog()
         if logging.lastResort is not None:  # prints what is logged while nothing else shows it
             logging.lastResort.setFormatter(logging.Formatter("warning: %(message)s"))
-    from penstock.flows.terminal.escape import escaped_output
-
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         with escaped_output():
@@ -107,7 +101,6 @@ def run_command(argv: list[str]) -> int:
         print(USAGE)
         return 0
     if name not in COMMANDS:
-        from penstock.flows.options.argv import short_repr
         from penstock.flows.options.flags import did_you_mean
 
         hint = did_you_mean(name, list(COMMANDS)) or ": `penstock --help` lists them"
@@ -116,62 +109,34 @@ def run_command(argv: list[str]) -> int:
     return COMMANDS[name]([argument for argument in rest if argument != "--verbose"])
 
 
-def asks_for_help(argv: Sequence[str]) -> bool:
-    """Return whether --help, -h or --help-all is among the arguments."""
-    return bool({"--help", "-h", "--help-all"} & {*argv})
-
-
 # ---- the commands ----------------------------------------------------------------------------------------------------
 
 
-def _flow_command(flow: str, name: str) -> Command:
-    """Return the command `name`, which parses its arguments into a config and runs a flow with it or, with --dry-run,
-    prints its plan.
+def _flow_command(name: str) -> Command:
+    """Return a command that starts a flow."""
+    return lambda argv: importlib.import_module("penstock.flows.commands.start").start_flow(name, argv)
 
-    `penstock train-async` is `penstock train` with one rollout ahead of the trainer, unless --async-buffer-size or
-    --async-mode says otherwise.
+
+def _module_command(name: str, prefix: str = "") -> Command:
+    """Return a command that runs `main` of `penstock.flows.<name>`, or `<prefix>_main` of a module with several
+    commands; the module is imported when the command is called.
+
+    --help prints USAGE (`<PREFIX>_USAGE`) of the module; --help-all also the options of a run, if the command takes
+    them.
     """
-
-    def call(argv: list[str]) -> int:
-        from penstock.flows.config import validate_config, with_sft_loss
-        from penstock.flows.options import flags
-
-        if asks_for_help(argv):
-            from penstock.flows.options.help import flow_usage, full_help, short_help
-
-            print(full_help(name, flow_usage(name)) if "--help-all" in argv else short_help(name))
-            return 0
-        values = flags.parse_values([argument for argument in argv if argument != "--dry-run"])
-        if name == "train-async" and (run := values.setdefault("run", {})).get("async_mode") != "streaming":
-            run.setdefault("async_buffer_size", 1)
-        config = validate_config(with_sft_loss(values) if name == "sft" else values)
-        if "--dry-run" in argv:
-            from penstock.flows.inspect.dry_run import dry_run
-
-            return dry_run(flow, config)
-        from penstock.flows.runtime.runner import run_flow
-
-        return run_flow(flow, config)
-
-    return call
-
-
-def _module_command(name: str) -> Command:
-    """Return a command that runs `main` of `penstock.flows.<name>`; the module is imported when the command is called.
-
-    --help prints the module's USAGE; --help-all also the options of a run, if the command takes them.
-    """
+    main_name = f"{prefix}_main" if prefix else "main"
 
     def call(argv: list[str]) -> int:
         module = importlib.import_module(f"penstock.flows.{name}")
-        if asks_for_help(argv) and hasattr(module, "USAGE"):
-            print(module.USAGE)
+        usage = getattr(module, main_name.replace("main", "usage").upper(), None)
+        if usage and {"--help", "-h", "--help-all"} & {*argv}:
+            print(usage)
             if "--help-all" in argv and name in _TAKE_OPTIONS:
                 from penstock.flows.options.help import full_help
 
-                print(full_help(name, "\nOptions of a run:", may_change_only=name == "commands.resume"))
+                print(full_help(name, "\nOptions of a run:", may_change_only=prefix == "resume"))
             return 0
-        code: int = module.main(argv)
+        code: int = getattr(module, main_name)(argv)
         return code
 
     return call
@@ -180,31 +145,31 @@ def _module_command(name: str) -> Command:
 def run_eval_command(argv: list[str]) -> int:
     """Run `penstock eval`. With --rescore or --compare run that command on stored evaluations instead of the flow."""
     of_stored = {"--rescore", "--compare"} & {argument.partition("=")[0] for argument in argv}
-    command = _module_command("commands.stored_evals") if of_stored else _flow_command("evaluate", "eval")
+    command = _module_command("commands.stored_evals") if of_stored else _flow_command("eval")
     return command(argv)
 
 
 COMMANDS: dict[str, Command] = {
     "demo": _module_command("commands.demo"),
-    "train": _flow_command("post_train", "train"),
-    "train-async": _flow_command("post_train", "train-async"),
-    "sft": _flow_command("sft", "sft"),
+    "train": _flow_command("train"),
+    "train-async": _flow_command("train-async"),
+    "sft": _flow_command("sft"),
     **{f"import-{name}": _module_command(f"{name}.recipe") for name in TRAINERS},
     "convert": _module_command("convert"),
     "export": _module_command("inspect.export"),
     "eval": run_eval_command,
-    "resume": _module_command("commands.resume"),
+    "resume": _module_command("commands.start", "resume"),
     "replay": _module_command("replay"),
     "fork": _module_command("commands.fork"),
     "promote": _module_command("promotion"),
-    "rm": _module_command("commands.rm"),
-    "verify": _module_command("commands.verify_run"),
-    "gc": _module_command("commands.gc"),
+    "rm": _module_command("commands.maintenance", "rm"),
+    "verify": _module_command("commands.maintenance", "verify"),
+    "gc": _module_command("commands.maintenance", "gc"),
     "deploy": _module_command("services.deploy"),
-    "runs": _module_command("inspect.run_table"),
-    "show": _module_command("inspect.show"),
+    "runs": _module_command("inspect.run_views", "runs"),
+    "show": _module_command("inspect.run_views", "show"),
     "lineage": _module_command("inspect.lineage_trees"),
-    "cost": _module_command("inspect.cost"),
+    "cost": _module_command("inspect.run_views", "cost"),
     "samples": _module_command("inspect.read_samples"),
     "query": _module_command("inspect.sql_query"),
     "report": _module_command("inspect.report"),
@@ -212,7 +177,7 @@ COMMANDS: dict[str, Command] = {
     "setup": _module_command("install.command"),
     "doctor": _module_command("commands.doctor"),
 }
-_TAKE_OPTIONS = ("commands.resume", "commands.fork", "commands.doctor")  # modules of commands that also take them
+_TAKE_OPTIONS = ("commands.start", "commands.fork", "commands.doctor")  # modules of commands that also take them
 RESUMABLE = ("demo", "train", "train-async", "sft", "convert", "eval", "resume")
 
 
@@ -221,8 +186,6 @@ RESUMABLE = ("demo", "train", "train-async", "sft", "convert", "eval", "resume")
 
 def _report_error(error: Exception, argv: list[str]) -> int:
     """Report the exception that ended a command. Return the exit code."""
-    from penstock.flows.options.argv import penstock_command, to_one_line
-
     verbose = "--verbose" in argv
     if isinstance(error, BrokenPipeError) and _stdout_is_closed():  # `penstock runs | head`
         # Without the redirection the interpreter's flush at exit would fail and print an error.

@@ -21,7 +21,7 @@ from penstock.flows.config import PostTrainConfig
 from penstock.flows.debug_options import gpu_flow
 from penstock.flows.reporting.observer import CommitReport, Observer, Observers
 from penstock.flows.reporting.observers import add_observers
-from penstock.flows.reporting.progress import describe_progress
+from penstock.flows.reporting.prefect_page import describe_progress
 from penstock.flows.runtime.active_run import ActiveRun, drive_run
 from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.prefect_api import server_ends_with_process

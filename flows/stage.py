@@ -17,7 +17,7 @@ from prefect.utilities.annotations import quote
 
 from penstock.flows.runtime.disk_space import retry_while_disk_full
 from penstock.flows.session import Session
-from penstock.flows.terminal.log_format import log_context, round_of_task
+from penstock.flows.terminal.lines import log_context, round_of_task
 from penstock.storage.errors import StoreFull
 
 RETRY_DELAY_SECONDS = 2

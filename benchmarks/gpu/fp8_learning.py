@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from penstock.flows.commands.demo import RECIPES, export_directory, sft_config, write_curriculum
-from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
+from penstock.flows.commands.demo import RECIPES, export_directory, make_demo_data, recipe_config
+from penstock.flows.commands.demo_model import make_tiny_model
 from penstock.flows.runtime import environment
 from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import open_store
@@ -69,10 +69,9 @@ def make_model(directory: Path, seed: int) -> Path:
     """Return the directory of the model that SFT has taught arithmetic and a habit."""
     data, model = directory / "data", directory / "model"
     if not data.exists():
-        make_tiny_data(data)
-        write_curriculum(data, seed)
+        make_demo_data(data, seed)
         make_tiny_model(model, seed=seed, dtype="bfloat16", **SIZES)
-    config = sft_config(directory, model, data, seed)
+    config = recipe_config("sft", directory, model, data / "sft.jsonl", seed)
     exported = open_store(config.run).committed(RunKeys(config.run.run).export_prefix(config.run.num_rollout))
     if exported is None and (code := run_flow("sft", config)):
         sys.exit(code)

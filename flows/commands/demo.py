@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 from rich.console import Console
@@ -40,6 +40,7 @@ from penstock.storage.leases import describe_live_drivers
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.store import Store
 
+PENSTOCK = (sys.executable, "-m", "penstock")
 POLL_SECONDS = 0.2
 EQUAL = "equal bit for bit"
 TARGETS: dict[str, Callable[[str], bool]] = {  # in the order of the kills: what -> whether a command line is that
@@ -53,7 +54,6 @@ DIRECTORY = "penstock-demo"
 NUM_ROUNDS = 60  # GRPO rounds, as in demo-grpo.toml
 MARKER = ".penstock-demo"  # name of a file that marks a directory created by the demo
 MARKER_TEXT = b"made by penstock demo; `penstock demo --fresh` may remove it\n"
-SUBDIRECTORIES = ("inputs", "store")  # subdirectories created by the demo
 RECIPES = Path(penstock.__file__).parent / "recipes"
 SKILL_STEPS, HABIT_STEPS, SFT_BATCH = 340, 60, 128  # SFT steps on correct and on partly wrong answers; batch size
 
@@ -76,13 +76,11 @@ def main(argv: list[str]) -> int:
     parser = _Parser(prog="penstock demo", description="Make a tiny model and watch it learn.", allow_abbrev=False)
     parser.add_argument("--seed", type=int, default=0, help="seed of model, data order and prompt sampling (default 0)")
     parser.add_argument("--directory", type=Path, help=f"output directory (default {DIRECTORY}; with --kill its own)")
-    parser.add_argument(
-        "--num-rollout", type=int, help=f"GRPO rounds (default {NUM_ROUNDS}; the reward rises within 20)"
-    )
+    about_rounds = f"GRPO rounds (default {NUM_ROUNDS}; the reward rises within 20)"
+    parser.add_argument("--num-rollout", type=int, help=about_rounds)
     parser.add_argument("--fresh", action="store_true", help="remove an earlier demo from the directory and restart")
-    parser.add_argument(
-        "--kill", action="store_true", help="kill engine, trainer and driver meanwhile, then replay every round"
-    )
+    about_kill = "kill engine, trainer and driver meanwhile, then replay every round"
+    parser.add_argument("--kill", action="store_true", help=about_kill)
     if {"--help", "-h", "--help-all"} & {*argv}:
         parser.print_help()
         return 0
@@ -96,29 +94,35 @@ def main(argv: list[str]) -> int:
     if options.fresh:
         remove_demo(directory)
     if options.kill:
-        run, rounds = demo_run_name("grpo", options.seed), options.num_rollout or NUM_ROUNDS
-        return run_demo_with_kills(directory, run, seed=options.seed, num_rollout=rounds)
+        return run_demo_with_kills(directory, seed=options.seed, num_rollout=options.num_rollout or NUM_ROUNDS)
     return run_demo(directory, seed=options.seed, num_rollout=options.num_rollout)
 
 
 def run_demo(directory: Path, *, seed: int = 0, num_rollout: int | None = None) -> int:
     """Create the model and the data, run the SFT flow and then the GRPO flow. Return the exit code."""
     start_time = time.monotonic()
-    create_marked_demo_directory(directory)
-    print(
-        f"Penstock demo: a tiny Qwen3 (402,176 parameters), two-digit +- one-digit arithmetic, seed {seed}\n"
-        f"{MEANING}\n",
-        flush=True,
-    )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not any(directory.iterdir()):
+            (directory / MARKER).write_bytes(MARKER_TEXT)  # allows --fresh to remove the directory
+    except OSError as error:
+        reason = f"--directory {directory} cannot be written ({error.strerror})"
+        raise OptionError(f"{reason}: give another --directory") from error
+    title = "Penstock demo: a tiny Qwen3 (402,176 parameters), two-digit +- one-digit arithmetic"
+    print(f"{title}, seed {seed}\n{MEANING}\n", flush=True)
     show_wait("making the model and its data")
     try:
         model, data = make_model_and_data(directory / "inputs", seed)
     finally:
         end_wait()
-    sft = sft_config(directory, model, data, seed)
+    sft = recipe_config("sft", directory, model, data / "sft.jsonl", seed)
     if code := run_flow("sft", sft):
         return code
-    grpo = grpo_config(directory, export_directory(sft), data, seed, num_rollout)
+    rounds = {} if num_rollout is None else {"num_rollout": num_rollout}
+    evaluation = {"eval_prompt_data": [["heldout", str(data / "heldout.jsonl")]]}
+    grpo = recipe_config(
+        "grpo", directory, export_directory(sft), data / "train.jsonl", seed, run=rounds, eval=evaluation
+    )
     if code := run_flow("post_train", grpo):
         return code
     print(
@@ -134,17 +138,13 @@ def remove_demo(directory: Path) -> None:
     if not directory.exists() and not directory.is_symlink():
         return
     resolved = directory.resolve()
+    marker, reason = directory / MARKER, ""
     if directory.is_symlink() or any(other.resolve().is_relative_to(resolved) for other in (Path.home(), Path.cwd())):
-        raise OptionError(
-            f"--fresh does not remove {directory}: it is a link, or contains the home or the current directory; "
-            "give another --directory"
-        )
-    marker = directory / MARKER
-    if marker.is_symlink() or not marker.is_file() or marker.read_bytes() != MARKER_TEXT:
-        raise OptionError(
-            f"--fresh does not remove {directory}: it was not created by a demo ({MARKER} is missing); "
-            "give another --directory"
-        )
+        reason = "it is a link, or contains the home or the current directory"
+    elif marker.is_symlink() or not marker.is_file() or marker.read_bytes() != MARKER_TEXT:
+        reason = f"it was not created by a demo ({MARKER} is missing)"
+    if reason:
+        raise OptionError(f"--fresh does not remove {directory}: {reason}; give another --directory")
     if (directory / "store" / "runs").is_dir():
         store = Store(str(directory / "store"), probe=False)
         for run in store.list("runs"):
@@ -153,27 +153,14 @@ def remove_demo(directory: Path) -> None:
                     f"run {run!r} in {directory / 'store'} has a running driver, {drivers[0]}: stop the driver, then "
                     "repeat --fresh"
                 )
-    for name in SUBDIRECTORIES:
-        subdirectory = directory / name
+    for subdirectory in (directory / "inputs", directory / "store"):
         if subdirectory.is_symlink():
             subdirectory.unlink()
         elif subdirectory.exists():
             shutil.rmtree(subdirectory)
-    (directory / MARKER).unlink()
+    marker.unlink()
     if not any(directory.iterdir()):
         directory.rmdir()
-
-
-def create_marked_demo_directory(directory: Path) -> None:
-    """Create the demo's directory and, if it is empty, the marker file that allows --fresh to remove it."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not any(directory.iterdir()):
-            (directory / MARKER).write_bytes(MARKER_TEXT)
-    except OSError as error:
-        raise OptionError(
-            f"--directory {directory} cannot be written ({error.strerror}): give another --directory"
-        ) from error
 
 
 def make_model_and_data(directory: Path, seed: int) -> tuple[Path, Path]:
@@ -182,22 +169,21 @@ def make_model_and_data(directory: Path, seed: int) -> tuple[Path, Path]:
     Each directory is written under a temporary name and then renamed, so that a killed demo leaves no partial one.
     """
     model, data = directory / f"model-seed{seed}", directory / f"data-seed{seed}"
-    for target, make in ((data, make_tiny_data), (model, lambda path: make_tiny_model(path, seed=seed))):
+    for target, make in ((data, make_demo_data), (model, make_tiny_model)):
         if not target.exists():
             scratch = target.with_name(target.name + ".partial")
             shutil.rmtree(scratch, ignore_errors=True)
-            make(scratch)
-            if target is data:
-                write_curriculum(scratch, seed)
+            make(scratch, seed)
             scratch.rename(target)
     return model, data
 
 
-def write_curriculum(data: Path, seed: int) -> None:
-    """Write `sft.jsonl`, the SFT rows in training order: first correct answers (`sft_skill.jsonl`), then
-    answers of which some are rounded down to tens, a habit that RL has to remove (`sft_habit.jsonl`). No row occurs
-    twice in a batch.
+def make_demo_data(data: Path, seed: int) -> None:
+    """Write the data sets, and from them `sft.jsonl`, the SFT rows in training order: first correct answers
+    (`sft_skill.jsonl`), then answers of which some are rounded down to tens, a habit that RL has to remove
+    (`sft_habit.jsonl`). No row occurs twice in a batch.
     """
+    make_tiny_data(data)
     rng = random.Random(seed)
     with (data / "sft.jsonl").open("w", encoding="utf-8") as out:
         for name, steps in (("sft_skill", SKILL_STEPS), ("sft_habit", HABIT_STEPS)):
@@ -206,31 +192,20 @@ def write_curriculum(data: Path, seed: int) -> None:
                 out.writelines(json.dumps(row) + "\n" for row in rng.sample(rows, SFT_BATCH))
 
 
-def demo_run_name(part: str, seed: int) -> str:
-    """Return the name of the demo's run `part`, sft or grpo."""
-    return f"demo-{part}-seed{seed}"
-
-
-def sft_config(directory: Path, model: Path, data: Path, seed: int) -> PostTrainConfig:
-    """Return the config of the SFT run."""
-    values = read_toml(RECIPES / "demo-sft.toml")
-    values["run"] |= {"run": demo_run_name("sft", seed), "store": str(directory / "store")}
-    values["convert"] = {"hf_checkpoint": str(model)}
-    values["rollout"] |= {"prompt_data": [str(data / "sft.jsonl")], "rollout_seed": seed}
-    values["train"] |= {"seed": seed}
-    return validate_config(values)
-
-
-def grpo_config(directory: Path, model: Path, data: Path, seed: int, num_rollout: int | None) -> PostTrainConfig:
-    """Return the config of the GRPO run, which starts from the exported SFT model."""
-    values = read_toml(RECIPES / "demo-grpo.toml")
-    values["run"] |= {"run": demo_run_name("grpo", seed), "store": str(directory / "store")}
-    if num_rollout is not None:
-        values["run"]["num_rollout"] = num_rollout
-    values["convert"] = {"hf_checkpoint": str(model)}
-    values["rollout"] |= {"prompt_data": [str(data / "train.jsonl")], "rollout_seed": seed}
-    values["train"] |= {"seed": seed}
-    values["eval"] |= {"eval_prompt_data": [["heldout", str(data / "heldout.jsonl")]]}
+def recipe_config(
+    part: str, directory: Path, model: Path, prompts: Path, seed: int, **more: dict[str, Any]
+) -> PostTrainConfig:
+    """Return the config of the demo's run `part`, sft or grpo. `more`: options that replace those of the recipe, by
+    section."""
+    values = read_toml(RECIPES / f"demo-{part}.toml")
+    own: dict[str, dict[str, Any]] = {
+        "run": {"run": f"demo-{part}-seed{seed}", "store": str(directory / "store")},
+        "convert": {"hf_checkpoint": str(model)},
+        "rollout": {"prompt_data": [str(prompts)], "rollout_seed": seed},
+        "train": {"seed": seed},
+    }
+    for section, options in [*own.items(), *more.items()]:
+        values[section] = values.get(section, {}) | options
     return validate_config(values)
 
 
@@ -296,11 +271,11 @@ class DemoProcess:
             self._process.wait()
 
 
-def run_demo_with_kills(directory: Path, run: str, *, seed: int, num_rollout: int) -> int:
+def run_demo_with_kills(directory: Path, *, seed: int, num_rollout: int) -> int:
     """Run the demo, kill its processes, check its commits, and replay every round. Return the exit code: 0 if nothing
     was lost and every round is equal bit for bit."""
     console = TerminalConsole(highlight=False, soft_wrap=True)
-    store, keys = str(directory / "store"), RunKeys(run)
+    store, keys = str(directory / "store"), RunKeys(f"demo-grpo-seed{seed}")
     kills = {target: num_rollout * (number + 1) // 4 for number, target in enumerate(TARGETS)}
     done = num_trained(store, keys)
     if done >= kills["engine"]:
@@ -309,7 +284,7 @@ def run_demo_with_kills(directory: Path, run: str, *, seed: int, num_rollout: in
             f"{kills['engine']}: add --fresh, or give another --directory"
         )
     words = ("--directory", str(directory), "--seed", str(seed), "--num-rollout", str(num_rollout))
-    demo = DemoProcess(penstock_words("demo", *words), console)
+    demo = DemoProcess([*PENSTOCK, "demo", *words], console)
     try:
         while (code := demo.exit_code()) is None:
             time.sleep(POLL_SECONDS)
@@ -334,26 +309,17 @@ def check_and_replay(store: str, keys: RunKeys, console: Console) -> int:
         console.print(Text(f"WRONG: {problem}", style="bold red"))
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "replay.json"
-        words = penstock_words("replay", keys.run, "--store", store, "--json", str(report))
+        words = [*PENSTOCK, "replay", keys.run, "--store", store, "--json", str(report)]
         process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8")
         print_lines(process, console)
         code = process.wait()
         rounds = json.loads(report.read_text()) if report.exists() else {}
     num_equal = sum(replayed["verdict"] == EQUAL for replayed in rounds.values())
     good = not code and not result.problems and num_equal == len(rounds) == result.num_commits.get("step")
-    console.print(
-        Text(
-            f"\nkilled engine, trainer and driver: {len(result.problems)} problems in {result.num_samples:,} samples, "
-            f"{num_equal} of {len(rounds)} rounds {EQUAL}",
-            style="bold green" if good else "bold red",
-        )
-    )
+    problems = f"{len(result.problems)} problems in {result.num_samples:,} samples"
+    text = f"\nkilled engine, trainer and driver: {problems}, {num_equal} of {len(rounds)} rounds {EQUAL}"
+    console.print(Text(text, style="bold green" if good else "bold red"))
     return 0 if good else 1
-
-
-def penstock_words(*words: str) -> list[str]:
-    """Return the command `penstock WORDS` of this installation."""
-    return [sys.executable, "-m", "penstock", *words]
 
 
 def num_trained(store: str, keys: RunKeys) -> int:

@@ -41,16 +41,8 @@ def make_tiny_model(
     **sizes: int,
 ) -> Path:
     """Write a random Qwen3 with its tokenizer as a Hugging Face directory. The same arguments give the same bytes.
-
-    Args:
-        directory: created if it does not exist.
-        seed: random seed of the weights.
-        tied: whether embedding and output head are the same matrix.
-        dtype: dtype of the weights.
-        max_length: number of positions.
-        sizes: values to replace in SIZES; `groups` are key/value heads, `vocab` the rows of the embedding, of which the
-            tokenizer uses 54.
-    """
+    With `tied` embedding and output head are the same matrix. `sizes` replace values in SIZES, where `groups` are
+    key/value heads and `vocab` the rows of the embedding, of which the tokenizer uses 54."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar

@@ -6,11 +6,13 @@ run, because only an import reveals a broken environment.
 
 from __future__ import annotations
 
+import ipaddress
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -18,10 +20,9 @@ from pathlib import Path
 import psutil
 
 from penstock.engines.backends import DEFAULT, engine_backend
-from penstock.flows.commands.local_processes import ListeningPort, listening_ports
 from penstock.flows.inspect import plan
 from penstock.flows.install.command import find_distribution
-from penstock.flows.install.uses import GIB, USES, Targets, Use, shared_memory
+from penstock.flows.install.uses import GIB, USES, Targets, shared_memory
 from penstock.flows.options.argv import penstock_command, short_repr, split_args
 from penstock.flows.options.flags import STORE_FLAGS, parse_store_options, split_flags
 from penstock.flows.terminal.console import TerminalConsole, print_table
@@ -50,6 +51,7 @@ penstock doctor --ports
   --num-gpus-per-node  GPUs that the run uses on one machine; default 8 with --num-gpus"""
 
 SETUP = f"run `{penstock_command()} setup`"
+NOTHING_ACTIVE = "no run or service of this user is active"
 TARGETS = {"--ray-address": True, "--mlflow-tracking-uri": True}
 
 
@@ -68,15 +70,15 @@ def main(argv: list[str]) -> int:
     _, own, _ = split_args(argv, plan.FLAGS)
     if "--plan" in own:
         return plan.main(argv)
+    console = TerminalConsole()
     if argv == ["--ports"]:
         rows = [(port.address, port.command, port.owner, port.protection or "none") for port in listening_ports()]
         if rows:
-            print_table(("port", "command", "process", "authentication"), rows, width=TerminalConsole().width)
+            print_table(("port", "command", "process", "authentication"), rows, width=console.width)
         else:
-            print("no run or service of this user is active")
+            print(NOTHING_ACTIVE)
         return 0
     targets = parse_targets(argv)
-    console = TerminalConsole()
     with ThreadPoolExecutor() as pool, console.status("checking (the engines are imported, about 20 s)"):
         uses = pool.submit(lambda: [check(targets) for check in USES])
         findings = [finding for future in [pool.submit(check) for check in CHECKS] for finding in future.result()]
@@ -85,7 +87,12 @@ def main(argv: list[str]) -> int:
         for each in findings
     ]
     print_table(("", "what", "found", "what to do"), rows, width=console.width)
-    print_uses(uses.result())
+    print("\nplanned uses")
+    for use in uses.result():  # lines are not wrapped, so that commands can be copied
+        print(f"  {use.name:<14} {'not ready' if use.lacks else f'ready:  {use.command}'}")
+        for lack in use.lacks:
+            print(f"    {lack.found}\n      {lack.remedy}")
+    print()
     bad = sum(not finding.ok for finding in findings) + sum(use.required and bool(use.lacks) for use in uses.result())
     num_checks = len(findings) + sum(use.required for use in uses.result())
     console.print(f"{bad} of {num_checks} checks failed" if bad else "all checks passed")
@@ -105,27 +112,11 @@ def parse_targets(argv: list[str]) -> Targets:
     return Targets(store, own.get("--ray-address"), own.get("--mlflow-tracking-uri"))
 
 
-def print_uses(uses: Sequence[Use]) -> None:
-    """Print for each planned use the command that starts it, or what is missing and the command that adds it. Lines are
-    not wrapped, so that commands can be copied."""
-    print("\nplanned uses")
-    for use in uses:
-        print(f"  {use.name:<14} {'not ready' if use.lacks else f'ready:  {use.command}'}")
-        for lack in use.lacks:
-            print(f"    {lack.found}\n      {lack.remedy}")
-    print()
-
-
 def check_packages() -> list[Finding]:
     """Check the interpreter, and that the packages Penstock needs are installed in a supported version."""
-    # package -> required prefix of its version, None for any version
-    prefixes: dict[str, str | None] = {
-        "megatron-core": "0.16.1",
-        "prefect": "3.",
-        "mlflow": "3.",
-        "sglang-router": "0.3.",
-    }
-    prefixes |= dict.fromkeys(("torch", "transformers", "ray", "pyarrow", "fsspec"))
+    # package -> required prefix of its version
+    prefixes = {"megatron-core": "0.16.1", "prefect": "3.", "mlflow": "3.", "sglang-router": "0.3."}
+    prefixes |= dict.fromkeys(("torch", "transformers", "ray", "pyarrow", "fsspec"), "")
     python = (3, 11) <= sys.version_info[:2] <= (3, 12)
     findings = [Finding("Python", python, sys.version.split()[0], "use Python 3.11 or 3.12 (docs/install.md)")]
     for name, prefix in prefixes.items():
@@ -135,7 +126,7 @@ def check_packages() -> list[Finding]:
         elif installed is None:
             findings.append(Finding(name, False, "not installed", SETUP))
         else:
-            fits = installed.version.startswith(prefix or "")
+            fits = installed.version.startswith(prefix)
             findings.append(Finding(name, fits, installed.version, f"needs {prefix}x: {SETUP}"))
     return findings
 
@@ -151,13 +142,12 @@ def check_engine() -> list[Finding]:
 def check_machine() -> list[Finding]:
     """Check free memory, disk and shared memory."""
     memory, disk, shared = psutil.virtual_memory().available, shutil.disk_usage(".").free, shared_memory()
-    to_do = "the demo needs about 1 GiB: delete files or change directory"
+    for_memory = "the demo needs up to 8 GiB: close programs"
+    for_disk = "the demo needs about 1 GiB: delete files or change directory"
     for_shared = "Ray and weight publishing need /dev/shm: docker run --shm-size=8g"
     return [
-        Finding(
-            "free memory", memory > 6 * GIB, f"{memory / GIB:.1f} GiB", "the demo needs up to 8 GiB: close programs"
-        ),
-        Finding("free disk here", disk > 2 * GIB, f"{disk / GIB:.0f} GiB", to_do),
+        Finding("free memory", memory > 6 * GIB, f"{memory / GIB:.1f} GiB", for_memory),
+        Finding("free disk here", disk > 2 * GIB, f"{disk / GIB:.0f} GiB", for_disk),
         Finding("shared memory", shared > GIB // 2, f"{shared / GIB:.1f} GiB", for_shared),
     ]
 
@@ -191,7 +181,7 @@ def check_ports() -> list[Finding]:
         local = sum(port.loopback for port in ports)
         found = f"{len(ports)}, {local} of them for this machine only; `penstock doctor --ports` lists them"
         summaries.append(Finding(f"ports of {command}", True, found))
-    return [*summaries, *findings] or [Finding("listening ports", True, "no run or service of this user is active")]
+    return [*summaries, *findings] or [Finding("listening ports", True, NOTHING_ACTIVE)]
 
 
 def _check_with_script(check_name: str, *args: str, advice: str) -> Finding:
@@ -221,3 +211,94 @@ CHECKS: list[Callable[[], list[Finding]]] = [
     check_store,
     check_ports,
 ]
+
+
+# ---- ports -----------------------------------------------------------------------------------------------------------
+
+# (substring of a command line, authentication of that process's ports, environment variable without which the ports
+# have no authentication); the first match counts.
+PROTECTIONS = (
+    ("prefect_server.py", "login; checks Host and Origin", "PREFECT_SERVER_API_AUTH_STRING"),
+    ("launch_router.py", "API key; none on its metrics, states and model names", "PENSTOCK_SERVER_KEY"),
+    ("sglang/launch.py", "API key; none on ports between its processes", "PENSTOCK_SERVER_KEY"),
+    ("mlflow_server", "login; checks Host and Origin", None),
+    ("gcs_server", "Ray token", "RAY_AUTH_TOKEN"),
+    ("raylet", "Ray token", "RAY_AUTH_TOKEN"),
+    ("ray::", "Ray token; none on torch's TCPStore", "RAY_AUTH_TOKEN"),
+    ("ray/", "Ray token", "RAY_AUTH_TOKEN"),
+)
+OURS = {"penstock", "penstock.flows.cli", "penstock.flows.services.stack"}  # modules started with `python -m`
+
+
+@dataclass(frozen=True)
+class ListeningPort:
+    """A port that a process listens on."""
+
+    address: str  # "127.0.0.1:4200"
+    owner: str  # "gcs_server (pid 7)"
+    command: str  # the command that the process belongs to: "train my-run (pid 5)"
+    protection: str  # authentication, "" if there is none
+    loopback: bool
+
+
+def listening_ports(roots: Iterable[psutil.Process] | None = None) -> list[ListeningPort]:
+    """Return the TCP ports that the processes `roots` and their descendants listen on, sorted by port number."""
+    family: dict[int, tuple[psutil.Process, str]] = {}
+    for root in penstock_processes_of_this_user() if roots is None else roots:
+        with suppress(psutil.Error):
+            command_name = f"{describe_command(root.cmdline())} (pid {root.pid})"
+            processes = [root, *root.children(recursive=True)]
+            family |= {each.pid: (each, command_name) for each in processes if each.pid not in family}
+    ports: dict[tuple[str, int], ListeningPort] = {}
+    for process, command_name in family.values():
+        try:
+            command, name = process.cmdline(), process.name()
+            sockets = [each.laddr for each in process.net_connections(kind="tcp") if each.status == psutil.CONN_LISTEN]
+            protection = describe_port_authentication(command, process.environ()) if sockets else ""
+        except psutil.Error:  # the process has ended, or is another user's
+            continue
+        for host, port in sockets:
+            host = host.removeprefix("::ffff:")
+            owner = f"{name} (pid {process.pid})"
+            loopback = ipaddress.ip_address(host).is_loopback
+            ports.setdefault((host, port), ListeningPort(f"{host}:{port}", owner, command_name, protection, loopback))
+    return sorted(ports.values(), key=lambda each: int(each.address.rpartition(":")[2]))
+
+
+def penstock_processes_of_this_user() -> list[psutil.Process]:
+    """Return this user's `penstock` processes: commands and `make up`."""
+    me = psutil.Process().uids().real
+    roots = []
+    for process in psutil.process_iter():
+        try:
+            if process.uids().real == me and is_penstock_command(process.cmdline()):
+                roots.append(process)
+        except psutil.Error:
+            continue
+    return roots
+
+
+def is_penstock_command(command: list[str]) -> bool:
+    """Return whether a command line starts `penstock` or one of its modules."""
+    return any(word in OURS or word.endswith("bin/penstock") for word in command[:4])
+
+
+def describe_command(command: list[str]) -> str:
+    """Return the subcommand and the run's name of a `penstock` command line: "train my-run"; "make up" for the
+    services, and the program's name for any other command."""
+    start = next((number for number, word in enumerate(command[:4]) if is_penstock_command([word])), None)
+    if start is None:
+        return Path(command[0]).name if command else "?"
+    if command[start].endswith("stack"):
+        return "make up"
+    words = command[start + 1 :]
+    named = words[words.index("--run") + 1 :] if "--run" in words else words[1:]
+    return " ".join([*words[:1], *(word for word in named[:1] if not word.startswith("-"))])
+
+
+def describe_port_authentication(command: list[str], environment: dict[str, str]) -> str:
+    """Return the authentication of a process's ports, by its command line (PROTECTIONS), or "" if there is none."""
+    for mark, protection, variable in PROTECTIONS:
+        if mark in " ".join(command):
+            return protection if variable is None or environment.get(variable) else ""
+    return "Ray token, session keys; none on --prometheus-port" if is_penstock_command(command) else ""

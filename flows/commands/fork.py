@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.flows.config import SECTIONS, Plan, PostTrainConfig, RunConfig, flag_of_field, options_by_mutability
-from penstock.flows.options import flags
 from penstock.flows.options.adapters import check_fork_can_publish
 from penstock.flows.options.argv import check_run_name, parse_integer, penstock_command, split_args
-from penstock.flows.options.flags import store_options_from_values, update_config_from_argv
+from penstock.flows.options.flags import parse_values, store_options_from_values, update_config_from_argv
 from penstock.flows.options.paths import with_absolute_paths
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import (
@@ -52,21 +51,13 @@ _NUM_COPIES = 16  # commit records copied in parallel
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Return 0.
-
-    Raises:
-        RunError: the run or the round does not exist, or the new name is taken.
-        OptionError: an option is invalid.
-    """
+    """Run the command. Return 0."""
     positional, own, rest = split_args(argv, {"--at": True, "--name": True})
     if len(positional) != 1 or own.keys() != {"--at", "--name"}:
         raise OptionError("penstock fork needs a run, a round and a name: penstock fork RUN --at N --name NEW")
     old = check_run_name(positional[0])
-    at, name, given = (
-        parse_integer("--at", own["--at"]),
-        check_run_name(own["--name"], "--name"),
-        flags.parse_values(rest),
-    )
+    at, name = parse_integer("--at", own["--at"]), check_run_name(own["--name"], "--name")
+    given = parse_values(rest)
     where = store_options_from_values(given)
     flow, parent = read_flow_and_config(where, old)
     store = open_store(where, probe=False)
@@ -74,7 +65,10 @@ def main(argv: list[str]) -> int:
     config = plan_fork(store, flow, parent, rest, name, at)
     if store.read(RunKeys(name).record) is None:
         open_store(where)  # check that the store can be written
-    shared = create_fork(store, parent, config, at, restart_data=fork_restarts_data(parent, config, given))
+    # The rows of --prompt-data may have changed, even if its files are the same.
+    restart_data = "prompt_data" in given.get("rollout", {})
+    restart_data |= any(getattr(parent.rollout, name) != getattr(config.rollout, name) for name in _DATA_ORDER)
+    shared = create_fork(store, parent, config, at, restart_data=restart_data)
     print(f"run {name} starts from round {at} of {old}; shared by reference: {shared}")
     for field, before, after in changed_options(parent, config):
         print(f"  {flag_of_field(field)}: {before!r} -> {after!r}")
@@ -85,17 +79,9 @@ def main(argv: list[str]) -> int:
 
 def create_fork(store: Store, parent: PostTrainConfig, config: Plan, at_round: int, *, restart_data: bool) -> str:
     """Create the run `config.run.run` from the first `at_round` rounds of `parent.run.run`; repeatable after a kill.
-
-    Returns:
-        how many commits of each kind are shared, as text.
-
-    Raises:
-        RunError: the parent has fewer trained rounds, the name is taken, or the parent is being removed.
-        OptionError: engines cannot get the adapters (--lora-publish adapter).
-        StoreError: a commit record of the parent does not match its digest.
-    """
+    `restart_data`: the fork reads its prompt data from the first row again. Return how many commits of each kind are
+    shared, as text."""
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
-    check_rounds_are_trained(store, old, at_round)
     # Otherwise the fork shares nothing: version 0, its checkpoint and its evaluations are those of the parent's model.
     shares_start = at_round > 0 or parent.start_weights == config.start_weights
     entry = make_parent_record(store, parent, config, at_round, restart_data)
@@ -107,7 +93,10 @@ def create_fork(store: Store, parent: PostTrainConfig, config: Plan, at_round: i
     if not store.read(new.record):
         lease = Lease(store, new_driver_lease_key(new))  # `penstock gc` keeps the unfinished fork
         try:
-            check_fork_is_reserved(store, new)
+            # `penstock gc` may have removed the unfinished fork before the lease existed.
+            is_reserved = store.exists(unfinished_fork_key(new)) and not is_removed(store, new)
+            if not is_reserved or describe_removing_process(store, new):
+                raise RunError(f"`penstock gc` has removed the unfinished fork {new.run!r}: repeat the command")
             if shares_start:
                 copy_records_to_fork(store, parent, config, at_round)
             create_run_record(store, config, parent=entry)
@@ -124,45 +113,30 @@ def create_fork(store: Store, parent: PostTrainConfig, config: Plan, at_round: i
 
 
 def plan_fork(store: Store, flow: str, parent: PostTrainConfig, argv: Sequence[str], name: str, at_round: int) -> Plan:
-    """Return the plan of a fork: what the parent has decided, with the options given on the command line.
-
-    Raises:
-        OptionError: an option is invalid, or --num-rollout is less than the number of shared rounds.
-        RunError: --hf-checkpoint champion:MODEL names a model without an exported champion.
-    """
-    given = flags.parse_values(argv)
-    if "run" in given.get("run", {}):
+    """Return the plan of a fork: what the parent has decided, with the options given on the command line."""
+    if "run" in parse_values(argv).get("run", {}):
         raise OptionError("penstock fork takes the new run's name as --name: leave out --run")
     config = update_config_from_argv(parent, argv)
     run = config.run.model_copy(update={"run": name})
     config = resolve(flow, config.model_copy(update={"run": run}), store)
-    for option in ("freeze_params_name_list", "only_train_params_name_list"):
-        if at_round > 0 and getattr(config.train, option) != getattr(parent.train, option):
-            raise OptionError(
-                f"{flag_of_field(option)} cannot change at round {at_round}, because the optimizer has no state of "
-                "frozen parameters: fork at round 0, or start a new run with --load"
-            )
-    if at_round > 0 and parent.train.lora is not None and config.train.lora != parent.train.lora:
-        raise OptionError(
+    problem, before, after = "", parent.train, config.train
+    frozen = ("freeze_params_name_list", "only_train_params_name_list")
+    changed = [name for name in frozen if getattr(after, name) != getattr(before, name)]
+    if at_round > 0 and changed:
+        problem = (
+            f"{flag_of_field(changed[0])} cannot change at round {at_round}, because the optimizer has no state of "
+            "frozen parameters: fork at round 0, or start a new run with --load"
+        )
+    elif at_round > 0 and before.lora is not None and after.lora != before.lora:
+        problem = (
             f"the options of --lora-rank cannot change at round {at_round}, because the adapters of {parent.run.run} "
             "have them: keep them, fork at round 0, or export the run and start a new one with --load"
         )
-    if config.run.num_rollout < at_round:
-        raise OptionError(
-            f"--num-rollout {config.run.num_rollout} is less than the {at_round} shared rounds: "
-            f"give at least {at_round}"
-        )
+    elif (rounds := config.run.num_rollout) < at_round:
+        problem = f"--num-rollout {rounds} is less than the {at_round} shared rounds: give at least {at_round}"
+    if problem:
+        raise OptionError(problem)
     return config
-
-
-def fork_restarts_data(parent: PostTrainConfig, config: PostTrainConfig, given_values: flags.Values) -> bool:
-    """Return whether the fork reads its prompt data from the first row again.
-
-    It does if options of the data's order or columns differ from the parent's, or if --prompt-data is given, even with
-    the same files: the rows in the files may have changed.
-    """
-    order_changed = any(getattr(parent.rollout, name) != getattr(config.rollout, name) for name in _DATA_ORDER)
-    return order_changed or "prompt_data" in given_values.get("rollout", {})
 
 
 def changed_options(parent: PostTrainConfig, config: PostTrainConfig) -> list[tuple[str, Any, Any]]:
@@ -189,9 +163,11 @@ def make_parent_record(
 ) -> ParentRecord:
     """Return the origin of the new run."""
     record = read_existing_record(store, RunKeys(parent.run.run))
-    earlier = record.parent
-    restart_data = restart_data or _position_is_of_other_data(earlier, at_round)
-    restarts = [round_ for round_ in (earlier.restarts if earlier else ()) if round_ < at_round]
+    ancestor = record.parent
+    while ancestor is not None and at_round <= ancestor.at:
+        restart_data |= ancestor.restart_data  # the ancestor generated round `at_round` - 1, from other data
+        ancestor = ancestor.parent
+    restarts = [round_ for round_ in (record.parent.restarts if record.parent else ()) if round_ < at_round]
     before = config_of_round(record, at_round - 1)
     return ParentRecord(
         run=parent.run.run,
@@ -200,18 +176,8 @@ def make_parent_record(
         restarts=[*restarts, at_round] if restart_data else restarts,
         discard_responses=at_round > 0 and _response_options(before) != _response_options(config),
         config=_config_to_json_values(parent),
-        parent=earlier,
+        parent=record.parent,
     )
-
-
-def _position_is_of_other_data(parent_entry: ParentRecord | None, at_round: int) -> bool:
-    """Return whether round `at_round` - 1 of the parent, whose `parent` field is given, was generated by an ancestor
-    from other data than the parent's."""
-    while parent_entry is not None and at_round <= parent_entry.at:
-        if parent_entry.restart_data:
-            return True
-        parent_entry = parent_entry.parent
-    return False
 
 
 def _response_options(config: PostTrainConfig) -> dict[str, Any]:
@@ -223,23 +189,22 @@ def _response_options(config: PostTrainConfig) -> dict[str, Any]:
 
 
 def check_rounds_are_trained(store: Store, keys: RunKeys, num_rounds: int) -> None:
-    """Check that the rollouts and steps of the first `num_rounds` rounds of a run are committed. Raises RunError."""
+    """Check that the rollouts and steps of the first `num_rounds` rounds of a run are committed."""
     for kind in ("steps", "rollouts"):
         indices = store.committed_indices(f"{keys.prefix}/{kind}")
         missing = min(set(range(len(indices) + 1)) - set(indices))
-        if missing < num_rounds and missing < max(indices, default=-1):
-            raise RunError(
-                f"{commit_key(f'{keys.prefix}/{kind}/{missing:06d}')} is missing, but a fork at round {num_rounds} "
-                f"shares it: restore it from a backup, or give --at {missing}"
-            )
         if missing < num_rounds:
-            raise RunError(
-                f"run {keys.run!r} has {missing} trained rounds, but --at is {num_rounds}: give at most {missing}"
-            )
+            problem = f"run {keys.run!r} has {missing} trained rounds, but --at is {num_rounds}: give at most {missing}"
+            if missing < max(indices, default=-1):
+                problem = (
+                    f"{commit_key(f'{keys.prefix}/{kind}/{missing:06d}')} is missing, but a fork at round {num_rounds} "
+                    f"shares it: restore it from a backup, or give --at {missing}"
+                )
+            raise RunError(problem)
 
 
 def reserve_run_name(store: Store, new: RunKeys, fork_record: ForkRecord) -> None:
-    """Reserve the new run's name by creating `fork_record` as its fork.json. Raises RunError if the name is taken."""
+    """Reserve the new run's name by creating `fork_record` as its fork.json."""
     existing: RunRecord | ForkRecord | None = read_run_record(store, new)
     if is_removed(store, new):
         raise RunError(
@@ -265,17 +230,14 @@ def _fork_shares_commit(parent: RunKeys, prefix: str, at_round: int) -> bool:
     return directory in _LAST_SHARED and int(index) <= at_round + _LAST_SHARED[directory]
 
 
-def check_fork_is_reserved(store: Store, new: RunKeys) -> None:
-    """Check that `penstock gc` has not removed the unfinished fork between `reserve_run_name` and the creation of the
-    fork's lease. Raises RunError if it has."""
-    if describe_removing_process(store, new) or is_removed(store, new) or not store.exists(unfinished_fork_key(new)):
-        raise RunError(f"`penstock gc` has removed the unfinished fork {new.run!r}: repeat the command")
-
-
 def copy_records_to_fork(store: Store, parent: PostTrainConfig, config: PostTrainConfig, at_round: int) -> None:
     """Copy the commit records of the shared rounds, and the records of the models that parent and fork start with."""
     old, new = RunKeys(parent.run.run), RunKeys(config.run.run)
-    delete_expired_copies(store, old, new)
+    for version in store.committed_indices(f"{new.prefix}/checkpoints"):  # of a killed fork
+        original, copy = (store.committed(keys.checkpoint_prefix(version)) for keys in (old, new))
+        if copy is not None and (original is None or original.attempt != copy.attempt):
+            # The original has expired, and its files may be gone.
+            store.delete([commit_key(new.checkpoint_prefix(version))])
     prefixes = [prefix for prefix in committed_prefixes(store, old) if _fork_shares_commit(old, prefix, at_round)]
     map_in_threads(lambda prefix: copy_commit_to_fork(store, old, new, prefix), prefixes, _NUM_COPIES)
     same_auxiliary = parent.train.auxiliary_models.items() & config.train.auxiliary_models.items()
@@ -283,15 +245,6 @@ def copy_records_to_fork(store: Store, parent: PostTrainConfig, config: PostTrai
     for name in ("base", *dict(same_auxiliary), *adapter):
         if model := store.read(old.origin_key(name)):  # missing if the parent has not converted its model yet
             store.create(new.origin_key(name), model)
-
-
-def delete_expired_copies(store: Store, parent: RunKeys, forked: RunKeys) -> None:
-    """Delete the checkpoint records that a killed fork has copied and whose originals have expired: their files may be
-    gone."""
-    for version in store.committed_indices(f"{forked.prefix}/checkpoints"):
-        original, copy = (store.committed(keys.checkpoint_prefix(version)) for keys in (parent, forked))
-        if copy is not None and (original is None or original.attempt != copy.attempt):
-            store.delete([commit_key(forked.checkpoint_prefix(version))])
 
 
 def copy_commit_to_fork(store: Store, parent: RunKeys, forked: RunKeys, prefix: str) -> None:

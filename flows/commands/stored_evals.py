@@ -5,7 +5,7 @@ stages/eval/ computes differences, intervals and scores; this file parses the re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.flows.config import PostTrainConfig, flag_of_field, validate_config
 from penstock.flows.options import flags
@@ -22,9 +22,6 @@ from penstock.stages.rollout.group import make_grader
 from penstock.storage.commit import Commit, RunKeys, commit_key, eval_rewards
 from penstock.storage.errors import DataError, OptionError, RunError
 from penstock.storage.store import Store
-
-if TYPE_CHECKING:
-    from penstock.stages.eval.rescoring import Scoring
 
 USAGE = """penstock eval --compare A B [--store URI ...]
 
@@ -63,9 +60,9 @@ def compare_main(argv: list[str]) -> int:
     """Run the command. Return 0."""
     positional, _, rest = split_args(argv, {"--compare": False})
     if len(positional) != 2:
-        hint = f"; found {short_repr(' '.join(positional))}" if positional else ""
+        found = f"; found {short_repr(' '.join(positional))}" if positional else ""
         raise OptionError(
-            f"penstock eval --compare needs two policies: RUN/VERSION, or RUN for its newest evaluated version{hint}"
+            f"penstock eval --compare needs two policies: RUN/VERSION, or RUN for its newest evaluated version{found}"
         )
     store = open_store(parse_store_options(rest, "eval --compare"), probe=False)
     (title_a, a), (title_b, b) = (find_evaluations_of_version(store, policy) for policy in positional)
@@ -77,7 +74,15 @@ def compare_main(argv: list[str]) -> int:
         )
     print(f"A = {title_a}, B = {title_b}, in {store.uri}")
     titles = ("data set", "prompts", "A", "B", "B - A", "95 %", "B better", "B worse", "equal")
-    print_table(titles, [_comparison_row(store, name, a[name], b[name]) for name in common], numeric=True)
+    rows = []
+    for name in common:
+        check_same_data(name, a[name], b[name])
+        comparison = compare_rewards(rewards_by_prompt(store, a[name]), rewards_by_prompt(store, b[name]))
+        means = f"{comparison.mean_a:.3f}", f"{comparison.mean_b:.3f}", f"{comparison.difference:+.3f}"
+        interval = f"{comparison.low:+.3f} to {comparison.high:+.3f}"
+        counts = str(comparison.wins), str(comparison.losses), str(comparison.ties)
+        rows.append((name, str(comparison.num_prompts), *means, interval, *counts))
+    print_table(titles, rows, numeric=True)
     for title, only in ((title_a, a.keys() - b.keys()), (title_b, b.keys() - a.keys())):
         if only:
             print(f"only {title} was evaluated on {', '.join(sorted(only))}")
@@ -89,19 +94,18 @@ def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str
     its newest evaluated version."""
     run, slash, version = run_and_version.partition("/")
     keys = RunKeys(check_run_name(run, "--compare"))
-    if store.read(keys.record) is None:
-        raise RunError(
-            f"store {store.uri} has no run {run!r} (it has: {', '.join(store.list('runs')) or 'none'}): "
-            "correct the name"
-        )
     versions = [int(name) for name in store.list(f"{keys.prefix}/evals") if name.isdecimal()]
-    if not versions:
-        raise RunError(f"run {run!r} has no evaluations: evaluate it with --eval-prompt-data")
-    if slash and version not in map(str, versions):
-        raise RunError(
-            f"run {run!r} has no evaluation of version {short_repr(version)}: choose one of "
-            f"{', '.join(map(str, versions))}"
-        )
+    problem = ""
+    if store.read(keys.record) is None:
+        existing = ", ".join(store.list("runs")) or "none"
+        problem = f"store {store.uri} has no run {run!r} (it has: {existing}): correct the name"
+    elif not versions:
+        problem = f"run {run!r} has no evaluations: evaluate it with --eval-prompt-data"
+    elif slash and version not in map(str, versions):
+        problem = f"run {run!r} has no evaluation of version {short_repr(version)}: choose one of "
+        problem += ", ".join(map(str, versions))
+    if problem:
+        raise RunError(problem)
     chosen = int(version) if slash else max(versions)
     directory, suffix = f"{keys.prefix}/evals/{chosen:06d}", commit_key("")
     names = [name.removesuffix(suffix) for name in store.list(directory) if name.endswith(suffix)]
@@ -113,34 +117,15 @@ def find_evaluations_of_version(store: Store, run_and_version: str) -> tuple[str
     return f"{run}/{chosen}", evaluations
 
 
-def _comparison_row(store: Store, data_set: str, eval_a: Commit, eval_b: Commit) -> list[str]:
-    """Return the cells of a data set's row in the comparison table."""
-    check_same_data(data_set, eval_a, eval_b)
-    comparison = compare_rewards(rewards_by_prompt(store, eval_a), rewards_by_prompt(store, eval_b))
-    return [
-        data_set,
-        str(comparison.num_prompts),
-        f"{comparison.mean_a:.3f}",
-        f"{comparison.mean_b:.3f}",
-        f"{comparison.difference:+.3f}",
-        f"{comparison.low:+.3f} to {comparison.high:+.3f}",
-        str(comparison.wins),
-        str(comparison.losses),
-        str(comparison.ties),
-    ]
-
-
 # ---- scoring again ---------------------------------------------------------------------------------------------------
 
 
-_SCORING = {  # section -> options that are accepted
-    "rollout": (
-        "rm_type", "custom_rm_path", "rm_model_path", "rm_url", "reward_key", "reward_timeout",
-        "reward_start_timeout", "reward_workers", "allow_row_code", "rm_evaluated_integers",
-    ),
-    "eval": ("eval_rm_type", "eval_reward_key", "pass_threshold", "log_passrate"),
-    "run": ("store", "store_options", "store_single_writer"),
-}  # fmt: skip
+_SCORING = {  # options that are accepted
+    *("rm_type", "custom_rm_path", "rm_model_path", "rm_url", "reward_key", "reward_timeout", "reward_start_timeout"),
+    *("reward_workers", "allow_row_code", "rm_evaluated_integers"),
+    *("eval_rm_type", "eval_reward_key", "pass_threshold", "log_passrate"),
+    *("store", "store_options", "store_single_writer"),
+}
 
 
 def rescore_main(argv: list[str]) -> int:
@@ -154,16 +139,14 @@ def rescore_main(argv: list[str]) -> int:
     given, run = parse_scoring_options(rest), check_run_name(own["--rescore"], "--rescore")
     _, config = read_flow_and_config(given.run, run)
     store, keys = open_store(config.run, probe=False), RunKeys(run)
-    chosen = select_evaluations(store, keys, own.get("--version"), own.get("--dataset"))
     rows = []
-    for version, name in chosen:
+    for version, name in select_evaluations(store, keys, own.get("--version"), own.get("--dataset")):
         old = store.committed(keys.eval_prefix(version, name))
         assert old is not None, "`select_evaluations` returns committed ones"
         new = rescore_evaluation(store, keys, config, given, version, name)
         task = next(iter(eval_rewards(new)))
-        passing = (
-            format_with_interval(new.summary, f"eval/{task}-pass@1") if f"eval/{task}-pass@1" in new.summary else "-"
-        )
+        at_1 = f"eval/{task}-pass@1"
+        passing = format_with_interval(new.summary, at_1) if at_1 in new.summary else "-"
         was, now = format_with_interval(old.summary, f"eval/{name}"), format_with_interval(new.summary, f"eval/{task}")
         rows.append((str(version), name, was, now, passing, f"{new.summary[f'eval/{task}-failed_ratio']:.3f}", task))
     print(f"{run} in {store.uri}, scored again, with 95 % confidence intervals of the mean")
@@ -172,11 +155,10 @@ def rescore_main(argv: list[str]) -> int:
 
 
 def parse_scoring_options(argv: list[str]) -> PostTrainConfig:
-    """Return the config given on the command line. Raises OptionError for an option that does not affect scoring."""
+    """Return the config given on the command line, which may have only options that affect scoring."""
     values = flags.parse_values(argv)
-    for section, entries in values.items():
-        if other := next((name for name in entries if name not in _SCORING.get(section, ())), None):
-            raise OptionError(f"{flag_of_field(other)} has no effect on scoring stored samples: leave it out")
+    for name in (name for entries in values.values() for name in entries if name not in _SCORING):
+        raise OptionError(f"{flag_of_field(name)} has no effect on scoring stored samples: leave it out")
     given = validate_config(values)
     if given.eval.eval_rm_type and given.rollout.custom_rm_path:
         raise OptionError(

@@ -40,7 +40,6 @@ from penstock.flows.runtime.preflight import (
 from penstock.flows.runtime.resolve import is_complete, resolve
 from penstock.flows.runtime.runs import check_run_may_start, open_store
 from penstock.flows.terminal.console import print_table
-from penstock.stages.rollout.config import PromptConfig
 from penstock.stages.rollout.prompts.prompt_check import render_first_prompt, split_first_conversation
 from penstock.stages.rollout.prompts.prompt_files import parse_slice
 from penstock.storage.commit import RunKeys
@@ -63,11 +62,8 @@ Row = tuple[str, str]
 
 
 def dry_run(name: str, config: PostTrainConfig) -> int:
-    """Check a config for a flow that has a run, print the plan, and return 0.
-
-    Raises:
-        InputError: the run would be refused.
-    """
+    """Check a config for a flow that has a run, print the plan, and return 0. A run that would be refused is refused
+    with the same error."""
     flow, missing = Flow(name), list(missing_files(config))
     try:
         check_trackers(config.run)
@@ -99,8 +95,7 @@ def dry_run(name: str, config: PostTrainConfig) -> int:
         if not missing and shape is not None:
             check_algorithm(config, shape)
             tokenizer, tried = check_data(flow, config, shape)
-            if rollout := first_prompts(flow, config):
-                examples = list(example_rows(flow, rollout, tokenizer, tried))
+            examples = list(example_rows(flow, config, tokenizer, tried))
             missing.extend(missing_gpus(plan))
     rows = [*plan_rows(flow, config, shape), *examples, *option_rows(plan)]
     print_table(("plan", ""), [(title, escape(text)) for title, text in rows])
@@ -132,18 +127,17 @@ def collected_warnings() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def first_prompts(flow: Flow, config: PostTrainConfig) -> PromptConfig | None:
-    """Return the options of the prompts of training or, without training, of the first evaluation."""
-    if flow.trains and config.rollout.prompt_data:
-        return config.rollout
-    evaluated = [(path, name) for name, path in config.eval.data_sets]
-    return config.rollout.model_copy(update=config.eval.rollout_overrides(*evaluated[0])) if evaluated else None
-
-
 def example_rows(
-    flow: Flow, rollout: PromptConfig, tokenizer: PromptTokenizer, tried: list[tuple[str, Outcome]]
+    flow: Flow, config: PostTrainConfig, tokenizer: PromptTokenizer, tried: list[tuple[str, Outcome]]
 ) -> Iterator[Row]:
-    """Yield the first prompt and the rewards of test responses, or the first conversation of demonstrations."""
+    """Yield the first prompt of training or, without training, of the first evaluation, and the rewards of test
+    responses; or the first conversation of demonstrations."""
+    rollout = config.rollout
+    if not (flow.trains and rollout.prompt_data):
+        if not config.eval.data_sets:
+            return
+        name, path = config.eval.data_sets[0]
+        rollout = rollout.model_copy(update=config.eval.rollout_overrides(path, name))
     if flow.has_demonstrations:
         pieces = split_first_conversation(rollout, tokenizer)
         marked = [f"«{_shorten(text)}»" if is_trained else _shorten(text) for text, is_trained in pieces]
@@ -153,13 +147,9 @@ def example_rows(
     text, label = render_first_prompt(rollout, tokenizer)
     yield "first prompt", short_repr(text, MAX_PROMPT)
     yield "its label", short_repr(label)
-    title = "test rewards"
-    for response, outcome in tried:
-        yield (
-            title,
-            f"{short_repr(response)} gets {outcome.reward if outcome.error is None else outcome.error[:MAX_ERROR]}",
-        )
-        title = ""
+    for number, (response, outcome) in enumerate(tried):
+        reward = outcome.reward if outcome.error is None else outcome.error[:MAX_ERROR]
+        yield "" if number else "test rewards", f"{short_repr(response)} gets {reward}"
 
 
 def _shorten(text: str) -> str:
@@ -193,11 +183,8 @@ def has_weights(config: PostTrainConfig) -> bool:
 
 
 def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
-    """Yield (flag, path) of every local input of a run that does not exist on this machine.
-
-    Raises:
-        ModelError: an input is a name on the Hugging Face hub.
-    """
+    """Yield (flag, path) of every local input of a run that does not exist on this machine. Refuse names on the Hugging
+    Face hub."""
     model = config.convert.hf_checkpoint
     if model and not model.startswith(CHAMPION) and not has_weights(config):
         check_not_hub_id("--hf-checkpoint", model)
@@ -250,13 +237,25 @@ def plan_rows(flow: Flow, config: PostTrainConfig, shape: ModelShape | None) -> 
     if flow.has_rollouts:
         if teacher := teacher_options(config):
             yield "teacher", f"{teacher.spec.model_path}, an engine of {teacher.gpus_per_engine} GPUs of its own"
-        yield "asynchronous", describe_mode(config)
+        if run.streams:
+            mode = f"streaming, tokens at most {run.max_staleness} policy versions old"
+        elif run.async_buffer_size or run.update_weights_interval != 1:
+            mode = f"{run.async_buffer_size} rollouts ahead, tokens at most {run.staleness_limit} policy versions old"
+        else:
+            mode = "no: rollouts are generated with the newest policy"
+        yield "asynchronous", mode
     if shape is not None and flow.trains:
         dtype = train.params_dtype or "bf16"
         weights = shape.num_parameters * BYTES_PER_WEIGHT[dtype]
         state = shape.num_parameters * (BYTES_PER_WEIGHT[dtype] + MOMENTS_AND_MAIN_WEIGHT[dtype])
         if flow.has_rollouts:
-            yield "bytes a round", f"{format_bytes(weights)} of weights to the engines; {describe_shards(config)}"
+            rollout = config.rollout
+            tokens = rollout.rollout_batch_size * rollout.n_samples_per_prompt * rollout.rollout_max_response_len
+            shards = f"{format_bytes(tokens * BYTES_PER_TOKEN)} in the store before compression"
+            yield (
+                "bytes a round",
+                f"{format_bytes(weights)} of weights to the engines; at most {tokens:,} response tokens, {shards}",
+            )
         yield "a checkpoint", f"{format_bytes(state)}, an export {format_bytes(weights)}"
     names, interval = ", ".join(name for name, _ in config.eval.data_sets), config.eval.eval_interval
     yield "evaluations", f"{names} every {interval} rounds" if names and interval else names or "none"
@@ -307,32 +306,12 @@ def describe_weights(config: PostTrainConfig) -> str:
     return f"{stored} in the files, {quantized}{f'; the engines quantize to {by_engines}' if by_engines else ''}"
 
 
-def describe_mode(config: PostTrainConfig) -> str:
-    """Return how far generation may be ahead of training."""
-    run = config.run
-    if run.streams:
-        return f"streaming, tokens at most {run.max_staleness} policy versions old"
-    if not run.async_buffer_size and run.update_weights_interval == 1:
-        return "no: rollouts are generated with the newest policy"
-    return f"{run.async_buffer_size} rollouts ahead, tokens at most {run.staleness_limit} policy versions old"
-
-
-def describe_shards(config: PostTrainConfig) -> str:
-    """Return the largest size of the samples of a round in the store."""
-    rollout = config.rollout
-    tokens = rollout.rollout_batch_size * rollout.n_samples_per_prompt * rollout.rollout_max_response_len
-    return (
-        f"at most {tokens:,} response tokens, {format_bytes(tokens * BYTES_PER_TOKEN)} in the store before compression"
-    )
-
-
 def option_rows(config: Plan) -> Iterator[Row]:
     """Yield the given options that differ from their defaults."""
     title = "options"
     for section, name, field in list_options():
         value = getattr(getattr(config, section), name)
-        if name not in config.given.get(section, {}):
-            continue
-        if value != field.get_default(call_default_factory=True) and not field_meta(field).secret:
+        is_default = value == field.get_default(call_default_factory=True)
+        if name in config.given.get(section, {}) and not is_default and not field_meta(field).secret:
             yield title, f"--{name.replace('_', '-')} {short_repr(value)}"
             title = ""

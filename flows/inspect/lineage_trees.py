@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
 from typing import Any
 
 from rich.markup import escape
@@ -19,6 +18,7 @@ from penstock.storage.commit import eval_rewards
 from penstock.storage.errors import OptionError
 from penstock.storage.history.lineage_graph import REFERENCES, LineageGraph, Node, find_node, read_lineage
 from penstock.storage.samples.shards import read_samples
+from penstock.storage.store import Store
 
 USAGE = f"""penstock lineage REF [--json | --dot] [--store URI ...]
 
@@ -46,37 +46,37 @@ def main(argv: list[str]) -> int:
     if "--json" in own:
         print(json.dumps(to_json(graph, node), indent=1))
     elif "--dot" in own:
-        print(to_dot(graph, node))
+        print(to_dot(to_json(graph, node)))
     else:
-        console = wide_console()
-        run, _, of_run = positional[0].partition("/")
-        kind, _, sample_id = of_run.partition("/")
-        if kind == "sample" and node.commit is not None:
-            print_samples(run, [next(s for s in read_samples(store, node.commit) if s.sample_id == sample_id)])
-        console.print(f"[bold]{escape(node.name)}[/bold]  {escape(describe(node))}")
-        inputs = Tree("made from")
-        _add_inputs(graph, inputs, node, {node.id})
-        if not inputs.children:
-            inputs.add("nothing in the store")
-        console.print(inputs)
-        console.print(user_tree(graph, node))
+        print_trees(graph, node, store, positional[0])
     return 0
 
 
-# ---- trees -----------------------------------------------------------------------------------------------------------
-
-
-def user_tree(graph: LineageGraph, node: Node) -> Tree:
-    """Return what was made from `node` as a tree. Training after a checkpoint counts as made from it."""
-    tree = Tree("used for")
-    _add_users(graph, tree, node)
-    if node.kind == "checkpoint":
+def print_trees(graph: LineageGraph, node: Node, store: Store, reference: str) -> None:
+    """Print the artifact that `reference` names, what it was made from, and what was made from it."""
+    console = wide_console()
+    run, _, of_run = reference.partition("/")
+    kind, _, sample_id = of_run.partition("/")
+    if kind == "sample" and node.commit is not None:
+        print_samples(run, [next(s for s in read_samples(store, node.commit) if s.sample_id == sample_id)])
+    console.print(f"[bold]{escape(node.name)}[/bold]  {escape(describe(node))}")
+    inputs = Tree("made from")
+    _add_inputs(graph, inputs, node, {node.id})
+    if not inputs.children:
+        inputs.add("nothing in the store")
+    console.print(inputs)
+    users = Tree("used for")
+    _add_users(graph, users, node)
+    if node.kind == "checkpoint":  # training after a checkpoint counts as made from it
         for later in (user for _, policy in node.inputs for user in _users(graph, graph.nodes[policy])):
             if later.kind == "step":
-                _add_rounds(graph, tree.add(f"run {escape(later.run)} from round {_index(later)}"), later)
-    if not tree.children:
-        tree.add("nothing yet")
-    return tree
+                _add_rounds(graph, users.add(f"run {escape(later.run)} from round {_index(later)}"), later)
+    if not users.children:
+        users.add("nothing yet")
+    console.print(users)
+
+
+# ---- trees -----------------------------------------------------------------------------------------------------------
 
 
 def _add_inputs(graph: LineageGraph, tree: Tree, node: Node, shown: set[str]) -> None:
@@ -84,7 +84,7 @@ def _add_inputs(graph: LineageGraph, tree: Tree, node: Node, shown: set[str]) ->
     if node.kind == "step":
         rounds = [node]  # the steps of the same run up to `node`
         while True:
-            policies = [graph.nodes[id] for role, id in rounds[0].inputs if role == "policy"]
+            policies = _inputs(graph, rounds[0], "policy")
             if not policies or policies[0].kind != "step" or policies[0].run != node.run:
                 break
             rounds.insert(0, policies[0])
@@ -92,7 +92,7 @@ def _add_inputs(graph: LineageGraph, tree: Tree, node: Node, shown: set[str]) ->
         sources = [
             source
             for step in rounds
-            for rollout in _rollouts(graph, step)
+            for rollout in _inputs(graph, step, "rollout")
             for role, source in rollout.inputs
             if role != "policy"
         ]
@@ -156,8 +156,8 @@ def _is_below_other(user: Node, others: list[Node]) -> bool:
     return any(role == "checkpoint" and id in [other.id for other in others] for role, id in user.inputs)
 
 
-def _rollouts(graph: LineageGraph, step: Node) -> list[Node]:
-    return [graph.nodes[id] for role, id in step.inputs if role == "rollout"]
+def _inputs(graph: LineageGraph, node: Node, role: str) -> list[Node]:
+    return [graph.nodes[id] for name, id in node.inputs if name == role]
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def _index(node: Node) -> int:
 
 def _describe_rounds(graph: LineageGraph, steps: list[Node]) -> str:
     """Return one line for consecutive rounds of a run."""
-    rollouts = [rollout.commit for step in steps for rollout in _rollouts(graph, step) if rollout.commit]
+    rollouts = [rollout.commit for step in steps for rollout in _inputs(graph, step, "rollout") if rollout.commit]
     numbers = f"round {_index(steps[0])}" if len(steps) == 1 else f"rounds {_index(steps[0])} to {_index(steps[-1])}"
     rewards = [commit.summary["rollout/raw_reward"] for commit in rollouts if "rollout/raw_reward" in commit.summary]
     change = " -> ".join(f"{reward:.3f}" for reward in dict.fromkeys([*rewards[:1], *rewards[-1:]]))
@@ -203,34 +203,19 @@ def _describe_rounds(graph: LineageGraph, steps: list[Node]) -> str:
 def to_json(graph: LineageGraph, node: Node) -> dict[str, Any]:
     """Return the graph around `node`: its ancestors, its descendants, and the edges between all of them."""
     ancestors, descendants = graph.ancestors(node.id), graph.descendants(node.id)
-    nodes = [node, *ancestors, *descendants]
+    nodes = {each.id: each for each in (node, *ancestors, *descendants)}
     return {
         "artifact": node.id,
         "ancestors": [other.id for other in ancestors],
         "descendants": [other.id for other in descendants],
-        "nodes": [node_to_json(other) for other in nodes],
-        "edges": [{"from": source, "to": id, "role": role} for source, id, role in edges_between(nodes)],
+        "nodes": [node_to_json(each) for each in nodes.values()],
+        "edges": [
+            {"from": source, "to": each.id, "role": role}
+            for each in nodes.values()
+            for role, source in each.inputs
+            if source in nodes
+        ],
     }
-
-
-def to_dot(graph: LineageGraph, node: Node) -> str:
-    """Return the graph around `node` in Graphviz's language."""
-    nodes = [node, *graph.ancestors(node.id), *graph.descendants(node.id)]
-    lines = [
-        f"  {json.dumps(other.id)} [label={json.dumps(other.name)}, shape={_SHAPES[other.kind]}]" for other in nodes
-    ]
-    lines += [f"  {json.dumps(a)} -> {json.dumps(b)} [label={json.dumps(role)}]" for a, b, role in edges_between(nodes)]
-    return "\n".join(["digraph lineage {", "  rankdir=LR", *lines, "}"])
-
-
-_SHAPES = {"source": "note", "rollout": "folder", "step": "ellipse", "eval": "diamond"}
-_SHAPES |= dict.fromkeys(("model", "checkpoint", "export"), "box3d")
-
-
-def edges_between(nodes: Iterable[Node]) -> list[tuple[str, str, str]]:
-    """Return the edges between nodes as (id of the input, id of what was made from it, role of the input)."""
-    by_id = {node.id: node for node in nodes}
-    return [(source, node.id, role) for node in by_id.values() for role, source in node.inputs if source in by_id]
 
 
 def node_to_json(node: Node) -> dict[str, Any]:
@@ -247,3 +232,18 @@ def node_to_json(node: Node) -> dict[str, Any]:
         "samples": commit.num_samples(),
         "digest": commit.digest,
     }
+
+
+_SHAPES = {"source": "note", "rollout": "folder", "step": "ellipse", "eval": "diamond"}
+_SHAPES |= dict.fromkeys(("model", "checkpoint", "export"), "box3d")
+
+
+def to_dot(complete: dict[str, Any]) -> str:
+    """Return the graph of `to_json` in Graphviz's language."""
+    lines = ["digraph lineage {", "  rankdir=LR"]
+    for node in complete["nodes"]:
+        lines.append(f"  {json.dumps(node['id'])} [label={json.dumps(node['name'])}, shape={_SHAPES[node['kind']]}]")
+    for edge in complete["edges"]:
+        label = json.dumps(edge["role"])
+        lines.append(f"  {json.dumps(edge['from'])} -> {json.dumps(edge['to'])} [label={label}]")
+    return "\n".join([*lines, "}"])

@@ -37,11 +37,7 @@ Row = tuple[str, str, str]
 
 
 def main(argv: list[str]) -> int:
-    """Run `penstock doctor --plan`. Return 0 if the run fits, 1 if not.
-
-    Raises:
-        InputError: an option is invalid, or the model cannot be sharded as requested.
-    """
+    """Run `penstock doctor --plan`. Return 0 if the run fits, 1 if not."""
     positional, own, rest = split_args(argv, FLAGS)
     if positional:
         raise OptionError(f"penstock doctor --plan takes only options; found {short_repr(' '.join(positional))}")
@@ -57,7 +53,12 @@ def main(argv: list[str]) -> int:
     check_nodes(config)
     if flow.generates:
         check_engine_gpus(config, shape)
-    plan = plan_gpu_memory(flow, config, shape, gpu_bytes_from_flags(own))
+    gpu_bytes = min(visible_gpu_bytes(), default=DEFAULT_GPU_BYTES)
+    if "--gpu-memory-gib" in own:
+        gpu_bytes = round(parse_number("--gpu-memory-gib", own["--gpu-memory-gib"]) * GIB)
+        if not gpu_bytes:
+            raise OptionError("--gpu-memory-gib 0 is not the memory of a GPU: give a positive number")
+    plan = plan_gpu_memory(flow, config, shape, gpu_bytes)
     print_plan(plan, config)
     for warning in speed_warnings(flow, config, plan.gpu_bytes):
         print(f"warning: {warning}")
@@ -66,12 +67,7 @@ def main(argv: list[str]) -> int:
 
 def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str, str]) -> None:
     """Distribute --num-gpus over machines: the trainer gets all GPUs that --rollout-num-gpus and the teacher's engine
-    leave.
-
-    Args:
-        values: config values (section -> option -> value), updated in place.
-        flag_values: the given flags that only `penstock doctor --plan` has (FLAGS): flag -> value.
-    """
+    leave. `values` (section -> option -> value) are updated in place."""
     if "--num-gpus-per-node" in flag_values:
         per_node = _parse_positive_integer("--num-gpus-per-node", flag_values["--num-gpus-per-node"])
         values.setdefault("run", {})["num_gpus_per_node"] = per_node
@@ -84,30 +80,16 @@ def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str,
         teacher = parse_integer("--opd-teacher-num-gpus", str(values.get("rollout", {}).get("opd_teacher_num_gpus", 1)))
     trainer = total - teacher - (0 if engines is None else parse_integer("--rollout-num-gpus", str(engines)))
     if trainer < 1:
-        beside = f" and {teacher} GPUs of the teacher" if teacher else ""
-        raise OptionError(
-            f"--num-gpus {total} leaves no GPU for the trainer beside --rollout-num-gpus {engines}{beside}: raise "
-            "--num-gpus"
-        )
-    per_node = _parse_positive_integer(
-        "--num-gpus-per-node", flag_values.get("--num-gpus-per-node", str(min(GPUS_PER_NODE, trainer)))
-    )
+        beside = f"--rollout-num-gpus {engines}" + (f" and {teacher} GPUs of the teacher" if teacher else "")
+        raise OptionError(f"--num-gpus {total} leaves no GPU for the trainer beside {beside}: raise --num-gpus")
+    own_per_node = flag_values.get("--num-gpus-per-node", str(min(GPUS_PER_NODE, trainer)))
+    per_node = _parse_positive_integer("--num-gpus-per-node", own_per_node)
     if trainer % per_node:
         raise OptionError(
             f"--num-gpus-per-node {per_node} does not divide the trainer's {trainer} GPUs: give a divisor of "
             f"{trainer}, or change --num-gpus"
         )
     values.setdefault("train", {}).update(actor_num_nodes=trainer // per_node, actor_num_gpus_per_node=per_node)
-
-
-def gpu_bytes_from_flags(flag_values: Mapping[str, str]) -> int:
-    """Return the memory of one GPU in bytes: --gpu-memory-gib, else that of the smallest local GPU, else 80 GiB."""
-    if "--gpu-memory-gib" not in flag_values:
-        return min(visible_gpu_bytes(), default=DEFAULT_GPU_BYTES)
-    size = parse_number("--gpu-memory-gib", flag_values["--gpu-memory-gib"])
-    if not size:
-        raise OptionError("--gpu-memory-gib 0 is not the memory of a GPU: give a positive number")
-    return round(size * GIB)
 
 
 def plan_fits(plan: GpuPlan) -> bool:
@@ -124,17 +106,11 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
         rows += trainer_rows(plan.trainer, config, plan.offload_train)
     if plan.engine:
         engine, share = plan.engine, plan.engine.static_bytes / plan.gpu_bytes
+        per_engine = config.rollout.rollout_num_gpus_per_engine
+        tokens = f"{engine.num_kv_cache_tokens:,} tokens of {engine.bytes_per_token:,} bytes"
         rows += [
-            (
-                "engine, weights",
-                format_gib(engine.weight_bytes),
-                f"{config.rollout.rollout_num_gpus_per_engine} GPUs per engine",
-            ),
-            (
-                "engine, KV cache",
-                format_gib(engine.kv_cache_bytes),
-                f"{engine.num_kv_cache_tokens:,} tokens of {engine.bytes_per_token:,} bytes",
-            ),
+            ("engine, weights", format_gib(engine.weight_bytes), f"{per_engine} GPUs per engine"),
+            ("engine, KV cache", format_gib(engine.kv_cache_bytes), tokens),
             ("engine", format_gib(engine.static_bytes), f"static share {share:.2f} of the GPU"),
         ]
     if plan.teacher:
@@ -145,13 +121,13 @@ def print_plan(plan: GpuPlan, config: PostTrainConfig) -> None:
         ]
     if plan.trainer and plan.engine:
         separate = max(plan.trainer.peak_bytes, plan.engine.static_bytes)
-        rows += [
-            _row_with_verdict("shared GPU, both resident", plan.colocated_peak_bytes(), plan.gpu_bytes),
-            _row_with_verdict(
-                "shared GPU, each offloaded in turn", plan.colocated_peak_bytes(True, True), plan.gpu_bytes
-            ),
-            _row_with_verdict("separate GPUs, the larger", separate, plan.gpu_bytes),
-        ]
+        for what, peak in (
+            ("shared GPU, both resident", plan.colocated_peak_bytes()),
+            ("shared GPU, each offloaded in turn", plan.colocated_peak_bytes(True, True)),
+            ("separate GPUs, the larger", separate),
+        ):
+            verdict = "fits" if peak <= plan.gpu_bytes else f"exceeds {format_gib(plan.gpu_bytes)}"
+            rows.append((what, format_gib(peak), verdict))
     print_table(("per GPU", "  GiB", ""), [(what, size.rjust(5), detail) for what, size, detail in rows])
     placement = "shared by trainer and engines" if plan.colocated and plan.engine else "of the trainer or the engines"
     if plan.engine and plan.engine.weight_bytes >= plan.engine.static_bytes:
@@ -179,33 +155,19 @@ def trainer_rows(trainer: TrainerMemory, config: PostTrainConfig, offload_train:
     on_host = [*frozen, *(["weights", "optimizer"] if offload_train else [])]
     if train.megatron.optimizer_cpu_offload and not offload_train:
         on_host.append("optimizer")
+    tokens, logits = microbatch_tokens(config), f"logits of {train.log_probs_chunk_size:,} tokens, or one layer"
+    host = trainer.host + (trainer.weights + trainer.optimizer if offload_train else 0)
     return [
         ("trainer, weights", format_gib(trainer.weights), f"{trainer.parameters:,} parameters{models}"),
         ("trainer, gradients", format_gib(trainer.gradients), ""),
         ("trainer, optimizer", format_gib(trainer.optimizer), "fp32 weights and moments, sharded"),
-        (
-            "trainer, activations",
-            format_gib(trainer.activations),
-            f"{microbatch_tokens(config):,} tokens; recompute {recompute}",
-        ),
-        (
-            "trainer, temporary",
-            format_gib(trainer.temporary),
-            f"logits of {train.log_probs_chunk_size:,} tokens, or one layer",
-        ),
+        ("trainer, activations", format_gib(trainer.activations), f"{tokens:,} tokens; recompute {recompute}"),
+        ("trainer, temporary", format_gib(trainer.temporary), logits),
         ("trainer, update", format_gib(trainer.update), "after the activations: fp32 gradients, offloaded state"),
         ("trainer, CUDA and fragmentation", format_gib(RUNTIME), "measured"),
         ("trainer", format_gib(trainer.peak_bytes), sizes),
-        (
-            "host memory of a trainer rank",
-            format_gib(trainer.host + (trainer.weights + trainer.optimizer if offload_train else 0)),
-            ", ".join(on_host),
-        ),
+        ("host memory of a trainer rank", format_gib(host), ", ".join(on_host)),
     ]
-
-
-def _row_with_verdict(what: str, peak: int, gpu_bytes: int) -> Row:
-    return what, format_gib(peak), "fits" if peak <= gpu_bytes else f"exceeds {format_gib(gpu_bytes)}"
 
 
 def _parse_positive_integer(name: str, text: str) -> int:

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -53,10 +52,12 @@ class Request:
     data_set: str | None  # None: samples of training rounds
     numbers: tuple[int, ...] | None  # rounds, or policy versions of evaluations; None: not given
     prompt: str | None
-    keep: Callable[[Sample], bool]
-    order: Callable[[Sample], Any]
-    limit: int
+    choose: Callable[[list[Sample]], list[Sample]]  # by --status, --grep, --worst, --best and --limit
     as_json: bool
+
+    @property
+    def number_name(self) -> str:
+        return "round" if self.data_set is None else "version"
 
 
 def main(argv: list[str]) -> int:
@@ -72,9 +73,9 @@ def main(argv: list[str]) -> int:
             print(json.dumps(values, ensure_ascii=False))
     elif request.prompt is None:
         for number, samples in columns.items():
-            print_samples(f"{_number_name(request)} {number} of {request.run}", samples)
+            print_samples(f"{request.number_name} {number} of {request.run}", samples)
     else:
-        print_side_by_side(_number_name(request), columns)
+        print_side_by_side(request.number_name, columns)
     return 0
 
 
@@ -86,24 +87,23 @@ def parse_request(run: str, own: dict[str, str]) -> Request:
     if "--versions" in own and "--eval" not in own:
         raise OptionError("--versions needs --eval DATA_SET; for samples of training give --rounds")
     name = next((name for name in ("--round", "--rounds", "--versions") if name in own), "")
-    status, limit = own.get("--status"), parse_integer("--limit", own.get("--limit", "10"))
+    status = own.get("--status")
     if status is not None and status not in list(Status):
         raise OptionError(f"--status takes one of {', '.join(Status)}; found {short_repr(status)}")
     try:
         pattern = re.compile(own.get("--grep", ""))
     except (re.error, RecursionError, OverflowError) as error:
         raise OptionError(f"--grep is not a regular expression ({error}): correct it") from error
-    sign = {"--worst": 1, "--best": -1}.get(next((flag for flag in ("--worst", "--best") if flag in own), ""), 0)
-    return Request(
-        run,
-        own.get("--eval"),
-        tuple(parse_integer(name, text.strip()) for text in own[name].split(",")) if name else None,
-        own.get("--prompt"),
-        lambda sample: status in (None, sample.status) and bool(pattern.search(f"{sample.prompt}\n{sample.response}")),
-        lambda sample: sign * (sample.reward or 0.0),
-        limit,
-        "--json" in own,
-    )
+    sign = 1 if "--worst" in own else -1 if "--best" in own else 0
+    limit = parse_integer("--limit", own.get("--limit", "10"))
+    numbers = tuple(parse_integer(name, text.strip()) for text in own[name].split(",")) if name else None
+
+    def choose(samples: list[Sample]) -> list[Sample]:
+        with_status = [sample for sample in samples if status in (None, sample.status)]
+        kept = [sample for sample in with_status if pattern.search(f"{sample.prompt}\n{sample.response}")]
+        return sorted(kept, key=lambda sample: sign * (sample.reward or 0.0))[:limit]
+
+    return Request(run, own.get("--eval"), numbers, own.get("--prompt"), choose, "--json" in own)
 
 
 # ---- selecting -------------------------------------------------------------------------------------------------------
@@ -113,27 +113,21 @@ def select_samples(store: Store, keys: RunKeys, request: Request) -> dict[int, l
     """Return the requested samples by round, or by policy version for evaluations; rounds without any are left out."""
     numbers = request.numbers
     if numbers is None:
-        numbers = tuple(_committed_numbers(store, keys, request.data_set))
-        if request.prompt is None:
-            numbers = numbers[-1:]
+        committed = _committed_numbers(store, keys, request.data_set)
+        numbers = tuple(committed if request.prompt is not None else committed[-1:])
     rounds = {number: _read(store, keys, request.data_set, number) for number in numbers}
     if request.prompt is not None:
         prompt = find_prompt(store, keys, request, rounds)
         rounds = {n: [sample for sample in samples if prompt_of(sample) == prompt] for n, samples in rounds.items()}
     try:
         with time_limit("the search"):
-            selected = {
-                number: sorted(filter(request.keep, samples), key=request.order)[: request.limit]
-                for number, samples in rounds.items()
-            }
+            selected = {number: request.choose(samples) for number, samples in rounds.items()}
     except TimeoutError as error:
         raise OptionError(f"--grep: {error}; give a pattern without nested repetitions") from None
     if not any(selected.values()):
         where = ", ".join(map(str, request.numbers or ())) or f"0 to {max(numbers, default=-1)}"
-        raise RunError(
-            f"run {keys.run!r} has no such sample in {_number_name(request)}s {where}: "
-            "change --prompt, --status or --grep"
-        )
+        place = f"{request.number_name}s {where}"
+        raise RunError(f"run {keys.run!r} has no such sample in {place}: change --prompt, --status or --grep")
     return {number: samples for number, samples in selected.items() if samples}
 
 
@@ -223,7 +217,3 @@ def describe_sample(sample: Sample) -> str:
 def format_cell(sample: Sample) -> str:
     reward = "" if sample.reward is None else f"{sample.reward:.3f}, "
     return f"[bold]{reward}{sample.status.value}[/bold]\n{escape(sample.response)}"
-
-
-def _number_name(request: Request) -> str:
-    return "round" if request.data_set is None else "version"

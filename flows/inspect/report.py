@@ -48,7 +48,13 @@ def main(argv: list[str]) -> int:
     if max_samples < 1:
         raise OptionError(f"--max-samples {max_samples} is not positive: give at least 1")
     output = Path(own.get("--output", f"{run}.html"))
-    check_output_file(output)
+    for wrong, message in (
+        (output.is_dir(), " is a directory: give the name of a file in it"),
+        (not output.absolute().parent.is_dir(), ": its directory does not exist: create it first"),
+        (is_other_file(output), " exists and is not a report of this command: move it, or give another file"),
+    ):
+        if wrong:
+            raise OptionError(f"--output {short_repr(str(output))}{message}")
     store = open_store(parse_store_options(rest, "report"), probe=False)
     start = time.monotonic()
     page = make_report(store, run, max_samples).encode("utf-8")
@@ -60,6 +66,11 @@ def main(argv: list[str]) -> int:
         temporary.unlink(missing_ok=True)
     print(f"{output}: {format_bytes(len(page))}, written in {time.monotonic() - start:.1f} s")
     return 0
+
+
+def is_other_file(path: Path) -> bool:
+    """Return whether something else than a report of this command exists at `path`."""
+    return path.exists() and not (path.is_file() and GENERATOR.encode() in path.read_bytes()[:1000])
 
 
 def make_report(store: Store, run: str, max_samples: int = DEFAULT_MAX_SAMPLES) -> str:
@@ -78,19 +89,6 @@ def make_report(store: Store, run: str, max_samples: int = DEFAULT_MAX_SAMPLES) 
     overview, commits = collect_overview(store, keys, known)
     samples = collect_samples(store, commits, max_samples)
     return build_page(overview, samples, read_token_texts(store, record, commits, sorted(samples.token_ids)))
-
-
-def check_output_file(path: Path) -> None:
-    """Check that a report may be written to `path`. Raises OptionError if it is another file or a directory."""
-    if path.is_dir():
-        raise OptionError(f"--output {short_repr(str(path))} is a directory: give the name of a file in it")
-    if not path.absolute().parent.is_dir():
-        raise OptionError(f"--output {short_repr(str(path))}: its directory does not exist: create it first")
-    if path.exists() and not (path.is_file() and GENERATOR.encode() in path.read_bytes()[:1000]):
-        raise OptionError(
-            f"--output {short_repr(str(path))} exists and is not a report of this command: "
-            "move it, or give another file"
-        )
 
 
 # ---- what storage does not know --------------------------------------------------------------------------------------
@@ -127,14 +125,11 @@ def compare_evaluations(store: Store, first: Commit, last: Commit) -> dict[str, 
 def read_token_texts(
     store: Store, record: RunRecord, commits: Sequence[Commit], token_ids: Sequence[int]
 ) -> dict[int, str]:
-    """Return id -> text of tokens, by the tokenizer of the newest export or of the run's model; {} without one.
-
-    Shards contain token ids and whole texts, but not the text of each token.
-    """
+    """Return id -> text of tokens, which shards do not contain, by the tokenizer of the newest export or of the run's
+    model; {} without one."""
     exports = [commit for commit in commits if commit.kind == "export"]
     for commit in exports[-1:]:
-        names = [file.path.removeprefix(f"{commit.attempt}/") for file in commit.files]
-        if "tokenizer.json" in names:
+        if f"{commit.attempt}/tokenizer.json" in [file.path for file in commit.files]:
             with suppress(StoreError):  # an export may have been moved; the model has the same tokenizer
                 with store.reading(commit, only=["tokenizer.json"]) as directory:
                     return decode_tokens(directory / "tokenizer.json", token_ids)

@@ -49,8 +49,7 @@ _BATCH = 1024  # rows fetched at once
 
 def main(argv: list[str]) -> int:
     """Run the command. Return 0."""
-    own_flags = {"--file": True, "--format": True, "--limit": True}
-    positional, own, rest = split_args(argv, own_flags)
+    positional, own, rest = split_args(argv, {"--file": True, "--format": True, "--limit": True})
     runs, store_argv = split_runs(rest)
     output_format = own.get("--format", "table")
     if output_format not in _WRITERS:
@@ -143,10 +142,8 @@ def write_table(columns: Sequence[str], rows: Iterator[Row]) -> None:
     values = list(rows)
     cells = [[format_cell(value) for value in row] for row in (columns, *values)]
     widths = [max(cell_len(row[index]) for row in cells) for index in range(len(columns))]
-    numeric = [
-        bool(values) and all(isinstance(row[index], (int, float, Decimal, type(None))) for row in values)
-        for index in range(len(columns))
-    ]
+    numbers = (int, float, Decimal, type(None))
+    numeric = [bool(values) and all(isinstance(row[i], numbers) for row in values) for i in range(len(columns))]
     for row in cells:
         padded = [
             " " * (width - cell_len(cell)) + cell if right else set_cell_size(cell, width)

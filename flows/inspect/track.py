@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from penstock.flows.config import flag_of_field, validate_config
@@ -58,15 +57,17 @@ def main(argv: list[str]) -> int:
         raise OptionError(f"penstock track needs --to {'|'.join(TRACKERS)}; found {to or 'no --to'}")
     if "--tracking-uri" in own and to != "mlflow":
         raise OptionError(f"--tracking-uri has no effect with --to {to}: leave it out")
-    store_argv, given = _split_tracker_options(rest, to)
+    of_tracker = {flag_of_field(name) for name in TRACKERS[to].model_fields if name != f"use_{to}"}
+    argv_of: dict[bool, list[str]] = {True: [], False: []}  # whether a flag is the tracker's -> its arguments
+    for name, values in split_flags(rest):
+        argv_of[name in of_tracker] += [name, *values]
+    given = parse_values(argv_of[True]).get("run", {})
     if "--tracking-uri" in own:
         given["mlflow_tracking_uri"] = own["--tracking-uri"]
-    where = parse_store_options(store_argv, "track")
-    store = open_store(where, probe=False)
-    refused = 0
-    for name in _runs(store, names, all_runs="--all" in own):
-        refused += send_run(store, RunKeys(name), to, given)
-    return 1 if refused else 0
+    store = open_store(parse_store_options(argv_of[False], "track"), probe=False)
+    runs = _runs(store, names, all_runs="--all" in own)
+    refused = [send_run(store, RunKeys(name), to, given) for name in runs]
+    return 1 if any(refused) else 0
 
 
 def send_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> int:
@@ -98,30 +99,16 @@ def send_run(store: Store, keys: RunKeys, to: str, given: dict[str, Any]) -> int
 
 
 def _runs(store: Store, names: Sequence[str], *, all_runs: bool) -> list[str]:
-    """Return the names of the runs to send, the oldest first, so that a tracker has a run before its forks. Raises
-    OptionError if there are none, or names as well as --all."""
+    """Return the names of the runs to send, the oldest first, so that a tracker has a run before its forks."""
     if all_runs == bool(names):
         raise OptionError("penstock track needs the names of runs, or --all instead; `penstock runs` lists them")
-    if names:
-        return sorted(map(check_run_name, names), key=partial(_created_at, store))
-    runs = [name for name in store.list("runs") if not is_removed(store, RunKeys(name))]
-    if not runs:
-        raise RunError(f"store {store.uri} has no runs: give --store")
-    return sorted(runs, key=partial(_created_at, store))
-
-
-def _created_at(store: Store, name: str) -> float:
-    return record.created_at if (record := read_run_record(store, RunKeys(name))) else 0.0
-
-
-def _split_tracker_options(argv: Sequence[str], to: str) -> tuple[list[str], dict[str, Any]]:
-    """Split the command line into the store options and the values of the tracker's own options."""
-    flags = {flag_of_field(name) for name in TRACKERS[to].model_fields if name != f"use_{to}"}
-    store_argv: list[str] = []
-    tracker_argv: list[str] = []
-    for name, values in split_flags(argv):
-        (tracker_argv if name in flags else store_argv).extend([name, *values])
-    return store_argv, parse_values(tracker_argv).get("run", {})
+    runs = [check_run_name(name) for name in names]
+    if all_runs:
+        runs = [name for name in store.list("runs") if not is_removed(store, RunKeys(name))]
+        if not runs:
+            raise RunError(f"store {store.uri} has no runs: give --store")
+    records = {name: read_run_record(store, RunKeys(name)) for name in runs}
+    return sorted(runs, key=lambda name: record.created_at if (record := records[name]) else 0.0)
 
 
 def _tracking_uri(store: Store, record: RunRecord, to: str, given: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from penstock.engines.training import MemorySwitch
@@ -19,8 +18,8 @@ class CommitReport:
 
     key: str  # of its record in the store
     commit: Commit
-    is_new: bool = True  # whether the trackers did not have it; set by `Trackers`
-    line: str = ""  # that was printed for it; set by `Terminal`
+    is_new: bool = True  # whether the trackers did not have it; set by `Results`
+    line: str = ""  # that was printed for it; set by `Results`
 
 
 class Observer:
@@ -48,9 +47,7 @@ class Observer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         return None
 
 

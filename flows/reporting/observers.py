@@ -6,13 +6,10 @@ from prefect import get_run_logger
 
 from penstock.engines import scratch
 from penstock.engines.training import GIB, MemorySwitch
-from penstock.flows.reporting.final_report import FinalReport
-from penstock.flows.reporting.hang_detector import HangDetector
 from penstock.flows.reporting.learning_signal import LearningSignal
+from penstock.flows.reporting.monitors import HangDetector, PrometheusEndpoint, SystemMetrics, sample_system
 from penstock.flows.reporting.observer import CommitReport, Observer, Observers
-from penstock.flows.reporting.prefect_page import PrefectPage
-from penstock.flows.reporting.prometheus import PrometheusEndpoint
-from penstock.flows.reporting.system_metrics import SystemMetrics, sample_system
+from penstock.flows.reporting.prefect_page import FinalReport, PrefectPage
 from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.runs import logs_of_run
@@ -27,7 +24,7 @@ DELIVERY_SECONDS = 30.0  # to wait for the trackers at the end of a run
 def add_observers(observers: Observers, run: ActiveRun, display: Display, tracking: RunTracking) -> None:
     """Add the observers of a run in the order in which they are told. They are left in the reverse order."""
     logs = logs_of_run(run.store, run.keys) or scratch.temp_base_directory()
-    report, trackers = FinalReport(run, display, tracking), Trackers(run, display, tracking)
+    report, results = FinalReport(run, display, tracking), Results(run, display, tracking)
 
     def warn(text: str) -> None:
         display.warn(text)
@@ -35,9 +32,8 @@ def add_observers(observers: Observers, run: ActiveRun, display: Display, tracki
 
     observers.add(HangDetector(run.config.run.hang_timeout, display.warn, logs))
     observers.add(PrefectPage(run, display, tracking, report))
-    observers.add(trackers)
+    observers.add(results)
     observers.add(report)
-    observers.add(Terminal(display))
     if (port := run.config.run.prometheus_port) is not None:
         endpoint = PrometheusEndpoint(run.keys.run, port, display.note)
         for record in read_committed(run.store, run.keys):
@@ -45,33 +41,12 @@ def add_observers(observers: Observers, run: ActiveRun, display: Display, tracki
         tracking.on_metrics = endpoint.update
         observers.add(endpoint)
     observers.add(LearningSignal(run, warn))
-    observers.add(SystemMetrics(trackers.log_system_metrics, display.note, trackers.sample_system))
+    observers.add(SystemMetrics(results.log_system_metrics, display.note, results.sample_system))
 
 
-class Terminal(Observer):
-    """Prints commits, weight updates and results."""
-
-    def __init__(self, display: Display) -> None:
-        self.display = display
-
-    def on_commit(self, report: CommitReport) -> None:
-        if report.is_new:
-            report.line = self.display.print_commit(report.commit)
-
-    def on_publish(self, version: int, metrics: dict[str, float], switches: list[MemorySwitch]) -> None:
-        self.display.record_publish(metrics["perf/update_weights_time"])
-        for switch in switches:
-            self.display.note(f"moved GPU memory: {switch}")
-
-    def on_overlap(self, rollout_id: int, metrics: dict[str, float]) -> None:
-        self.display.record_overlap(rollout_id, metrics)
-
-    def on_results(self, commits: list[Commit]) -> None:
-        self.display.print_summary(commits)
-
-
-class Trackers(Observer):
-    """Tells the trackers (MLflow, TensorBoard, W&B) what happens, and at the end what the run has cost."""
+class Results(Observer):
+    """Prints commits, weight updates and results, and sends them to the trackers (MLflow, TensorBoard, W&B), at the end
+    also what the run has cost."""
 
     def __init__(self, run: ActiveRun, display: Display, tracking: RunTracking) -> None:
         self.run = run
@@ -80,8 +55,13 @@ class Trackers(Observer):
 
     def on_commit(self, report: CommitReport) -> None:
         report.is_new = self.tracking.record_commit(report.key, report.commit)
+        if report.is_new:
+            report.line = self.display.print_commit(report.commit)
 
     def on_publish(self, version: int, metrics: dict[str, float], switches: list[MemorySwitch]) -> None:
+        self.display.record_publish(metrics["perf/update_weights_time"])
+        for switch in switches:
+            self.display.note(f"moved GPU memory: {switch}")
         if switches:
             metrics["perf/memory_switch_time"] = sum(switch.seconds for switch in switches)
             metrics["perf/device_memory_peak_gib"] = max(switch.device_bytes_before for switch in switches) / GIB
@@ -91,6 +71,10 @@ class Trackers(Observer):
 
     def on_overlap(self, rollout_id: int, metrics: dict[str, float]) -> None:
         self.tracking.enqueue_metrics(f"overlap-{rollout_id}", metrics, step=rollout_id)
+        self.display.record_overlap(rollout_id, metrics)
+
+    def on_results(self, commits: list[Commit]) -> None:
+        self.display.print_summary(commits)
 
     def sample_system(self) -> dict[str, float]:
         """Return metrics of the driver's node, after showing them in the panel."""

@@ -1,4 +1,5 @@
-"""What Prefect's pages show of a run: tags, the messages of final states, one artifact with the curve and links.
+"""What a run publishes of itself: its HTML report, in the store, and its Prefect pages: tags, the messages of final
+states, one artifact with the curve and links.
 
 Also: no flow run and no task run remains "Running" after its process has ended. A process that can still do so reports
 its own end (`report_end`, also called by a worker whose flow run was killed); otherwise the next start of the run does.
@@ -6,9 +7,12 @@ its own end (`report_end`, also called by a worker whose flow run was killed); o
 
 from __future__ import annotations
 
+import base64
 import logging
 import re
+import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Self
 from uuid import UUID
@@ -31,31 +35,77 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 from prefect.states import Crashed, StateType
 
 from penstock.flows.config import validate_config
-from penstock.flows.reporting.final_report import FinalReport
+from penstock.flows.inspect.report import make_report
 from penstock.flows.reporting.observer import Observer
-from penstock.flows.reporting.progress import (
-    describe_progress,
-    evaluation_rewards,
-    reward_curve_svg,
-    run_page,
-    training_rewards,
-)
 from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.child_process import http_answers
 from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.prefect_api import wait_for_api
 from penstock.flows.runtime.runs import open_store
 from penstock.flows.runtime.signals import patience_after
+from penstock.flows.terminal.lines import evaluation_rewards, training_rewards
 from penstock.storage.commit import Commit, RunKeys, attempt_in_path
 from penstock.storage.history.run_record import read_starts
 from penstock.storage.leases import describe_live_drivers
 from penstock.storage.secrets import redact
-from penstock.storage.store import Store, read_commits
+from penstock.storage.store import Store, committed_prefixes, read_commits
 from penstock.storage.tracking.delivery import RunTracking
 
 if TYPE_CHECKING:
     from prefect import Flow
     from prefect.client.schemas import FlowRun, TaskRun
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+MAX_SAMPLES = 2000  # fewer than `penstock report` shows: the end of a run waits for the report
+TIMEOUT = 30.0  # seconds
+
+
+class FinalReport(Observer):
+    """Writes the report at the end of a start, unless that was stopped, and gives it to the trackers."""
+
+    def __init__(self, run: ActiveRun, display: Display, tracking: RunTracking) -> None:
+        self.run = run
+        self.display = display
+        self.tracking = tracking
+        self.written = False
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        run = self.run
+        if not run.writes_report(kind) or not committed_prefixes(run.store, run.keys):
+            return
+        content = write_final_report(run.store, run.keys, self.display.note)
+        if content is not None:
+            self.written = True
+            self.tracking.record_report(run.keys.report, content)
+            self.display.note(f"report: {run.store.path(run.keys.report)}")
+
+
+def write_final_report(store: Store, keys: RunKeys, note: Callable[[str], object]) -> bytes | None:
+    """Write the report of a run to `RunKeys.report`, replacing that of an earlier start. Return its content, or None if
+    that failed or took longer than TIMEOUT; then the reason is printed with `note`, and the run is not affected."""
+    pages: list[bytes] = []
+    problems: list[str] = []
+
+    def write() -> None:
+        try:
+            page = make_report(store, keys.run, MAX_SAMPLES).encode()
+            store.replace(keys.report, page)
+            pages.append(page)
+        except Exception as error:  # the report must not fail the run, whatever the run's files or the store are like
+            problems.append(redact(f"{type(error).__name__}: {str(error)[:200]}"))
+
+    thread = threading.Thread(target=write, name="report", daemon=True)
+    thread.start()
+    thread.join(TIMEOUT)
+    if pages:
+        return pages[0]
+    reason = problems[0] if problems else f"not written within {TIMEOUT:.0f} s"
+    note(f"the report of the run is missing ({reason}); `penstock report {keys.run}` writes it")
+    return None
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
 
 REPORT_TIMEOUT = 3.0  # seconds to wait for the last task states of this process, which Prefect sends asynchronously
 _ACTIVE = [StateType.PENDING, StateType.RUNNING, StateType.SCHEDULED, StateType.PAUSED, StateType.CANCELLING]
@@ -74,14 +124,7 @@ def model_title(path: str) -> str:
 
 class PrefectPage(Observer):
     """The pages of this flow run: tags, and the artifact of the run, whose key all starts of the run share. A failure
-    is printed and does not fail the run.
-
-    Args:
-        run: the run.
-        display: the terminal, which prints the same results.
-        tracking: the trackers, to whose pages the artifact has links.
-        report: the report that is written at the end.
-    """
+    is printed and does not fail the run."""
 
     def __init__(self, run: ActiveRun, display: Display, tracking: RunTracking, report: FinalReport) -> None:
         self.run = run
@@ -142,19 +185,96 @@ class PrefectPage(Observer):
             self.display.note(f"the results could not be written to the Prefect page ({type(error).__name__}: {error})")
 
 
+# ---- what the artifact shows -----------------------------------------------------------------------------------------
+
+_WIDTH, _HEIGHT, _MARGIN = 720, 240, 44  # of the curve, in pixels
+_COLOURS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444")
+
+
+def describe_progress(commits: Sequence[Commit], since: float = 0.0) -> str:
+    """Return which of the run's commits, in the order of their creation, were made at or after `since` (seconds since
+    the epoch), for instance "rounds 6 to 8, reward 0.650 -> 0.770, checkpoint 8"."""
+    new = [commit for commit in commits if commit.created_at >= since]
+    steps = [commit for commit in new if commit.kind == "step"]
+    parts = []
+    if steps:
+        first, last = steps[0].index, steps[-1].index
+        parts.append(f"round {first}" if first == last else f"rounds {first} to {last}")
+        name, values = "reward", training_rewards(commits)
+        if not values:  # supervised fine-tuning
+            name, values = "loss", {c.index: c.summary["train/loss"] for c in steps if "train/loss" in c.summary}
+        if first in values and last in values:
+            parts.append(f"{name} {_change(values[first], values[last])}")
+    for task, scores in evaluation_rewards(new).items():
+        parts.append(f"eval {task} {_change(scores[min(scores)], scores[max(scores)])}")
+    newest = {commit.kind: commit.index for commit in new}
+    parts += [f"{kind} {newest[kind]}" for kind in ("checkpoint", "export") if kind in newest]
+    return ", ".join(parts) or "no new stage was committed"
+
+
+def run_page(title: str, progress: str, rows: Mapping[str, str], links: Mapping[str, str], svg: str | None) -> str:
+    """Return the Markdown of a run's artifact: what this start has done, the reward curve, the results of the whole run
+    and links (URLs, paths or commands)."""
+    lines = [f"# {title}", "", progress, ""]
+    if svg is not None:  # Prefect's pages show images with data URIs
+        lines += [f"![reward by round](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})", ""]
+    marked = {name: f"[{to}]({to})" if to.startswith("http") else f"`{to}`" for name, to in links.items() if to}
+    for table in (rows, marked):
+        if table:
+            cells = [f"| {name} | {text.replace('|', '&#124;')} |" for name, text in table.items()]
+            lines += ["| | |", "|---|---|", *cells, ""]
+    return "\n".join(lines)
+
+
+def reward_curve_svg(training: Mapping[int, float], evaluations: Mapping[str, Mapping[int, float]]) -> str | None:
+    """Return training and evaluation rewards over the rounds as an SVG image, or None if there are none."""
+    series = {"training": training} if training else {}
+    series |= {f"eval {task}": scores for task, scores in evaluations.items()}
+    if not series:
+        return None
+    rounds = [r for values in series.values() for r in values]
+    rewards = [reward for values in series.values() for reward in values.values()]
+    left, right, low, high = min(rounds), max(rounds), min(rewards), max(rewards)
+
+    def place(r: int, reward: float) -> tuple[str, str]:
+        x = _MARGIN + (_WIDTH - 2 * _MARGIN) * (r - left) / ((right - left) or 1)
+        y = _HEIGHT - _MARGIN - (_HEIGHT - 2 * _MARGIN) * (reward - low) / ((high - low) or 1)
+        return f"{x:.1f}", f"{y:.1f}"
+
+    def text(x: float, y: float, content: str, more: str = "") -> str:
+        escaped = content.replace("&", "&amp;").replace("<", "&lt;")
+        return f'<text x="{x:.0f}" y="{y:.0f}" {more}>{escaped}</text>'
+
+    bottom = _HEIGHT - _MARGIN
+    shapes = [f'<path d="M{_MARGIN},{_MARGIN}V{bottom}H{_WIDTH - _MARGIN}" fill="none" stroke="#888"/>']
+    shapes += [text(4, _MARGIN + 4, f"{high:.3g}"), text(4, bottom, f"{low:.3g}")]
+    shapes += [text(_MARGIN, bottom + 18, f"round {left}"), text(_WIDTH - _MARGIN, bottom + 18, str(right))]
+    for number, (name, values) in enumerate(series.items()):
+        colour = _COLOURS[number % len(_COLOURS)]
+        points = [place(r, reward) for r, reward in sorted(values.items())]
+        line = " ".join(f"{x},{y}" for x, y in points)
+        shapes.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        if name != "training" or len(points) < 3:
+            shapes += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in points]
+        shapes.append(text(_MARGIN + 130 * number, 20, name, f'style="fill:{colour}"'))
+    size = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
+    style = 'font-family="sans-serif" font-size="12" fill="#666"'
+    background = '<rect width="100%" height="100%" fill="#fff"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{background}{"".join(shapes)}</svg>'
+
+
+def _change(first: float, last: float) -> str:
+    return f"{first:.3f}" if first == last else f"{first:.3f} -> {last:.3f}"
+
+
+# ---- final states ----------------------------------------------------------------------------------------------------
+
+
 def crash_runs_of_killed_drivers(store: Store, keys: RunKeys, flow_run_id: UUID, *, own_lease: str) -> int:
-    """Mark what killed drivers of the run have left as running as crashed: their flow runs and all task runs of them.
+    """Mark what killed drivers of the run have left as running as crashed: their flow runs and all task runs of them,
+    also those of earlier attempts (`prefect flow-run retry`) of the caller's own flow run. Return how many.
 
-    Does nothing while another driver of the run is alive. Flow runs of other Prefect servers are skipped.
-
-    Args:
-        store: the run's store.
-        keys: the run's keys.
-        flow_run_id: the caller's flow run, whose earlier attempts (`prefect flow-run retry`) are included.
-        own_lease: key of the caller's driver lease.
-
-    Returns:
-        the number of flow runs and task runs that were marked.
+    Does nothing while a driver lives, other than that of `own_lease`. Flow runs of other Prefect servers are skipped.
     """
     if describe_live_drivers(store, keys, own_lease=own_lease):
         return 0
@@ -165,11 +285,8 @@ def crash_runs_of_killed_drivers(store: Store, keys: RunKeys, flow_run_id: UUID,
 
 
 def crash_flow_run(flow_run_id: UUID, message: str, *, also_flow_run: bool = True) -> int:
-    """Mark the task runs of a flow run that have no final state as crashed and, with `also_flow_run`, itself.
-
-    Returns:
-        the number of runs that were marked; 0 if the Prefect server does not have the flow run.
-    """
+    """Mark the task runs of a flow run that have no final state as crashed and, with `also_flow_run`, itself. Return
+    how many were marked: 0 if the Prefect server does not have the flow run."""
     with get_client(sync_client=True) as client:
         try:
             found = client.read_flow_run(flow_run_id)

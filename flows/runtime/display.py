@@ -26,10 +26,10 @@ from penstock.flows.terminal.lines import (
     MAX_COLUMNS,
     RoundLines,
     format_sample_preview,
+    json_line,
     seconds_by_stage,
     summary_rows,
 )
-from penstock.flows.terminal.log_format import json_line
 from penstock.flows.terminal.panel import STAGES, Panel, end_wait
 from penstock.storage.commit import Commit, eval_rewards
 from penstock.storage.secrets import redact

@@ -102,8 +102,16 @@ def import_script(path: Path) -> Recipe:
     """Return the recipe of a slime launch script."""
     secret = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH")
     environment = {k: v for k, v in os.environ.items() if not is_secret_name(k) and not secret.search(k.upper())}
+
+    def find_source(source: str) -> Path | None:
+        """Return the file that the script sources: at its path, or beside the script in `models/`."""
+        name = Path(source).name
+        candidates = [Path(source), path.parent / source, path.parent / "models" / name]
+        candidates += [parent / "scripts" / "models" / name for parent in path.resolve().parents]
+        return next((file for file in candidates if "<" not in str(file) and file.is_file()), None)
+
     try:
-        script = read_script(path, lambda source: find_source(path, source), environment)
+        script = read_script(path, find_source, environment)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise OptionError(f"script {path} cannot be read ({reason}): give a slime launch script") from None
@@ -123,16 +131,8 @@ def import_script(path: Path) -> Recipe:
     return recipe
 
 
-def find_source(script: Path, source: str) -> Path | None:
-    """Return the file that a script sources: at its path, or beside the script in `models/`."""
-    name = Path(source).name
-    candidates = [Path(source), script.parent / source, script.parent / "models" / name]
-    candidates += [parent / "scripts" / "models" / name for parent in script.resolve().parents]
-    return next((path for path in candidates if "<" not in str(path) and path.is_file()), None)
-
-
 def find_training_command(script: Script, path: Path) -> tuple[str, list[str]]:
-    """Return the program (train.py or train_async.py) that a script runs, and its arguments. Raises OptionError."""
+    """Return the program (train.py or train_async.py) that a script runs, and its arguments."""
     for number, words in enumerate(script.commands):
         for position, word in enumerate(words):
             if (name := word.rpartition("/")[2]) in PROGRAMS:
@@ -147,11 +147,14 @@ def find_training_command(script: Script, path: Path) -> tuple[str, list[str]]:
 
 def check_architecture(script: Script, path: Path, argv: list[str]) -> None:
     """Check that the architecture of a script's model is supported, by the names of the model file that it sources and
-    of the checkpoint. Raises ModelError."""
+    of the checkpoint."""
     names = [Path(source).stem for source in script.sourced if "models/" in source]
-    names = [name for name in names if not UNKNOWN.search(name)]
     checkpoints = [Path(word).name for flag, word in pairwise(argv) if flag == "--hf-checkpoint"]
-    refused = [name for name in names if not SUPPORTED.match(name) or OTHER_ARCHITECTURE.search(name)]
+    refused = [
+        name
+        for name in names
+        if not UNKNOWN.search(name) and (not SUPPORTED.match(name) or OTHER_ARCHITECTURE.search(name))
+    ]
     for name in refused or [name for name in checkpoints if OTHER_ARCHITECTURE.search(name)]:
         raise ModelError(
             f"script {path} trains {name}, whose architecture is not supported: docs/models.md lists the families, "
@@ -163,11 +166,7 @@ def check_architecture(script: Script, path: Path, argv: list[str]) -> None:
 
 
 def translate_flags(recipe: Recipe, argv: list[str]) -> None:
-    """Set the values of the recipe from the arguments of train.py.
-
-    Raises:
-        OptionError: flags are unknown; the message lists all of them.
-    """
+    """Set the values of the recipe from the arguments of train.py. One error lists all unknown flags."""
     unknown, options_set, num_of_model = [], set[str](), 0
     for name, args in split_flags(argv):
         own = penstock_flags().get(name)
@@ -186,7 +185,9 @@ def translate_flags(recipe: Recipe, argv: list[str]) -> None:
         if any(UNKNOWN.search(arg) for arg in args) and not (args := resolve_unknown(recipe, name, args)):
             continue
         try:
-            check_engine_flag(name, args)
+            if own is None and name.startswith(engine_prefixes()) and not is_listed(name):  # of SGLang or its router
+                program, _, key = name.removeprefix("--").partition("-")
+                engine_backend("sglang").check_args({key: args}, router=program == "router")
             apply_flag(recipe.values, name, args, options_set)
         except (OptionError, EngineError) as error:
             recipe.dropped.append(f"{text}: {error}")
@@ -212,13 +213,6 @@ def resolve_unknown(recipe: Recipe, name: str, args: list[str]) -> list[str]:
     first = next(arg for arg in args if UNKNOWN.search(arg))
     recipe.dropped.append(f"{' '.join([name, *args])}: {first} is known only when the script runs")
     return []
-
-
-def check_engine_flag(name: str, args: list[str]) -> None:
-    """Check a flag of SGLang or its router, unless the table of slime's flags has it. Raises EngineError."""
-    if name.startswith(engine_prefixes()) and name not in penstock_flags() and not is_listed(name):
-        program, _, key = name.removeprefix("--").partition("-")
-        engine_backend("sglang").check_args({key: args}, router=program == "router")
 
 
 def adapt(recipe: Recipe) -> None:

@@ -45,29 +45,21 @@ class Script:
 def read_script(
     path: Path, find_source: Callable[[str], Path | None], environment: Mapping[str, str] | None = None
 ) -> Script:
-    """Read a script and the files that it sources.
-
-    Args:
-        path: of the script.
-        find_source: maps the path of a sourced file, as the script has it, to a file that exists, or None.
-        environment: variables that the script may read without setting them.
-
-    Raises:
-        OSError: the script cannot be read.
-        ValueError: it is not a text, or longer than MAX_BYTES.
-    """
-    script = Script()
-    _Reader(script, find_source, environment or {}).read(path)
-    return script
+    """Read a script and the files that it sources, which `find_source` maps from the path in the script to a file that
+    exists, or None. `environment` are variables that the script may read without setting them. Raises ValueError if a
+    file is not a text, or longer than MAX_BYTES."""
+    reader = _Reader(find_source, environment or {})
+    reader.read(path)
+    return reader.script
 
 
+@dataclass
 class _Reader:
-    def __init__(
-        self, script: Script, find_source: Callable[[str], Path | None], environment: Mapping[str, str]
-    ) -> None:
-        self.script, self.find_source, self.environment = script, find_source, environment
-        self.path = Path()  # of the file that is read
-        self.depth = 0  # of sourced files
+    find_source: Callable[[str], Path | None]
+    environment: Mapping[str, str]
+    script: Script = field(default_factory=Script)
+    path: Path = Path()  # of the file that is read
+    depth: int = 0  # of sourced files
 
     def read(self, path: Path) -> None:
         text = read_file(path, MAX_BYTES).decode("utf-8")
@@ -320,12 +312,8 @@ def number_sequence(arguments: list[str]) -> str | None:
 
 def compute(formula: str) -> str | None:
     """Return the value of a formula of integers with + - * / and parentheses, or None."""
-    operators: dict[type[ast.operator], Callable[[int, int], int]] = {
-        ast.Add: operator.add,
-        ast.Sub: operator.sub,
-        ast.Mult: operator.mul,
-        ast.Div: operator.floordiv,
-    }
+    operators: dict[type[ast.operator], Callable[[int, int], int]]
+    operators = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
 
     def value(node: ast.expr) -> int:
         if isinstance(node, ast.Constant) and type(node.value) is int:

@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from penstock.flows.terminal.escape import escape_controls, unescaped
+from penstock.flows.terminal.escape import StreamProxy, escape_controls, unescaped
 
 
 class TerminalConsole(Console):
@@ -112,7 +112,8 @@ class LiveRegion(Live):
         atexit.unregister(self.stop)
         for name, stream in self._replaced.items():
             if isinstance(proxy := getattr(sys, name), _LinesAbove):
-                proxy.finish()
+                if proxy._rest:
+                    proxy.write("\n")
                 setattr(sys, name, stream)
         self._replaced = {}
         super().stop()
@@ -124,12 +125,12 @@ class LiveRegion(Live):
             self.console.print(text, soft_wrap=True)
 
 
-class _LinesAbove:
-    """A text stream whose complete lines appear above a region. All else is that of the original stream."""
+class _LinesAbove(StreamProxy):
+    """A text stream whose complete lines appear above a region."""
 
     def __init__(self, region: LiveRegion, stream: IO[str]) -> None:
+        super().__init__(stream)
         self._region = region
-        self._stream = stream
         self._rest = ""  # a line that is not complete yet
 
     def write(self, text: str) -> int:
@@ -140,27 +141,12 @@ class _LinesAbove:
                 self._region.print(Text("\n".join(lines)))
         return len(text)
 
-    def writelines(self, lines: Sequence[str]) -> None:
-        """Write several texts."""
-        self.write("".join(lines))
-
-    def finish(self) -> None:
-        """Write the line that is not complete."""
-        if self._rest:
-            self.write("\n")
-
     def flush(self) -> None:
         """Do nothing: complete lines are flushed at once."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
-
-class _LastingStream:
+class _LastingStream(StreamProxy):
     """A terminal that may be closed during a run: later output is discarded."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
 
     def write(self, text: str) -> int:
         """Write a text and flush it."""
@@ -171,6 +157,3 @@ class _LastingStream:
 
     def flush(self) -> None:
         """Do nothing: `write` has flushed."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

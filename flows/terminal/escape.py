@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import IO, Any
 
 # C0 but tab and newline, C1, format characters that are not seen (bidirectional controls, tags, ...; not the joiners of
@@ -27,31 +27,40 @@ def escape_controls(text: str) -> str:
     return _CONTROL.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
-class _EscapingStream:
-    """A text stream that escapes what is written. All else is that of the original stream."""
+class StreamProxy:
+    """A text stream whose subclass has a `write` of its own. All else is that of the original stream."""
 
     def __init__(self, stream: IO[str]) -> None:
-        self.unescaped = stream
+        self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text."""
-        self.unescaped.write(escape_controls(text))
-        return len(text)
+        return self._stream.write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write several texts."""
         self.write("".join(lines))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.unescaped, name)
+        return getattr(self._stream, name)
+
+
+class _EscapingStream(StreamProxy):
+    """A text stream that escapes what is written."""
+
+    @property
+    def unescaped(self) -> IO[str]:
+        return self._stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(escape_controls(text))
+        return len(text)
 
 
 @contextmanager
 def escaped_output() -> Iterator[None]:
     """Escape what this process prints during the block."""
-    with ExitStack() as stack:
-        stack.enter_context(redirect_stdout(_EscapingStream(sys.stdout)))
-        stack.enter_context(redirect_stderr(_EscapingStream(sys.stderr)))
+    out: Any = _EscapingStream(sys.stdout)
+    err: Any = _EscapingStream(sys.stderr)
+    with redirect_stdout(out), redirect_stderr(err):
         yield
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import pairwise
 
 from rich.cells import cell_len, set_cell_size
@@ -19,21 +24,13 @@ BLOCKS = "▁▂▃▄▅▆▇█"  # of a curve
 
 @dataclass(frozen=True)
 class Column:
-    """A number in the line of a round.
+    """A number in the line of a round."""
 
-    Attributes:
-        label: name in the line; docs/metrics.md describes it.
-        metrics: metrics of which the first one present is shown.
-        style: format of the number.
-        rank: columns with a higher rank are left out first if the line is too long.
-        hidden_at_zero: whether the column appears only in a run in which the number has not always been 0.
-    """
-
-    label: str
-    metrics: tuple[str, ...]
-    style: str
-    rank: int
-    hidden_at_zero: bool = True
+    label: str  # docs/metrics.md describes it
+    metrics: tuple[str, ...]  # the first one present is shown
+    style: str  # format of the number
+    rank: int  # columns with a higher rank are left out first if the line is too long
+    hidden_at_zero: bool = True  # the column appears only in a run in which the number has not always been 0
 
 
 COLUMNS = (
@@ -86,15 +83,9 @@ class RoundLines:
         overlap: Mapping[str, float] | None = None,
         width: int = MAX_COLUMNS,
     ) -> Text:
-        """Return the line of a round, of at most `width` columns, unless reward and time alone are longer.
-
-        Args:
-            step: commit of the step or, in a run without training, of the rollout.
-            rollout: commit of the step's rollout.
-            publish_seconds: durations of the weight updates of the engines; the last one counts.
-            overlap: metrics of an asynchronous run that are not in commits.
-            width: in terminal columns.
-        """
+        """Return the line of a round, of at most `width` columns, unless reward and time alone are longer. `step` is
+        the rollout in a run without training; of the weight updates (`publish_seconds`) the last one counts; `overlap`
+        are metrics of an asynchronous run that are not in commits."""
         texts = self.add({**(rollout.summary if rollout else {}), **step.summary, **(overlap or {})})
         ranks = {column.label: column.rank for column in COLUMNS} | {"time": _TIME_RANK}
         if spent := seconds_by_stage([c for c in (rollout, step) if c], publish_seconds[-1:]):
@@ -178,23 +169,30 @@ def summary_rows(commits: Sequence[Commit], publish_seconds: Sequence[float], st
     newest = {c.kind: c for c in sorted(commits, key=lambda c: c.index)}
     if "step" in newest:
         rows["rounds"] = str(newest["step"].policy_version)
-    rewards = {
-        c.index: c.summary["rollout/raw_reward"]
-        for c in commits
-        if c.kind == "rollout" and "rollout/raw_reward" in c.summary
-    }
-    if rewards:
+    if rewards := training_rewards(commits):
         first, last = min(rewards), max(rewards)
         rows["reward"] = f"{rewards[first]:.3f} in round {first}, {rewards[last]:.3f} in round {last}"
-    scores: dict[str, list[str]] = defaultdict(list)
-    for commit in sorted((c for c in commits if c.listed_kind == "eval"), key=lambda c: c.index):
-        for task, reward in eval_rewards(commit).items():
-            scores[task].append(f"{reward:.3f} after {commit.index} rounds")
-    rows |= {f"eval {task}": ", ".join(history) for task, history in scores.items()}
+    for task, scores in evaluation_rewards(commits).items():
+        rows[f"eval {task}"] = ", ".join(f"{reward:.3f} after {version} rounds" for version, reward in scores.items())
     rows |= {kind: f"{store_uri}/{newest[kind].attempt}" for kind in ("checkpoint", "export") if kind in newest}
     if spent := seconds_by_stage(commits, publish_seconds):
         rows["seconds"] = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in spent.items())
     return rows
+
+
+def training_rewards(commits: Sequence[Commit]) -> dict[int, float]:
+    """Return round -> mean reward of its samples."""
+    rollouts = sorted((c for c in commits if c.kind == "rollout"), key=lambda c: c.index)
+    return {c.index: c.summary["rollout/raw_reward"] for c in rollouts if "rollout/raw_reward" in c.summary}
+
+
+def evaluation_rewards(commits: Sequence[Commit]) -> dict[str, dict[int, float]]:
+    """Return data set -> policy version -> mean reward of the evaluations."""
+    scores: dict[str, dict[int, float]] = defaultdict(dict)
+    for commit in sorted((c for c in commits if c.listed_kind == "eval"), key=lambda c: c.index):
+        for task, reward in eval_rewards(commit).items():
+            scores[task][commit.index] = reward
+    return dict(scores)
 
 
 def seconds_by_stage(commits: Sequence[Commit], publish_seconds: Sequence[float]) -> dict[str, float]:
@@ -213,17 +211,12 @@ def seconds_by_stage(commits: Sequence[Commit], publish_seconds: Sequence[float]
 
 def format_eval_line(commit: Commit) -> str:
     """Return the printed line of an evaluation: every metric with its confidence interval."""
-    results = []
+    results, summary = [], commit.summary
     for task in eval_rewards(commit):
-        others = [
-            name
-            for name in commit.summary
-            if name.startswith(f"eval/{task}-") and not name.endswith(("-ci_low", "-ci_high"))
-        ]
-        details = ", ".join(
-            f"{name.removeprefix(f'eval/{task}-')} {format_with_interval(commit.summary, name)}" for name in others
-        )
-        mean = format_with_interval(commit.summary, f"eval/{task}")
+        prefix = f"eval/{task}-"
+        others = [n for n in summary if n.startswith(prefix) and not n.endswith(("-ci_low", "-ci_high"))]
+        details = ", ".join(f"{n.removeprefix(prefix)} {format_with_interval(summary, n)}" for n in others)
+        mean = format_with_interval(summary, f"eval/{task}")
         results.append(f"{task} {mean} ({details})" if details else f"{task} {mean}")
     return f"  evaluated after {commit.index} rounds: {', '.join(results)}"
 
@@ -245,11 +238,42 @@ EVENT_LINES: dict[str, Callable[[Commit], str]] = {  # kind of commit -> its pri
     "export": lambda commit: f"  exported version {commit.policy_version} in {sum(commit.seconds.values()):.1f}s",
 }
 
-_STAGES = {  # kind of commit -> stage, in the order of the loop
-    "model": "convert",
-    "rollout": "rollout",
-    "step": "train",
-    "checkpoint": "save",
-    "eval": "eval",
-    "export": "export",
-}
+# kind of commit -> stage, in the order of the loop
+_STAGES = {"model": "convert", "rollout": "rollout", "step": "train", "checkpoint": "save"}
+_STAGES |= {"eval": "eval", "export": "export"}
+
+
+# ---- log lines as JSON (--log-format json), with the stage and the round in which they are printed -------------------
+
+_stage: ContextVar[str | None] = ContextVar("stage", default=None)
+_round: ContextVar[int | None] = ContextVar("round", default=None)
+
+
+@contextmanager
+def log_context(stage: str, round_number: int | None) -> Iterator[None]:
+    """Give the lines that this thread prints during the block a stage and, unless None, a round."""
+    tokens = _stage.set(stage), _round.set(round_number)
+    try:
+        yield
+    finally:
+        _stage.reset(tokens[0])
+        _round.reset(tokens[1])
+
+
+def json_line(level: str, run: str, message: str) -> str:
+    """Return one line of JSON: time (UTC), level, run, round, stage, message."""
+    time = datetime.now(UTC).isoformat(timespec="milliseconds")
+    record = {"time": time, "level": level, "run": run, "round": _round.get(), "stage": _stage.get()}
+    return json.dumps(record | {"message": message}, ensure_ascii=False)
+
+
+def round_of_task(name: str) -> int | None:
+    """Return the round of a task run's name: `train-000004` is in round 4. The names of publications, checkpoints and
+    evaluations have the policy version, which is the number of trained rounds, so `checkpoint-000005` is in round 4,
+    too. Return None for stages without a number, and for version 0, which no round has trained."""
+    match = re.match(r"([a-z-]+)-(\d+)", name)
+    if match is None:
+        return None
+    stage, number = match.groups()
+    rollout_id = int(number) - (stage not in ("rollout", "train", "demonstrations"))
+    return rollout_id if rollout_id >= 0 else None

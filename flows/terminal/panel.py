@@ -17,8 +17,7 @@ from rich.style import Style
 from rich.text import Text
 
 from penstock.flows.terminal.console import LiveRegion, TerminalConsole, can_redraw
-from penstock.flows.terminal.lines import format_duration, sparkline
-from penstock.flows.terminal.log_format import json_line
+from penstock.flows.terminal.lines import format_duration, json_line, sparkline
 
 MAX_WIDTH = 100  # columns
 ETA_ROUNDS = 10  # rounds whose median duration gives the remaining time
@@ -60,29 +59,14 @@ class Activity:
 
 
 class Panel:
-    """The state of the panel, and how it is drawn.
+    """The state of the panel, and how it is drawn. `num_rounds` is 0 if the flow does not train."""
 
-    Args:
-        run: name of the run.
-        flow: name of the flow.
-        num_rounds: number of rounds of the run; 0 if the flow does not train.
-        links: returns title -> URL of the run's pages that are known by now.
-        engines: returns the state of the engines in words, "" before their start.
-    """
-
-    def __init__(
-        self,
-        run: str,
-        flow: str,
-        num_rounds: int,
-        links: Callable[[], Mapping[str, str]] = dict,
-        engines: Callable[[], str] = str,
-    ) -> None:
+    def __init__(self, run: str, flow: str, num_rounds: int) -> None:
         self.run = run
         self.flow = flow
         self.num_rounds = num_rounds
-        self.links = links
-        self.engines = engines
+        self.links: Callable[[], Mapping[str, str]] = dict  # title -> URL of the run's pages that are known by now
+        self.engines: Callable[[], str] = str  # the state of the engines in words, "" before their start
         self.num_done = 0  # rounds
         self.curve_name = "reward"
         self.curve: dict[int, float] = {}  # round -> reward, or loss without rewards
@@ -217,7 +201,7 @@ def bar(done: int, total: int, width: int) -> list[tuple[str, str]]:
 
 
 def describe_machine(metrics: Mapping[str, float]) -> list[str]:
-    """Return the use of CPU, memory and GPUs in words, from the metrics of system_metrics.py; of several GPUs the
+    """Return the use of CPU, memory and GPUs in words, from the metrics of reporting/monitors.py; of several GPUs the
     lowest and the highest value."""
     if not metrics:
         return []
@@ -227,10 +211,8 @@ def describe_machine(metrics: Mapping[str, float]) -> list[str]:
     ]
     gpus = sorted({name.split("_")[1] for name in metrics if name.startswith("system/gpu_")}, key=int)
     title = f"{len(gpus)} GPUs " if len(gpus) > 1 else "GPU "
-    for what, name, unit, scale in (
-        (title, "utilization_percentage", "%", 1.0),
-        ("", "memory_usage_megabytes", " GB", 1000.0),
-    ):
+    columns = (title, "utilization_percentage", "%", 1.0), ("", "memory_usage_megabytes", " GB", 1000.0)
+    for what, name, unit, scale in columns:
         values = [value / scale for gpu in gpus if (value := metrics.get(f"system/gpu_{gpu}_{name}")) is not None]
         if values:
             low, high = f"{min(values):.0f}", f"{max(values):.0f}"
@@ -244,14 +226,9 @@ _shown: list[tuple[Panel, LiveRegion]] = []  # at most one, on a terminal
 
 
 def show_wait(text: str, *, run: str = "", as_json: bool = False, only_on_terminal: bool = False) -> None:
-    """Show what the command waits for now: on a terminal in one line that `end_wait` erases, otherwise as a line.
-
-    Args:
-        text: what it waits for.
-        run: name of the run, for JSON lines.
-        as_json: print a JSON line (--log-format json).
-        only_on_terminal: print nothing otherwise. A refused command prints nothing but its error.
-    """
+    """Show what the command waits for now: on a terminal in one line that `end_wait` erases, otherwise as a line, which
+    with `as_json` (--log-format json) is JSON, or not at all with `only_on_terminal`: a refused command prints nothing
+    but its error."""
     console = TerminalConsole(file=sys.stdout, highlight=False)
     if only_on_terminal and (as_json or not can_redraw(console)):
         return

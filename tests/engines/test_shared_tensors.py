@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from penstock.engines.sglang.weights.payload import FlatBucket
-from penstock.flows.commands import local_processes
+from penstock.flows.commands import maintenance
 
 SHM = Path("/dev/shm")
 TOTAL = 1000 * (128 + 63)  # sum of the bytes of 1000 times 1.0 as float32
@@ -106,9 +106,9 @@ def test_old_tensor_of_a_dead_process_is_residue(name: str, age: float, is_resid
     path = tmp_path / name.format(dead=ended.pid, alive=os.getpid())
     path.write_bytes(b"x")
     os.utime(path, (time.time() - age,) * 2)
-    found = local_processes.find_files_of_dead_processes(tmp_path / "none", shm=tmp_path)
+    found = maintenance.find_files_of_dead_processes(tmp_path / "none", shm=tmp_path)
     assert [entry.path for entry in found] == [path] * is_residue
-    assert [local_processes.remove_residue(entry) for entry in found] == [True] * is_residue
+    assert [maintenance.remove_residue(entry) for entry in found] == [True] * is_residue
 
 
 def test_rendezvous_file_of_a_killed_rank_is_removed_with_its_directory() -> None:
@@ -128,8 +128,8 @@ input()
         assert rank.stdout is not None
         file = Path(rank.stdout.readline().strip().removeprefix("file://"))
         assert file.parent.parent == tmp_path and file.exists()
-        assert local_processes.find_files_of_dead_processes(tmp_path, shm=tmp_path) == []
+        assert maintenance.find_files_of_dead_processes(tmp_path, shm=tmp_path) == []
         rank.kill()
-    [entry] = local_processes.find_files_of_dead_processes(tmp_path, shm=tmp_path)
-    assert local_processes.remove_residue(entry) and not file.exists()
+    [entry] = maintenance.find_files_of_dead_processes(tmp_path, shm=tmp_path)
+    assert maintenance.remove_residue(entry) and not file.exists()
     tmp_path.rmdir()  # it is empty

@@ -10,10 +10,10 @@ from evaluated_run import config_of, evaluate, keys_of, write_sums
 from penstock.flows import cli
 from penstock.flows.commands import stored_evals
 from penstock.flows.inspect.report import compare_evaluations
-from penstock.flows.inspect.show import evaluation_rows
-from penstock.flows.reporting.progress import describe_progress, evaluation_rewards
+from penstock.flows.inspect.run_views import evaluation_rows
+from penstock.flows.reporting.prefect_page import describe_progress
 from penstock.flows.runtime.runs import read_existing_record
-from penstock.flows.terminal.lines import seconds_by_stage, summary_rows
+from penstock.flows.terminal.lines import evaluation_rewards, seconds_by_stage, summary_rows
 from penstock.stages.eval.rescoring import Scoring
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.maintenance.audit import audit_run

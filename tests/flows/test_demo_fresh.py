@@ -7,7 +7,7 @@ import pytest
 
 from penstock.flows.cli import main
 from penstock.flows.commands import demo
-from penstock.flows.commands.demo import MARKER, MARKER_TEXT, create_marked_demo_directory, remove_demo
+from penstock.flows.commands.demo import MARKER, MARKER_TEXT, remove_demo
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.leases import Lease, new_driver_lease_key
@@ -18,8 +18,8 @@ from penstock.storage.store import Store
 def made(tmp_path: Path) -> Path:
     """What a demo leaves."""
     directory = tmp_path / "demo"
-    create_marked_demo_directory(directory)
     (directory / "inputs" / "model").mkdir(parents=True)
+    (directory / MARKER).write_bytes(MARKER_TEXT)
     (directory / "store" / "runs" / "demo-sft-seed0").mkdir(parents=True)
     (directory / "inputs" / "model" / "weights").write_text("x")
     return directory
@@ -58,8 +58,6 @@ def test_fresh_refuses_a_directory_without_the_marker(tmp_path: Path, content: b
     (directory / "store" / "chapter").write_text("x")
     if content is not None:
         (directory / MARKER).write_bytes(content)
-    refused(directory)
-    create_marked_demo_directory(directory)
     refused(directory)
 
 

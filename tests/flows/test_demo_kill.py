@@ -57,7 +57,7 @@ def test_end_is_green_only_if_every_trained_round_is_equal(
     keys = make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), rounds=3)
     replayed = json.dumps({r: {"verdict": verdict} for r, verdict in enumerate(verdicts)})
     program = f"import sys, pathlib; pathlib.Path(sys.argv[-1]).write_text({replayed!r})"
-    monkeypatch.setattr(demo, "penstock_words", lambda *words: [sys.executable, "-c", program, *words])
+    monkeypatch.setattr(demo, "PENSTOCK", (sys.executable, "-c", program))
     out = io.StringIO()
     assert check_and_replay(store.uri, keys, Console(file=out, width=200)) == code
     assert f"{verdicts.count(demo.EQUAL)} of {len(verdicts)} rounds equal bit for bit" in out.getvalue()
@@ -75,8 +75,8 @@ def test_finished_demo_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_demo_that_fails_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "penstock_words", lambda *words: [sys.executable, "-c", "print('no'); exit(3)"])
-    assert run_demo_with_kills(tmp_path, "r", seed=0, num_rollout=8) == 3
+    monkeypatch.setattr(demo, "PENSTOCK", (sys.executable, "-c", "print('no'); exit(3)"))
+    assert run_demo_with_kills(tmp_path, seed=0, num_rollout=8) == 3
     assert "not killed: engine, trainer, driver" in capsys.readouterr().out
 
 

@@ -10,8 +10,14 @@ import pytest
 from rich.console import Console
 
 from penstock.flows.runtime.display import Display
-from penstock.flows.terminal.lines import COLUMNS, RoundLines, format_sample_preview, summary_rows
-from penstock.flows.terminal.log_format import log_context, round_of_task
+from penstock.flows.terminal.lines import (
+    COLUMNS,
+    RoundLines,
+    format_sample_preview,
+    log_context,
+    round_of_task,
+    summary_rows,
+)
 from penstock.storage.commit import Commit, eval_rewards
 
 
@@ -30,12 +36,8 @@ def rollout(index: int, reward: float) -> Commit:
 
 
 def step(index: int) -> Commit:
-    summary = {
-        "train/loss": -0.0021,
-        "train/ppo_kl": 0.5,
-        "train/kl_loss": 1.2e-5,
-        "train/train_rollout_logprob_abs_diff": 3e-6,
-    }
+    summary = {"train/loss": -0.0021, "train/ppo_kl": 0.5, "train/kl_loss": 1.2e-5}
+    summary["train/train_rollout_logprob_abs_diff"] = 3e-6
     seconds = {"restore": 0.01, "train": 0.4, "read": 0.1, "update": 0.3}
     return Commit(kind="step", index=index, policy_version=index + 1, summary=summary, seconds=seconds)
 
@@ -43,9 +45,8 @@ def step(index: int) -> Commit:
 def shown(display_of: int = 3, *, terminal: bool = False, commits: list[Commit] | None = None) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, soft_wrap=True, highlight=False)
-    display = Display(
-        "r1", "post_train", config(display_of), "/store", "sqlite:////store/mlflow/mlflow.db", console=console
-    )
+    database = "sqlite:////store/mlflow/mlflow.db"
+    display = Display("r1", "post_train", config(display_of), "/store", database, console=console)
     for commit in commits or []:
         display.print_commit(commit)
     display.print_summary()
@@ -78,9 +79,8 @@ def test_column_appears_when_its_number_is_not_zero_and_stays() -> None:
 
 
 def test_sft_round_shows_only_its_own_columns() -> None:
-    commit = Commit(
-        kind="step", index=0, summary={"train/loss": 1.5, "perf/actor_train_tok_per_s": 10_000}, seconds={"train": 2.0}
-    )
+    summary = {"train/loss": 1.5, "perf/actor_train_tok_per_s": 10_000}
+    commit = Commit(kind="step", index=0, summary=summary, seconds={"train": 2.0})
     assert RoundLines(4).format(commit).plain == "round 0 (1/4)  loss 1.5000  tok/s 10,000  time 2.0s"
 
 
@@ -101,19 +101,12 @@ def test_without_a_tty_every_round_is_a_plain_line() -> None:
 
 def test_summary_sums_the_seconds_of_all_commits() -> None:
     commits = [commit for r in range(3) for commit in (rollout(r, 0.25 * (r + 1)), step(r))]
-    commits += [
-        Commit(
-            kind="eval",
-            index=version,
-            summary={"eval/heldout": 0.3 * version, "eval/heldout-pass@8": 1.0},
-            seconds={"generate": 1.0},
-        )
-        for version in (3, 0)
-    ]
-    commits += [
-        Commit(kind="checkpoint", index=v, attempt=f"runs/r1/checkpoints/{v:06d}/attempt-x", seconds={"save": 2.0})
-        for v in (1, 3)
-    ]
+    for version in (3, 0):
+        scores = {"eval/heldout": 0.3 * version, "eval/heldout-pass@8": 1.0}
+        commits.append(Commit(kind="eval", index=version, summary=scores, seconds={"generate": 1.0}))
+    for v in (1, 3):
+        attempt = f"runs/r1/checkpoints/{v:06d}/attempt-x"
+        commits.append(Commit(kind="checkpoint", index=v, attempt=attempt, seconds={"save": 2.0}))
     rows = summary_rows(commits, [0.5, 0.25], "s3://bucket")
     assert rows["rounds"] == "3"
     assert rows["reward"] == "0.250 in round 0, 0.750 in round 2"
@@ -122,16 +115,19 @@ def test_summary_sums_the_seconds_of_all_commits() -> None:
     assert rows["seconds"] == "rollout 1.9, train 1.2, publish 0.8, save 4.0, eval 2.0"
 
 
-def test_evaluation_line_shows_reward_before_other_metrics() -> None:
-    summary = {
-        "eval/aime-24": 0.5,
-        "eval/aime-24-pass@4": 1.0,
-        "eval/aime-24/response_len/mean": 9.0,
-        "perf/rollout_time": 2.0,
-    }
-    commit = Commit(kind="eval", index=2, summary=summary)
-    assert eval_rewards(commit) == {"aime-24": 0.5}
-    assert "  evaluated after 2 rounds: aime-24 0.500 (pass@4 1.000)\n" in shown(commits=[commit])
+AIME = {
+    "eval/aime": 0.5, "eval/aime-ci_low": 0.4123, "eval/aime-ci_high": 0.5877,
+    "eval/aime-pass@4": 0.75, "eval/aime-pass@4-ci_low": 0.7, "eval/aime-pass@4-ci_high": 0.8,
+    "eval/aime-failed_ratio": 0.0, "eval/aime/response_len/mean": 9.0, "perf/rollout_time": 2.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["aime", "aime-24", "aime@0123abcd"])  # the last one was scored again
+def test_evaluation_line_shows_every_metric_with_its_interval(name: str) -> None:
+    commit = Commit(kind="eval", index=2, summary={key.replace("aime", name): value for key, value in AIME.items()})
+    assert eval_rewards(commit) == {name: 0.5}
+    others = "pass@4 0.750 [0.700, 0.800], failed_ratio 0.000"
+    assert f"  evaluated after 2 rounds: {name} 0.500 [0.412, 0.588] ({others})\n" in shown(commits=[commit])
 
 
 def with_samples(commit: Commit, *rows: tuple[float | None, str, str]) -> Commit:

@@ -19,13 +19,9 @@ def test_help_of_every_command_is_printed(
     for words in ([command, *words] for words in given):
         assert cli.main(words) == 0
         out = capsys.readouterr().out
-        assert f"penstock {command}" in out.partition("\n")[0] and {
-            "--store",
-            "--cron",
-            "--directory",
-            "--torch",
-            "--output",
-        } & set(re.findall(r"--\w+", out))
+        assert f"penstock {command}" in out.partition("\n")[0]
+        assert {"--store", "--cron", "--directory", "--torch", "--output"} & set(re.findall(r"--\w+", out))
+        assert words[1:] == ["--help-all"] or len(out.splitlines()) <= 50
     assert list(tmp_path.iterdir()) == []
 
 
@@ -47,12 +43,6 @@ def test_short_help_is_one_screen_and_help_all_has_every_option(
     assert cli.main([command, "--help-all"]) == 0
     every = capsys.readouterr().out
     assert all(f"\n  {flag_of_field(name)}" in every for _, name, _ in list_options())
-
-
-@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
-def test_help_of_other_commands_is_short(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([command, "--help"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) <= 50
 
 
 def test_help_all_of_resume_has_only_options_that_may_change(capsys: pytest.CaptureFixture[str]) -> None:

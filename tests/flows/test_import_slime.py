@@ -75,9 +75,8 @@ def test_script_of_every_model_plans(model: str, tmp_path: Path, capsys: pytest.
     assert main(["import-slime", str(script), "--output", str(tmp_path / "recipe.toml")]) == 0
     recipe = (tmp_path / "recipe.toml").read_text()
     assert f"{len(words)} options that describe the model: config.json has them" in recipe, recipe
-    assert (
-        main(["train", "--config", str(tmp_path / "recipe.toml"), "--hf-checkpoint", str(directory), "--dry-run"]) == 0
-    )
+    words = ["--config", str(tmp_path / "recipe.toml"), "--hf-checkpoint", str(directory)]
+    assert main(["train", *words, "--dry-run"]) == 0
 
 
 def test_scripts_are_not_executed(tmp_path: Path) -> None:
@@ -111,17 +110,9 @@ python3 train_async.py ${MODEL_ARGS[@]} --prompt-key question --wandb-key $WANDB
     ("text", "kind", "message"),
     [
         ("source models/qwen3-next-80B-A3B.sh\npython train.py", ModelError, "qwen3-next-80B-A3B, whose architecture"),
-        (
-            "M=$(sed x)\nsource models/$M.sh\npython train.py --hf-checkpoint /r/Qwen3-VL-8B",
-            ModelError,
-            "Qwen3-VL-8B, whose",
-        ),
+        ("source models/$(sed x).sh\npython train.py --hf-checkpoint /r/Qwen3-VL-8B", ModelError, "Qwen3-VL-8B, whose"),
         ("source models/gemma4-31B.sh\npython train.py", ModelError, "gemma4-31B, whose architecture is not supported"),
-        (
-            "python train.py --lr 1 --bla 2 --rollout-batch-sze 3",
-            OptionError,
-            "--bla; --rollout-batch-sze: did you mean",
-        ),
+        ("python train.py --bla 2 --rollout-batch-sze 3", OptionError, "--bla; --rollout-batch-sze: did you mean"),
         ("python other.py --lr 1", OptionError, "runs neither train.py nor train_async.py"),
         ("python train.py --rollout-batch-size 3 --global-batch-size 7", OptionError, "make both products equal"),
         ("python train.py --lr x", OptionError, "--lr 'x'"),
@@ -135,12 +126,7 @@ def test_script_that_cannot_run_is_refused(text: str, kind: type, message: str, 
 def test_missing_script_and_existing_output_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = write_script(tmp_path / "run.sh", "python train.py --run r")
     (tmp_path / "out.toml").write_text("mine")
-    for words in (
-        [str(tmp_path / "no.sh")],
-        [],
-        [str(script), "--output", str(tmp_path / "out.toml")],
-        [str(tmp_path)],
-    ):
+    for words in ([f"{tmp_path}/no.sh"], [], [str(script), "--output", f"{tmp_path}/out.toml"], [str(tmp_path)]):
         assert main(["import-slime", *words]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     assert (tmp_path / "out.toml").read_text() == "mine"
@@ -154,18 +140,12 @@ def test_missing_script_and_existing_output_are_refused(tmp_path: Path, capsys: 
         ("--custom-config-path no.yaml", ["# Dropped: --custom-config-path no.yaml: does not exist here; give it to"]),
         ("--eval-config no.yaml --eval-interval 5", ["# Dropped: --eval-config no.yaml --eval-interval 5: the file"]),
         ("--use-slime-router", ["use_router = true"]),
-        (
-            "--fp8-format e4m3",
-            ["# Dropped: --fp8-format e4m3: --fp8-format is not supported: fp8 and fp4 training"],
-        ),
+        ("--fp8-format e4m3", ["# Dropped: --fp8-format e4m3: --fp8-format is not supported: fp8 and fp4"]),
         (
             "--sglang-enable-ep-moe",
             ["# Dropped: --sglang-enable-ep-moe: --sglang-enable-ep-moe is not allowed: SGLang"],
         ),
-        (
-            "--sglang-tp-size 2",
-            ["# Dropped: --sglang-tp-size 2: --sglang-tp-size is not allowed: Penstock sets it from"],
-        ),
+        ("--sglang-tp-size 2", ["# Dropped: --sglang-tp-size 2: --sglang-tp-size is not allowed: Penstock sets it"]),
         ("--sglang-enable-deterministic-inference", ["rollout_sampling_seeds = true  # slime does so"]),
         ("--prompt-data $NONE/d.jsonl", ['prompt_data = ["<NONE>/d.jsonl"]  # write the path, or set NONE before']),
         ("--prompt-data $DATA/d.jsonl", ['prompt_data = ["/data/d.jsonl"]', "# Dropped: DATA: set in the environment"]),
@@ -210,10 +190,8 @@ def test_dry_run_needs_neither_the_key_nor_the_draft_model(
 
 
 def test_line_without_backslash_is_read_as_part_of_the_command(tmp_path: Path) -> None:
-    script = write_script(
-        tmp_path / "run.sh", "A=(--lr 3e-6)\npython train.py --num-rollout 3\n   ${A[@]} --seed 4\necho"
-    )
-    recipe = import_script(script)
+    text = "A=(--lr 3e-6)\npython train.py --num-rollout 3\n   ${A[@]} --seed 4\necho"
+    recipe = import_script(write_script(tmp_path / "run.sh", text))
     assert recipe.config.train.lr == 3e-6 and recipe.config.train.seed == 4
 
 
@@ -345,10 +323,8 @@ def test_recipe_is_toml_that_means_the_script(custom: str | None, with_evaluatio
     (tmp_path / "custom.yaml").write_text(CUSTOM[custom] if custom else "")
     words = f"--eval-config {tmp_path}/eval.yaml --eval-interval 5" if with_evaluation else ""
     words += f" --custom-config-path {tmp_path}/custom.yaml" if custom else ""
-    script = write_script(
-        tmp_path / "run.sh", f"python train.py --hf-checkpoint /m --save /s/r --num-rollout 1 {words}"
-    )
-    recipe = import_script(script)
+    text = f"python train.py --hf-checkpoint /m --save /s/r --num-rollout 1 {words}"
+    recipe = import_script(write_script(tmp_path / "run.sh", text))
     text = format_recipe(recipe)
     tomllib.loads(text)
     (tmp_path / "recipe.toml").write_text(text)

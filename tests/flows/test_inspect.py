@@ -174,19 +174,16 @@ def test_samples_of_a_prompt_side_by_side(store: Store, capsys: pytest.CaptureFi
     assert main(["samples", "r", "--prompt", "3", "--json", "--store", store.root]) == 0
     samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len({s["rollout_id"] for s in samples}) > 1 and {s["metadata"]["source"]["row"] for s in samples} == {3}
-    assert (
-        main(["samples", "r", "--prompt", samples[0]["sample_id"], "--rounds", "0,1,2,3", "--store", store.root]) == 0
-    )
+    words = ["samples", "r", "--prompt", samples[0]["sample_id"], "--rounds", "0,1,2,3"]
+    assert main([*words, "--store", store.root]) == 0
     assert "round" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("rewards", "expected"),
     [
-        ({}, "reward 1.000"),
         ({"reward": 1.0}, "reward 1.000"),
         ({"reward": 1.0, "format": 0.5}, "reward 1.000, format 0.500"),
-        ({"format": 0.5, "reward": 1.0}, "reward 1.000, format 0.500"),
         ({"correct": 1.0, "format": 0.5}, "reward 1.000, correct 1.000, format 0.500"),
         ({"score": 1.0, "reward": 0.25}, "reward 1.000, score 1.000, reward 0.250"),
     ],

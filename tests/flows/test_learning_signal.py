@@ -6,13 +6,16 @@ from typing import Any
 import pytest
 
 from penstock.flows.config import Flow
+from penstock.flows.options.flags import parse_config
 from penstock.flows.reporting.learning_signal import (
+    LOGPROB_GAP,
     LearningSignal,
     explain_zero_gradient,
     logprob_gap_warning,
     zero_gradient_warning,
 )
 from penstock.flows.reporting.observer import CommitReport
+from penstock.flows.runtime.active_run import ActiveRun
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
 
@@ -52,9 +55,6 @@ def test_three_rounds_without_gradient_warn_also_after_a_resume(tmp_path: Path) 
 
 @pytest.mark.parametrize(("options", "expected"), [([], True), (["--advantage-estimator", "ppo"], False)])
 def test_zero_gradient_warning_is_told_once_for_new_steps(tmp_path: Path, options: list[str], expected: bool) -> None:
-    from penstock.flows.options.flags import parse_config
-    from penstock.flows.runtime.active_run import ActiveRun
-
     store, warnings = Store(str(tmp_path)), list[str]()
     words = ["--run", "r", "--num-rollout", "4", "--hf-checkpoint", "model", *options]
     signal = LearningSignal(ActiveRun(store, KEYS, Flow.POST_TRAIN, parse_config(words)), warnings.append)
@@ -111,9 +111,9 @@ def test_reason_follows_from_the_metrics(summary: dict[str, float], words: str) 
 
 
 def test_logprob_gap_warns_once_and_suggests_tis(tmp_path: Path) -> None:
-    gap_name, gaps = "train/train_rollout_logprob_abs_diff", [0.008, 0.01, 0.05, 0.04, 0.06]
+    gaps = [0.008, 0.01, 0.05, 0.04, 0.06]
     for index, gap in enumerate(gaps):
-        step = Commit(kind="step", run="r", index=index, policy_version=index, summary={gap_name: gap})
+        step = Commit(kind="step", run="r", index=index, policy_version=index, summary={LOGPROB_GAP: gap})
         Store(str(tmp_path)).commit(KEYS.step_prefix(index), step)
 
     def warnings(fp8: bool) -> list[str | None]:  # every store is a new process
@@ -129,13 +129,8 @@ def test_logprob_gap_warns_once_and_suggests_tis(tmp_path: Path) -> None:
 def test_logprob_gap_is_not_reported_if_the_loss_corrects_it(
     tmp_path: Path, tiny_model: Path, options: list[str]
 ) -> None:
-    from penstock.flows.options.flags import parse_config
-    from penstock.flows.runtime.active_run import ActiveRun
-
     shown, store = list[str](), Store(str(tmp_path))
-    step = Commit(
-        kind="step", run="r", index=0, policy_version=0, summary={"train/train_rollout_logprob_abs_diff": 0.5}
-    )
+    step = Commit(kind="step", run="r", index=0, policy_version=0, summary={LOGPROB_GAP: 0.5})
     store.commit(KEYS.step_prefix(0), step)
     config = parse_config(["--run", "r", "--hf-checkpoint", str(tiny_model), *options])
     LearningSignal(ActiveRun(store, KEYS, Flow.POST_TRAIN, config), shown.append).on_commit(CommitReport("key", step))

@@ -8,8 +8,8 @@ import sys
 import psutil
 import pytest
 
-from penstock.flows.commands import doctor, local_processes
-from penstock.flows.commands.local_processes import describe_command, describe_port_authentication, listening_ports
+from penstock.flows.commands import doctor
+from penstock.flows.commands.doctor import describe_command, describe_port_authentication, listening_ports
 
 PROGRAM = """import socket, sys
 sockets = [socket.create_server((host, 0)) for host in ("127.0.0.1", "0.0.0.0")]
@@ -67,7 +67,7 @@ def test_doctor_has_a_line_for_a_command_and_one_for_each_open_port(
     try:
         assert child.stdout is not None
         inner, outer = child.stdout.readline().split()
-        monkeypatch.setattr(local_processes, "penstock_processes_of_this_user", lambda: [psutil.Process(child.pid)])
+        monkeypatch.setattr(doctor, "penstock_processes_of_this_user", lambda: [psutil.Process(child.pid)])
         command, port = doctor.check_ports()
         assert command.ok and f"(pid {child.pid})" in command.what
         assert command.found.startswith("2, 1 of them for this machine only")

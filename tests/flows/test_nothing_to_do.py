@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.flows import convert, replay
-from penstock.flows.commands import resume
+from penstock.flows.commands.start import resume_main
 from penstock.flows.inspect import export
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import prefect_api, runner
@@ -85,7 +85,7 @@ def test_dry_run_of_a_completed_run_says_that_nothing_starts(
     create_run_record(store, resolve("post_train", parse_config(words(root)), store))
     for name in ("missing_files", "plan_rows", "config_warnings", "options_without_partner", "check_options"):
         monkeypatch.setattr(f"penstock.flows.inspect.dry_run.{name}", lambda *_: [])
-    assert resume.main(["r", "--store", root, "--num-rollout", rounds, "--dry-run"]) == 0
+    assert resume_main(["r", "--store", root, "--num-rollout", rounds, "--dry-run"]) == 0
     assert ("r is complete: " in capsys.readouterr().out) == is_complete
 
 

@@ -6,14 +6,14 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from penstock.flows.reporting.prefect_page import model_title, parse_flow_run_id
-from penstock.flows.reporting.progress import (
+from penstock.flows.reporting.prefect_page import (
     describe_progress,
-    evaluation_rewards,
+    model_title,
+    parse_flow_run_id,
     reward_curve_svg,
     run_page,
-    training_rewards,
 )
+from penstock.flows.terminal.lines import evaluation_rewards, training_rewards
 from penstock.storage.commit import Commit
 
 

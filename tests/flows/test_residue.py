@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engines import scratch
-from penstock.flows.commands import gc, local_processes
+from penstock.flows.commands import maintenance
 
 
 def dead_pid() -> int:
@@ -29,8 +29,8 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
     return base, shm
 
 
-def find(places: tuple[Path, Path]) -> list[local_processes.Residue]:
-    return local_processes.find_files_of_dead_processes(places[0], places[0] / "ray", places[1])
+def find(places: tuple[Path, Path]) -> list[maintenance.Residue]:
+    return maintenance.find_files_of_dead_processes(places[0], places[0] / "ray", places[1])
 
 
 def found(places: tuple[Path, Path]) -> list[tuple[str, str]]:
@@ -46,10 +46,7 @@ def test_ray_sessions_of_dead_drivers_are_removed(places: tuple[Path, Path]) -> 
     assert found(places) == [("Ray session", dead)]
     [entry] = find(places)
     assert (
-        entry.bytes == 4
-        and local_processes.remove_residue(entry)
-        and not (ray / dead).exists()
-        and (ray / live).exists()
+        entry.bytes == 4 and maintenance.remove_residue(entry) and not (ray / dead).exists() and (ray / live).exists()
     )
 
 
@@ -75,7 +72,7 @@ def test_unmapped_shared_memory_is_found(places: tuple[Path, Path]) -> None:
         assert found(places) == [("shared memory", unused.name)]
         [entry] = find(places)
     assert found(places) == [("shared memory", unused.name), ("shared memory", used.name)]
-    assert local_processes.remove_residue(entry) and not unused.exists() and used.exists()
+    assert maintenance.remove_residue(entry) and not unused.exists() and used.exists()
 
 
 def test_directories_of_dead_owners_are_found(places: tuple[Path, Path]) -> None:
@@ -83,7 +80,7 @@ def test_directories_of_dead_owners_are_found(places: tuple[Path, Path]) -> None
     directory.mkdir()
     (directory / scratch.LOCK).touch()
     assert found(places) == [("temporary directory", directory.name)]
-    assert local_processes.remove_residue(find(places)[0]) and not directory.exists()
+    assert maintenance.remove_residue(find(places)[0]) and not directory.exists()
 
 
 def test_gc_lists_residue_and_removes_it_with_delete(
@@ -93,9 +90,9 @@ def test_gc_lists_residue_and_removes_it_with_delete(
     directory.mkdir()
     (directory / scratch.LOCK).touch()
     leftovers = find(places)
-    monkeypatch.setattr(local_processes, "find_files_of_dead_processes", lambda: leftovers)
+    monkeypatch.setattr(maintenance, "find_files_of_dead_processes", lambda: leftovers)
     store = str(places[0].parent / "store")
-    assert gc.main(["--store", store]) == 0 and directory.exists()
+    assert maintenance.gc_main(["--store", store]) == 0 and directory.exists()
     assert str(directory) in capsys.readouterr().out
-    assert gc.main(["--store", store, "--delete"]) == 0 and not directory.exists()
+    assert maintenance.gc_main(["--store", store, "--delete"]) == 0 and not directory.exists()
     assert f"{directory}  0 B (removed)" in capsys.readouterr().out

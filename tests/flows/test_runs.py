@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from penstock.flows.cli import main
-from penstock.flows.commands.resume import read_flow_and_resumed_config
+from penstock.flows.commands.start import read_flow_and_resumed_config
 from penstock.flows.config import PostTrainConfig, config_hash, derive, training_options
-from penstock.flows.inspect.run_table import print_runs
+from penstock.flows.inspect.run_views import print_runs
 from penstock.flows.options.flags import parse_config
 from penstock.flows.options.paths import FILES, FUNCTIONS, with_absolute_paths
 from penstock.flows.runtime import runs

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from penstock.flows.cli import main
-from penstock.flows.inspect.show import link_of_start
+from penstock.flows.inspect.run_views import link_of_start
 from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store
 from penstock.storage.commit import RunKeys
 from penstock.storage.history.run_record import Start, record_end, record_start

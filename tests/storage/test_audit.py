@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from made_run import BATCH, ROWS, SAMPLES, commit_files, commit_samples, config_of, make_run, roll_one, write_data
 
-from penstock.flows.commands import fork, verify_run
+from penstock.flows.commands import fork
+from penstock.flows.commands.maintenance import verify_main
 from penstock.flows.config import PostTrainConfig
 from penstock.storage.commit import Commit, RunKeys, commit_key, has_matching_digest, record_digest
 from penstock.storage.errors import StoreError
@@ -239,15 +240,15 @@ def test_an_evaluation_without_all_prompts_is_reported(made) -> None:
 
 def test_the_command_prints_the_problems_and_fails(made, capsys: pytest.CaptureFixture[str]) -> None:
     store, keys, _ = made
-    assert verify_run.main([keys.run, "--store", store.root]) == 0
+    assert verify_main([keys.run, "--store", store.root]) == 0
     assert "no problems found" in capsys.readouterr().out
     commit_files(store, "models/other", {"weights": b"other"}, kind="model")
     first_file(store, keys.checkpoint_prefix(4)).unlink()
-    assert verify_run.main([keys.run, "--no-hashes", "--store", store.root]) == 1
+    assert verify_main([keys.run, "--no-hashes", "--store", store.root]) == 1
     out, err = capsys.readouterr()
     assert "1 problems" in out and "checkpoints/000004" in err and "is missing" in err
     with pytest.raises(ValueError, match="has no run 'x'"):
-        verify_run.main(["x", "--store", store.root])
+        verify_main(["x", "--store", store.root])
 
 
 @pytest.mark.parametrize("value", [1, 1.5, float("nan"), float("inf"), -0.0, 1e300])

@@ -9,8 +9,8 @@ from made_run import config_of, make_run, write_data
 from mlflow.artifacts import load_text
 
 from penstock.flows.inspect.track import main
-from penstock.flows.reporting import final_report
-from penstock.flows.reporting.final_report import write_final_report
+from penstock.flows.reporting import prefect_page
+from penstock.flows.reporting.prefect_page import write_final_report
 from penstock.flows.runtime.runs import read_existing_record
 from penstock.storage.commit import RunKeys
 from penstock.storage.maintenance.audit import audit_run
@@ -58,7 +58,7 @@ def test_report_is_replaced_by_the_next_start_and_belongs_to_the_run(store: Stor
 def test_report_that_fails_or_takes_too_long_is_one_note(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     assert write_final_report(store, RunKeys("missing"), notes.append) is None
-    monkeypatch.setattr(final_report, "TIMEOUT", 0.0)
+    monkeypatch.setattr(prefect_page, "TIMEOUT", 0.0)
     assert write_final_report(store, KEYS, notes.append) is None
     assert "RunError" in notes[0] and "not written within 0 s" in notes[1] and len(notes) == 2
 

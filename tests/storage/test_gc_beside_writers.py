@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from made_run import commit_files
 
-from penstock.flows.commands import gc
+from penstock.flows.commands.maintenance import gc_main
 from penstock.storage import disk
 from penstock.storage.commit import RunKeys
 from penstock.storage.leases import TTL, Lease
@@ -31,7 +31,7 @@ def deleted(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
     def after_gc(publish: Callable[..., object]) -> Callable[..., object]:
         def call(temporary: Path, target: Path) -> object:
             if len(names) < 2:
-                gc.main(["--delete", "--older-than", "0", "--store", store.root])
+                gc_main(["--delete", "--older-than", "0", "--store", store.root])
                 names.append(Path(temporary).name)
                 assert not Path(temporary).exists()
             return publish(temporary, target)
@@ -89,7 +89,7 @@ def test_starts_and_collections_at_the_same_time_do_not_fail(store: Store) -> No
 
     def collect() -> None:
         while not ended.is_set():
-            gc.main(["--delete", "--older-than", "0", "--store", store.root])
+            gc_main(["--delete", "--older-than", "0", "--store", store.root])
 
     thread = threading.Thread(target=collect)
     thread.start()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from made_run import config_of, make_run, write_data
 
-from penstock.flows.commands import gc
+from penstock.flows.commands.maintenance import gc_main
 from penstock.storage.commit import Commit, FileRecord, RunKeys, commit_key, describe_key_problem
 from penstock.storage.errors import StoreError
 from penstock.storage.maintenance.audit import audit_run
@@ -112,7 +112,7 @@ def test_gc_deletes_nothing_that_an_edited_tombstone_names(
     with pytest.raises(StoreError):
         finish_interrupted_expiries(store, keys)
     with pytest.raises(StoreError):
-        gc.main(["--delete", "--older-than", "0", "--store", store.root])
+        gc_main(["--delete", "--older-than", "0", "--store", store.root])
     assert (tmp_path / "precious").exists()
     assert sorted(found.key for found in store.walk("")) == before
     assert any("expired.json" in problem for problem in audit_run(store, keys).problems)

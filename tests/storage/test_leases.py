@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.flows.commands import gc
+from penstock.flows.commands.maintenance import gc_main
 from penstock.storage import leases
 from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.errors import StoreError
@@ -295,6 +295,6 @@ def test_the_command_uses_the_stores_time(tmp_path: Path, monkeypatch: pytest.Mo
     store.create(f"{PREFIX}/attempt-x/part", b"x")
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 2 * 86400)
-    assert gc.main(["--delete", "--store", store.root]) == 0
+    assert gc_main(["--delete", "--store", store.root]) == 0
     assert store.exists(f"{PREFIX}/attempt-x/part"), capsys.readouterr().out
     assert isinstance(find_orphans(store, older_than=0)[0], Orphan)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from made_run import BATCH, commit_files, config_of, make_run, save_one, score_one, write_data
 
-from penstock.flows.commands import gc
 from penstock.flows.commands.fork import create_fork
+from penstock.flows.commands.maintenance import delete_orphans, gc_main
 from penstock.flows.runtime.resolve import resolve
 from penstock.storage.champions import Decision, Policy, champion, record_decision
 from penstock.storage.commit import Commit, RunKeys, commit_key
@@ -287,7 +287,7 @@ def test_a_killed_expiry_is_listed_without_grace_and_finished(store: Store, data
         )  # the tombstone exists, and nothing was deleted
     found = find_orphans(store, older_than=3600)
     assert [(orphan.kind, len(orphan.files)) for orphan in found] == [("expired checkpoint", 2)]
-    assert gc.delete_orphans(store, found, None, 3600) == {found[0].key}
+    assert delete_orphans(store, found, None, 3600) == {found[0].key}
     assert kept(store, keys) == [2] and find_orphans(store, older_than=0) == []
     assert store.exists(tombstone_key(keys.checkpoint_prefix(1)))
 
@@ -316,17 +316,17 @@ def test_the_command_deletes_only_with_the_flag(store: Store, data: Path, capsys
     lost = f"{keys.rollout_prefix(9)}/attempt-lost/part"
     store.create(lost, b"x" * 1500)
     where = ["--store", store.root]
-    assert gc.main(["r", *where]) == 0
+    assert gc_main(["r", *where]) == 0
     assert "no unneeded files" in capsys.readouterr().out
-    assert gc.main(["r", "--older-than", "0", *where]) == 0
+    assert gc_main(["r", "--older-than", "0", *where]) == 0
     out = capsys.readouterr().out
     assert "unfinished attempt" in out and "1 files, 1.5 kB; nothing was removed" in out and store.exists(lost)
-    assert gc.main(["--older-than=0", "--delete", "r", *where]) == 0
+    assert gc_main(["--older-than=0", "--delete", "r", *where]) == 0
     assert "1 files, 1.5 kB removed" in capsys.readouterr().out and not store.exists(lost)
     with pytest.raises(ValueError, match="has no run 'x'"):
-        gc.main(["x", *where])
+        gc_main(["x", *where])
     with pytest.raises(ValueError, match="--older-than takes a number"):
-        gc.main(["--older-than", "soon", *where])
+        gc_main(["--older-than", "soon", *where])
 
 
 def test_models_shared_by_runs_are_kept(store: Store, data: Path) -> None:

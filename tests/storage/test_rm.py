@@ -9,7 +9,8 @@ from made_run import config_of, make_run, write_data
 from run_records import parent_record
 
 from penstock.flows.cli import main
-from penstock.flows.commands import fork, gc, rm
+from penstock.flows.commands import fork, maintenance
+from penstock.flows.commands.maintenance import gc_main, rm_main
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_run, read_flow_and_config
@@ -48,7 +49,7 @@ def store(template: Path, tmp_path: Path) -> Store:
 
 
 def command(store: Store, *words: str) -> int:
-    return rm.main([*words, "--store", store.root])
+    return rm_main([*words, "--store", store.root])
 
 
 def files(store: Store, prefix: str = "") -> set[str]:
@@ -134,10 +135,10 @@ def test_gc_does_not_touch_a_running_removal(store: Store) -> None:
     store.create(removal_marker_key(KEYS), b"")
     remover = Lease(store, f"{KEYS.prefix}/removing.lease")
     before = files(store, KEYS.prefix)
-    assert gc.main(["r", "--delete", "--older-than", "0", "--store", store.root]) == 0
+    assert gc_main(["r", "--delete", "--older-than", "0", "--store", store.root]) == 0
     assert files(store, KEYS.prefix) == before
     remover.release()
-    assert gc.main(["r", "--delete", "--store", store.root]) == 0
+    assert gc_main(["r", "--delete", "--store", store.root]) == 0
     assert files(store, KEYS.prefix) == set()
 
 
@@ -185,7 +186,7 @@ def test_a_killed_removal_is_finished_later(store: Store, tmp_path: Path, finish
         assert main(["runs", "--store", store.root]) == 0 and "removed" in capsys.readouterr().out
         finishes: dict[str, Callable[[], object]] = {
             "rm": lambda: command(store, "r"),
-            "gc": lambda: gc.main(["--delete", "--store", store.root]),
+            "gc": lambda: gc_main(["--delete", "--store", store.root]),
             "start": lambda: open_run(store, resolve("post_train", config, store)),
         }
         finishes[finish]()
@@ -204,8 +205,8 @@ def test_removal_in_an_object_store(
     outbox = tracking_directory(store, "r")
     outbox.mkdir(parents=True)
     (outbox / "outbox.jsonl").write_text("{}")
-    monkeypatch.setattr(rm, "open_store", lambda config, probe: store)
-    assert rm.main(["r", "--yes", "r"]) == 0
+    monkeypatch.setattr(maintenance, "open_store", lambda config, probe: store)
+    assert rm_main(["r", "--yes", "r"]) == 0
     assert files(store, "runs") == set() and not outbox.exists()
 
 

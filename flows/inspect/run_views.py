@@ -1,0 +1,291 @@
+"""`penstock runs`, `show` and `cost`: a table of runs, a run on one screen, and what it has cost. Writes nothing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.text import Text
+
+from penstock.flows.config import RunConfig
+from penstock.flows.options.argv import parse_number, parse_run_argument, penstock_command, split_args
+from penstock.flows.options.flags import parse_store_options
+from penstock.flows.options.nearby_stores import find_nearby_stores, names_no_store, stores_with_run
+from penstock.flows.runtime.runs import (
+    keys_of_existing_run,
+    latest_schedule_options,
+    open_store,
+    read_existing_record,
+)
+from penstock.flows.terminal.console import TerminalConsole, print_table
+from penstock.flows.terminal.lines import COLUMNS, format_duration, format_with_interval, short_exponent, sparkline
+from penstock.storage.commit import Commit, RunKeys, eval_rewards
+from penstock.storage.errors import OptionError, PenstockError, RunError
+from penstock.storage.history.costs import IDLE, RunCosts, compute_costs
+from penstock.storage.history.run_record import Start, StartEnd, read_run_record, read_starts
+from penstock.storage.leases import describe_live_drivers
+from penstock.storage.maintenance.deletion import is_removed
+from penstock.storage.store import Store, committed_prefixes, read_commits
+from penstock.storage.web.login import HOST, live_link, ports_with_login
+
+# ---- penstock runs ---------------------------------------------------------------------------------------------------
+
+RUNS_USAGE = """penstock runs [--store URI ...]
+
+  Lists runs: rounds, rewards, checkpoints, evaluations. Without --store, those of all stores below the working
+  directory (three levels), and of the store that contains it. Changes nothing."""
+
+
+def runs_main(argv: list[str]) -> int:
+    """Run `penstock runs`. Return 0."""
+    run_config = parse_store_options(argv, "runs")
+    stores = find_nearby_stores() if names_no_store(argv) else []
+    for path in stores:
+        print(f"store {path}")
+        print_runs(run_config.model_copy(update={"store": path}))
+        print()
+    if not stores:
+        print_runs(run_config)
+    return 0
+
+
+def print_runs(run_config: RunConfig) -> None:
+    """Print a table of the runs in a store. A damaged run is marked in the table and described below it."""
+    store = open_store(run_config, probe=False)
+    rows, reasons = [], []
+    for run in store.list("runs"):
+        try:
+            row = row_of_run(store, RunKeys(run))
+        except (PenstockError, OSError) as error:
+            row = [run, "damaged"]
+            reasons.append(f"{run} is damaged: {' '.join(str(error).split())[:300]}")
+        if row:
+            rows.append(row)
+    if rows:
+        print_table(("run", "flow", "rounds", "reward first -> last", "checkpoints", "evals", "started"), rows)
+    else:
+        print(f"no runs in {store.uri}; `penstock demo` makes one")
+    for reason in reasons:
+        print(reason)
+
+
+def row_of_run(store: Store, keys: RunKeys) -> list[str]:
+    """Return the cells of a run's row in the table; no cells if the run has neither a record nor commits."""
+    if is_removed(store, keys):
+        return [keys.run, "removed"]
+    record = read_run_record(store, keys)
+    if record is None:
+        if committed_prefixes(store, keys):
+            raise RunError("run.json is missing: restore it from a backup")
+        return []
+    rounds = store.committed_indices(f"{keys.prefix}/steps")
+    rollouts = [store.committed(keys.rollout_prefix(r)) for r in rounds[:1] + rounds[-1:]]
+    rewards = [rollout.summary.get("rollout/raw_reward") for rollout in rollouts if rollout]
+    parent = record.parent
+    return [
+        f"{keys.run} (from {parent.run} at {parent.at})" if parent else keys.run,
+        record.flow,
+        f"{len(rounds)} of {latest_schedule_options(store, keys)['run.num_rollout']}",
+        " -> ".join(f"{reward:.3f}" for reward in rewards if reward is not None) or "-",
+        " ".join(str(number) for number in store.committed_indices(f"{keys.prefix}/checkpoints")) or "-",
+        " ".join(name.lstrip("0") or "0" for name in store.list(f"{keys.prefix}/evals")) or "-",
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created_at)),
+    ]
+
+
+# ---- penstock show ---------------------------------------------------------------------------------------------------
+
+SHOW_USAGE = """penstock show RUN [--store URI ...]
+
+  Prints a run on one screen: state, curves of its rounds, evaluations, checkpoints, starts. Without --store, the run is
+  looked for in the stores around the working directory. Changes nothing."""
+
+MAX_CURVE = 60  # characters
+_MAX_STARTS = 5  # newest starts that are printed
+
+
+def show_main(argv: list[str]) -> int:
+    """Run `penstock show`. Return 0."""
+    positional, _, rest = split_args(argv, {})
+    run = parse_run_argument("show", positional)
+    if names_no_store(rest):
+        stores = stores_with_run(run)
+        if len(stores) > 1:
+            raise OptionError(f"{len(stores)} stores have a run {run!r} ({', '.join(stores)}): choose one with --store")
+        rest = [*rest, *(argument for store in stores for argument in ("--store", store))]
+    print_run(open_store(parse_store_options(rest, "show"), probe=False), RunKeys(run))
+    return 0
+
+
+def print_run(store: Store, keys: RunKeys) -> None:
+    """Print a run on one screen."""
+    record = read_existing_record(store, keys)
+    commits = read_commits(store, keys)
+    starts = read_starts(store, keys)
+    drivers = describe_live_drivers(store, keys)
+    num_rounds = int(latest_schedule_options(store, keys)["run.num_rollout"])
+    num_done = sum(commit.kind == "step" for commit in commits)
+    if drivers:
+        state = f"running: {drivers[0]}"
+    elif starts:
+        end = starts[-1][1]
+        state = "its driver was killed" if end is None else end.outcome.lower()
+    else:
+        state = "its starts were not recorded" if commits else "not started"
+    resume = f"; penstock resume {keys.run}" if num_done < num_rounds and not drivers else ""
+    parent = record.parent
+    rows: dict[str, str | Text] = {
+        "run": f"{keys.run}  ({record.flow})" + (f", a fork of {parent.run} at {parent.at}" if parent else ""),
+        "store": store.uri,
+        "model": str(record.config["convert"]["hf_checkpoint"]),
+        "state": f"{num_done} of {num_rounds} rounds, {state}{resume}",
+        **curve_rows(commits),
+        **evaluation_rows(commits),
+    }
+    for kind in ("checkpoint", "export"):
+        if versions := sorted(commit.index for commit in commits if commit.kind == kind):
+            rows[f"{kind}s"] = " ".join(map(str, versions))
+    lines = [*rows.items()]
+    lines += [("" if number else "starts", text) for number, text in enumerate(start_lines(starts, bool(drivers)))]
+    width = max(len(title) for title, _ in lines) + 2
+    console = TerminalConsole(soft_wrap=True, highlight=False)
+    for title, text in lines:
+        console.print(Text.assemble((f"{title:<{width}}", "dim"), text))
+    location = f"--store {shlex.quote(store.uri)}"
+    console.print(
+        Text(f"\n{penstock_command()} samples {keys.run} {location}   (also report, cost, lineage)", style="dim")
+    )
+
+
+def curve_rows(commits: Sequence[Commit]) -> dict[str, Text]:
+    """Return a curve for each number of a round's line (docs/metrics.md) that has not always been the same, and one for
+    the seconds of rollout and training, which commits record (not those of weight updates): label -> curve, first and
+    last number."""
+    numbers: dict[int, dict[str, float]] = {}
+    for commit in sorted(commits, key=lambda commit: commit.index):
+        if commit.kind in ("rollout", "step"):
+            values = numbers.setdefault(commit.index, {})
+            seconds = values.get("seconds", 0.0) + commit.seconds.get("train", sum(commit.seconds.values()))
+            values |= {**commit.summary, "seconds": seconds}
+    rows = {}
+    for label, metrics, style in [*((c.label, c.metrics, c.style) for c in COLUMNS), ("seconds", ("seconds",), ".1f")]:
+        of_rounds = [next((n[name] for name in metrics if name in n), None) for _, n in sorted(numbers.items())]
+        curve = [value for value in of_rounds if value is not None]
+        texts = [short_exponent(format(value, style)) for value in curve]
+        if len({*texts}) > 1 or (texts and label == "reward"):
+            rows[label] = Text.assemble((sparkline(curve, MAX_CURVE), "green"), f"  {texts[0]} -> {texts[-1]}")
+    return rows
+
+
+def evaluation_rows(commits: Sequence[Commit]) -> dict[str, Text]:
+    """Return the rewards of the evaluations, then of the rescored ones: kind and data set -> curve, and number by
+    policy version."""
+    scores: dict[tuple[str, str], list[Commit]] = {}
+    for commit in sorted((c for c in commits if c.kind == "eval"), key=lambda c: (c.listed_kind, c.index)):
+        for name in eval_rewards(commit):
+            scores.setdefault((commit.listed_kind, name), []).append(commit)
+    rows = {}
+    for (kind, name), evaluated in scores.items():
+        rewards = [commit.summary[f"eval/{name}"] for commit in evaluated]
+        texts = [f"{format_with_interval(c.summary, f'eval/{name}')} (version {c.index})" for c in evaluated]
+        shown = texts if len(texts) <= 4 else [texts[0], "...", *texts[-2:]]
+        rows[f"{kind} {name}"] = Text.assemble((sparkline(rewards, MAX_CURVE), "green"), f"  {', '.join(shown)}")
+    return rows
+
+
+def link_of_start(start: Start) -> str:
+    """Return a link to the Prefect page of a start: on the server that it used or, if that has ended, on a server of
+    this user that shows its flow run now; "" if no server that answers has it."""
+    origin, _, flow_run = start.flow_run.rpartition("/runs/flow-run/")
+    flow_run = flow_run if origin else start.flow_run
+    own = [f"http://{HOST}:{port}" for port in ports_with_login()]
+    pages = (f"{each}/runs/flow-run/{flow_run}" for each in dict.fromkeys([origin, *own]) if each and flow_run)
+    return next(filter(None, (live_link(page, has_page=f"/api/flow_runs/{flow_run}") for page in pages)), "")
+
+
+def start_lines(starts: Sequence[tuple[Start, StartEnd | None]], is_running: bool) -> list[str]:
+    """Return a line for each of the newest starts: time, host, duration, how it ended, page if its server answers."""
+    lines = [f"{len(starts) - _MAX_STARTS} earlier starts"] if len(starts) > _MAX_STARTS else []
+    for number, (start, end) in enumerate(starts[-_MAX_STARTS:], max(len(starts) - _MAX_STARTS, 0)):
+        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(start.at))
+        if end is not None:
+            outcome = f"{end.outcome.lower()} after {format_duration(end.at - start.at)}"
+        else:
+            outcome = "running" if is_running and number == len(starts) - 1 else "killed"
+        link = link_of_start(start)
+        lines.append(f"{at} on {start.host}, {outcome}{f', {link}' if link else ''}")
+    return lines
+
+
+# ---- penstock cost ---------------------------------------------------------------------------------------------------
+
+COST_USAGE = """penstock cost RUN [--rounds] [--price NUMBER] [--json] [--store URI ...]
+
+  Prints the device-seconds of every stage and of idle time, and the energy of the GPUs where it was measured. Devices
+  are GPUs; without GPUs, the trainer's processes and the engines. On each device, stages and idle time add up to the
+  time in which a driver of the run was alive; idle time includes starts, weight updates and waits. Rounds that a fork
+  shares with its parent do not count.
+
+  --rounds   a line for every round: seconds, samples, tokens
+  --price    price of a device for one hour, in any currency
+  --json     everything as JSON"""
+
+
+def cost_main(argv: list[str]) -> int:
+    """Run `penstock cost`. Return 0."""
+    positional, own, rest = split_args(argv, {"--rounds": False, "--json": False, "--price": True})
+    run = parse_run_argument("cost", positional)
+    price = parse_number("--price", own["--price"]) if "--price" in own else None
+    store = open_store(parse_store_options(rest, "cost"), probe=False)
+    costs = compute_costs(store, keys_of_existing_run(store, run))
+    if "--json" in own:
+        print(json.dumps(asdict(costs) | {"metrics": costs.metrics(price)}, indent=1))
+        return 0
+    starts = f"{costs.num_starts} starts" if costs.num_starts > 1 else "1 start"
+    print(f"{run} in {store.uri}: {costs.wall_seconds:,.1f} s in {starts}")
+    print_stages(costs, price)
+    if "--rounds" in own:
+        rows = [
+            [
+                str(cost.rollout_id),
+                *(f"{cost.device_seconds.get(stage, 0.0):.2f}" for stage in ("rollout", "training")),
+                str(cost.kept_samples),
+                str(cost.removed_samples),
+                str(cost.dropped_groups),
+                f"{cost.trained_tokens:,.0f}",
+                f"{cost.wasted_tokens:,.0f}",
+                *([f"{sum(cost.joules.values()):,.0f}"] if costs.joules else []),
+            ]
+            for cost in costs.rounds
+        ]
+        titles = ["round", "rollout", "training", "samples", "removed", "dropped groups", "tokens", "wasted tokens"]
+        print_table([*titles, *(["joules"] if costs.joules else [])], rows, numeric=True)
+    return 0
+
+
+def print_stages(costs: RunCosts, price: float | None) -> None:
+    """Print device-seconds by devices and stage, and the totals."""
+    rows = []
+    for devices, stages in costs.device_seconds.items():
+        total = sum(stages.values())
+        for stage, seconds in sorted(stages.items(), key=lambda item: (item[0] == IDLE, -item[1])):
+            share = f"{seconds / total:.1%}" if total else "-"
+            money = [] if price is None else [f"{seconds / 3600 * price:,.2f}"]
+            rows.append([f"{costs.num_devices[devices]} x {devices}", stage, f"{seconds:,.1f}", share, *money])
+    print_table(["devices", "stage", "device-seconds", "share", *([] if price is None else ["price"])], rows)
+    metrics = costs.metrics(price)
+    total_price = f", price {metrics['cost/money']:,.2f}" if price is not None else ""
+    print(f"total {costs.total_device_seconds:,.1f} device-seconds, {metrics['cost/idle_ratio']:.1%} idle{total_price}")
+    if costs.kept_samples:
+        per_sample = metrics["cost/device_seconds_per_kept_sample"]
+        print(f"{costs.kept_samples:,} samples trained, {per_sample:.4f} device-seconds each")
+    for version, seconds in costs.checkpoints.items():
+        energy = f", {costs.checkpoint_joules[version]:,.0f} J" if version in costs.checkpoint_joules else ""
+        print(f"checkpoint {version}: {seconds:,.1f} device-seconds{energy} of stages since the one before")
+    if costs.joules:
+        of_stages = ", ".join(f"{stage} {joules:,.0f} J" for stage, joules in costs.joules.items())
+        each = f", {metrics['cost/joules_per_kept_sample']:,.1f} J per sample" if costs.kept_samples else ""
+        print(f"energy of the GPUs {metrics['cost/energy_kwh']:,.4f} kWh: {of_stages}{each}")

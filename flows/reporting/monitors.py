@@ -1,0 +1,247 @@
+"""Observers that watch a run from a thread: for hangs, for system metrics, and for Prometheus."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from statistics import fmean
+
+import psutil
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+
+from penstock.engines.local_gpus import visible_gpu_usage
+from penstock.engines.scratch import STACK_SIGNAL, own_temp_directory, stack_directory
+from penstock.flows.reporting.observer import CommitReport, Observer
+from penstock.storage.tracking.tracker import Committed, metric_points
+
+# ---- hangs -----------------------------------------------------------------------------------------------------------
+
+ANSWER_SECONDS = 2.0  # how long a process may take to print its stacks
+HANDLED = "SigCgt:"  # line of /proc/PID/status: bit mask of the signals that the process handles
+
+
+class HangDetector(Observer):
+    """Detects that no stage has moved for `timeout` seconds (0: never), and prints with `warn` the Python stacks of the
+    run's processes, which it also writes into `directory`, one file for each hang. Nothing is killed."""
+
+    def __init__(self, timeout: float, warn: Callable[[str], object], directory: Path) -> None:
+        self.timeout = timeout
+        self.warn = warn
+        self.directory = directory
+        self._moved_at = time.monotonic()
+        self._reported_at: float | None = None  # the value of _moved_at that was reported as a hang
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hang-detector", daemon=True)
+
+    def on_progress(self) -> None:
+        self._moved_at = time.monotonic()
+
+    def on_stage(self, name: str, rollout_id: int | None) -> None:
+        self.on_progress()
+
+    def __enter__(self) -> HangDetector:
+        self.on_progress()
+        if self.timeout:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        if self.timeout:
+            self._thread.join(ANSWER_SECONDS)
+
+    def _watch(self) -> None:
+        wait = self.timeout
+        while not self._stop.wait(wait):
+            moved_at = self._moved_at
+            left = moved_at + self.timeout - time.monotonic()
+            if left <= 0 and moved_at != self._reported_at:
+                self._reported_at = moved_at
+                self._report()
+            wait = left if left > 0 else min(self.timeout, 10.0)
+
+    def _report(self) -> None:
+        """Print the stacks of all processes and write them to a file. A failure is printed only."""
+        try:
+            stacks = stacks_of_run()
+            path = self.directory / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(stacks)
+            self.warn(f"no stage has moved for {self.timeout:g} s; waiting on. Stacks, also in {path}:\n{stacks}")
+        except (OSError, psutil.Error) as error:  # a full disk, a process that is not ours
+            self.warn(f"no stage has moved for {self.timeout:g} s; waiting on. Its stacks are not known ({error})")
+
+
+def stacks_of_run() -> str:
+    """Return the Python stacks of this process, thread by thread, and of all its descendants."""
+    parts = [f"== driver (pid {os.getpid()})\n"]
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for thread, frame in sys._current_frames().items():
+        parts[0] += f"thread {names.get(thread, thread)}:\n{''.join(traceback.format_stack(frame))}"
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            title = " ".join(process.cmdline()[:3])[:100] or process.name()
+            parts.append(f"== {title} (pid {process.pid})\n{stacks_of_process(process)}")
+    return "\n".join(parts)
+
+
+def stacks_of_process(process: psutil.Process, seconds: float = ANSWER_SECONDS) -> str:
+    """Return the Python stacks that a descendant prints within `seconds`, or a line that says why they are not known.
+
+    Trainer ranks and engine processes print their stacks when they get SIGUSR2 (`engines/scratch.py`, an engine's
+    launch script). It would kill a process without that handler, which does not get it.
+    """
+    status = process.status()
+    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        return f"stopped (T): cannot print its stacks before `kill -CONT {process.pid}`\n"
+    if status == psutil.STATUS_ZOMBIE:
+        return "ended (Z)\n"
+    handled = "0"
+    with suppress(OSError):
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        handled = next((line.removeprefix(HANDLED) for line in lines if line.startswith(HANDLED)), "0")
+    if not int(handled, 16) >> (STACK_SIGNAL - 1) & 1:
+        return (
+            f"{status}: this process cannot print its stacks; `py-spy dump --pid {process.pid}` shows those of Python\n"
+        )
+    directory = stack_directory(own_temp_directory())
+    before = {path: path.stat().st_size for path in directory.glob("*.txt")}
+    process.send_signal(STACK_SIGNAL)
+    text, deadline = "", time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        new = "".join(path.read_text()[before.get(path, 0) :] for path in sorted(directory.glob("*.txt")))
+        if new and new == text:  # complete: it did not grow any more
+            return new
+        text = new
+    return text or f"{status}: no answer within {seconds:g} s; the process may be inside a system call\n"
+
+
+# ---- system metrics --------------------------------------------------------------------------------------------------
+
+SAMPLE_SECONDS = 2.0  # between two samples
+INTERVAL_SAMPLES = 5  # samples that are averaged for one record
+
+
+def sample_system() -> dict[str, float]:
+    """Return CPU, memory and GPUs of this node under the names of MLflow's system metrics. CPU utilization is that
+    since the previous call, in percent of all cores."""
+    memory = psutil.virtual_memory()
+    metrics = {
+        "system/cpu_utilization_percentage": psutil.cpu_percent(),
+        "system/system_memory_usage_megabytes": memory.used / 1e6,
+        "system/system_memory_usage_percentage": 100 * memory.used / memory.total,
+    }
+    for index, usage in enumerate(visible_gpu_usage()):
+        metrics |= {f"system/gpu_{index}_{name}": value for name, value in usage.items()}
+    return metrics
+
+
+class SystemMetrics(Observer):
+    """Samples with `sample` in a thread and logs the mean of every INTERVAL_SAMPLES samples, at its end also of the
+    remaining ones. If sampling fails, it ends with a note; the run is not affected."""
+
+    def __init__(
+        self,
+        log: Callable[[dict[str, float]], object],
+        note: Callable[[str], object],
+        sample: Callable[[], dict[str, float]],
+    ) -> None:
+        self.log = log
+        self.note = note
+        self.sample = sample
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
+
+    def __enter__(self) -> SystemMetrics:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join(SAMPLE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            self.sample()  # the first CPU utilization has no previous call
+            ended = False
+            while not ended:
+                samples: list[dict[str, float]] = []
+                while len(samples) < INTERVAL_SAMPLES and not ended:
+                    ended = self._stop.wait(SAMPLE_SECONDS)
+                    samples.append(self.sample())
+                names = dict.fromkeys(name for sample in samples for name in sample)
+                self.log({name: round(fmean(s[name] for s in samples if name in s), 2) for name in names})
+        except Exception as error:  # of a driver library or a full disk
+            self.note(f"system metrics are not recorded any more ({type(error).__name__}: {error})")
+
+
+# ---- Prometheus ------------------------------------------------------------------------------------------------------
+
+LOOPBACK = "127.0.0.1"
+
+
+class PrometheusEndpoint(Observer):
+    """Serves the newest values of the run's metrics, http://127.0.0.1:PORT/metrics: those that go to the trackers,
+    `rollout/raw_reward` as `penstock_rollout_raw_reward{run="..."}`. With port 0, `port` becomes a free one."""
+
+    def __init__(self, run: str, port: int, note: Callable[[str], object] = lambda text: None) -> None:
+        self.run = run
+        self.port = port
+        self.note = note
+        self._values: dict[str, float] = {}
+        self._stage = ""
+        self._lock = threading.Lock()
+
+    def update(self, metrics: Mapping[str, float]) -> None:
+        """Replace the values of these metrics."""
+        with self._lock:
+            self._values |= {re.sub(r"[^a-zA-Z0-9_]", "_", name): float(value) for name, value in metrics.items()}
+
+    def update_from_record(self, record: Committed) -> None:
+        """Replace the values of a commit's metrics as trackers name them, for a step also round and policy version."""
+        self.update({point.name: point.value for point in metric_points(record)})
+        if record.commit.kind == "step":
+            self.update({"round": record.commit.index, "policy_version": record.commit.policy_version})
+
+    def on_stage(self, name: str, rollout_id: int | None) -> None:
+        self._stage = name
+
+    def on_commit(self, report: CommitReport) -> None:
+        self.update_from_record(Committed(report.key, report.commit.created_at, report.commit))
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the metrics, as prometheus_client asks of a collector."""
+        with self._lock:
+            values, stage = dict(self._values), self._stage
+        for name, value in values.items():
+            if not math.isnan(value):
+                family = GaugeMetricFamily(f"penstock_{name}", "docs/metrics.md describes it", labels=["run"])
+                family.add_metric([self.run], value)
+                yield family
+        if stage:
+            family = GaugeMetricFamily("penstock_stage", "stage that was started last", labels=["run", "stage"])
+            family.add_metric([self.run, stage], 1.0)
+            yield family
+
+    def __enter__(self) -> PrometheusEndpoint:
+        registry = CollectorRegistry()
+        registry.register(self)
+        self._server, self._thread = start_http_server(self.port, addr=LOOPBACK, registry=registry)
+        self.port = self._server.server_port
+        self.note(f"metrics for Prometheus: http://{LOOPBACK}:{self.port}/metrics")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
