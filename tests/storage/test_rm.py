@@ -199,7 +199,7 @@ def test_removal_in_an_object_store(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     store = s3_store(tmp_path.name)
     make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), 1, save=(1,))
-    from penstock.storage.tracking import tracking_directory
+    from penstock.storage.tracking.tracker import tracking_directory
 
     outbox = tracking_directory(store, "r")
     outbox.mkdir(parents=True)

@@ -26,11 +26,17 @@ from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import OptionError, RunError, TrackerError
 from penstock.storage.history.run_record import Start, record_end, record_start
 from penstock.storage.store import Store
-from penstock.storage.tracking import trackers, tracking_directory
+from penstock.storage.tracking import trackers
 from penstock.storage.tracking.delivery import RunTracking, read_committed, read_cost_metrics
-from penstock.storage.tracking.run_commits import RunCommits
 from penstock.storage.tracking.tensorboard import read_values
-from penstock.storage.tracking.tracker import Committed, MetricsLogged, RunStarted, TrackedRun
+from penstock.storage.tracking.tracker import (
+    Committed,
+    MetricsLogged,
+    RunCommits,
+    RunStarted,
+    TrackedRun,
+    tracking_directory,
+)
 from penstock.storage.tracking.wandb import RECORD, STEP, WandbTracker
 
 Points = list[tuple[str, int, float, int]]  # name, step, value as 32 bits, milliseconds
@@ -284,7 +290,7 @@ def test_kill_between_delivery_and_mark_loses_nothing_and_changes_no_chart(
 import os
 from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
-from penstock.storage.tracking.run_commits import RunCommits
+from penstock.storage.tracking.tracker import RunCommits
 from penstock.storage.tracking.delivery import read_committed, read_cost_metrics
 from penstock.storage.tracking.tracker import TrackedRun
 from penstock.storage.tracking.trackers import tracker_class

@@ -16,11 +16,9 @@ from tracked_run import CONFIG, KEYS, RUN, commits, offer, track
 
 from penstock.storage.commit import Commit, commit_key, encode_commit
 from penstock.storage.store import Store
-from penstock.storage.tracking import tracking_directory
-from penstock.storage.tracking.delivery import RunTracking
+from penstock.storage.tracking.delivery import Outbox, RunTracking
 from penstock.storage.tracking.mlflow.mlflow_runs import Link, flatten_params, link_tags
-from penstock.storage.tracking.outbox import Outbox
-from penstock.storage.tracking.tracker import TrackedRun
+from penstock.storage.tracking.tracker import TrackedRun, tracking_directory
 
 TABLES = ("runs", "metrics", "params", "inputs", "datasets", "logged_models", "logged_model_metrics")
 
@@ -155,9 +153,9 @@ def test_killed_between_delivery_and_offset(step: int, database: Path, tmp_path:
     program = f"""
 import os, sys
 from pathlib import Path
-from penstock.storage.tracking.run_commits import RunCommits
+from penstock.storage.tracking.tracker import RunCommits
 from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
-from penstock.storage.tracking.outbox import Outbox
+from penstock.storage.tracking.delivery import Outbox
 from penstock.storage.tracking.tracker import Committed, TrackedRun, parse_record
 outbox = Outbox(Path({str(tmp_path / "out")!r}))
 commits = RunCommits()

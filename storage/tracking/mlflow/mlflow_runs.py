@@ -6,16 +6,15 @@ time and value, which are all equal when a record is sent again.
 
 from __future__ import annotations
 
-import json
 import re
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from penstock.storage.tracking.tracker import MetricPoint, TrackedRun, flatten_config
+from penstock.storage.tracking.tracker import MetricPoint, TrackedRun
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -28,16 +27,8 @@ T = TypeVar("T")
 
 
 MAX_METRICS, MAX_PARAMS, MAX_DATASETS = 1000, 100, 100  # MLflow's limits per request
-_MAX_PARAM = 6000  # characters of a parameter's value
 _FORBIDDEN = re.compile(r"[^\w\-./: ]")  # characters that MLflow rejects in names, for instance "@"
 _FORBIDDEN_IN_MODELS = re.compile(r"[^\w\- ]")  # MLflow also rejects / : . % and quotes in names of logged models
-
-
-def flatten_params(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the values of a nested config as MLflow parameters: dotted name, text. Secrets are left out."""
-    for name, value in flatten_config(values):
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
-        yield replace_forbidden_characters(name), text[:_MAX_PARAM]
 
 
 def replace_forbidden_characters(name: str) -> str:
@@ -241,7 +232,6 @@ class MlflowRuns:
             self.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
 
     def _find_experiment(self) -> str | None:
-        """Return the id of the run's experiment, or None if MLflow does not have it."""
         if self._experiment_id is None:
             if self._database is not None:
                 update_artifact_paths(self._database, self.run.experiment)

@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -257,15 +257,16 @@ def split_sample(row: Row, commit: Commit, decode: Callable[[Sequence[int]], str
     attributes = {name: row[name] for name in ("sample_id", "group_id", "status", "policy_versions", "label")}
     attributes |= {"num_prompt_tokens": num_prompt, "metadata": json.loads(row["metadata"] or "{}")}
     parts = [SamplePart("sample", "AGENT", start, end, row["prompt"], row["response"], attributes)]
-    segments = list(split_by_mask(row["loss_mask"][num_prompt:]))
-    previous, num_turns = row["prompt"], 0
-    for is_reply, first, last in segments:
+    segments = [(trained == 1, len(list(group))) for trained, group in groupby(row["loss_mask"][num_prompt:])]
+    previous, num_turns, last = row["prompt"], 0, 0
+    for is_reply, length in segments:
+        first, last = last, last + length
         tokens = row["token_ids"][num_prompt + first : num_prompt + last]
         text = row["response"] if len(segments) == 1 else decode(tokens)
         num_turns += is_reply
         name, type = (f"turn {num_turns}", "LLM") if is_reply else ("tool or environment", "TOOL")
         begin, stop = (start + (generated - start) * position / num_tokens for position in (first, last))
-        attributes = {"num_tokens": last - first}
+        attributes = {"num_tokens": length}
         if is_reply and (calls := tool_calls(text or "")):
             attributes["tool_calls"] = calls
         parts.append(SamplePart(name, type, begin, stop, previous, text, attributes))
@@ -285,15 +286,6 @@ def tool_calls(text: str) -> list[Any]:
         with suppress(ValueError):
             calls.append(json.loads(body, strict=False))
     return calls
-
-
-def split_by_mask(mask: Sequence[int]) -> Iterator[tuple[bool, int, int]]:
-    """Yield (trained on, first, last + 1) for each run of equal values in a loss mask."""
-    position = 0
-    for value, group in groupby(mask):
-        length = sum(1 for _ in group)
-        yield bool(value), position, position + length
-        position += length
 
 
 def to_span(trace: bytes, number: int, part: SamplePart, failed: bool) -> Span:
