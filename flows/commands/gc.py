@@ -1,7 +1,6 @@
 """`penstock gc`: list files that are no longer needed, and remove them on request.
 
-storage/maintenance/orphans.py and retention.py decide what is removable; this file parses the request and prints the
-table.
+storage/maintenance/deletion.py decides what is removable; this file parses the request and prints the table.
 """
 
 from __future__ import annotations
@@ -16,8 +15,13 @@ from penstock.flows.terminal.console import print_table
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError
 from penstock.storage.leases import store_time
-from penstock.storage.maintenance.deletion import finish_interrupted_expiries, translate_write_errors
-from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
+from penstock.storage.maintenance.deletion import (
+    Orphan,
+    find_orphans,
+    finish_interrupted_expiries,
+    remove_orphan,
+    translate_write_errors,
+)
 from penstock.storage.store import Store
 
 DEFAULT_HOURS = 24.0

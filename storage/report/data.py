@@ -50,7 +50,20 @@ def collect_overview(store: Store, keys: RunKeys, given: ReportInput) -> tuple[d
     commits = read_commits(store, keys)
     rollouts, steps = ({c.index: c for c in commits if c.kind == kind} for kind in ("rollout", "step"))
     of_run = [commit for commit in commits if commit.listed_kind != "rescore"]
-    stages = [stage_entry(commit, is_inherited(keys, given.record, commit)) for commit in of_run]
+    stages = [  # for the time line; times in seconds since the epoch
+        {
+            "kind": commit.kind,
+            "index": commit.index,
+            "task": task_of(commit) if commit.kind == "eval" else "",
+            "start": commit.started_at,
+            "end": commit.created_at,
+            "seconds": dict(commit.seconds),
+            "bytes": sum(file.bytes for file in commit.files),
+            "code": commit.code_version,
+            "inherited": is_inherited(keys, given.record, commit),
+        }
+        for commit in of_run
+    ]
     gaps = find_gaps(store, keys, [commit for commit in of_run if not is_inherited(keys, given.record, commit)])
     rounds = collect_rounds(rollouts, steps)
     overview = {
@@ -98,21 +111,6 @@ def is_inherited(keys: RunKeys, record: RunRecord, commit: Commit) -> bool:
     if record.parent is None:
         return False
     return commit.writer != keys.run if commit.attempt else commit.index < record.parent.at
-
-
-def stage_entry(commit: Commit, inherited: bool) -> dict[str, Any]:
-    """Return one stage for the time line: when it began and ended (seconds since the epoch), and its parts."""
-    return {
-        "kind": commit.kind,
-        "index": commit.index,
-        "task": task_of(commit) if commit.kind == "eval" else "",
-        "start": commit.started_at,
-        "end": commit.created_at,
-        "seconds": dict(commit.seconds),
-        "bytes": sum(file.bytes for file in commit.files),
-        "code": commit.code_version,
-        "inherited": inherited,
-    }
 
 
 def find_gaps(store: Store, keys: RunKeys, commits: list[Commit]) -> list[dict[str, Any]]:
@@ -282,17 +280,10 @@ def collect_costs(costs: RunCosts, stages: list[dict[str, Any]], config: Mapping
         of_kind = parts.setdefault(stage["kind"], {})
         for part, seconds in stage["seconds"].items() if not stage["inherited"] else ():
             of_kind[part] = of_kind.get(part, 0.0) + seconds
-    return {
-        "wall_seconds": costs.wall_seconds,
-        "num_starts": costs.num_starts,
-        "device_seconds": costs.device_seconds,
-        "num_devices": costs.num_devices,
+    return asdict(costs) | {
         "metrics": costs.metrics(price),
         "price_per_device_hour": price,
         "parts": {kind: parts[kind] for kind in STAGE_KINDS if parts.get(kind)},
-        "rounds": [asdict(cost) for cost in costs.rounds],
-        "checkpoints": costs.checkpoints,
-        "joules": costs.joules,
     }
 
 
@@ -301,13 +292,7 @@ def collect_options(given: ReportInput) -> list[dict[str, Any]]:
     parent = given.record.parent
     rows = []
     for option in given.options:
-        row = {
-            "section": option.section,
-            "name": option.name,
-            "value": option.value,
-            "default": option.default,
-            "changed": option.value != option.default,
-        }
+        row = asdict(option) | {"changed": option.value != option.default}
         before = parent.config.get(option.section, {}) if parent else {}  # without options that are not recorded
         if (option.section, option.name) != ("run", "run") and before.get(option.name, option.value) != option.value:
             row["parent"] = mask_secrets(before[option.name], option.name)
@@ -320,14 +305,7 @@ def describe_changes(given: ReportInput) -> list[dict[str, Any]]:
     values = {f"{option.section}.{option.name}": option.value for option in given.options}
     out = []
     for change in given.changes:
-        schedule = change.schedule
-        out.append(
-            {
-                "at": change.at,
-                "options": [
-                    [name, values.get(name), value] for name, value in schedule.items() if values.get(name) != value
-                ],
-            }
-        )
-        values |= schedule
+        new = {name: value for name, value in change.schedule.items() if values.get(name) != value}
+        out.append({"at": change.at, "options": [[name, values.get(name), value] for name, value in new.items()]})
+        values |= change.schedule
     return out

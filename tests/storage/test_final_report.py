@@ -14,8 +14,7 @@ from penstock.flows.reporting.final_report import write_final_report
 from penstock.flows.runtime.runs import read_existing_record
 from penstock.storage.commit import RunKeys
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.maintenance.deletion import remove_run
-from penstock.storage.maintenance.orphans import find_orphans
+from penstock.storage.maintenance.deletion import find_orphans, remove_run
 from penstock.storage.report.page import GENERATOR
 from penstock.storage.store import Store
 from penstock.storage.tracking.delivery import RunTracking

@@ -19,14 +19,16 @@ from penstock.storage.history.run_record import ScheduleChange
 from penstock.storage.leases import lease_key
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.deletion import (
+    Orphan,
     expire_checkpoints,
     expired_versions,
+    find_orphans,
     finish_interrupted_expiries,
     read_tombstone,
+    remove_orphan,
     tombstone_key,
     unfinished_fork_key,
 )
-from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
 from penstock.storage.store import Store
 
 

@@ -20,12 +20,13 @@ from penstock.storage.leases import Lease, new_driver_lease_key
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.deletion import (
     describe_removing_process,
+    find_orphans,
     is_removed,
     removal_marker_key,
+    remove_orphan,
     remove_run,
     unfinished_fork_key,
 )
-from penstock.storage.maintenance.orphans import find_orphans, remove_orphan
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
