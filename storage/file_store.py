@@ -44,10 +44,6 @@ class FileStore:
         options: passed to the fsspec file system; may contain references to secrets.
         single_writer: only one process ever writes to the store; allows stores without conditional create.
         probe: test that the store is writable and has conditional create. A run's driver tests it for its Ray actors.
-
-    Raises:
-        StoreError: the URI contains credentials, the store is not writable, or it has no conditional create although
-            `single_writer` is not set.
     """
 
     def __init__(

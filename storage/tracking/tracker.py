@@ -277,14 +277,10 @@ class Tracker(Protocol):
         """Return the URL of the run in the tracker's UI, or None if there is no UI or no run yet."""
 
     def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
-        """Send records in the given order.
+        """Send records in the given order. `commits` are all commits of the run up to the last of them.
 
         A record may be sent again: use the times and steps in the record, and find an existing run by its
         `TrackedRun.identity`.
-
-        Args:
-            records: to send.
-            commits: all commits of the run up to the last of `records`.
         """
 
     def is_permanent_refusal(self, error: Exception) -> bool:

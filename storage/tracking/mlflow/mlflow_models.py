@@ -176,13 +176,10 @@ class MlflowRegistry:
         self._versions: dict[str, list[ModelVersion]] = {}  # registered model -> its versions, the oldest first
 
     def register_evaluated(self, version: int, at: float, commits: RunCommits) -> None:
-        """Register the checkpoint of a policy version if checkpoint and an evaluation were committed up to a time.
+        """Register the checkpoint of a policy version if checkpoint and an evaluation were committed up to the time
+        `at`, when the checkpoint or evaluation that is being logged was committed.
 
-        Args:
-            version: the policy version.
-            at: when the checkpoint or the evaluation that is being logged was committed, in seconds since the epoch.
-                Later commits do not count, so that sending a run again gives the versions the same numbers.
-            commits: the commits of the run.
+        Later commits do not count, so that sending a run again gives the versions the same numbers.
         """
         checkpoint = commits.checkpoint(version)
         evals = [c for _, c in commits.evaluations(range(version, version + 1)) if c.created_at <= at]

@@ -76,14 +76,8 @@ def prompt_files(commit: Commit) -> list[str]:
 
 
 def prompt_dataset(commit: Commit, index: int, path: str, preview: Rows) -> Dataset:
-    """Return a prompt file as an MLflow data set. It is the same for all rounds and policy versions.
-
-    Args:
-        commit: of a rollout or an evaluation that used the file.
-        index: of the file among the prompt files of `commit`.
-        path: of the file.
-        preview: its first rows, from which the schema is taken.
-    """
+    """Return the prompt file `path`, the file number `index` of the rollout or evaluation `commit`, as an MLflow data
+    set, which is the same for all rounds and policy versions. Its schema is taken from the first rows `preview`."""
     segments = (commit.state.get("data_source") or {}).get("segments") or []
     segments = [segment for segment in segments if segment["file"] == index]
     profile = {"num_rows": sum(segment["rows"] for segment in segments)} if segments else {}
@@ -162,11 +156,8 @@ class MlflowTraces:
     def log_round(self, main_run: str, commit: Commit, shards: str, model: LoggedModel | None) -> None:
         """Log the first sample of each of the first groups of a rollout as a trace.
 
-        Args:
-            main_run: MLflow run to which the traces are linked.
-            commit: of the rollout.
-            shards: name of the MLflow data set with the samples.
-            model: the last checkpoint before the rollout, or the base model, to which the traces are linked.
+        The traces are linked to the run `main_run`, and to the model: the last checkpoint before the rollout, or the
+        base model. `shards` is the name of the MLflow data set with the samples.
         """
         run = self.runs.run
         if run.store is None or not run.num_traces or commit.policy_version < 0:  # -1: demonstrations
