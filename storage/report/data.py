@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.storage.commit import ORIGINS, STAGE_KINDS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.history.costs import RunCosts, close_starts, compute_costs
-from penstock.storage.history.run_record import ParentRecord, RunRecord, ScheduleChange, read_starts
+from penstock.storage.history.run_record import RunRecord, ScheduleChange, read_starts
 from penstock.storage.maintenance.deletion import expired_versions
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store, read_commits
@@ -177,7 +177,7 @@ def collect_header(
         "run": keys.run,
         "flow": record.flow,
         "model": record.config.get("convert", {}).get("hf_checkpoint"),
-        "parent": _short_parent(record.parent),
+        "parent": record.parent.model_dump(include={"run", "at"}) if record.parent else None,
         "started_at": record.created_at,
         "last_commit_at": max((commit.created_at for commit in own), default=None),
         "generated_at": time.time(),
@@ -189,10 +189,6 @@ def collect_header(
         "first_reward": to_json_number(rewards[0]) if rewards else None,
         "last_checkpoint": max(checkpoints, default=None),
     }
-
-
-def _short_parent(parent: ParentRecord | None) -> dict[str, Any] | None:
-    return parent.model_dump(include={"run", "at"}) if parent else None
 
 
 def task_of(commit: Commit) -> str:
@@ -238,7 +234,7 @@ def collect_lineage(store: Store, keys: RunKeys, record: RunRecord, commits: lis
     origins = {role: store.read_record(CheckpointRef, keys.origin_key(role)) for role in ORIGINS}
     parents, parent = [], record.parent
     while parent is not None:
-        parents.append(_short_parent(parent))
+        parents.append(parent.model_dump(include={"run", "at"}))
         parent = parent.parent
 
     def entry(commit: Commit) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from penstock.storage.tracking.mlflow.mlflow_samples import (
     MlflowTraces,
     Rows,
     dataset_input,
-    preview_table,
     prompt_dataset,
     prompt_files,
     read_preview,
@@ -350,7 +349,10 @@ class MlflowCommits:
         """
         for path, rows in tables.items():
             if (run_id, path) not in self._logged_tables:
-                self.client.log_text(run_id, preview_table(rows), path)
+                columns = list(dict.fromkeys(name for row in rows for name in row))
+                data = [[row.get(name, "") for name in columns] for row in rows]
+                table = json.dumps({"columns": columns, "data": data}, ensure_ascii=False)
+                self.client.log_text(run_id, table, path)
                 self._logged_tables.add((run_id, path))
         if tables:
             paths = list(dict.fromkeys([*tables, *listed[-_MAX_TABLES:]]))

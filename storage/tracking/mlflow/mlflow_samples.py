@@ -101,13 +101,6 @@ def read_preview(path: str) -> Rows:
     return [{name: _preview(value) for name, value in row.items()} for row in rows if isinstance(row, dict)]
 
 
-def preview_table(rows: Rows) -> str:
-    """Return rows as the JSON of a table that MLflow shows."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    data = [[row.get(name, "") for name in columns] for row in rows]
-    return json.dumps({"columns": columns, "data": data}, ensure_ascii=False)
-
-
 def dataset_input(dataset: Dataset, context: str, commit: Commit | None = None) -> DatasetInput:
     """Return a data set as input of an MLflow run. `context` is what it was used for, e.g. "training"."""
     tags = [InputTag("mlflow.data.context", context)]
