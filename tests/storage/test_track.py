@@ -21,7 +21,6 @@ from penstock.flows.inspect.track import main
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record, read_existing_record
-from penstock.storage import tracking
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import OptionError, RunError, TrackerError
 from penstock.storage.history.run_record import Start, record_end, record_start
@@ -427,7 +426,8 @@ def test_missing_packages_and_keys_are_reported_before_the_start(
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     for origin in (None, "found"):
-        monkeypatch.setattr(tracking, "find_spec", lambda name, origin=origin: SimpleNamespace(origin=origin))
+        spec = SimpleNamespace(origin=origin)
+        monkeypatch.setattr("penstock.storage.tracking.tracker.find_spec", lambda name, spec=spec: spec)
         for package in ("tensorboard", "wandb"):
             run = parse_config([f"--use-{package}"]).run
             message = "no API key" if origin else rf"pip install 'penstock-rl\[{package}\]'"

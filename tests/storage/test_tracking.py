@@ -17,7 +17,7 @@ from tracked_run import CONFIG, KEYS, RUN, commits, offer, track
 from penstock.storage.commit import Commit, commit_key, encode_commit
 from penstock.storage.store import Store
 from penstock.storage.tracking.delivery import Outbox, RunTracking
-from penstock.storage.tracking.mlflow.mlflow_runs import Link, flatten_params, link_tags
+from penstock.storage.tracking.mlflow.mlflow_runs import Link, link_tags
 from penstock.storage.tracking.tracker import TrackedRun, tracking_directory
 
 TABLES = ("runs", "metrics", "params", "inputs", "datasets", "logged_models", "logged_model_metrics")
@@ -188,9 +188,13 @@ for line, end in outbox.lines_from(0):
 @pytest.mark.full
 def test_a_changed_schedule_is_a_tag_not_an_error(database: Path, tmp_path: Path) -> None:
     track(tmp_path / "out", database, commits()[:3])
-    track(tmp_path / "out", database, commits(), config={"run": {"num_rollout": 8}})
+    secrets = {"store_options": {"secret": 1}, "password": "x", "hf_token": "y"}
+    config = {"run": {"num_rollout": 8, **secrets}, "a": {"b@c": [1, None]}, "max_tokens": 5}
+    track(tmp_path / "out", database, commits(), config=config)
     run = shown_in(database)[1].named["demo"]
-    assert (run.data.params["run.num_rollout"], run.data.tags["changed.run.num_rollout"]) == ("4", "8")
+    assert run.data.tags["changed.run.num_rollout"] == "8"
+    before = {"run.num_rollout": "4", "train.lr": "0.0003"}
+    assert run.data.params == before | {"a.b_at_c": "[1, null]", "max_tokens": "5"}
 
 
 def test_runs_of_one_name_in_two_stores_stay_apart(database: Path, tmp_path: Path) -> None:
@@ -270,15 +274,6 @@ def test_catch_up_records_the_missing_commits(database: Path, tmp_path: Path) ->
     assert tracker.record_missing_commits(store, KEYS) == len(commits()) - 2  # the model belongs to no run
     assert tracker.record_missing_commits(store, KEYS) == 0
     assert tracker.close(timeout=60) == 0
-
-
-def test_parameters_contain_no_secrets_and_only_legal_names() -> None:
-    config = {
-        "a": {"b@c": [1, None], "store_options": {"secret": 1}, "password": "x"},
-        "hf_token": "y",
-        "max_tokens": 5,
-    }
-    assert dict(flatten_params(config)) == {"a.b_at_c": "[1, null]", "max_tokens": "5"}
 
 
 # ---- the outbox ------------------------------------------------------------------------------------------------------
