@@ -10,7 +10,6 @@ from run_records import parent_record
 
 from penstock.flows.cli import main
 from penstock.flows.commands import fork, gc, rm
-from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_run, read_flow_and_config
 from penstock.storage.commit import RunKeys
@@ -208,16 +207,3 @@ def test_removal_in_an_object_store(
     monkeypatch.setattr(rm, "open_store", lambda config, probe: store)
     assert rm.main(["r", "--yes", "r"]) == 0
     assert files(store, "runs") == set() and not outbox.exists()
-
-
-def test_a_refused_removal_prints_one_sentence_and_exits_with_2(
-    store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["rm", "r", "--store", store.root]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "--yes r" in err
-    assert main(["rm", "empty", "--store", store.root]) == 0
-    assert "removed" in capsys.readouterr().out
-    assert parse_config(["--store", store.root]).run.store == store.root and not store.exists(
-        removal_marker_key(RunKeys("empty"))
-    )

@@ -37,14 +37,8 @@ def test_runs_metrics_and_lineage_in_mlflow(database: Path, tmp_path: Path) -> N
     track(tmp_path / "out", database, commits())
     client, shown = shown_in(database)
     runs = shown.named
-    assert set(runs) == {
-        "demo",
-        "convert-f00d",
-        "train-000000-000001",
-        "train-000002-000003",
-        "eval-000002-heldout",
-        "eval-000004-heldout",
-    }
+    trained, evaluated = ("train-000000-000001", "train-000002-000003"), ("eval-000002-heldout", "eval-000004-heldout")
+    assert set(runs) == {"demo", "convert-f00d", *trained, *evaluated}
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
 
     main = runs["demo"]
@@ -153,10 +147,9 @@ def test_killed_between_delivery_and_offset(step: int, database: Path, tmp_path:
     program = f"""
 import os, sys
 from pathlib import Path
-from penstock.storage.tracking.tracker import RunCommits
-from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
 from penstock.storage.tracking.delivery import Outbox
-from penstock.storage.tracking.tracker import Committed, TrackedRun, parse_record
+from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
+from penstock.storage.tracking.tracker import Committed, RunCommits, TrackedRun, parse_record
 outbox = Outbox(Path({str(tmp_path / "out")!r}))
 commits = RunCommits()
 tracker = MlflowTracker("sqlite:///{database}", TrackedRun("demo", "1", "/store"))
