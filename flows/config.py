@@ -31,9 +31,8 @@ from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.config import Mutability, StageConfig, field_meta, option
 from penstock.storage.disk import read_file
-from penstock.storage.errors import InputError, OptionError
+from penstock.storage.errors import InputError, OptionError, nearest_name
 from penstock.storage.history.run_record import ParentRecord, RecordedConfig
-from penstock.storage.near_names import nearest_name
 from penstock.storage.secret_references import contains_hidden_secret, hide_literal_secrets, resolve_secrets
 from penstock.storage.secrets import has_credentials
 

@@ -38,8 +38,8 @@ from penstock.storage.commit import Commit, commit_key
 from penstock.storage.errors import StoreError
 from penstock.storage.preemption import Preempted, StopRequest
 from penstock.storage.store import read_commits
-from penstock.storage.tracking import tracking_directory
 from penstock.storage.tracking.delivery import RunTracking
+from penstock.storage.tracking.tracker import tracking_directory
 from penstock.storage.tracking.trackers import tracked_run, tracking_uris
 from penstock.storage.web.login import page_link
 

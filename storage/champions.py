@@ -101,11 +101,7 @@ def champion(store: Store, model: str) -> Policy | None:
 
 
 def export_of_champion(store: Store, model: str) -> str:
-    """Return the directory of the export of a model's champion.
-
-    Raises:
-        RunError: the model has no champion, or the champion has no export in a local store.
-    """
+    """Return the directory of the export of a model's champion."""
     policy = champion(store, model)
     if policy is None:
         raise RunError(f"model {model!r} has no champion in {store.uri}: promote one with `penstock promote`")
@@ -119,11 +115,7 @@ def export_of_champion(store: Store, model: str) -> str:
 
 
 def record_decision(store: Store, model: str, after: int, decision: Decision) -> None:
-    """Record a decision that was made after reading `after` decisions.
-
-    Raises:
-        RunError: another process has recorded a decision since; this one must be made again.
-    """
+    """Record a decision that was made after reading `after` decisions. Raises RunError if it must be made again."""
     key = f"{model_prefix(model)}/{after:06d}.json"
     if not store.create(key, decision.model_dump_json(indent=1).encode()):
         raise RunError(f"another process has changed the champion of {model!r} meanwhile: repeat the command")

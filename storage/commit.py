@@ -15,7 +15,6 @@ import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.storage.errors import StoreError
-from penstock.storage.samples.unicode_text import escape_invalid_text
 
 MAX_PART_BYTES, MAX_KEY_BYTES = 255, 1024  # limit of a file name on common file systems; limit of a key on S3
 
@@ -206,6 +205,16 @@ def encode_commit(commit: Commit) -> bytes:
     record = json.loads(commit.model_dump_json())
     record["digest"] = commit.digest = record_digest(record)
     return json.dumps(record, indent=1, ensure_ascii=False).encode()
+
+
+def escape_invalid_text(value: Any) -> Any:
+    """Return a value in whose strings, at any depth, lone surrogates are escaped, which files and services
+    refuse: "\\ud800" becomes "\\\\ud800"."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {escape_invalid_text(name): escape_invalid_text(item) for name, item in value.items()}
+    return [escape_invalid_text(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def record_digest(record: dict[str, Any]) -> str:

@@ -196,11 +196,8 @@ def fsync(path: str | Path) -> None:
 
 
 def read_file(path: str | Path, max_bytes: int = MAX_FILE) -> bytes:
-    """Return the content of a file of at most `max_bytes`.
-
-    Raises:
-        OSError: the file cannot be read, is larger, or is a pipe or a device, from which a read may never return.
-    """
+    """Return the content of a file of at most `max_bytes`. Raises OSError also for pipes and devices, from which a read
+    may never return."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is a pipe or a device instead of a file", str(path))
@@ -227,14 +224,8 @@ def files_in(directory: Path) -> list[Path]:
 
 
 def file_records(files: Sequence[Path], top: Path, attempt: str, hashes: Mapping[str, str] = {}) -> list[FileRecord]:
-    """Return the FileRecord of each file (size, hash, rows of a Parquet file).
-
-    Args:
-        files: files below `top`.
-        top: directory whose store key is `attempt`.
-        attempt: store key.
-        hashes: known hashes, by name relative to `top`; the other files are hashed here.
-    """
+    """Return the FileRecord of each file below `top`, the directory with the key `attempt`. Files that `hashes` (by
+    name relative to `top`) lacks are hashed here."""
 
     def record(file: Path) -> FileRecord:
         rows = None

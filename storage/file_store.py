@@ -44,10 +44,6 @@ class FileStore:
         options: passed to the fsspec file system; may contain references to secrets.
         single_writer: only one process ever writes to the store; allows stores without conditional create.
         probe: test that the store is writable and has conditional create. A run's driver tests it for its Ray actors.
-
-    Raises:
-        StoreError: the URI contains credentials, the store is not writable, or it has no conditional create although
-            `single_writer` is not set.
     """
 
     def __init__(
@@ -108,12 +104,7 @@ class FileStore:
 
     def exists(self, key: str) -> bool:
         """Return whether a file or directory exists."""
-
-        def request() -> bool:
-            self.fs.invalidate_cache()  # s3fs caches listings, which lack new files of other processes
-            return bool(self.fs.exists(self.path(key)))
-
-        return self._access_with_retries(request, key)
+        return self._access_with_retries(lambda: bool(self.fs.exists(self.path(key))), key)
 
     def size(self, key: str) -> int | None:
         """Return the size of a file in bytes, or None if it does not exist."""
@@ -124,7 +115,6 @@ class FileStore:
         does not exist."""
 
         def request() -> float | None:
-            self.fs.invalidate_cache()
             try:
                 return objects.modification_time(self.fs.info(self.path(key)))
             except (FileNotFoundError, NotADirectoryError):
@@ -145,16 +135,11 @@ class FileStore:
 
         Recently created files may be missing.
         """
-
-        def request() -> builtins.list[str]:
-            self.fs.invalidate_cache()
-            paths: builtins.list[str] = self.fs.ls(self.path(prefix), detail=False)
-            return paths
-
         try:
-            return sorted(Path(entry).name for entry in self._access_with_retries(request, prefix))
+            paths = self._access_with_retries(lambda: self.fs.ls(self.path(prefix), detail=False), prefix)
         except FileNotFoundError:
             return []
+        return sorted(Path(path).name for path in paths)
 
     def walk(self, prefix: str) -> Iterator[StoredFile]:
         """Yield every file under `prefix`, committed or not, sorted by key."""
@@ -164,13 +149,8 @@ class FileStore:
                     stat = local.stat()
                     yield StoredFile(local.relative_to(self.root).as_posix(), stat.st_size, stat.st_mtime)
             return
-
-        def request() -> dict[str, dict[str, Any]]:
-            self.fs.invalidate_cache()
-            files: dict[str, dict[str, Any]] = self.fs.find(self.path(prefix), detail=True)
-            return files
-
-        for name, info in sorted(self._access_with_retries(request, prefix).items()):
+        files = self._access_with_retries(lambda: self.fs.find(self.path(prefix), detail=True), prefix)
+        for name, info in sorted(files.items()):
             yield StoredFile(name.removeprefix(f"{self.root}/"), info["size"], objects.modification_time(info))
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -215,14 +195,15 @@ class FileStore:
             raise StoreError(f"store {self.uri!r} accepts a second create of the same key, {advice}")
 
     def _access_with_retries(self, call: Callable[[], T], key: str) -> T:
-        """Return the result of `call`, a read access to `key`; retry transient failures of object stores.
+        """Return the result of `call`, an access to `key`; retry transient failures of object stores. Raises
+        FileNotFoundError if the file does not exist, or StoreError."""
 
-        Raises:
-            FileNotFoundError: the file does not exist.
-            StoreError: the file cannot be read.
-        """
+        def request() -> T:
+            self.fs.invalidate_cache()  # s3fs caches listings, which lack new files of other processes
+            return call()
+
         try:
-            return call() if self.is_local else objects.call_with_retries(call, f"accessing {self.path(key)}")
+            return call() if self.is_local else objects.call_with_retries(request, f"accessing {self.path(key)}")
         except (FileNotFoundError, StoreError):
             raise
         except Exception as error:  # drivers have their own error types

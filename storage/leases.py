@@ -47,11 +47,7 @@ logger = logging.getLogger(__name__)
 
 class Lease:
     """A file in the store that shows that its creator (a writer or a driver) is alive. A background thread renews the
-    file until `stop_renewing` or `release` is called.
-
-    Raises:
-        StoreError, OSError: the lease cannot be written.
-    """
+    file until `stop_renewing` or `release` is called."""
 
     def __init__(self, store: FileStore, key: str) -> None:
         self.store, self.key = store, key
@@ -225,11 +221,7 @@ class Seal:
 
 def seal_attempt_against_deletion(store: FileStore, commit: Commit) -> Seal:
     """Claim the commit's attempt (claim file with the content SEALED), so that `penstock gc` cannot delete it, and
-    check that the files of the commit still exist.
-
-    Raises:
-        StoreError: `penstock gc` has claimed the attempt first, or has deleted a file; the stage must be rerun.
-    """
+    check that the files of the commit still exist. Raises StoreError if the stage must be rerun."""
     attempt = commit.attempt
     assert attempt is not None
     key, at = claim_key(attempt), time.clock_gettime(_CLOCK)

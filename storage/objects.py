@@ -106,17 +106,9 @@ def _is_s3(fs: fsspec.AbstractFileSystem) -> bool:
 
 
 def call_with_retries(call: Callable[[], T], operation: str, num_tries: int | None = None) -> T:
-    """Return the result of `call`; retry transient failures with exponential backoff and jitter.
-
-    Args:
-        call: the operation.
-        operation: its description in the error, for instance "uploading <path>".
-        num_tries: maximum number of calls; NUM_TRIES if not given.
-
-    Raises:
-        StoreError: `call` failed `num_tries` times, or for more than PATIENCE seconds, or has no credentials.
-        Exception: another permanent error of `call` (not found, exists, not permitted, not supported), unchanged.
-    """
+    """Return the result of `call`; retry transient failures with exponential backoff and jitter. Permanent errors (not
+    found, exists, not permitted, not supported) are raised unchanged, others as StoreError with the description
+    `operation` ("uploading <path>")."""
     start, num_tries = time.monotonic(), num_tries or NUM_TRIES
     for number in range(1, num_tries + 1):
         try:
@@ -210,12 +202,10 @@ def read(fs: fsspec.AbstractFileSystem, path: str) -> bytes:
 
 
 def upload(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[Path, str, int]]) -> None:
-    """Upload files in parallel, large ones in parts of at least CHUNK bytes, and check the stored sizes.
+    """Upload files (local source, path in the store, size in bytes) in parallel, large ones in parts of at least CHUNK
+    bytes, and check the stored sizes. No other process writes to these paths.
 
     S3 also checks the CRC32 that botocore sends with every part, so it rejects bytes that changed in transit.
-
-    Args:
-        files: local source, path in the store (which no other process writes), size in bytes.
     """
 
     def put(source: Path, path: str, num_bytes: int) -> None:
@@ -240,11 +230,8 @@ def upload(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[Path, str, int]]
 
 
 def download(fs: fsspec.AbstractFileSystem, files: Sequence[tuple[str, FileRecord, Path]]) -> None:
-    """Download committed files with parallel range requests, and verify their sizes and hashes.
-
-    Args:
-        files: path in the store, committed record, local target.
-    """
+    """Download committed files (path in the store, record, local target) with parallel range requests, and verify their
+    sizes and hashes."""
 
     def fetch(path: str, target: Path, start: int, num_bytes: int) -> None:
         def get_range() -> bytes:

@@ -24,12 +24,8 @@ _hidden: dict[str, str] = {}  # name in the reference -> literal secret, in this
 
 
 def hide_literal_secrets(path: str, value: Any) -> Any:
-    """Return a config value with its literal secrets replaced by references that only this process can resolve.
-
-    Args:
-        path: name of the option, for instance `store_options`; it becomes part of the reference.
-        value: a string, or nested lists and dicts.
-    """
+    """Return the value of the option `path` with its literal secrets, at any depth, replaced by references that only
+    this process can resolve, and that contain `path`."""
     if isinstance(value, dict):
         return {name: hide_literal_secrets(f"{path}.{name}", item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -54,11 +50,7 @@ def contains_hidden_secret(value: Any) -> bool:
 
 
 def resolve_secrets(value: Any) -> Any:
-    """Return a config value with references to secrets (env:NAME, secret-file:PATH) replaced by the secrets.
-
-    Raises:
-        OptionError: an environment variable is not set, or a secret file is missing or readable by other users.
-    """
+    """Return a config value with references to secrets (env:NAME, secret-file:PATH) replaced by the secrets."""
     if isinstance(value, dict):
         return {name: resolve_secrets(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -8,7 +8,7 @@ are those that commit records list; their hashes are not verified (`penstock ver
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,7 +24,7 @@ from penstock.storage.commit import BUFFER, Commit, RunKeys, commit_key
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import OptionError, PenstockError, RunError
 from penstock.storage.file_store import NUM_REQUESTS
-from penstock.storage.history.run_record import RunRecord, read_run_record
+from penstock.storage.history.run_record import read_run_record
 from penstock.storage.maintenance.deletion import expired_versions, is_removed, read_tombstone
 from penstock.storage.samples.sample import SCHEMA
 from penstock.storage.samples.shards import TOKENS_SCHEMA
@@ -187,7 +187,13 @@ def read_run(store: Store, keys: RunKeys) -> Contents:
         return contents
     commits = map_in_threads(store.committed, prefixes, 1 if store.is_local else NUM_REQUESTS)
     committed = [(prefix, commit) for prefix, commit in zip(prefixes, commits, strict=True) if commit is not None]
-    contents["runs"].append(run_row(keys.run, record, [commit for _, commit in committed]))
+    kinds = Counter(commit.kind for _, commit in committed)
+    row = record.model_dump(include={"flow", "code_version", "config_hash"})
+    row |= {"run": keys.run, "num_rollouts": kinds["rollout"], "num_steps": kinds["step"]}
+    row |= {"created_at": _timestamp(record.created_at), "config": json.dumps(record.config)}
+    if record.parent:
+        row |= {"parent": record.parent.run, "forked_at": record.parent.at}
+    contents["runs"].append(row)
     for prefix, commit in committed:
         add_commit(contents, store, keys.run, prefix, commit)
     for version in expired_versions(store, keys):
@@ -197,19 +203,6 @@ def read_run(store: Store, keys: RunKeys) -> Contents:
             row |= {"expired": True, "expired_at": _timestamp(tombstone.expired_at), "expired_reason": tombstone.why}
             contents["checkpoints"].append(row)
     return contents
-
-
-def run_row(run: str, record: RunRecord, commits: list[Commit]) -> dict[str, Any]:
-    return {
-        **record.model_dump(include={"flow", "code_version", "config_hash"}),
-        "run": run,
-        "num_rollouts": sum(commit.kind == "rollout" for commit in commits),
-        "num_steps": sum(commit.kind == "step" for commit in commits),
-        "parent": record.parent.run if record.parent else None,
-        "forked_at": record.parent.at if record.parent else None,
-        "created_at": _timestamp(record.created_at),
-        "config": json.dumps(record.config),
-    }
 
 
 def add_commit(contents: Contents, store: Store, run: str, prefix: str, commit: Commit) -> None:

@@ -41,12 +41,8 @@ class Store(FileStore):
         return self.read_record(Commit, commit_key(prefix))
 
     def commit(self, prefix: str, commit: Commit) -> Commit:
-        """Publish `commit` and return it, or return the existing commit if another attempt has committed first.
-
-        Raises:
-            StoreError: `penstock gc` has deleted the files, because the writer was suspended for so long that its lease
-                expired; the stage must be rerun.
-        """
+        """Publish `commit` and return it, or return the existing commit if another attempt has committed first. Raises
+        StoreError if the writer was suspended for so long that `penstock gc` has deleted its files."""
         seal = None
         attempt_directory = (commit.attempt or "").rpartition("/")[0]
         # Only attempts of this stage need a seal (leases.py); a fork also commits files of its parent's attempts. The
@@ -75,15 +71,13 @@ class Store(FileStore):
 
     @contextmanager
     def writing(self, attempt: str, *, owns: Callable[[str], bool] | None = None) -> Iterator[AttemptFiles]:
-        """Yield a local directory whose files become durable under `attempt` when the block ends without an exception.
+        """Yield a local directory whose files become durable under `attempt` (from `new_attempt`) when the block ends
+        without an exception.
 
-        In a local store the directory is the attempt itself; for other stores it is temporary and is uploaded at the
-        end.
+        In a local store the directory is the attempt itself; for others it is temporary and is uploaded at the end.
 
-        Args:
-            attempt: from `new_attempt`.
-            owns: return whether this process writes the file with the given name, relative to the attempt. Needed if
-                several processes write to one attempt: in a local store each sees incomplete files of the others.
+        `owns` returns whether this process writes the file with the given name, relative to the attempt. Needed if
+        several processes write to one attempt: in a local store each sees incomplete files of the others.
         """
         if self.is_local:
             out = AttemptFiles(Path(self.path(attempt)))
@@ -110,12 +104,8 @@ class Store(FileStore):
 
     @contextmanager
     def reading(self, commit: Commit, *, only: Iterable[str] | None = None) -> Iterator[Path]:
-        """Yield a local directory with the files of `commit`, after verifying their sizes and hashes.
-
-        Args:
-            commit: the commit whose files are read.
-            only: names of the files to read, relative to the attempt; all files if not given.
-        """
+        """Yield a local directory with the files of `commit`, or only those with the names `only` (relative to the
+        attempt), after verifying their sizes and hashes."""
         assert commit.attempt is not None, "the commit has no files"
         names = None if only is None else set(only)
         wanted = [(Path(record.path).relative_to(commit.attempt), record) for record in commit.files]

@@ -162,13 +162,11 @@ def engine_pool(cluster: Cluster, tiny_model: Path, tmp_path_factory: pytest.Tem
     pool.stop()
 
 
-@pytest.fixture
-def object_store() -> Iterator[Store]:
-    """Yield a store behind a real S3 API on this machine."""
+@pytest.fixture(scope="session")
+def s3_options() -> Iterator[dict[str, Any]]:
+    """Return fsspec options of a real S3 server on this machine with the bucket `bucket`."""
     from moto.server import ThreadedMotoServer
     from s3fs import S3FileSystem
-
-    from penstock.storage.store import Store
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
@@ -176,8 +174,16 @@ def object_store() -> Iterator[Store]:
     no_proxy = {"proxies": {}}  # it could not reach this machine's loopback
     options = {"endpoint_url": f"http://{host}:{port}", "key": "test", "secret": "test", "config_kwargs": no_proxy}
     S3FileSystem(**options).call_s3("create_bucket", Bucket="bucket")
-    yield Store("s3://bucket/store", options)
+    yield options
     server.stop()
+
+
+@pytest.fixture
+def object_store(s3_options: dict[str, Any], tmp_path: Path) -> Store:
+    """Return an empty store behind a real S3 API."""
+    from penstock.storage.store import Store
+
+    return Store(f"s3://bucket/{tmp_path.name}", s3_options)
 
 
 @pytest.fixture

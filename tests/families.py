@@ -37,6 +37,7 @@ def _rope(theta: float, rope_type: str = "default", **more: Any) -> dict[str, An
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": theta, **more}}
 
 
+SCALE = dict(mscale=1.0, mscale_all_dim=1.0)
 LLAMA_ROPE = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 GLM_DENSE = dict(head_dim=16, rms_norm_eps=1e-5, **_rope(10000.0, partial_rotary_factor=0.5))
 MIXTURE: dict[str, Any] = dict(  # entry names of GLM and DeepSeek
@@ -58,9 +59,8 @@ GLM_MOE = MIXTURE | dict(
     head_dim=12, first_k_dense_replace=1, **_rope(1e6, partial_rotary_factor=0.5), rms_norm_eps=1e-5
 )
 
-FAMILIES: dict[
-    str, dict[str, Any]
-] = {  # architecture and its config beyond COMMON; `model_type` only where the hub's differs
+# architecture and its config beyond COMMON; `model_type` only where the hub's differs
+FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": dict(architecture="Qwen2ForCausalLM", tie_word_embeddings=True, **_rope(1e6)),
     "qwen2.5-7b": dict(architecture="Qwen2ForCausalLM", **_rope(1e6)),
     "qwen3": dict(architecture="Qwen3ForCausalLM", head_dim=16, tie_word_embeddings=True, **_rope(1e6)),
@@ -103,16 +103,7 @@ FAMILIES: dict[
     "deepseek-v3": dict(
         architecture="DeepseekV3ForCausalLM",
         routed_scaling_factor=2.5,
-        **_rope(
-            10000.0,
-            "yarn",
-            factor=4.0,
-            original_max_position_embeddings=64,
-            beta_fast=32,
-            beta_slow=1,
-            mscale=1.0,
-            mscale_all_dim=1.0,
-        ),
+        **_rope(10000.0, "yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=32, beta_slow=1, **SCALE),
         **DEEPSEEK | LATENT | dict(n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2),
     ),
     "kimi-k2": dict(
@@ -120,14 +111,7 @@ FAMILIES: dict[
         model_type="kimi_k2",
         routed_scaling_factor=2.827,
         **_rope(
-            50000.0,
-            "yarn",
-            factor=32.0,
-            original_max_position_embeddings=8,
-            beta_fast=1.0,
-            beta_slow=1.0,
-            mscale=1.0,
-            mscale_all_dim=1.0,
+            50000.0, "yarn", factor=32.0, original_max_position_embeddings=8, beta_fast=1.0, beta_slow=1.0, **SCALE
         ),
         **DEEPSEEK | LATENT,
     ),

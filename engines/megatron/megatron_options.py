@@ -16,8 +16,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, model_serializer, model_validator
 
 from penstock.storage.config import StageConfig, field_meta, option
-from penstock.storage.errors import OptionError
-from penstock.storage.near_names import nearest_name
+from penstock.storage.errors import OptionError, nearest_name
 
 # A value of recompute_modules that changes results: gradients of a norm's input are summed in another order.
 ROUNDING_MODULE = "layernorm"

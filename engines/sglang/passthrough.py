@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from penstock.engines.sglang import older_release
 from penstock.engines.sglang.older_release import DROPPED, RENAMED, to_current_flag
 from penstock.engines.sources import parse_source
-from penstock.storage.errors import EngineError
-from penstock.storage.near_names import nearest_name
+from penstock.storage.errors import EngineError, nearest_name
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
 

@@ -25,8 +25,14 @@ from penstock.storage.commit import RunKeys
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.leases import store_time
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.maintenance.deletion import finish_interrupted_expiries, is_removed, translate_write_errors
-from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
+from penstock.storage.maintenance.deletion import (
+    Orphan,
+    find_orphans,
+    finish_interrupted_expiries,
+    is_removed,
+    remove_orphan,
+    translate_write_errors,
+)
 from penstock.storage.store import Store, committed_prefixes
 
 # ---- penstock verify -------------------------------------------------------------------------------------------------

@@ -26,8 +26,7 @@ from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import DataError, InputError, OptionError, StoreError
 from penstock.storage.history.run_record import RunRecord, read_run_record, read_schedule_changes
 from penstock.storage.report.data import OptionRow, ReportInput, collect_overview
-from penstock.storage.report.page import GENERATOR, build_page
-from penstock.storage.report.sample_pages import DEFAULT_MAX_SAMPLES, collect_samples
+from penstock.storage.report.page import DEFAULT_MAX_SAMPLES, GENERATOR, build_page, collect_samples
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store
 

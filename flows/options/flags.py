@@ -22,8 +22,7 @@ from penstock.flows.options.refused import ACCEPTED, check_listed_flag, is_liste
 from penstock.flows.options.yaml_file import read_yaml
 from penstock.flows.run_config import RunConfig
 from penstock.storage.config import field_meta
-from penstock.storage.errors import OptionError
-from penstock.storage.near_names import nearest_name
+from penstock.storage.errors import OptionError, nearest_name
 
 Values = dict[str, dict[str, Any]]
 STORE_FLAGS = ("--store", "--store-options", "--store-single-writer")

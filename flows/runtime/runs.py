@@ -43,7 +43,7 @@ from penstock.storage.leases import Lease, describe_live_drivers
 from penstock.storage.maintenance.deletion import describe_removing_process, is_removed, remove_run, unfinished_fork_key
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store, committed_prefixes
-from penstock.storage.tracking import tracking_directory
+from penstock.storage.tracking.tracker import tracking_directory
 from penstock.storage.tracking.trackers import tracking_uris
 
 

@@ -24,8 +24,7 @@ from penstock.stages.rewards.builtin.math_answer import deepscaler, last_boxed, 
 from penstock.stages.rewards.builtin.remote import remote_rm
 from penstock.stages.rewards.builtin.simple import exact_number, random_reward, token_f1, zero_reward
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.storage.errors import PluginError, RewardError
-from penstock.storage.near_names import nearest_name
+from penstock.storage.errors import PluginError, RewardError, nearest_name
 from penstock.storage.samples.sample import Sample
 
 _DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?::[A-Za-z_]\w*)?")

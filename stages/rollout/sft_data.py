@@ -17,10 +17,9 @@ from penstock.stages.rollout.prompts.source import Prompt
 from penstock.stages.rollout.rollout import RolloutContext, commit_samples, prompt_files_by_name
 from penstock.stages.rollout.text.loss_masks import Piece, drops_reasoning, join_pieces, split_trained_text
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.storage.commit import Commit
+from penstock.storage.commit import Commit, escape_invalid_text
 from penstock.storage.errors import DataError
 from penstock.storage.samples.sample import Sample, Status
-from penstock.storage.samples.unicode_text import escape_invalid_text
 
 logger = logging.getLogger(__name__)
 

@@ -203,11 +203,8 @@ def find_id(graph: LineageGraph, store: Store, run: str, rest: str) -> str:
 
 
 def find_rollout_of(graph: LineageGraph, store: Store, run: str, column: str, value: str) -> str:
-    """Return the id of the rollout or evaluation of a run whose trained samples have `value` in `column`, or "".
-
-    Raises:
-        StoreError: it was not found, but a shard is missing or damaged, which may have it.
-    """
+    """Return the id of the rollout or evaluation of a run whose trained samples have `value` in `column`, or "". Raises
+    StoreError if a missing or damaged shard may have it."""
     unreadable = ""
     for prefix in committed_prefixes(store, RunKeys(run)):
         commit = store.committed(prefix)

@@ -12,9 +12,9 @@ import re
 import time
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from penstock.storage.commit import Frozen, RunKeys, is_run_name
+from penstock.storage.commit import MAX_RUN_NAME, RUN_NAME, Frozen, RunKeys
 from penstock.storage.store import Store
 
 RecordedConfig = dict[str, dict[str, Any]]  # section -> option -> JSON value
@@ -23,16 +23,10 @@ Time = Annotated[float, Field(ge=0, lt=253402300800, allow_inf_nan=False)]  # se
 _NUMBERED = re.compile(r"(\d{6})\.json")
 
 
-def _validate_run_name(name: str) -> str:
-    if not is_run_name(name):
-        raise ValueError("this is not a run name")
-    return name
-
-
 class ParentRecord(Frozen):
     """The origin of a fork, as `penstock fork` describes it."""
 
-    run: Annotated[str, AfterValidator(_validate_run_name)]
+    run: Annotated[str, Field(pattern=rf"^{RUN_NAME}$", max_length=MAX_RUN_NAME)]
     at: int = Field(ge=0)  # the first round that is not shared
     restart_data: bool  # whether the data restarts at round `at` (first epoch, first row); prompt numbers continue
     restarts: list[int]  # all rounds at which the data restarted, including those of the parent
@@ -158,11 +152,11 @@ def read_completion(store: Store, keys: RunKeys) -> Completion | None:
 
 def read_starts(store: Store, keys: RunKeys) -> list[tuple[Start, StartEnd | None]]:
     """Return all starts of a run, in order, each with its end, or None if it has not ended or was killed."""
-    starts = []
-    for number, key in list_starts(store, keys):
-        if start := store.read_record(Start, key):
-            starts.append((start, store.read_record(StartEnd, f"{keys.prefix}/starts/{number:06d}.end.json")))
-    return starts
+    return [
+        (start, store.read_record(StartEnd, f"{keys.prefix}/starts/{number:06d}.end.json"))
+        for number, key in list_starts(store, keys)
+        if (start := store.read_record(Start, key))
+    ]
 
 
 def list_starts(store: Store, keys: RunKeys) -> list[tuple[int, str]]:

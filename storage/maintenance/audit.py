@@ -1,7 +1,7 @@
 """The audit of `penstock verify`: commit records, file hashes, inputs, order of rounds, samples and prompts of a run.
 
 It only reads the store, and needs neither an engine nor torch. The run may continue during the audit. prompt_audit.py
-checks the samples, orphans.py finds unused files.
+checks the samples, deletion.py finds unused files.
 """
 
 from __future__ import annotations
@@ -25,8 +25,13 @@ from penstock.storage.disk import map_in_threads, size_mismatch_error
 from penstock.storage.errors import RunError, StoreError
 from penstock.storage.file_store import NUM_REQUESTS
 from penstock.storage.history.run_record import RunRecord, read_run_record, read_schedule_changes, read_starts
-from penstock.storage.maintenance.deletion import Tombstone, expired_versions, read_tombstone, tombstone_key
-from penstock.storage.maintenance.orphans import find_orphans
+from penstock.storage.maintenance.deletion import (
+    Tombstone,
+    expired_versions,
+    find_orphans,
+    read_tombstone,
+    tombstone_key,
+)
 from penstock.storage.maintenance.prompt_audit import PromptAudit, max_staleness, read_round
 from penstock.storage.store import Store, committed_prefixes
 
@@ -47,19 +52,13 @@ class Audit:
     num_epochs: int = 0  # started epochs of the prompt data
     num_off_policy: int = 0  # rollouts that the start weights generated although they are not the first
     num_expired: int = 0  # checkpoints with a tombstone
-    num_orphans: int = 0  # files that nothing needs (orphans.py)
+    num_orphans: int = 0  # files that nothing needs (deletion.py)
     orphan_bytes: int = 0
 
 
 def audit_run(store: Store, keys: RunKeys, *, verify_hashes: bool = True) -> Audit:
-    """Check everything that a run has committed.
-
-    Args:
-        store: the run's store.
-        keys: the run's keys in the store.
-        verify_hashes: check sizes and hashes of models, checkpoints and exports; False: only their sizes. Hashes of
-            sample shards are always checked.
-    """
+    """Check everything that a run has committed. Without `verify_hashes`, only the sizes of models, checkpoints and
+    exports are checked; hashes of sample shards always are."""
     check = _RunAudit(store, keys)
     record = check.read_records()
     commits = check.read_commits()
@@ -71,6 +70,12 @@ def audit_run(store: Store, keys: RunKeys, *, verify_hashes: bool = True) -> Aud
     check.check_sample_ids_and_prompts(record, commits)
     check.count_orphaned_files()
     return check.result
+
+
+def kind_and_index(prefix: str) -> tuple[str, int]:
+    """Return what the commit record of a stage of a run must contain, according to its key."""
+    directory, number = prefix.split("/")[2:4]
+    return directory.removesuffix("s"), int(number)
 
 
 class _RunAudit:
@@ -190,21 +195,16 @@ class _RunAudit:
         """Check that every commit record named as an input of a commit exists, unless it is the deleted record of an
         expired checkpoint."""
         known = {commit_key(prefix) for prefix in commits_by_prefix} | tombstones.keys()
-        for prefix, commit in commits_by_prefix.items():
-            for role, key in commit.inputs.items():
-                if not key.endswith(commit_key("")) or key in known:
-                    continue
-                tombstone = tombstone_key(key.removesuffix(commit_key("")))
-                if self.store.read(key) is None and self.store.read(tombstone) is None:
-                    self.add_problem(
-                        f"{commit_key(prefix)} has the {role} {key} as input, which does not exist: "
-                        f"restore {key} from a backup"
-                    )
-
-    def kind_and_index(self, prefix: str) -> tuple[str, int]:
-        """Return what the commit record of a stage of the run must contain, according to its key."""
-        directory, number = prefix.removeprefix(f"{self.keys.prefix}/").split("/")[:2]
-        return directory.removesuffix("s"), int(number)
+        inputs = [(prefix, role, key) for prefix, c in commits_by_prefix.items() for role, key in c.inputs.items()]
+        for prefix, role, key in inputs:
+            if not key.endswith(commit_key("")) or key in known:
+                continue
+            tombstone = tombstone_key(key.removesuffix(commit_key("")))
+            if self.store.read(key) is None and self.store.read(tombstone) is None:
+                self.add_problem(
+                    f"{commit_key(prefix)} has the {role} {key} as input, which does not exist: "
+                    f"restore {key} from a backup"
+                )
 
     def check_commits_match_keys(self, commits_by_prefix: dict[str, Commit]) -> None:
         """Check that kind, run, index, policy version and input of every commit record match the key of the record."""
@@ -212,7 +212,7 @@ class _RunAudit:
         for prefix, commit in commits_by_prefix.items():
             if prefix.startswith("models/"):
                 continue
-            kind, index = self.kind_and_index(prefix)
+            kind, index = kind_and_index(prefix)
             recorded = (commit.kind, commit.index, commit.run or keys.run)
             if recorded != (kind, index, keys.run):
                 self.add_problem(
@@ -242,7 +242,7 @@ class _RunAudit:
         indices: dict[str, list[int]] = defaultdict(list)
         for prefix in commits:
             if not prefix.startswith("models/"):
-                kind, index = self.kind_and_index(prefix)
+                kind, index = kind_and_index(prefix)
                 indices[kind].append(index)
         for kind in ("rollout", "step"):
             if missing := set(range(max(indices[kind], default=-1) + 1)) - set(indices[kind]):
@@ -269,15 +269,14 @@ class _RunAudit:
         prompts = PromptAudit(set(parent.restarts if parent else ()))
         ids: list[np.ndarray] = []
         for prefix, round in zip(prefixes, rounds, strict=True):
-            if commits_by_prefix[prefix].kind == "rollout":
-                result.num_samples += len(round.ids)
-                result.num_prompts += len(round.served)
-                result.problems += prompts.check_round(prefix, commits_by_prefix[prefix], round)
-                ids.append(round.ids)
-            else:
-                result.problems += PromptAudit(set()).check_round(
-                    prefix, commits_by_prefix[prefix], round, one_epoch=True
-                )
+            commit = commits_by_prefix[prefix]
+            if commit.kind == "eval":
+                result.problems += PromptAudit(set()).check_round(prefix, commit, round, one_epoch=True)
+                continue
+            result.num_samples += len(round.ids)
+            result.num_prompts += len(round.served)
+            result.problems += prompts.check_round(prefix, commit, round)
+            ids.append(round.ids)
         result.num_epochs = prompts.num_epochs
         hashed = np.concatenate(ids) if ids else np.empty(0, dtype=np.uint64)
         if repeated := len(hashed) - len(np.unique(hashed)):

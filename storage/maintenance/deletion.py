@@ -1,9 +1,8 @@
-"""Deletion of checkpoints and runs, safe beside drivers and forks, and repeatable after a kill.
+"""Deletion of checkpoints, runs and orphans, safe beside drivers and forks, and repeatable after a kill.
 
 A checkpoint expires in this order: create a tombstone (`checkpoints/000020.expired.json`, which contains the commit),
 delete the commit record, delete the files, unless another run's commit lists them (forks share files). After a kill,
-the next call deletes the rest of all checkpoints with a tombstone. Files with neither tombstone nor commit are deleted
-by orphans.py.
+the next call deletes the rest of all checkpoints with a tombstone. Files with neither tombstone nor commit are orphans.
 
 The creation of a fork may race with an expiry. The fork writes its record, then looks for the checkpoint's record; the
 expiry deletes the checkpoint's record, then looks for the fork's record. So at least one of them sees the other: either
@@ -13,6 +12,10 @@ The removal of a run creates the lease `removing.lease` and then looks for drive
 registers itself and then looks for `removing.lease`. So at least one of them sees the other. The run counts as removed
 once `removed.json` exists. If the removal is killed, the next `penstock rm`, `penstock gc --delete` or start of a run
 with the same name deletes the remaining files, `removed.json` last.
+
+An orphan is a file of a killed writer, an expired checkpoint, a journal of a finished round or another file that no
+commit of *any* run lists (a fork's commits list files of its parent) and no live writer or driver uses (leases.py).
+Files younger than the caller's limit are skipped, except for those of expired checkpoints and removed runs.
 """
 
 from __future__ import annotations
@@ -20,20 +23,39 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from pydantic import model_validator
 
-from penstock.storage.commit import Commit, Frozen, RunKeys, commit_key
+from penstock.storage.commit import JOURNAL, Commit, Frozen, Record, RunKeys, commit_key, split_stage_key
+from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import RunError, StoreError
-from penstock.storage.file_store import StoredFile
+from penstock.storage.failpoints import failpoint
+from penstock.storage.file_store import NUM_REQUESTS, StoredFile
 from penstock.storage.history.run_record import ForkRecord, read_run_record
-from penstock.storage.leases import Lease, describe_lease_holder, describe_live_drivers, store_time
+from penstock.storage.leases import (
+    TTL,
+    Lease,
+    claim_key,
+    describe_lease_holder,
+    describe_live_drivers,
+    lease_key,
+    store_time,
+    try_claim_for_deletion,
+    withdraw_deletion_claim,
+)
 from penstock.storage.store import Store, committed_prefixes
 
 _TOMBSTONE = re.compile(r"(\d+)\.expired\.json")
 _ATTEMPT = re.compile(r"runs/[^/]+/checkpoints/\d+/attempt-[^/]+")
+_REMOVAL_LEASE = "removing.lease"
+_COMMIT = commit_key("")
+_WITHOUT_GRACE = ("expired checkpoint", "removed run")  # kinds without a minimum age
+_TEMPORARY = re.compile(r"\.[0-9a-f]{12}\.tmp$")  # temporary files of Store.create on a local disk
+_GUARDS = (".lease", ".claim")  # ends of the names of an attempt's lease and claim
 
 
 class Tombstone(Frozen):
@@ -77,21 +99,14 @@ def expire_checkpoints(
     best_metric: str | None = None,
     keep_versions: Collection[int] = frozenset(),
 ) -> list[int]:
-    """Delete all checkpoints of a run except those to keep. Can be called at any time, and repeated after a kill.
+    """Delete all checkpoints of a run except the newest `num_to_keep` and others to keep, and return their policy
+    versions, ascending. Can be called at any time, and repeated after a kill.
 
     Args:
-        store: the run's store.
-        keys: of the run.
-        num_to_keep: number of newest checkpoints to keep, at least one.
         best_metric: an evaluation metric, for instance `eval/addition`; the checkpoint with its highest value is kept.
         keep_versions: further policy versions to keep.
-
-    Returns:
-        The policy versions of the deleted checkpoints, ascending.
     """
-    assert num_to_keep >= 1, (
-        "num_to_keep must be at least 1: without a checkpoint, a run restarts from the beginning after a crash"
-    )
+    assert num_to_keep >= 1, "without a checkpoint, a run restarts from the beginning after a crash"
     finish_interrupted_expiries(store, keys)
     versions = store.committed_indices(f"{keys.prefix}/checkpoints")
     candidates = [version for version in versions[:-num_to_keep] if version not in keep_versions]
@@ -213,29 +228,23 @@ def is_removed(store: Store, keys: RunKeys) -> bool:
 
 def describe_removing_process(store: Store, keys: RunKeys) -> str | None:
     """Return a description of the process that is removing a run, or None."""
-    key = _removal_lease_key(keys)
+    key = f"{keys.prefix}/{_REMOVAL_LEASE}"
     return describe_lease_holder(store, key, store_time(store)) if store.exists(key) else None
 
 
 def remove_run(
     store: Store, keys: RunKeys, *, own_lease: str | None = None, only_remains: bool = False
 ) -> list[StoredFile]:
-    """Delete all files of a run and return them. Can be repeated after a kill.
+    """Delete all files of a run and return them. Can be repeated after a kill. Raises RunError if a process uses the
+    run, or a fork its files.
 
     Args:
-        store: the run's store.
-        keys: of the run.
         own_lease: key of the caller's lease, if the caller is a driver that restarts the run from scratch.
         only_remains: remove only what an earlier removal or an unfinished fork has left.
-
-    Raises:
-        RunError: a driver is running, another process is removing the run, a fork needs its files, or with
-            `only_remains` the run exists.
-        StoreError: the store is not writable.
     """
     if other := describe_removing_process(store, keys):
         raise RunError(f"run {keys.run!r} is being removed by {other}: wait until that process ends")
-    lease = Lease(store, _removal_lease_key(keys))
+    lease = Lease(store, f"{keys.prefix}/{_REMOVAL_LEASE}")
     try:
         if not is_removed(store, keys):
             if drivers := describe_live_drivers(store, keys, own_lease=own_lease):
@@ -286,5 +295,168 @@ def _run_uses_files_of(store: Store, user: RunKeys, owner: RunKeys) -> bool:
     return any(commit is not None and (commit.attempt or "").startswith(f"{owner.prefix}/") for commit in commits)
 
 
-def _removal_lease_key(keys: RunKeys) -> str:
-    return f"{keys.prefix}/removing.lease"
+# ---- orphans ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Orphan:
+    """A unit of deletion, one file or the files of one directory, that no commit and no live process needs."""
+
+    kind: str  # from `_Contents.orphan_kind_and_key`, for instance "unfinished attempt"
+    key: str  # of the directory or file
+    files: tuple[str, ...]
+    bytes: int
+    modified: float  # modification time of the newest file, seconds since the epoch
+
+
+def find_orphans(store: Store, run: str | None = None, *, older_than: float, now: float | None = None) -> list[Orphan]:
+    """Return all orphans (files that no record needs), the largest first. Raises StoreError if a record cannot be read,
+    so that it is unknown which files it needs.
+
+    Args:
+        run: return only orphans of this run; if not given, of all runs and converted models.
+        older_than: minimum age in seconds. It does not apply to expired checkpoints and removed runs.
+        now: the current time by the store's clock (`leases.store_time`); by the local clock if not given.
+    """
+    now = time.time() if now is None else now
+    limit, limit_of_probes = now - older_than, now - max(older_than, TTL)  # a probe has no lease
+    contents = _Contents(store)
+    units: dict[tuple[str, str], list[StoredFile]] = defaultdict(list)
+    for key, file in contents.files.items():
+        if key not in contents.committed_files and (kind_and_unit := contents.orphan_kind_and_key(key)):
+            units[kind_and_unit].append(file)
+    orphans = [
+        Orphan(
+            kind, unit, tuple(sorted(f.key for f in files)), sum(f.bytes for f in files), max(f.modified for f in files)
+        )
+        for (kind, unit), files in units.items()
+        if run is None or f"{unit}/".startswith(f"runs/{run}/")
+    ]
+    limits = dict.fromkeys(_WITHOUT_GRACE, math.inf) | {"probe file": limit_of_probes}
+    old = [orphan for orphan in orphans if orphan.modified <= limits.get(orphan.kind, limit)]
+    return sorted(old, key=lambda orphan: (-orphan.bytes, orphan.key))
+
+
+def remove_orphan(store: Store, orphan: Orphan, now: float | None = None) -> bool:
+    """Delete an orphan (files that no record needs), unless a process has begun to use it since `find_orphans`. Return
+    whether it was deleted."""
+    now = store_time(store) if now is None else now
+    if orphan.kind == "unfinished attempt":
+        return _remove_unfinished_attempt(store, orphan, now)
+    in_use = False
+    match orphan.kind, orphan.key.split("/"):
+        case "removed run" | "half-made fork", [_, run]:
+            try:
+                remove_run(store, RunKeys(run), only_remains=True)
+            except RunError:  # another process is removing it, or has started it again or completed the fork
+                return False
+            return True
+        case "published weights", [_, run, *_]:
+            in_use = bool(describe_live_drivers(store, RunKeys(run)))
+        case "old lease", _:
+            in_use = describe_lease_holder(store, orphan.key, now) is not None
+        case "expired checkpoint", [_, run, _, version, _]:
+            in_use = is_checkpoint_used(store, RunKeys(run), int(version), orphan.key)
+    if not in_use:
+        store.delete(orphan.files)
+    return not in_use
+
+
+def _remove_unfinished_attempt(store: Store, orphan: Orphan, now: float) -> bool:
+    """Delete an attempt, unless its writer is alive or has committed it (the protocol is described in leases.py)."""
+    failpoint("gc-before-condemn")
+    if not try_claim_for_deletion(store, orphan.key, now):
+        return False
+    if not _committed_files(store, orphan.key.rpartition("/")[0]).isdisjoint(orphan.files):
+        withdraw_deletion_claim(store, orphan.key)  # the writer has committed it meanwhile
+        return False
+    failpoint("gc-condemned")
+    guards = [lease_key(orphan.key), claim_key(orphan.key)]
+    store.delete([key for key in orphan.files if key not in guards])
+    store.delete(guards)
+    return True
+
+
+def _committed_files(store: Store, prefix: str) -> set[str]:
+    """Return the keys of the files that the commit of `prefix` lists; for the prefix `models`, of all converted models.
+
+    The commit of a model's attempt (`models/attempt-...`) cannot be found by its prefix, which contains a fingerprint
+    that is only known after the conversion.
+    """
+    prefixes = [f"models/{name}" for name in store.committed_names("models")] if prefix == "models" else [prefix]
+    commits = map_in_threads(store.committed, prefixes, NUM_REQUESTS)
+    return {record.path for commit in commits if commit is not None for record in commit.files}
+
+
+class _Contents:
+    """All files of a store, and what its records say of them."""
+
+    def __init__(self, store: Store) -> None:
+        self.files = files = {file.key: file for file in store.walk("")}
+        # Only records of stages: copies of commit records are also among MLflow's artifacts and in users' files.
+        records = [key for key in files if split_stage_key(key) == (key, [])]
+        tombstones = _read_records(store, [key for key in records if key.endswith(tombstone_key(""))], Tombstone)
+        self.expired = {tombstone.commit.attempt for tombstone in tombstones.values()}  # keys of attempts
+        runs = {key.split("/")[1] for key in files if key.startswith("runs/")}
+        self.half_made = {  # runs: forks whose creation was not finished
+            run for run in runs if unfinished_fork_key(RunKeys(run)) in files and RunKeys(run).record not in files
+        }
+        commits = [  # without those of checkpoints that have expired in the same run
+            commit
+            for key, commit in _read_records(store, [key for key in records if key.endswith(_COMMIT)], Commit).items()
+            if commit.attempt not in self.expired or tombstone_key(key.removesuffix(_COMMIT)) not in files
+        ]
+        self.committed_files = {record.path for commit in commits for record in commit.files}
+        self.committed = {commit.attempt for commit in commits}  # keys of attempts
+
+    def orphan_kind_and_key(self, key: str) -> tuple[str, str] | None:
+        """Return the kind and the key of the orphan to which an uncommitted file belongs, or None if it is not an
+        orphan."""
+        match key.split("/"):
+            case ["runs", run, _, *_] if removal_marker_key(RunKeys(run)) in self.files:
+                return "removed run", RunKeys(run).prefix
+            case ["runs", run, _, *_] if run in self.half_made:
+                return "half-made fork", RunKeys(run).prefix
+            case ["runs", _, "fork.json"]:
+                return "temporary file", key
+            case ["runs", _, name] if name == _REMOVAL_LEASE:
+                return "old lease", key
+            case ["runs", _, "drivers", name] if name.endswith(".lease"):
+                return "old lease", key
+            case ["runs", run, "published", weights, _, *_]:  # weights that engines load from disk
+                return "published weights", f"{RunKeys(run).prefix}/published/{weights}"
+            case [name] if name.startswith(".penstock-probe-"):
+                return "probe file", key
+        return self._orphan_of_stage(key)
+
+    def _orphan_of_stage(self, key: str) -> tuple[str, str] | None:
+        """Return the result of `orphan_kind_and_key` for a file below the prefix of a stage, or a temporary file."""
+        prefix, names = split_stage_key(key)
+        if names and prefix.endswith(JOURNAL):  # needed until its round is committed
+            finished = commit_key(prefix.removesuffix(JOURNAL)) in self.files
+            return ("journal of a finished round", prefix) if finished else None
+        if _TEMPORARY.search(key):
+            return "temporary file", key
+        match names:
+            case [name] if name.startswith("attempt-") and name.endswith(_GUARDS):
+                attempt = f"{prefix}/{name.rpartition('.')[0]}"
+                return ("temporary file", key) if attempt in self.committed else ("unfinished attempt", attempt)
+            case [name, _, *_] if name.startswith("attempt-"):
+                attempt = f"{prefix}/{name.removesuffix('.parts')}"
+                return "expired checkpoint" if attempt in self.expired else "unfinished attempt", attempt
+        return None
+
+
+def _read_records(store: Store, keys: list[str], model: type[Record]) -> dict[str, Record]:
+    """Return the records at `keys` by key. Records that were deleted meanwhile are skipped."""
+
+    def read(key: str) -> Record | None:
+        try:
+            return store.read_record(model, key)
+        except StoreError as error:
+            raise StoreError(
+                f"{error}; the files of this record are unknown, so nothing is deleted (details: `penstock verify`)"
+            ) from error
+
+    records = map_in_threads(read, keys, NUM_REQUESTS)
+    return {key: record for key, record in zip(keys, records, strict=True) if record is not None}

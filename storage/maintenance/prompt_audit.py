@@ -305,11 +305,7 @@ class PromptAudit:
 
 def split_cursor_by_file(cursor: EpochCursor, segments: list[dict[str, Any]]) -> dict[int, EpochCursor]:
     """Split the position in all prompt files together into one per file, for a run resumed with --prompt-data-weights.
-
-    Args:
-        cursor: the position in all files together; it is not modified.
-        segments: `segments` of the data source's state: blocks of rows, in the order in which the run visits them.
-    """
+    `segments` are those of the data source's state: blocks of rows, in the order in which the run visits them."""
     cursors: dict[int, EpochCursor] = {}
     visited = cursor.cursor
     for segment in segments:

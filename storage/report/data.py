@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.storage.commit import ORIGINS, STAGE_KINDS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
 from penstock.storage.history.costs import RunCosts, close_starts, compute_costs
-from penstock.storage.history.run_record import ParentRecord, RunRecord, ScheduleChange, read_starts
+from penstock.storage.history.run_record import RunRecord, ScheduleChange, read_starts
 from penstock.storage.maintenance.deletion import expired_versions
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store, read_commits
@@ -50,7 +50,20 @@ def collect_overview(store: Store, keys: RunKeys, given: ReportInput) -> tuple[d
     commits = read_commits(store, keys)
     rollouts, steps = ({c.index: c for c in commits if c.kind == kind} for kind in ("rollout", "step"))
     of_run = [commit for commit in commits if commit.listed_kind != "rescore"]
-    stages = [stage_entry(commit, is_inherited(keys, given.record, commit)) for commit in of_run]
+    stages = [  # for the time line; times in seconds since the epoch
+        {
+            "kind": commit.kind,
+            "index": commit.index,
+            "task": task_of(commit) if commit.kind == "eval" else "",
+            "start": commit.started_at,
+            "end": commit.created_at,
+            "seconds": dict(commit.seconds),
+            "bytes": sum(file.bytes for file in commit.files),
+            "code": commit.code_version,
+            "inherited": is_inherited(keys, given.record, commit),
+        }
+        for commit in of_run
+    ]
     gaps = find_gaps(store, keys, [commit for commit in of_run if not is_inherited(keys, given.record, commit)])
     rounds = collect_rounds(rollouts, steps)
     overview = {
@@ -98,21 +111,6 @@ def is_inherited(keys: RunKeys, record: RunRecord, commit: Commit) -> bool:
     if record.parent is None:
         return False
     return commit.writer != keys.run if commit.attempt else commit.index < record.parent.at
-
-
-def stage_entry(commit: Commit, inherited: bool) -> dict[str, Any]:
-    """Return one stage for the time line: when it began and ended (seconds since the epoch), and its parts."""
-    return {
-        "kind": commit.kind,
-        "index": commit.index,
-        "task": task_of(commit) if commit.kind == "eval" else "",
-        "start": commit.started_at,
-        "end": commit.created_at,
-        "seconds": dict(commit.seconds),
-        "bytes": sum(file.bytes for file in commit.files),
-        "code": commit.code_version,
-        "inherited": inherited,
-    }
 
 
 def find_gaps(store: Store, keys: RunKeys, commits: list[Commit]) -> list[dict[str, Any]]:
@@ -179,7 +177,7 @@ def collect_header(
         "run": keys.run,
         "flow": record.flow,
         "model": record.config.get("convert", {}).get("hf_checkpoint"),
-        "parent": _short_parent(record.parent),
+        "parent": record.parent.model_dump(include={"run", "at"}) if record.parent else None,
         "started_at": record.created_at,
         "last_commit_at": max((commit.created_at for commit in own), default=None),
         "generated_at": time.time(),
@@ -191,10 +189,6 @@ def collect_header(
         "first_reward": to_json_number(rewards[0]) if rewards else None,
         "last_checkpoint": max(checkpoints, default=None),
     }
-
-
-def _short_parent(parent: ParentRecord | None) -> dict[str, Any] | None:
-    return parent.model_dump(include={"run", "at"}) if parent else None
 
 
 def task_of(commit: Commit) -> str:
@@ -240,7 +234,7 @@ def collect_lineage(store: Store, keys: RunKeys, record: RunRecord, commits: lis
     origins = {role: store.read_record(CheckpointRef, keys.origin_key(role)) for role in ORIGINS}
     parents, parent = [], record.parent
     while parent is not None:
-        parents.append(_short_parent(parent))
+        parents.append(parent.model_dump(include={"run", "at"}))
         parent = parent.parent
 
     def entry(commit: Commit) -> dict[str, Any]:
@@ -282,17 +276,10 @@ def collect_costs(costs: RunCosts, stages: list[dict[str, Any]], config: Mapping
         of_kind = parts.setdefault(stage["kind"], {})
         for part, seconds in stage["seconds"].items() if not stage["inherited"] else ():
             of_kind[part] = of_kind.get(part, 0.0) + seconds
-    return {
-        "wall_seconds": costs.wall_seconds,
-        "num_starts": costs.num_starts,
-        "device_seconds": costs.device_seconds,
-        "num_devices": costs.num_devices,
+    return asdict(costs) | {
         "metrics": costs.metrics(price),
         "price_per_device_hour": price,
         "parts": {kind: parts[kind] for kind in STAGE_KINDS if parts.get(kind)},
-        "rounds": [asdict(cost) for cost in costs.rounds],
-        "checkpoints": costs.checkpoints,
-        "joules": costs.joules,
     }
 
 
@@ -301,13 +288,7 @@ def collect_options(given: ReportInput) -> list[dict[str, Any]]:
     parent = given.record.parent
     rows = []
     for option in given.options:
-        row = {
-            "section": option.section,
-            "name": option.name,
-            "value": option.value,
-            "default": option.default,
-            "changed": option.value != option.default,
-        }
+        row = asdict(option) | {"changed": option.value != option.default}
         before = parent.config.get(option.section, {}) if parent else {}  # without options that are not recorded
         if (option.section, option.name) != ("run", "run") and before.get(option.name, option.value) != option.value:
             row["parent"] = mask_secrets(before[option.name], option.name)
@@ -320,14 +301,7 @@ def describe_changes(given: ReportInput) -> list[dict[str, Any]]:
     values = {f"{option.section}.{option.name}": option.value for option in given.options}
     out = []
     for change in given.changes:
-        schedule = change.schedule
-        out.append(
-            {
-                "at": change.at,
-                "options": [
-                    [name, values.get(name), value] for name, value in schedule.items() if values.get(name) != value
-                ],
-            }
-        )
-        values |= schedule
+        new = {name: value for name, value in change.schedule.items() if values.get(name) != value}
+        out.append({"at": change.at, "options": [[name, values.get(name), value] for name, value in new.items()]})
+        values |= change.schedule
     return out

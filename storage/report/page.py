@@ -2,6 +2,9 @@
 
 All data is embedded as gzip in base64, which cannot contain markup, and the page's script decodes it. A content
 security policy admits exactly the script and the style sheet of this folder, by their hashes, and no request at all.
+
+The samples that a report shows are selected and arranged in columns: a short index of all samples, and pages with their
+texts and tokens, which the browser decodes one by one.
 """
 
 from __future__ import annotations
@@ -11,15 +14,183 @@ import gzip
 import hashlib
 import html
 import json
+import random
 import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from importlib.resources import files
+from itertools import groupby
 from typing import Any
 
-from penstock.storage.report.sample_pages import SEED, STATUSES, ReportSamples
+import pyarrow as pa
+
+from penstock.storage.commit import Commit
+from penstock.storage.report.data import task_of, to_json_number
+from penstock.storage.samples.sample import Status
+from penstock.storage.samples.shards import read_table, read_trained_tokens
+from penstock.storage.store import Store
 
 GENERATOR = '<meta name="generator" content="penstock report">'  # marks a file as a report
 _SCRIPTS = ("page.js", "charts.js", "samples.js")  # in the order in which they are concatenated
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
+SEED = 0
+DEFAULT_MAX_SAMPLES = 100_000
+MAX_TOKENS = 20_000_000  # of all shown samples: about 100 MB of page
+SAMPLES_PER_PAGE = 2000
+TOKENS_PER_PAGE = 250_000  # so that a page of long samples is decoded in less than a second
+STATUSES = [status.value for status in Status]
+_HIDDEN_METADATA = ("source", "policy_spans")  # shown elsewhere
+
+Page = dict[str, Any]
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ReportSamples:
+    """The selected samples. `index` has one column per field, with one entry per sample; `pages[i]` has the texts and
+    tokens of the samples from `page_starts[i]` on."""
+
+    num_total: int = 0
+    limit: int = 0
+    limited_by: str = ""  # why there is a selection: "samples", "tokens", or "" if all samples are shown
+    sets: list[str] = field(default_factory=list)  # "training", then the data sets of evaluations
+    index: dict[str, list[Any]] = field(default_factory=dict)
+    page_starts: list[int] = field(default_factory=list)
+    pages: list[Page] = field(default_factory=list)
+    token_ids: set[int] = field(default_factory=set)
+
+    @property
+    def num_shown(self) -> int:
+        return len(self.index.get("round", ()))
+
+
+def collect_samples(store: Store, commits: Iterable[Commit], max_samples: int = DEFAULT_MAX_SAMPLES) -> ReportSamples:
+    """Read the samples of all rollouts and evaluations, or a selection of whole groups that is spread over them."""
+    commits = list(commits)
+    steps = {commit.index: commit for commit in commits if commit.kind == "step"}
+    rollouts = sorted((c for c in commits if c.kind == "rollout" and c.files), key=lambda commit: commit.index)
+    evals = [(task_of(commit), commit) for commit in commits if commit.kind == "eval" and commit.attempt]
+    sources = [("training", c) for c in rollouts] + sorted(evals, key=lambda entry: (entry[0], entry[1].index))
+    total = sum(commit.num_samples() for _, commit in sources)
+    num_tokens = sum(c.num_samples() * c.summary.get("rollout/total_lengths", 0.0) for _, c in sources)
+    limit, limited_by = (max_samples, "samples") if max_samples < total else (total, "")
+    if num_tokens * limit > MAX_TOKENS * max(total, 1):
+        limit, limited_by = int(MAX_TOKENS * total / num_tokens), "tokens"
+    sets = ["training", *sorted({name for name, _ in sources} - {"training"})]
+    builder = _Builder(ReportSamples(num_total=total, limit=limit, limited_by=limited_by, sets=sets))
+    num_read = num_taken = 0
+    for name, commit in sources:
+        num_read += commit.num_samples()
+        budget = limit * num_read // max(total, 1) - num_taken
+        table = read_table(store, commit).drop_columns(["routed_experts", "teacher_logprobs"])
+        table = select_groups(table, budget, f"{SEED}/{name}/{commit.index}")
+        num_taken += len(table)
+        step = steps.get(commit.index) if name == "training" else None
+        trained = read_trained_tokens(store, step) if step is not None else None
+        tokens = {row["sample_id"]: row for row in trained.to_pylist()} if trained is not None else {}
+        for row in table.to_pylist():
+            builder.add(name, commit.index, row, tokens.get(row["sample_id"]))
+    return builder.finish()
+
+
+def select_groups(table: pa.Table, max_samples: int, seed: str) -> pa.Table:
+    """Return whole groups of a table, at most `max_samples` samples: drawn with `seed`, in their original order."""
+    if len(table) <= max_samples:
+        return table
+    groups: dict[str, list[int]] = {}
+    for position, group in enumerate(table.column("group_id").to_pylist()):
+        groups.setdefault(group, []).append(position)
+    order = list(groups.values())
+    random.Random(seed).shuffle(order)
+    taken: list[int] = []
+    for positions in order:
+        if len(taken) + len(positions) <= max_samples:
+            taken += positions
+    return table.take(pa.array(sorted(taken), pa.int64()))
+
+
+class _Builder:
+    """Collects rows in columns."""
+
+    def __init__(self, samples: ReportSamples) -> None:
+        self._samples = samples
+        names = ("set", "round", "status", "reward", "prompt", "length")
+        samples.index = {name: [] for name in names}
+        self._prompts: dict[tuple[Any, ...], int] = {}
+        self._page_texts: dict[str, int] = {}
+        self._page_tokens = 0
+
+    def add(self, name: str, index: int, row: dict[str, Any], tokens: dict[str, Any] | None) -> None:
+        """Append a sample of the set `name` to the index and to the current page."""
+        samples = self._samples
+        if not samples.pages or len(samples.pages[-1]["id"]) >= SAMPLES_PER_PAGE or self._page_tokens > TOKENS_PER_PAGE:
+            samples.page_starts.append(samples.num_shown)
+            samples.pages.append(defaultdict(list))
+            self._page_texts, self._page_tokens = {}, 0
+        metadata = json.loads(row["metadata"] or "{}")
+        source = metadata.get("source")
+        place = (source.get("file"), source.get("row")) if isinstance(source, dict) else ()
+        entry = {
+            "set": samples.sets.index(name),
+            "round": index,
+            "status": STATUSES.index(row["status"]),
+            "reward": None if row["reward"] is None else to_json_number(row["reward"]),
+            # rows of a data set are equal prompts in all epochs, if their text is equal
+            "prompt": self._prompts.setdefault((name, row["prompt"], *place), len(self._prompts)),
+            "length": sum(row["loss_mask"]),
+        }
+        for column, value in entry.items():
+            samples.index[column].append(value)
+        page, text = samples.pages[-1], row["prompt"]
+        if text not in self._page_texts:
+            self._page_texts[text] = len(self._page_texts)
+            page["prompts"].append(text)
+        mask = row["loss_mask"]
+        run_lengths = [len(list(group)) for _, group in groupby(mask)]
+        trained = [value for value, is_trained in zip(row["rollout_logprobs"], mask) if is_trained]
+        if tokens is None or len(tokens["advantages"]) != len(trained):  # a sample that was not trained
+            tokens = {"trainer_logprobs": [], "advantages": []}
+        shown_metadata = {key: value for key, value in metadata.items() if key not in _HIDDEN_METADATA}
+        values = {
+            "id": row["sample_id"],
+            "prompt": self._page_texts[text],
+            "response": row["response"],
+            "label": row["label"],
+            "tokens": row["token_ids"],
+            "mask": run_lengths if mask[:1] == [0] else [0, *run_lengths],  # the first is that of zeros
+            "logprobs": shorten_numbers(trained) if any(trained) else 0,
+            "gaps": shorten_numbers(a - b for a, b in zip(tokens["trainer_logprobs"], trained)),
+            "advantages": shorten_numbers(tokens["advantages"]),
+            "versions": row["policy_versions"],
+            "spans": metadata.get("policy_spans") or 0,
+            "rewards": {name: to_json_number(value) for name, value in row["rewards"]} or 0,
+            "metadata": json.dumps(shown_metadata, indent=1) if shown_metadata else 0,
+        }
+        for column, value in values.items():
+            page[column].append(value)
+        samples.token_ids.update(row["token_ids"])
+        self._page_tokens += len(row["token_ids"])
+
+    def finish(self) -> ReportSamples:
+        """Return the samples, without empty columns."""
+        for page in self._samples.pages:
+            for name in ("rewards", "metadata", "spans", "logprobs", "gaps", "advantages", "label"):
+                if not any(page[name]):
+                    del page[name]
+        return self._samples
+
+
+def shorten_numbers(values: Iterable[float]) -> list[Any]:
+    """Return the numbers with three decimals, which are enough for a colour and a fifth of the size. Equal numbers, as
+    the advantages of most estimators, become one."""
+    numbers = [to_json_number(round(value, 3)) for value in values]
+    return numbers[:1] if len(set(numbers)) == 1 else numbers
+
+
+# ---- page ------------------------------------------------------------------------------------------------------------
 
 
 def build_page(overview: dict[str, Any], samples: ReportSamples, token_texts: dict[int, str]) -> str:

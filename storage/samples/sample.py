@@ -17,8 +17,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from penstock.storage.commit import escape_invalid_text
 from penstock.storage.errors import PluginError, RunError
-from penstock.storage.samples.unicode_text import escape_invalid_text
 
 SCHEMA_VERSION = 3
 _VERSION_KEY = b"penstock_schema_version"

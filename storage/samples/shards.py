@@ -67,15 +67,8 @@ TOKENS_SCHEMA = pa.schema(
 def write_trained_tokens(
     directory: Path, sample_ids: pa.ChunkedArray, num_tokens: np.ndarray, logprobs: np.ndarray, advantages: np.ndarray
 ) -> None:
-    """Write the file for a round with B samples and N trained tokens.
-
-    Args:
-        directory: where to write the file.
-        sample_ids: [B].
-        num_tokens: [B], trained tokens of each sample, N in total.
-        logprobs: [N], by sample and position.
-        advantages: [N], in the same order.
-    """
+    """Write the file for a round with B samples and N trained tokens. `sample_ids` and `num_tokens` (trained tokens of
+    each sample) are [B]; `logprobs` and `advantages` are [N], by sample and position."""
     offsets = pa.array(np.concatenate([[0], np.cumsum(num_tokens)]), pa.int32())
     lists = [pa.ListArray.from_arrays(offsets, pa.array(values, pa.float32())) for values in (logprobs, advantages)]
     table = pa.Table.from_arrays([sample_ids, *lists], schema=TOKENS_SCHEMA)

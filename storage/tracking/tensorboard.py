@@ -22,17 +22,19 @@ from pydantic import model_validator
 
 from penstock.storage.config import option
 from penstock.storage.errors import OptionError
-from penstock.storage.tracking import check_package, trackers_directory
-from penstock.storage.tracking.run_commits import RunCommits, eval_name_from_key
 from penstock.storage.tracking.tracker import (
     Committed,
     OptionsOfTracker,
     Record,
+    RunCommits,
     RunStarted,
     TrackedRun,
     Tracker,
+    check_package,
+    eval_name_from_key,
     flatten_config,
     metric_points,
+    trackers_directory,
 )
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
-"""The interface of an experiment tracker: the records that it receives, and the metric points in them.
+"""The interface of an experiment tracker: the records that it receives, the metric points in them, and which commits
+belong to a child run.
 
 Queueing, retries and redaction of secrets are the same for all trackers (delivery.py). All trackers use the metric
 points of this file, so a metric has the same name, step, value and time in each of them. (MLflow replaces characters
@@ -8,15 +9,18 @@ that it does not accept in names, and rounds times to milliseconds; TensorBoard 
 from __future__ import annotations
 
 import hashlib
+import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from penstock.storage.commit import Commit
+from penstock.storage.commit import Commit, eval_rewards
 from penstock.storage.config import StageConfig
 from penstock.storage.errors import OptionError
 from penstock.storage.secrets import is_secret_name
-from penstock.storage.tracking.run_commits import RunCommits, eval_name_from_key
 
 if TYPE_CHECKING:
     from penstock.storage.store import Store
@@ -155,6 +159,94 @@ def flatten_config(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield f"{prefix}{name}", value
 
 
+# ---- commits of a run ------------------------------------------------------------------------------------------------
+# A tracker shows a run and its child runs like this:
+#
+# <run>                      metrics over the rounds, config, commit records, reward curve, sample tables
+#   train-000000-000019      consumed rollouts; input model -> checkpoint 20
+#   eval-000020-<task>       scores of a checkpoint on a data set
+#   export-000020            exported model
+#
+# The conversion of a source model does not belong to one run, since several runs may start from the same files:
+#
+# convert-<fingerprint>      source model -> base, reference or teacher model
+
+KeyAndCommit = tuple[str, Commit]
+
+
+class RunCommits:
+    """An index of a run's commits, up to those being delivered to the tracker. `commits` is kind -> index -> (key,
+    commit), without evaluations."""
+
+    def __init__(self) -> None:
+        self.commits: dict[str, dict[int, KeyAndCommit]] = defaultdict(dict)
+        self.evals: dict[str, Commit] = {}  # by key, since evaluations of several data sets share an index
+
+    def add(self, key: str, commit: Commit) -> None:
+        """Add a commit. Its sample previews are not kept, since those of all rounds take hundreds of megabytes."""
+        commit = commit.model_copy(update={"state": {**commit.state, "shown": bool(commit.state.get("shown"))}})
+        if commit.kind == "eval":
+            self.evals[key] = commit
+        else:
+            self.commits[commit.kind][commit.index] = key, commit
+
+    def child_run_name(self, key: str, commit: Commit) -> str:
+        """Return the name of the tracker's child run in which the commit at `key` is logged, or "" if it is logged in
+        the parent run."""
+        match commit.kind:
+            case "rollout" | "step" | "model":
+                return ""
+            case "checkpoint":
+                first = self.previous_checkpoint(commit.index)
+                return f"train-{first:06d}-{max(commit.index - 1, 0):06d}"
+            case "eval":
+                return f"eval-{commit.index:06d}-{eval_name_from_key(key)}"
+        return f"{commit.kind}-{commit.index:06d}"
+
+    def checkpoint(self, version: int) -> KeyAndCommit | None:
+        """Return key and commit of the checkpoint of policy `version`, or None if there is none."""
+        return self.commits["checkpoint"].get(version)
+
+    def previous_checkpoint(self, version: int) -> int:
+        """Return the policy version of the last checkpoint before `version`, or 0, the base model."""
+        return max((index for index in self.commits["checkpoint"] if index < version), default=0)
+
+    def since_previous_checkpoint(self, kind: str, version: int) -> list[KeyAndCommit]:
+        """Return keys and commits of the rollouts or steps (`kind`) between the previous checkpoint and policy
+        `version`: what that policy was trained on, and in."""
+        commits = self.commits[kind]
+        return [commits[r] for r in range(self.previous_checkpoint(version), version) if r in commits]
+
+    def evaluations(self, versions: range) -> list[KeyAndCommit]:
+        """Return keys and commits of the evaluations of the policies `versions`."""
+        return [(key, commit) for key, commit in self.evals.items() if commit.policy_version in versions]
+
+    def is_copy(self, key: str, commit: Commit) -> bool:
+        """Return whether a commit is that of a fork's parent, copied to the fork."""
+        if commit.kind == "step" and commit.index in self.commits["rollout"]:
+            key, commit = self.commits["rollout"][commit.index]
+        return key.startswith("runs/") and commit.writer not in ("", key.split("/")[1])
+
+    def training_rewards(self) -> dict[int, float]:
+        """Return the mean reward of each rollout that has one, by rollout index."""
+        rollouts = sorted(self.commits["rollout"].items())
+        rewards = {index: commit.summary.get("rollout/raw_reward") for index, (_, commit) in rollouts}
+        return {index: reward for index, reward in rewards.items() if reward is not None}
+
+    def eval_curves(self) -> dict[str, dict[int, float]]:
+        """Return the mean rewards of all evaluations: data set -> policy version -> mean reward."""
+        curves: dict[str, dict[int, float]] = defaultdict(dict)
+        for commit in sorted(self.evals.values(), key=lambda commit: commit.index):
+            for task, reward in eval_rewards(commit).items() if commit.listed_kind == "eval" else ():
+                curves[task][commit.index] = reward
+        return curves
+
+
+def eval_name_from_key(commit_key: str) -> str:
+    """Return the name of the evaluated data set, from the key of the commit."""
+    return commit_key.rsplit("/", 1)[-1].removesuffix(".commit.json")
+
+
 # ---- trackers --------------------------------------------------------------------------------------------------------
 
 
@@ -185,14 +277,10 @@ class Tracker(Protocol):
         """Return the URL of the run in the tracker's UI, or None if there is no UI or no run yet."""
 
     def deliver(self, records: Sequence[Record], commits: RunCommits) -> None:
-        """Send records in the given order.
+        """Send records in the given order. `commits` are all commits of the run up to the last of them.
 
         A record may be sent again: use the times and steps in the record, and find an existing run by its
         `TrackedRun.identity`.
-
-        Args:
-            records: to send.
-            commits: all commits of the run up to the last of `records`.
         """
 
     def is_permanent_refusal(self, error: Exception) -> bool:
@@ -215,3 +303,33 @@ class OptionsOfTracker(StageConfig):
             if name.startswith(prefix) and getattr(self, name) != type(self).model_fields[name].default:
                 flag, needed = (f"--{option.replace('_', '-')}" for option in (name, switch))
                 raise OptionError(f"{flag} has no effect without {needed}: add {needed}, or omit {flag}")
+
+
+# ---- local files and packages ----------------------------------------------------------------------------------------
+
+
+def tracking_directory(store: Store, run: str) -> Path:
+    """Return the local directory of a run's outbox: in the store if it is local, else in this user's state
+    directory."""
+    return Path(store.path(f"runs/{run}/tracking")) if store.is_local else trackers_directory(store) / run
+
+
+def trackers_directory(store: Store) -> Path:
+    """Return the local directory for the files of trackers without a server: the store if it is local, else a directory
+    below $XDG_STATE_HOME."""
+    if store.is_local:
+        return Path(store.root)
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    # The endpoint distinguishes buckets of the same name on different servers.
+    endpoint = store.options.get("endpoint_url") or store.options.get("client_kwargs", {}).get("endpoint_url") or ""
+    return state / "penstock" / hashlib.sha256(f"{store.uri}{endpoint}".encode()).hexdigest()[:12]
+
+
+def check_package(package: str, flag: str) -> None:
+    """Check that an optional package is installed, which the option `flag` needs."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:  # W&B's directory `wandb` also counts as a package, one without an origin
+        raise OptionError(
+            f"{flag} needs the package {package}, which is not installed: pip install 'penstock-rl[{package}]', or "
+            f"omit {flag}"
+        )

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
     from penstock.storage.store import Store
 
 
-class TrackerOptions(
-    MlflowOptions,
-    TensorBoardOptions,
-    WandbOptions,
-):
+class TrackerOptions(MlflowOptions, TensorBoardOptions, WandbOptions):
     """The options of all trackers. Each base is a row of the table."""
 
 
@@ -31,12 +27,6 @@ def tracker_class(uri: str) -> type[Tracker]:
     """Return the tracker class for a tracking URI. Schemes without a row (http, sqlite, databricks, ...) are of
     MLflow."""
     return TRACKERS.get(uri.partition("://")[0], MlflowOptions).tracker
-
-
-def tracker_suffix(uri: str) -> str:
-    """Return the suffix of the outbox files that belong to a tracker: "" for MLflow, else `-` and the URI's scheme."""
-    scheme = uri.partition("://")[0]
-    return f"-{scheme}" if scheme in TRACKERS else ""
 
 
 def tracking_uris(store: Store, options: TrackerOptions) -> list[str]:
@@ -53,14 +43,7 @@ def check_trackers(options: TrackerOptions) -> None:
 
 
 def tracked_run(store: Store, keys: RunKeys, record: RunRecord, num_traces: int | None = None) -> TrackedRun:
-    """Return a run as its trackers identify and show it.
-
-    Args:
-        store: of the run.
-        keys: of the run.
-        record: of the run (run.json).
-        num_traces: samples of each round that MLflow shows as traces; default: as recorded by the run.
-    """
+    """Return a run as its trackers identify and show it. `num_traces`: see TrackedRun; default: as recorded."""
     if num_traces is None:
         num_traces = record.config["run"]["mlflow_trace_samples"]
     return TrackedRun(keys.run, record.id, store.uri, store=store, num_traces=num_traces)

@@ -27,20 +27,21 @@ from penstock.storage.config import option
 from penstock.storage.errors import OptionError
 from penstock.storage.secret_references import resolve_secrets
 from penstock.storage.secrets import is_reference, register_secret
-from penstock.storage.tracking import check_package, trackers_directory
-from penstock.storage.tracking.run_commits import RunCommits
 from penstock.storage.tracking.tracker import (
     Committed,
     MetricsLogged,
     OptionsOfTracker,
     Record,
     ReportWritten,
+    RunCommits,
     RunEnded,
     RunStarted,
     TrackedRun,
     Tracker,
+    check_package,
     flatten_config,
     metric_points,
+    trackers_directory,
 )
 
 if TYPE_CHECKING:

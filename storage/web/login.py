@@ -103,10 +103,8 @@ def live_link(url: str, *, has_page: str = "/") -> str:
     """Return a link to a page of a server (`page_link`), or "" if the server does not answer or is not the one that the
     URL is meant for. What is not an HTTP URL is returned as it is.
 
-    Args:
-        url: of the page.
-        has_page: path that only a server of this machine with the page answers with status 200; "/": any of the
-            user's own servers has it.
+    `has_page` is a path that only a server of this machine with the page answers with status 200; "/": any of the
+    user's own servers has it.
     """
     if not url.startswith(("http://", "https://")):
         return url

@@ -22,7 +22,7 @@ from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.sql_views import execute, open_connection
 from penstock.storage.store import Store, read_commits
-from penstock.storage.tracking.run_commits import RunCommits
+from penstock.storage.tracking.tracker import RunCommits
 
 RESPONSES = [["0", "no 0"], ["2, or 3", "?..."], ["\\boxed{4}", "4..."], ["", "?"]]
 

@@ -24,8 +24,7 @@ from penstock.storage.commit import BUFFER, Commit, RunKeys, commit_key
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.leases import store_time
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.maintenance.deletion import expire_checkpoints, unfinished_fork_key
-from penstock.storage.maintenance.orphans import find_orphans, remove_orphan
+from penstock.storage.maintenance.deletion import expire_checkpoints, find_orphans, remove_orphan, unfinished_fork_key
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_samples, write_shards
 from penstock.storage.store import Store

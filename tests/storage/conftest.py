@@ -1,6 +1,5 @@
-"""Fixtures: a local S3 server (moto, which supports `If-None-Match: *`), with and without faults, and MLflow."""
+"""Fixtures: stores on a local S3 server (moto, which supports `If-None-Match: *`), with faults, and MLflow."""
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,31 +15,6 @@ from penstock.storage.tracking.tracker import TrackedRun
 
 sys.path.insert(0, str(Path(__file__).parent))
 from faulty import KINDS, FaultyProxy
-
-
-@pytest.fixture(scope="session")
-def s3_options() -> Iterator[dict[str, Any]]:
-    """Return fsspec options of an S3 server with the bucket `bucket`."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    options = {
-        "endpoint_url": f"http://{host}:{port}",
-        "key": "test",
-        "secret": "test",
-        "client_kwargs": {"region_name": "us-east-1"},
-    }
-    saved = {
-        name: os.environ.pop(name, None) for name in ("http_proxy", "HTTP_PROXY")
-    }  # a proxy cannot reach this machine's loopback
-    from s3fs import S3FileSystem
-
-    S3FileSystem(**options).call_s3("create_bucket", Bucket="bucket")
-    yield options
-    server.stop()
-    os.environ.update({name: value for name, value in saved.items() if value is not None})
 
 
 @pytest.fixture
@@ -79,7 +53,7 @@ def faulty_s3(s3_options: dict[str, Any]) -> Callable[..., AbstractContextManage
         with FaultyProxy(s3_options["endpoint_url"], **settings) as proxy, pytest.MonkeyPatch.context() as patch:
             patch.setattr(ExponentialBackoff, "delay_amount", lambda self, context: 0.0)
             patch.setattr(objects, "_FIRST_PAUSE", 0.01)
-            yield proxy, {**s3_options, "endpoint_url": proxy.url, "config_kwargs": {"read_timeout": 1}}
+            yield proxy, {**s3_options, "endpoint_url": proxy.url, "config_kwargs": {"read_timeout": 1, "proxies": {}}}
 
     return open_proxy
 

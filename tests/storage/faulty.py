@@ -36,15 +36,8 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-_HOP = {
-    "connection",
-    "keep-alive",
-    "transfer-encoding",
-    "expect",
-    "te",
-    "trailer",
-    "upgrade",
-    "proxy-connection",
+_HOP = {  # headers of one connection
+    *("connection", "keep-alive", "transfer-encoding", "expect", "te", "trailer", "upgrade", "proxy-connection"),
     "content-length",
 }
 _CODES = {"error": (500, "InternalError"), "throttle": (503, "SlowDown")}
@@ -55,15 +48,8 @@ _ANY = ["error", "throttle", "reset", "hang", "slow"]
 class FaultyProxy:
     """Stands between a client and `target`, in a thread and an event loop of its own.
 
-    Args:
-        target: the real server, `http://host:port`.
-        rate: share of the calls that get a fault.
-        limit: this many faults and no more; None: no end of them.
-        seed: of the faults (calls that run at the same time may still meet them in another order).
-        kinds: only these faults; all by default.
-        hang_seconds: longer than the client's read timeout.
-        slow_seconds: what a slow answer adds, at most.
-        lag_seconds: how old a listing may be.
+    Every call gets a fault with probability `rate`, at most `limit` times, of `kinds` (all by default). Calls that run
+    at the same time may meet the faults of a `seed` in another order.
     """
 
     def __init__(  # noqa: PLR0913, options of its command line
@@ -74,9 +60,9 @@ class FaultyProxy:
         limit: int | None = None,
         seed: int = 0,
         kinds: set[str] | None = None,
-        hang_seconds: float = 3.0,
-        slow_seconds: float = 0.3,
-        lag_seconds: float = 5.0,
+        hang_seconds: float = 3.0,  # longer than the client's read timeout
+        slow_seconds: float = 0.3,  # at most
+        lag_seconds: float = 5.0,  # the age of a listing
         port: int = 0,
     ) -> None:
         self.target, self.rate, self.limit, self.kinds, self.port = target, rate, limit, kinds, port
@@ -237,22 +223,15 @@ def main() -> None:
     parser.add_argument("--port-file", type=Path, required=True, help="where to write the port, once it listens")
     parser.add_argument("--rate", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--hang-seconds", type=float, default=20.0, help="longer than the client's read timeout (s3fs: 15)"
-    )
+    parser.add_argument("--hang-seconds", type=float, default=20.0)  # s3fs's read timeout is 15
     parser.add_argument("--lag-seconds", type=float, default=5.0)
     parser.add_argument("--kinds", nargs="*", help="only these faults")
     words = parser.parse_args()
     done = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: done.set())
-    with FaultyProxy(
-        words.target,
-        rate=words.rate,
-        seed=words.seed,
-        kinds=set(words.kinds) if words.kinds else None,
-        hang_seconds=words.hang_seconds,
-        lag_seconds=words.lag_seconds,
-    ) as proxy:
+    kinds = set(words.kinds) if words.kinds else None
+    seconds = {"hang_seconds": words.hang_seconds, "lag_seconds": words.lag_seconds}
+    with FaultyProxy(words.target, rate=words.rate, seed=words.seed, kinds=kinds, **seconds) as proxy:
         temporary = words.port_file.with_suffix(".tmp")
         temporary.write_text(str(proxy.port))
         temporary.rename(words.port_file)

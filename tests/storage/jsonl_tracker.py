@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from penstock.storage.tracking.run_commits import RunCommits
 from penstock.storage.tracking.tracker import (
     Committed,
     MetricsLogged,
     Record,
+    RunCommits,
     RunEnded,
     RunStarted,
     TrackedRun,

@@ -73,21 +73,10 @@ def score_one(store: Store, keys: RunKeys, config: PostTrainConfig, version: int
     source = PromptSource.open(config.rollout.model_copy(update={"rollout_shuffle": False}))
     prompts, after = source.take(source.restore(None), len(source))
     samples = _samples(prompts, version, 1, f"eval-{version:06d}-sums-", reward)
-    fields = {
-        "kind": "eval",
-        "run": keys.run,
-        "index": version,
-        "policy_version": version,
-        "summary": {"eval/sums": reward},
-        "inputs": {"prompt_data/0": config.rollout.prompt_data[0]},
-    }
-    return commit_samples(
-        store,
-        keys.eval_prefix(version, "sums"),
-        samples,
-        state={"data_source": after.model_dump(mode="json")},
-        **fields,
-    )
+    fields = {"kind": "eval", "run": keys.run, "index": version, "policy_version": version}
+    fields |= {"summary": {"eval/sums": reward}, "inputs": {"prompt_data/0": config.rollout.prompt_data[0]}}
+    fields["state"] = {"data_source": after.model_dump(mode="json")}
+    return commit_samples(store, keys.eval_prefix(version, "sums"), samples, **fields)
 
 
 def save_one(store: Store, keys: RunKeys, version: int) -> Commit:

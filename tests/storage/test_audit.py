@@ -73,17 +73,13 @@ def test_an_unfinished_round_and_appended_data_are_no_problem(made, tmp_path: Pa
 
 def test_expired_checkpoints_are_not_reported_as_missing(made) -> None:
     store, keys, _ = made
-    export = Commit(
-        kind="export", run="r", index=2, policy_version=2, inputs={"checkpoint": commit_key(keys.checkpoint_prefix(2))}
-    )
-    store.commit(keys.export_prefix(2), export)
+    inputs = {"checkpoint": commit_key(keys.checkpoint_prefix(2))}
+    store.commit(keys.export_prefix(2), Commit(kind="export", run="r", index=2, policy_version=2, inputs=inputs))
     expire_checkpoints(store, keys, num_to_keep=1)
     found = audit_run(store, keys)
     assert (found.problems, found.num_expired) == ([], 1)
     store.delete([f"{keys.checkpoint_prefix(2)}.expired.json"])
-    assert [problem for problem in audit_run(store, keys).problems if "does not exist" in problem], (
-        "without a tombstone it is one"
-    )
+    assert "does not exist" in str(audit_run(store, keys).problems), "without a tombstone it is one"
 
 
 def test_orphans_are_counted_and_not_a_problem(made) -> None:
@@ -115,12 +111,7 @@ def test_one_changed_byte_is_reported(made, prefix: str, hashes: bool) -> None:
     path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     problems = audit_run(store, keys, verify_hashes=hashes).problems
     assert problems and path.name in problems[0], problems
-
-
-@pytest.mark.parametrize("hashes", [True, False])
-def test_a_missing_file_is_reported(made, hashes: bool) -> None:
-    store, keys, _ = made
-    first_file(store, keys.checkpoint_prefix(4)).unlink()
+    path.unlink()
     assert "is missing" in audit_run(store, keys, verify_hashes=hashes).problems[0]
 
 
@@ -137,34 +128,17 @@ def sealed_again(summary: dict[str, float]) -> Callable[[dict], object]:
 TAMPERED: list[tuple[str, Callable[[dict], object], str]] = [
     ("steps/000003", lambda r: r.update(policy_version=3), "policy version 3; it must be 4"),
     ("steps/000003", lambda r: r["inputs"].update(rollout="runs/r/rollouts/000002.commit.json"), "has the rollout"),
-    (
-        "checkpoints/000004",
-        lambda r: r["inputs"].update(step="runs/r/steps/000009.commit.json"),
-        "which does not exist",
-    ),
+    ("checkpoints/000004", lambda r: r["inputs"].update(step="runs/r/steps/9.commit.json"), "which does not exist"),
     ("rollouts/000002", lambda r: r.update(index=3), "rollouts/000002.commit.json contains rollout 3 of run"),
     ("rollouts/000002", lambda r: r.update(kind="nonsense"), "is not a valid record (kind"),
     ("rollouts/000002", lambda r: r["state"]["data_source"].update(cursor=3), "its samples give"),
     ("rollouts/000002", lambda r: r["state"]["data_source"].update(issued=10), "prompt 9 is missing"),
     ("rollouts/000002", lambda r: r["state"]["data_source"].update(segments=[]), "lacks data segments"),
     ("steps/000003", lambda r: r["summary"].update({"train/loss": 0.5}), "steps/000003.commit.json was modified"),
-    ("steps/000003", lambda r: r.update(seconds={"x": 1.0}), "steps/000003.commit.json was modified"),
     ("steps/000003", lambda r: r.pop("digest"), "steps/000003.commit.json was modified"),
-    (
-        "evals/000004/sums",
-        lambda r: r["summary"].update({"eval/sums": 4.5}),
-        "has eval/sums 4.5, but its samples give 4",
-    ),
-    (
-        "rollouts/000002",
-        sealed_again({"rollout/raw_reward": 0.5}),
-        "has rollout/raw_reward 0.5, but its samples give 0.25",
-    ),
-    (
-        "rollouts/000002",
-        sealed_again({"rollout/num_samples": 5.0}),
-        "has rollout/num_samples 5, but its samples give 6",
-    ),
+    ("evals/000004/sums", sealed_again({"eval/sums": 4.5}), "has eval/sums 4.5, but its samples give 4"),
+    ("rollouts/000002", sealed_again({"rollout/raw_reward": 0.5}), "raw_reward 0.5, but its samples give 0.25"),
+    ("rollouts/000002", sealed_again({"rollout/num_samples": 5.0}), "num_samples 5, but its samples give 6"),
     ("evals/000004/sums", lambda r: r.update(index=5, policy_version=5), "contains eval 5 of run"),
 ]
 
@@ -230,12 +204,9 @@ def test_lost_repeated_or_twice_served_samples_are_reported(
 def test_an_evaluation_without_all_prompts_is_reported(made) -> None:
     store, keys, _ = made
     change_samples(store, keys.eval_prefix(4, "sums"), lambda samples: samples[:-1])
-    rewrite(
-        store,
-        keys.eval_prefix(4, "sums"),
-        lambda record: record["state"]["data_source"].update(issued=ROWS - 1, cursor=ROWS - 1),
-    )
-    assert any("has samples of 4 of the data set's 5 prompts" in problem for problem in audit_run(store, keys).problems)
+    cut = {"issued": ROWS - 1, "cursor": ROWS - 1}
+    rewrite(store, keys.eval_prefix(4, "sums"), lambda record: record["state"]["data_source"].update(cut))
+    assert "has samples of 4 of the data set's 5 prompts" in str(audit_run(store, keys).problems)
 
 
 def test_the_command_prints_the_problems_and_fails(made, capsys: pytest.CaptureFixture[str]) -> None:

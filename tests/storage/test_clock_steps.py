@@ -15,7 +15,7 @@ import pytest
 from penstock.storage import leases
 from penstock.storage.commit import RunKeys
 from penstock.storage.leases import TTL, Lease, describe_lease_holder, describe_live_drivers
-from penstock.storage.maintenance.orphans import find_orphans, remove_orphan
+from penstock.storage.maintenance.deletion import find_orphans, remove_orphan
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")

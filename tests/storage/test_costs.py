@@ -12,7 +12,7 @@ from penstock.flows.config import Flow, validate_config
 from penstock.flows.runtime.engine_options import device_counts
 from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.history.costs import IDLE, Interval, compute_costs, costs_at_end, seconds_by_stage
-from penstock.storage.history.run_record import Start, StartEnd, read_starts, record_end, record_start
+from penstock.storage.history.run_record import Start, StartEnd, record_end, record_start
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
@@ -93,13 +93,6 @@ def test_colocated_gpus_are_counted_once(store: Store) -> None:
     commit(store, "step", 2, at=310, seconds=10, state={"fingerprint": {"cuda": "13.0", "world_size": 2}})
     costs = compute_costs(store, KEYS)
     assert costs.device_seconds["trainer and engines"] == {"training": 20, IDLE: 0}
-
-
-def test_starts_are_numbered_and_keep_their_ends(store: Store) -> None:
-    assert [(start.at, end and end.outcome) for start, end in read_starts(store, KEYS)] == [
-        (100, None),
-        (200, "FINISHED"),
-    ]
 
 
 def test_command_prints_every_stage(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

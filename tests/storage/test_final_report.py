@@ -14,14 +14,12 @@ from penstock.flows.reporting.prefect_page import write_final_report
 from penstock.flows.runtime.runs import read_existing_record
 from penstock.storage.commit import RunKeys
 from penstock.storage.maintenance.audit import audit_run
-from penstock.storage.maintenance.deletion import remove_run
-from penstock.storage.maintenance.orphans import find_orphans
+from penstock.storage.maintenance.deletion import find_orphans, remove_run
 from penstock.storage.report.page import GENERATOR
 from penstock.storage.store import Store
-from penstock.storage.tracking import tracking_directory
 from penstock.storage.tracking.delivery import RunTracking
 from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
-from penstock.storage.tracking.tracker import TrackedRun
+from penstock.storage.tracking.tracker import TrackedRun, tracking_directory
 from penstock.storage.tracking.trackers import tracked_run
 
 KEYS = RunKeys("r")

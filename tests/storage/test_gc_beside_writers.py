@@ -16,7 +16,7 @@ from penstock.flows.commands.maintenance import gc_main
 from penstock.storage import disk
 from penstock.storage.commit import RunKeys
 from penstock.storage.leases import TTL, Lease
-from penstock.storage.maintenance.orphans import find_orphans
+from penstock.storage.maintenance.deletion import find_orphans
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")

@@ -23,7 +23,7 @@ from penstock.storage.leases import (
     lease_key,
     store_time,
 )
-from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
+from penstock.storage.maintenance.deletion import Orphan, find_orphans, remove_orphan
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")

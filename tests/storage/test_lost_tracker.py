@@ -13,9 +13,8 @@ from jsonl_tracker import JsonlTracker
 from tracked_run import CONFIG, RUN, commits, offer, track
 
 from penstock.storage.tracking import trackers
-from penstock.storage.tracking.delivery import Delivery, RunTracking
+from penstock.storage.tracking.delivery import Delivery, Outbox, RunTracking
 from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
-from penstock.storage.tracking.outbox import Outbox
 
 ROUNDS = [0, 1, 2, 3]
 

@@ -162,15 +162,8 @@ def test_versions_and_aliases_follow_from_commits_and_decisions(store: Store, da
     send(store, database, "--all")
     found = {(v.name, v.version): v for v in client.search_model_versions(max_results=100)}
     policies = {key: version.tags["penstock.policy"] for key, version in found.items()}
-    assert policies == {
-        ("r", 1): "r/2",
-        ("r", 2): "r/4",
-        ("f", 1): "f/5",
-        ("n", 1): "n/2",
-        ("m", 1): "m/1",
-        ("math", 1): "r/2",
-        ("math", 2): "r/4",
-    }
+    own = {("r", 1): "r/2", ("r", 2): "r/4", ("f", 1): "f/5", ("n", 1): "n/2", ("m", 1): "m/1"}
+    assert policies == own | {("math", 1): "r/2", ("math", 2): "r/4"}
     aliases = {name: client.get_registered_model(name).aliases for name in ("r", "math")}
     assert aliases == {"r": {"candidate": 2}, "math": {"champion": 1, "candidate": 2}}
     [model_id] = re.findall(r"models/(m-\w+)", found["math", 1].description)
@@ -287,9 +280,3 @@ def test_a_lost_shard_keeps_nothing_else_from_mlflow(
 
 def test_no_traces_on_request(store: Store, database: Path) -> None:
     assert traces_of(send(store, database, "r", "--mlflow-trace-samples", "0")) == {}
-
-
-def test_all_commits_of_the_store_are_covered(store: Store) -> None:
-    """The store of these tests has all kinds of commits, so that the tests above cover them."""
-    prefixes = [prefix for run in RUNS for prefix in committed_prefixes(store, RunKeys(run))]
-    assert {prefix.split("/")[2] for prefix in prefixes} == {"rollouts", "steps", "checkpoints", "exports", "evals"}

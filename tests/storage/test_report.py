@@ -27,8 +27,7 @@ from penstock.flows.runtime.runs import open_run
 from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key
 from penstock.storage.history.run_record import Start, StartEnd, record_start
 from penstock.storage.report.data import find_gaps
-from penstock.storage.report.page import GENERATOR, embed
-from penstock.storage.report.sample_pages import SAMPLES_PER_PAGE, collect_samples
+from penstock.storage.report.page import GENERATOR, SAMPLES_PER_PAGE, collect_samples, embed
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import write_trained_tokens
 from penstock.storage.store import Store

@@ -19,14 +19,16 @@ from penstock.storage.history.run_record import ScheduleChange
 from penstock.storage.leases import lease_key
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.deletion import (
+    Orphan,
     expire_checkpoints,
     expired_versions,
+    find_orphans,
     finish_interrupted_expiries,
     read_tombstone,
+    remove_orphan,
     tombstone_key,
     unfinished_fork_key,
 )
-from penstock.storage.maintenance.orphans import Orphan, find_orphans, remove_orphan
 from penstock.storage.store import Store
 
 
@@ -79,13 +81,10 @@ def test_the_newest_the_best_and_the_requested_checkpoints_are_kept(store: Store
     keys = make_run(store, config, 6, save=(1, 2, 3, 4, 5, 6))
     for version, reward in {1: 0.1, 2: 0.9, 3: 0.9, 4: float("nan"), 6: 0.3}.items():
         score_one(store, keys, config, version, reward)
-    assert expire_checkpoints(store, keys, num_to_keep=2, best_metric="eval/sums", keep_versions={1}) == [2, 4], (
-        "of equals the newer is the best"
-    )
+    options = {"num_to_keep": 2, "best_metric": "eval/sums", "keep_versions": {1}}
+    assert expire_checkpoints(store, keys, **options) == [2, 4], "of equals the newer is the best"
     assert kept(store, keys) == [1, 3, 5, 6]
-    assert expire_checkpoints(store, keys, num_to_keep=2, best_metric="eval/sums", keep_versions={1}) == [], (
-        "again changes nothing"
-    )
+    assert expire_checkpoints(store, keys, **options) == [], "again changes nothing"
     assert expire_checkpoints(store, keys, num_to_keep=1, best_metric="eval/unknown") == [1, 3, 5]
     assert expired_versions(store, keys) == [1, 2, 3, 4, 5]
     tombstone = read_tombstone(store, keys.checkpoint_prefix(2))
@@ -111,12 +110,8 @@ def test_a_killed_expiry_is_finished_by_the_next_call(tmp_path: Path, data: Path
         assert 3 in kept(store, keys)
         expire_checkpoints(store, keys, num_to_keep=1)
         assert kept(store, keys) == [3] and expired_versions(store, keys) == [1, 2]
-        assert {Path(found.key).parts[3] for found in store.walk(f"{keys.prefix}/checkpoints")} == {
-            "000001.expired.json",
-            "000002.expired.json",
-            "000003",
-            "000003.commit.json",
-        }
+        left_names = {Path(found.key).parts[3] for found in store.walk(f"{keys.prefix}/checkpoints")}
+        assert left_names == {"000001.expired.json", "000002.expired.json", "000003", "000003.commit.json"}
         assert finish_interrupted_expiries(store, keys) == []
 
 
@@ -160,9 +155,7 @@ def test_expiry_on_a_faulty_store(tmp_path: Path, data: Path, faulty_store: Call
     store = faulty_store(tmp_path.name)
     keys = make_run(store, config_of(store, data), 3, save=(1, 2, 3))
     fork_keys = shared(store, data, at=3)
-    expire_checkpoints(
-        store, keys, num_to_keep=1
-    )  # a listing that lags may hide some of them: those stay until the next time
+    expire_checkpoints(store, keys, num_to_keep=1)  # a listing that lags may hide some until the next time
     assert store.committed(keys.checkpoint_prefix(3)) is not None
     assert audit_run(store, keys).problems == audit_run(store, fork_keys).problems == []
 
@@ -282,9 +275,7 @@ def test_an_orphan_that_became_needed_is_kept(store: Store, data: Path) -> None:
 def test_a_killed_expiry_is_listed_without_grace_and_finished(store: Store, data: Path) -> None:
     keys = make_run(store, config_of(store, data), 2, save=(1, 2))
     with pytest.raises(Killed):
-        expire_checkpoints(
-            DyingStore(store.uri, 1), keys, num_to_keep=1
-        )  # the tombstone exists, and nothing was deleted
+        expire_checkpoints(DyingStore(store.uri, 1), keys, num_to_keep=1)  # after the tombstone
     found = find_orphans(store, older_than=3600)
     assert [(orphan.kind, len(orphan.files)) for orphan in found] == [("expired checkpoint", 2)]
     assert delete_orphans(store, found, None, 3600) == {found[0].key}

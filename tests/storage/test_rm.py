@@ -11,7 +11,6 @@ from run_records import parent_record
 from penstock.flows.cli import main
 from penstock.flows.commands import fork, maintenance
 from penstock.flows.commands.maintenance import gc_main, rm_main
-from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_run, read_flow_and_config
 from penstock.storage.commit import RunKeys
@@ -21,12 +20,13 @@ from penstock.storage.leases import Lease, new_driver_lease_key
 from penstock.storage.maintenance.audit import audit_run
 from penstock.storage.maintenance.deletion import (
     describe_removing_process,
+    find_orphans,
     is_removed,
     removal_marker_key,
+    remove_orphan,
     remove_run,
     unfinished_fork_key,
 )
-from penstock.storage.maintenance.orphans import find_orphans, remove_orphan
 from penstock.storage.store import Store
 
 KEYS = RunKeys("r")
@@ -200,7 +200,7 @@ def test_removal_in_an_object_store(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     store = s3_store(tmp_path.name)
     make_run(store, config_of(store, write_data(tmp_path / "data.jsonl")), 1, save=(1,))
-    from penstock.storage.tracking import tracking_directory
+    from penstock.storage.tracking.tracker import tracking_directory
 
     outbox = tracking_directory(store, "r")
     outbox.mkdir(parents=True)
@@ -208,16 +208,3 @@ def test_removal_in_an_object_store(
     monkeypatch.setattr(maintenance, "open_store", lambda config, probe: store)
     assert rm_main(["r", "--yes", "r"]) == 0
     assert files(store, "runs") == set() and not outbox.exists()
-
-
-def test_a_refused_removal_prints_one_sentence_and_exits_with_2(
-    store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["rm", "r", "--store", store.root]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "--yes r" in err
-    assert main(["rm", "empty", "--store", store.root]) == 0
-    assert "removed" in capsys.readouterr().out
-    assert parse_config(["--store", store.root]).run.store == store.root and not store.exists(
-        removal_marker_key(RunKeys("empty"))
-    )

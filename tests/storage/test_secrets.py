@@ -21,9 +21,8 @@ from penstock.storage.secret_references import hide_literal_secrets, resolve_sec
 from penstock.storage.secrets import has_credentials, is_secret_name, mask_secrets, redact, write_private
 from penstock.storage.store import Store
 from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow.mlflow_runs import flatten_params
 from penstock.storage.tracking.mlflow.mlflow_tracker import tracking_uri
-from penstock.storage.tracking.tracker import TrackedRun
+from penstock.storage.tracking.tracker import TrackedRun, flatten_config
 
 SECRETS = ("AKIA-literal", "s3cr3t/with+slash", "engine-key-1", "router-key-1", "rm-passw0rd", "db-passw0rd")
 WORDS = [
@@ -89,7 +88,7 @@ def test_literal_secrets_of_old_records_and_hand_made_configs_are_masked() -> No
         "run": {"store_options": {"key": "***"}},
     }
     assert "old-key" not in validate_config(old).model_dump_json()
-    assert [name for name, _ in flatten_params(old)] == ["rollout.input_key"]
+    assert [name for name, _ in flatten_config(old)] == ["rollout.input_key"]
     assert validate_config({"rollout": {"engine_options": {}}}).rollout.engine_options == {}
 
 

@@ -12,7 +12,7 @@ from penstock.storage import disk
 from penstock.storage.commit import Commit
 from penstock.storage.errors import StoreFull
 from penstock.storage.store import Store
-from penstock.storage.tracking.outbox import Outbox
+from penstock.storage.tracking.delivery import Outbox
 
 
 def test_a_commit_on_a_full_disk_fails_and_succeeds_after_space_is_freed(

@@ -16,11 +16,9 @@ from tracked_run import CONFIG, KEYS, RUN, commits, offer, track
 
 from penstock.storage.commit import Commit, commit_key, encode_commit
 from penstock.storage.store import Store
-from penstock.storage.tracking import tracking_directory
-from penstock.storage.tracking.delivery import RunTracking
-from penstock.storage.tracking.mlflow.mlflow_runs import Link, flatten_params, link_tags
-from penstock.storage.tracking.outbox import Outbox
-from penstock.storage.tracking.tracker import TrackedRun
+from penstock.storage.tracking.delivery import Outbox, RunTracking
+from penstock.storage.tracking.mlflow.mlflow_runs import Link, link_tags
+from penstock.storage.tracking.tracker import TrackedRun, tracking_directory
 
 TABLES = ("runs", "metrics", "params", "inputs", "datasets", "logged_models", "logged_model_metrics")
 
@@ -39,14 +37,8 @@ def test_runs_metrics_and_lineage_in_mlflow(database: Path, tmp_path: Path) -> N
     track(tmp_path / "out", database, commits())
     client, shown = shown_in(database)
     runs = shown.named
-    assert set(runs) == {
-        "demo",
-        "convert-f00d",
-        "train-000000-000001",
-        "train-000002-000003",
-        "eval-000002-heldout",
-        "eval-000004-heldout",
-    }
+    trained, evaluated = ("train-000000-000001", "train-000002-000003"), ("eval-000002-heldout", "eval-000004-heldout")
+    assert set(runs) == {"demo", "convert-f00d", *trained, *evaluated}
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
 
     main = runs["demo"]
@@ -155,10 +147,9 @@ def test_killed_between_delivery_and_offset(step: int, database: Path, tmp_path:
     program = f"""
 import os, sys
 from pathlib import Path
-from penstock.storage.tracking.run_commits import RunCommits
+from penstock.storage.tracking.delivery import Outbox
 from penstock.storage.tracking.mlflow.mlflow_tracker import MlflowTracker
-from penstock.storage.tracking.outbox import Outbox
-from penstock.storage.tracking.tracker import Committed, TrackedRun, parse_record
+from penstock.storage.tracking.tracker import Committed, RunCommits, TrackedRun, parse_record
 outbox = Outbox(Path({str(tmp_path / "out")!r}))
 commits = RunCommits()
 tracker = MlflowTracker("sqlite:///{database}", TrackedRun("demo", "1", "/store"))
@@ -190,9 +181,13 @@ for line, end in outbox.lines_from(0):
 @pytest.mark.full
 def test_a_changed_schedule_is_a_tag_not_an_error(database: Path, tmp_path: Path) -> None:
     track(tmp_path / "out", database, commits()[:3])
-    track(tmp_path / "out", database, commits(), config={"run": {"num_rollout": 8}})
+    secrets = {"store_options": {"secret": 1}, "password": "x", "hf_token": "y"}
+    config = {"run": {"num_rollout": 8, **secrets}, "a": {"b@c": [1, None]}, "max_tokens": 5}
+    track(tmp_path / "out", database, commits(), config=config)
     run = shown_in(database)[1].named["demo"]
-    assert (run.data.params["run.num_rollout"], run.data.tags["changed.run.num_rollout"]) == ("4", "8")
+    assert run.data.tags["changed.run.num_rollout"] == "8"
+    before = {"run.num_rollout": "4", "train.lr": "0.0003"}
+    assert run.data.params == before | {"a.b_at_c": "[1, null]", "max_tokens": "5"}
 
 
 def test_runs_of_one_name_in_two_stores_stay_apart(database: Path, tmp_path: Path) -> None:
@@ -272,15 +267,6 @@ def test_catch_up_records_the_missing_commits(database: Path, tmp_path: Path) ->
     assert tracker.record_missing_commits(store, KEYS) == len(commits()) - 2  # the model belongs to no run
     assert tracker.record_missing_commits(store, KEYS) == 0
     assert tracker.close(timeout=60) == 0
-
-
-def test_parameters_contain_no_secrets_and_only_legal_names() -> None:
-    config = {
-        "a": {"b@c": [1, None], "store_options": {"secret": 1}, "password": "x"},
-        "hf_token": "y",
-        "max_tokens": 5,
-    }
-    assert dict(flatten_params(config)) == {"a.b_at_c": "[1, null]", "max_tokens": "5"}
 
 
 # ---- the outbox ------------------------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ from typing import Any
 from penstock.stages.rewards.builtin.math_answer import answer_text
 from penstock.stages.rewards.instructions import ifbench_formats, ifbench_words, ifeval  # noqa: F401 - register CHECKS
 from penstock.stages.rewards.instructions.text import CHECKS
-from penstock.storage.errors import RewardError
-from penstock.storage.near_names import nearest_name
+from penstock.storage.errors import RewardError, nearest_name
 from penstock.storage.samples.sample import Sample
 
 _NEEDS_MODEL = {"words:start_verb": "a part-of-speech tagger"}

@@ -23,10 +23,9 @@ from penstock.stages.rollout.config import PromptConfig, RolloutConfig
 from penstock.stages.rollout.prompts.source import Prompt, PromptFilter, PromptSource, SourceState
 from penstock.stages.rollout.text.templates import Messages
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.storage.commit import Kind
+from penstock.storage.commit import Kind, escape_invalid_text
 from penstock.storage.errors import PluginError
 from penstock.storage.samples.sample import ATTRIBUTES, Sample, Status
-from penstock.storage.samples.unicode_text import escape_invalid_text
 
 Group = list[Sample]  # the samples of one prompt
 # (args, buffer, num_samples) or (args, rollout_id, buffer, num_samples) -> the groups of the buffer to use next

@@ -19,8 +19,8 @@ from typing import Any
 
 from penstock.stages.rollout.text.messages import CALL_FORMS, CallForm, convert_tool_calls, normalize_messages
 from penstock.stages.rollout.text.templates import RENDERER, Chat, Messages
+from penstock.storage.commit import escape_invalid_text
 from penstock.storage.errors import DataError, ModelError, TemplateError
-from penstock.storage.samples.unicode_text import escape_invalid_text
 
 logger = logging.getLogger(__name__)
 Tools = list[dict[str, Any]] | None

@@ -30,14 +30,12 @@ from penstock.storage.tracking.mlflow.mlflow_samples import (
     MlflowTraces,
     Rows,
     dataset_input,
-    preview_table,
     prompt_dataset,
     prompt_files,
     read_preview,
     shards_dataset,
 )
-from penstock.storage.tracking.run_commits import RunCommits
-from penstock.storage.tracking.tracker import Committed, metric_points
+from penstock.storage.tracking.tracker import Committed, RunCommits, metric_points
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput, LoggedModel, Run
@@ -256,11 +254,12 @@ class MlflowCommits:
             self.models.add_links(before, [Link("trained in", name, here)])
             links.append(self.models.link("input", before))
         for evaluation in commits.evaluations(range(commit.index, commit.index + 1)):
-            if early := self._find_part(evaluation, commits):  # it was logged before the checkpoint
+            early = self.runs.find_part(commits.child_run_name(*evaluation))
+            if early:  # it was logged before the checkpoint
                 link = self._log_scores(early.info.run_id, early.info.run_name, *evaluation, model)
                 self.runs.add_links(early.info.run_id, [link])
         for evaluation in commits.evaluations(range(commits.previous_checkpoint(commit.index) + 1, commit.index)):
-            other = self._find_part(evaluation, commits)
+            other = self.runs.find_part(commits.child_run_name(*evaluation))
             links += self._link_parts(child, name, "evaluated during training in", other, "policy trained in")
         return links
 
@@ -278,7 +277,7 @@ class MlflowCommits:
             inputs.append(
                 dataset_input(shards_dataset(original_key, original, self.runs.run.store_uri), "scored again", original)
             )
-            other = self._find_part((original_key, original), commits)
+            other = self.runs.find_part(commits.child_run_name(original_key, original))
             links = self._link_parts(child, name, "scores the samples of", other, "scored again in")
         if commit.files:
             inputs.append(dataset_input(shards_dataset(key, commit, self.runs.run.store_uri), "samples", commit))
@@ -289,8 +288,9 @@ class MlflowCommits:
         else:
             points = metric_points(Committed(key, commit.created_at, commit))
             self.client.log_batch(child, metrics=to_mlflow(points))
-            if later := commits.next_checkpoint(commit.policy_version):
-                other = self._find_part(later, commits)
+            checkpoints = commits.commits["checkpoint"]
+            if later := [version for version in checkpoints if version > commit.policy_version]:
+                other = self.runs.find_part(commits.child_run_name(*checkpoints[min(later)]))
                 links += self._link_parts(child, name, "policy trained in", other, "evaluated during training in")
         return links
 
@@ -349,26 +349,22 @@ class MlflowCommits:
         """
         for path, rows in tables.items():
             if (run_id, path) not in self._logged_tables:
-                self.client.log_text(run_id, preview_table(rows), path)
+                columns = list(dict.fromkeys(name for row in rows for name in row))
+                data = [[row.get(name, "") for name in columns] for row in rows]
+                table = json.dumps({"columns": columns, "data": data}, ensure_ascii=False)
+                self.client.log_text(run_id, table, path)
                 self._logged_tables.add((run_id, path))
         if tables:
             paths = list(dict.fromkeys([*tables, *listed[-_MAX_TABLES:]]))
             text = json.dumps([{"path": path, "type": "table"} for path in sorted(paths)])
             self.client.set_tag(run_id, mlflow_tags.MLFLOW_LOGGED_ARTIFACTS, text)
 
-    def _find_part(self, of: tuple[str, Commit], commits: RunCommits) -> Run | None:
-        """Return the child run of a commit (key, commit), or None if MLflow does not have it yet, or if it belongs to a
-        fork's parent."""
-        return self.runs.find_part(commits.child_run_name(*of))
-
     def _link_parts(self, child: str, name: str, role: str, other: Run | None, role_here: str) -> list[Link]:
-        """Link another child run to a child run. Return the links in the other direction.
+        """Link another child run (None: MLflow does not have it) to the child run with the id `child` and the title
+        `name`. Return the links in the other direction.
 
         Args:
-            child: id of the child run.
-            name: its title, with the name of the run.
             role: what the other child run is to this one.
-            other: the other child run; None: MLflow does not have it.
             role_here: what this child run is to the other one.
         """
         if other is None:

@@ -27,7 +27,7 @@ from mlflow.utils import mlflow_tags
 from penstock.storage.champions import Decision, Policy, list_models, policies_of, read_decisions
 from penstock.storage.commit import Commit, commit_key, eval_rewards
 from penstock.storage.tracking.mlflow.mlflow_runs import Link, MlflowRuns, link_tags, model_name
-from penstock.storage.tracking.run_commits import RunCommits
+from penstock.storage.tracking.tracker import RunCommits
 
 _MAX_PARAM = 500  # characters of a logged model's parameter
 _MODEL_TYPES = {"model": "converted model", "checkpoint": "checkpoint", "export": "export"}  # by kind of commit
@@ -54,7 +54,33 @@ class MlflowModels:
 
     def of_commit(self, key: str, commit: Commit, source_run: str | None = None) -> LoggedModel:
         """Return the logged model of a converted model, checkpoint or export. It is created if missing."""
-        return self._find_or_create(self._describe_commit(key, commit), source_run)
+        run = commit.writer
+        version = f"{commit.policy_version:06d}"
+        attempt = commit.attempt or key
+        # The key in the run that wrote the files, if `key` is that of a copy in a fork.
+        original = f"runs/{run}/{key.split('/', 2)[2]}" if run and key.startswith("runs/") else key
+        if commit.kind == "model":
+            name = f"base-{short_fingerprint(key)}"
+        else:
+            name = f"{run or self.runs.run.name}/{version}" + ("/export" if commit.kind == "export" else "")
+        params: dict[str, Any] = {
+            "uri": f"{self.runs.run.store_uri.rstrip('/')}/{attempt}",
+            "format": "hf" if commit.kind == "export" else "torch_dist",
+            "policy_version": commit.policy_version,
+            "num_files": len(commit.files),
+            "num_bytes": sum(file.bytes for file in commit.files),
+            "code_version": commit.code_version,
+            "config_hash": commit.config_hash,
+        }
+        new = _NewModel(
+            model_name(name),
+            _MODEL_TYPES[commit.kind],
+            {"penstock.attempt": attempt},
+            {"penstock.commit": original, "penstock.run": run},
+            {name: str(value)[:_MAX_PARAM] for name, value in params.items() if value != ""},
+            {"files.csv": file_table(commit), "commit.json": commit.model_dump_json(indent=1)},
+        )
+        return self._find_or_create(new, source_run)
 
     def of_source(self, path: str) -> LoggedModel:
         """Return the logged model of a source model outside of the store. It is created if missing."""
@@ -117,34 +143,6 @@ class MlflowModels:
             self._models[tag, value] = models[0]
         return self._models[tag, value]
 
-    def _describe_commit(self, key: str, commit: Commit) -> _NewModel:
-        run = commit.writer
-        version = f"{commit.policy_version:06d}"
-        attempt = commit.attempt or key
-        # The key in the run that wrote the files, if `key` is that of a copy in a fork.
-        original = f"runs/{run}/{key.split('/', 2)[2]}" if run and key.startswith("runs/") else key
-        if commit.kind == "model":
-            name = f"base-{short_fingerprint(key)}"
-        else:
-            name = f"{run or self.runs.run.name}/{version}" + ("/export" if commit.kind == "export" else "")
-        params: dict[str, Any] = {
-            "uri": f"{self.runs.run.store_uri.rstrip('/')}/{attempt}",
-            "format": "hf" if commit.kind == "export" else "torch_dist",
-            "policy_version": commit.policy_version,
-            "num_files": len(commit.files),
-            "num_bytes": sum(file.bytes for file in commit.files),
-            "code_version": commit.code_version,
-            "config_hash": commit.config_hash,
-        }
-        return _NewModel(
-            model_name(name),
-            _MODEL_TYPES[commit.kind],
-            {"penstock.attempt": attempt},
-            {"penstock.commit": original, "penstock.run": run},
-            {name: str(value)[:_MAX_PARAM] for name, value in params.items() if value != ""},
-            {"files.csv": file_table(commit), "commit.json": commit.model_dump_json(indent=1)},
-        )
-
 
 def short_fingerprint(key: str) -> str:
     """Return the first 8 characters of the fingerprint in the key of a converted model."""
@@ -178,13 +176,10 @@ class MlflowRegistry:
         self._versions: dict[str, list[ModelVersion]] = {}  # registered model -> its versions, the oldest first
 
     def register_evaluated(self, version: int, at: float, commits: RunCommits) -> None:
-        """Register the checkpoint of a policy version if checkpoint and an evaluation were committed up to a time.
+        """Register the checkpoint of a policy version if checkpoint and an evaluation were committed up to the time
+        `at`, when the checkpoint or evaluation that is being logged was committed.
 
-        Args:
-            version: the policy version.
-            at: when the checkpoint or the evaluation that is being logged was committed, in seconds since the epoch.
-                Later commits do not count, so that sending a run again gives the versions the same numbers.
-            commits: the commits of the run.
+        Later commits do not count, so that sending a run again gives the versions the same numbers.
         """
         checkpoint = commits.checkpoint(version)
         evals = [c for _, c in commits.evaluations(range(version, version + 1)) if c.created_at <= at]

@@ -6,16 +6,15 @@ time and value, which are all equal when a record is sent again.
 
 from __future__ import annotations
 
-import json
 import re
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from penstock.storage.tracking.tracker import MetricPoint, TrackedRun, flatten_config
+from penstock.storage.tracking.tracker import MetricPoint, TrackedRun
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -28,16 +27,8 @@ T = TypeVar("T")
 
 
 MAX_METRICS, MAX_PARAMS, MAX_DATASETS = 1000, 100, 100  # MLflow's limits per request
-_MAX_PARAM = 6000  # characters of a parameter's value
 _FORBIDDEN = re.compile(r"[^\w\-./: ]")  # characters that MLflow rejects in names, for instance "@"
 _FORBIDDEN_IN_MODELS = re.compile(r"[^\w\- ]")  # MLflow also rejects / : . % and quotes in names of logged models
-
-
-def flatten_params(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the values of a nested config as MLflow parameters: dotted name, text. Secrets are left out."""
-    for name, value in flatten_config(values):
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
-        yield replace_forbidden_characters(name), text[:_MAX_PARAM]
 
 
 def replace_forbidden_characters(name: str) -> str:
@@ -79,11 +70,7 @@ _COLUMNS = (
 
 def update_artifact_paths(database: Path, experiment: str) -> bool:
     """Let an MLflow database refer to the artifacts next to it, if the experiment's are there and it refers to another
-    place. Return whether it was changed.
-
-    Raises:
-        sqlite3.OperationalError: another process has locked the database.
-    """
+    place. Return whether it was changed."""
     if not database.exists():
         return False
     with closing(sqlite3.connect(database, timeout=_TIMEOUT)) as connection, connection:
@@ -126,13 +113,8 @@ class Link(NamedTuple):
 
 
 def link_tags(tags: Mapping[str, str], links: list[Link], text: str | None = None) -> dict[str, str]:
-    """Return the tags to set so that an object has more links; {} if it has all of them.
-
-    Args:
-        tags: the object's tags.
-        links: to add.
-        text: description above the links, if the object does not have one.
-    """
+    """Return the tags to set so that an object with the tags `tags` has more links; {} if it has all of them. `text` is
+    the description above the links, if the object does not have one."""
     new = {replace_forbidden_characters(f"{_TAG}{link.role}/{link.title}")[:250]: link.url for link in links}
     kept = tags.get(_NOTE, "").partition(_HEADING)[0].strip()
     all_links = {name: url for name, url in {**tags, **new}.items() if name.startswith(_TAG)}
@@ -194,14 +176,9 @@ class MlflowRuns:
     def find_or_create_part(
         self, part: str, name: str, start_time: int | None, tags: dict[str, str] | None = None
     ) -> str:
-        """Return the id of the MLflow run for the run or one of its child runs. The MLflow run is created if missing.
-
-        Args:
-            part: name of the child run, "" for the run itself; the tag by which the MLflow run is found.
-            name: shown in the UI.
-            start_time: milliseconds since the epoch, of a new MLflow run.
-            tags: further tags of a new MLflow run.
-        """
+        """Return the id of the MLflow run for the run (part "") or for the child run `part`, the tag by which it is
+        found. It is created if missing, with `name`, further `tags`, and `start_time` in milliseconds since the
+        epoch."""
         key = self._part_tags(self.run, part)
         return self.find_or_create(key, name, start_time, {"penstock.store": self.run.store_uri, **(tags or {})})
 
@@ -241,7 +218,6 @@ class MlflowRuns:
             self.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
 
     def _find_experiment(self) -> str | None:
-        """Return the id of the run's experiment, or None if MLflow does not have it."""
         if self._experiment_id is None:
             if self._database is not None:
                 update_artifact_paths(self._database, self.run.experiment)

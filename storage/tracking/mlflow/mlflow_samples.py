@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -76,14 +76,8 @@ def prompt_files(commit: Commit) -> list[str]:
 
 
 def prompt_dataset(commit: Commit, index: int, path: str, preview: Rows) -> Dataset:
-    """Return a prompt file as an MLflow data set. It is the same for all rounds and policy versions.
-
-    Args:
-        commit: of a rollout or an evaluation that used the file.
-        index: of the file among the prompt files of `commit`.
-        path: of the file.
-        preview: its first rows, from which the schema is taken.
-    """
+    """Return the prompt file `path`, the file number `index` of the rollout or evaluation `commit`, as an MLflow data
+    set, which is the same for all rounds and policy versions. Its schema is taken from the first rows `preview`."""
     segments = (commit.state.get("data_source") or {}).get("segments") or []
     segments = [segment for segment in segments if segment["file"] == index]
     profile = {"num_rows": sum(segment["rows"] for segment in segments)} if segments else {}
@@ -105,13 +99,6 @@ def read_preview(path: str) -> Rows:
     except (OSError, ValueError, pa.ArrowException):
         return []
     return [{name: _preview(value) for name, value in row.items()} for row in rows if isinstance(row, dict)]
-
-
-def preview_table(rows: Rows) -> str:
-    """Return rows as the JSON of a table that MLflow shows."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    data = [[row.get(name, "") for name in columns] for row in rows]
-    return json.dumps({"columns": columns, "data": data}, ensure_ascii=False)
 
 
 def dataset_input(dataset: Dataset, context: str, commit: Commit | None = None) -> DatasetInput:
@@ -162,11 +149,8 @@ class MlflowTraces:
     def log_round(self, main_run: str, commit: Commit, shards: str, model: LoggedModel | None) -> None:
         """Log the first sample of each of the first groups of a rollout as a trace.
 
-        Args:
-            main_run: MLflow run to which the traces are linked.
-            commit: of the rollout.
-            shards: name of the MLflow data set with the samples.
-            model: the last checkpoint before the rollout, or the base model, to which the traces are linked.
+        The traces are linked to the run `main_run`, and to the model: the last checkpoint before the rollout, or the
+        base model. `shards` is the name of the MLflow data set with the samples.
         """
         run = self.runs.run
         if run.store is None or not run.num_traces or commit.policy_version < 0:  # -1: demonstrations
@@ -257,15 +241,16 @@ def split_sample(row: Row, commit: Commit, decode: Callable[[Sequence[int]], str
     attributes = {name: row[name] for name in ("sample_id", "group_id", "status", "policy_versions", "label")}
     attributes |= {"num_prompt_tokens": num_prompt, "metadata": json.loads(row["metadata"] or "{}")}
     parts = [SamplePart("sample", "AGENT", start, end, row["prompt"], row["response"], attributes)]
-    segments = list(split_by_mask(row["loss_mask"][num_prompt:]))
-    previous, num_turns = row["prompt"], 0
-    for is_reply, first, last in segments:
+    segments = [(trained == 1, len(list(group))) for trained, group in groupby(row["loss_mask"][num_prompt:])]
+    previous, num_turns, last = row["prompt"], 0, 0
+    for is_reply, length in segments:
+        first, last = last, last + length
         tokens = row["token_ids"][num_prompt + first : num_prompt + last]
         text = row["response"] if len(segments) == 1 else decode(tokens)
         num_turns += is_reply
         name, type = (f"turn {num_turns}", "LLM") if is_reply else ("tool or environment", "TOOL")
         begin, stop = (start + (generated - start) * position / num_tokens for position in (first, last))
-        attributes = {"num_tokens": last - first}
+        attributes = {"num_tokens": length}
         if is_reply and (calls := tool_calls(text or "")):
             attributes["tool_calls"] = calls
         parts.append(SamplePart(name, type, begin, stop, previous, text, attributes))
@@ -285,15 +270,6 @@ def tool_calls(text: str) -> list[Any]:
         with suppress(ValueError):
             calls.append(json.loads(body, strict=False))
     return calls
-
-
-def split_by_mask(mask: Sequence[int]) -> Iterator[tuple[bool, int, int]]:
-    """Yield (trained on, first, last + 1) for each run of equal values in a loss mask."""
-    position = 0
-    for value, group in groupby(mask):
-        length = sum(1 for _ in group)
-        yield bool(value), position, position + length
-        position += length
 
 
 def to_span(trace: bytes, number: int, part: SamplePart, failed: bool) -> Span:

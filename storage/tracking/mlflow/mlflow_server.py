@@ -30,7 +30,6 @@ from mlflow.server.fastapi_app import app
 from mlflow.store.artifact.artifact_repository_registry import get_registered_artifact_repositories
 from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 from mlflow.tracing.utils.artifact_utils import TRACE_DATA_FILE_NAME
-from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse
 from starlette.routing import Route
 
@@ -52,18 +51,8 @@ location.replace("/" + (location.hash || "#/experiments"))
 _ASSISTANT = "/ajax-api/3.0/mlflow/assistant"  # runs commands on this machine
 
 
-async def open_model_training(request: Request) -> HTMLResponse:
-    """Return the page."""
-    return HTMLResponse(_HTML)
-
-
-async def refuse_assistant(request: Request) -> PlainTextResponse:
-    """Answer 404: the assistant, which runs commands, is turned off."""
-    return PlainTextResponse("Penstock does not start MLflow's assistant\n", 404)
-
-
 # Before the routes of the UI, which match all paths.
-app.router.routes.insert(0, Route("/model-training", open_model_training))
+app.router.routes.insert(0, Route("/model-training", lambda request: HTMLResponse(_HTML)))
 
 
 class StoreArtifacts(LocalArtifactRepository):
@@ -91,25 +80,21 @@ class StoreArtifacts(LocalArtifactRepository):
             raise MlflowException.invalid_parameter_value("artifacts outside of the store's directory are refused")
 
 
-def confine_artifacts(root: Path) -> None:
-    """Let MLflow, in this process, find artifacts in the directory `root` only."""
-    StoreArtifacts.root = root.resolve()
+def serve(port: int, database: str, artifacts: Path) -> None:
+    """Run the server on loopback until SIGTERM. MLflow finds artifacts in the directory `artifacts` only."""
+    StoreArtifacts.root = artifacts.resolve()
     # The registry itself, whose values are classes: without an entry MLflow refuses a URI.
     schemes: dict[str, Any] = get_registered_artifact_repositories()
     schemes.clear()
     schemes.update({"": StoreArtifacts, "file": StoreArtifacts})
-
-
-def serve(port: int, database: str, artifacts: Path) -> None:
-    """Run the server on loopback until SIGTERM."""
     artifacts.mkdir(parents=True, exist_ok=True)
     os.environ[BACKEND_STORE_URI_ENV_VAR] = database
     os.environ[ARTIFACT_ROOT_ENV_VAR] = artifacts.as_uri()  # also of use to runs that write to the database itself
     os.environ[ARTIFACTS_DESTINATION_ENV_VAR] = str(artifacts)
     os.environ[SERVE_ARTIFACTS_ENV_VAR] = "true"
-    confine_artifacts(artifacts)
     handlers.initialize_backend_stores(database, database, artifacts.as_uri())
-    app.router.routes.insert(0, Route(_ASSISTANT + "/{rest:path}", refuse_assistant))
+    refusal = PlainTextResponse("Penstock does not start MLflow's assistant\n", 404)
+    app.router.routes.insert(0, Route(_ASSISTANT + "/{rest:path}", lambda request: refusal))
     login = read_login(f"http://{HOST}:{port}")
     assert login is not None
     gate = LoginGate(app, port, login, script=_CHOOSE_VIEW, pages="/#")

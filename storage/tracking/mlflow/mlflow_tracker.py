@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Sequence
@@ -12,27 +13,28 @@ from penstock.storage.commit import RunKeys
 from penstock.storage.config import option
 from penstock.storage.secret_references import resolve_secrets
 from penstock.storage.secrets import redact, redact_url, register_credentials
-from penstock.storage.tracking import trackers_directory
 from penstock.storage.tracking.mlflow.mlflow_runs import (
     MAX_DATASETS,
     MAX_METRICS,
     MAX_PARAMS,
     MlflowRuns,
     chunks,
-    flatten_params,
+    replace_forbidden_characters,
     to_mlflow,
 )
-from penstock.storage.tracking.run_commits import RunCommits
 from penstock.storage.tracking.tracker import (
     Committed,
     OptionsOfTracker,
     Record,
     ReportWritten,
+    RunCommits,
     RunEnded,
     RunStarted,
     TrackedRun,
     Tracker,
+    flatten_config,
     metric_points,
+    trackers_directory,
 )
 from penstock.storage.web.login import with_login
 
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 # MLflow's error codes for which retrying is useless.
 _FINAL = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
+_MAX_PARAM = 6000  # characters of a parameter's value
 _CURVE_KINDS = ("checkpoint", "eval")  # kinds of commits after which the reward curve is redrawn
 
 
@@ -130,7 +133,10 @@ class MlflowTracker(Tracker):
             self.client.update_run(run_id, status="RUNNING")
         if run.data.tags.get("penstock.store") != self.run.store_uri:  # the store was moved
             self.client.set_tag(run_id, "penstock.store", self.run.store_uri)
-        params = dict(flatten_params(record.config))
+        params: dict[str, str] = {}
+        for name, value in flatten_config(record.config):
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            params[replace_forbidden_characters(name)] = text[:_MAX_PARAM]
         known = run.data.params  # MLflow parameters are immutable, so a value changed on resume becomes a tag
         new = [Param(name, value) for name, value in params.items() if name not in known]
         for chunk in chunks(new, MAX_PARAMS):
@@ -168,12 +174,9 @@ def tracking_uri(store: Store, configured: str | None = None) -> str:
 
 
 def update_mlflow_registry(store: Store, model: str, policy_run: str) -> str | None:
-    """Show the decisions about a model in MLflow: its registered versions and aliases.
-
-    Returns:
-        why MLflow was not updated, or None if it was.
-    """
-    from penstock.storage.history.run_record import read_run_record
+    """Show the decisions about a model in MLflow: its registered versions and aliases. Return why MLflow was not
+    updated, or None if it was."""
+    from penstock.storage.history.run_record import read_run_record  # here, so that options do not load the store
 
     record = read_run_record(store, RunKeys(policy_run))
     if record is None:
