@@ -17,12 +17,7 @@ T = TypeVar("T")
 
 
 class SampleProgress:
-    """Counts the finished samples of a round and estimates the time until all its samples are finished.
-
-    Args:
-        total: number of samples of the round.
-        on_progress: called with (samples done, samples in total).
-    """
+    """Counts the finished samples of a round and estimates the time until all its samples are finished."""
 
     def __init__(self, total: int, on_progress: Callable[[int, int], None] | None = None) -> None:
         self.total = total
@@ -53,11 +48,8 @@ async def run_with_deadline(
     returns. The first exception in any coroutine cancels all others and is raised.
 
     Args:
-        work: the coroutine to wait for.
-        background: coroutines to run until `work` returns.
         progress: estimates whether `work` would finish within the grace period of a stop request.
         time_limit: maximum seconds for `work` (`--rollout-timeout`).
-        stop: polled for a stop request (preemption); None: no stop is ever requested.
 
     Raises:
         TimeoutError: `work` takes longer than `time_limit`.

@@ -86,9 +86,6 @@ def load_rollout_file(
             `n_samples_per_prompt` consecutive samples.
         num_in_step: trajectories of an optimizer step (--global-batch-size), of which the file must have a multiple.
         fraction: fraction of the groups that is used: the first and the last ones.
-
-    Raises:
-        DataError: the file cannot be read, a sample cannot be trained on, or their number does not fill whole steps.
     """
     content = load_torch_file(path)
     rows = content.get("samples") if isinstance(content, dict) else None
@@ -162,9 +159,6 @@ def loaded_rollout_stage(
     """Commit the samples of a file as a round, and return the commit; `options` are those of `load_rollout_file`.
 
     The position in --prompt-data does not change, and groups that earlier rounds have buffered stay buffered.
-
-    Raises:
-        DataError: the file cannot be read, or its samples cannot be trained on.
     """
     seconds: dict[str, float] = {}
     state = point.state or SourceState(segments=()).model_dump(mode="json")

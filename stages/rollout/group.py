@@ -180,12 +180,7 @@ class EngineGenerator:
         self.counts = TokenCounts()
 
     async def __call__(self, samples: Group) -> Group:
-        """Return the group with its responses.
-
-        Raises:
-            ValueError: the engine refuses the prompt.
-            RuntimeError: the engine serves a policy version other than the round's.
-        """
+        """Return the group with its responses."""
         num_prompt = samples[0].prompt_length
         pending: list[tuple[Sample, dict[str, Any]]] = []
         for sample in samples:
@@ -221,11 +216,7 @@ class EngineGenerator:
 def sampling_params_for(config: GenerationConfig, sample: Sample) -> dict[str, Any]:
     """Return the sampling parameters for the rest of a sample's response. `max_new_tokens` is the number of tokens
     that the length limits still allow; with `rollout_sampling_seeds`, `sampling_seed` depends on the sample's index in
-    its group.
-
-    Raises:
-        DataError: the prompt leaves no room for a response.
-    """
+    its group."""
     params = config.sampling_params()
     num_prompt = sample.prompt_length
     limit = min(params["max_new_tokens"], max_response_tokens(config, num_prompt))
@@ -259,9 +250,6 @@ def append_generation(sample: Sample, generation: Generation, round: RolloutRoun
 
     If another policy version generated earlier tokens of the sample, `metadata["policy_spans"]` lists the versions in
     order, each as [policy version, number of trained tokens].
-
-    Raises:
-        RuntimeError: a weight version other than the round's generated the response.
     """
     token_ids, logprobs = generation.token_ids, generation.logprobs
     assert len(token_ids) == len(logprobs), "the engine returned different numbers of tokens and log-probs"

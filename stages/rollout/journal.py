@@ -35,9 +35,6 @@ class Journal:
     Used as a context manager, the journal is flushed if the `with` block raises an exception.
 
     Args:
-        store: the store in which the journal is written.
-        prefix: store prefix of the round.
-        round: the round whose groups are journaled.
         config: sampling parameters, and `rollout_journal_interval` in seconds (0: no journal is written or read).
     """
 

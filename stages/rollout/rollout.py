@@ -126,9 +126,6 @@ def read_resume_point(store: Store, keys: RunKeys, rollout_id: int) -> ResumePoi
     without buffered groups; only the count of issued prompts continues, because group ids are derived from this count.
     In a run forked with other options of the rollout (`discard_responses`), the buffered groups lose their responses
     and get the fork's number of samples.
-
-    Raises:
-        RunError: the previous round is not committed.
     """
     if rollout_id == 0:
         return ResumePoint()
@@ -193,7 +190,6 @@ def rollout_stage(
 
     Args:
         prefix: store prefix of the commit and its files, e.g. `RunKeys.rollout_prefix(12)`.
-        round: number, kind and policy version of the round.
         resume_point: data-source state and buffered groups after the previous round; None for a run's first round.
         num_prompts: number of groups to keep; default: `rollout_batch_size`.
         summarize: samples -> metrics to record in the commit.
@@ -332,16 +328,8 @@ async def collect_groups(
     enough groups were kept).
 
     Args:
-        next_groups: returns the given number of groups of pending samples.
-        runner: generates and grades a group.
         group_filter: decides whether a finished group is kept or dropped; not called once enough groups are kept.
-        num_groups: number of groups to keep.
         batch_size: number of groups in a sampling batch, at least `num_groups`.
-        max_batches: maximum number of sampling batches (`--max-waves`).
-        on_kept: called for every group that is kept.
-
-    Raises:
-        RuntimeError: the filter kept fewer than `num_groups` groups of `max_batches` sampling batches.
     """
     num_batches = 0
     async with asyncio.TaskGroup() as tasks:
@@ -382,11 +370,7 @@ class GroupsInFlight:
     started is in one place: `running`, `finished`, or `dropped` with a reason.
 
     Args:
-        runner: generates and grades a group.
-        group_filter: decides whether a finished group is kept or dropped.
-        tasks: runs the groups.
         num_needed: number of finished groups after which others finish without the filter; None: no limit.
-        on_kept: called for every group that the filter keeps.
     """
 
     def __init__(

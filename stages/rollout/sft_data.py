@@ -29,20 +29,7 @@ def sft_data_stage(
     context: RolloutContext, prefix: str, run: str, rollout_id: int, state: dict[str, Any] | None = None
 ) -> Commit:
     """Commit the next `rollout_batch_size` conversations as one round and return the commit. If the round is already
-    committed, only return its commit.
-
-    Args:
-        context: the data set, tokenizer and store; no engines are needed.
-        prefix: store prefix of the commit and its files.
-        run: name of the run.
-        rollout_id: number of the round.
-        state: state of the data source, from the commit of the previous round; None: start of the data.
-
-    Raises:
-        DataError: rows changed since an earlier round, or a row is too long or trains no token.
-        TemplateError: the chat template fails for a row, or a row's assistant turns cannot be located in the rendered
-            text.
-    """
+    committed, only return its commit."""
     if commit := context.store.committed(prefix):
         return commit
     seconds: dict[str, float] = {}
@@ -71,11 +58,7 @@ def sft_samples(
     prompts: Sequence[Prompt], tokenizer: PromptTokenizer, rollout_id: int, max_seq_len: int | None = None
 ) -> list[Sample]:
     """Return one sample per conversation. The loss mask is 1 on the assistant turns, including the token that ends each
-    turn. A conversation may have at most `max_seq_len` tokens.
-
-    Raises:
-        DataError, TemplateError: a row cannot be trained on; the message names the first such row.
-    """
+    turn. A conversation may have at most `max_seq_len` tokens."""
     conversations = [_split_conversation(prompt, tokenizer) for prompt in prompts]
     encoded = iter(tokenizer.encode([text for text, _ in chain.from_iterable(conversations)]))
     samples = []

@@ -87,11 +87,8 @@ class RolloutStream:
     create another one, which continues after the last committed round.
 
     Args:
-        context: inputs and callbacks of the run's rollouts. Its `engines` are not used.
         engines: context manager that yields the engines' addresses; entered by the stream's thread.
         prefix_of: number of a round -> store prefix of its rollout.
-        round: the first round, with `updates_in_flight`.
-        resume_point: data-source state and buffered groups after the previous round.
         num_rounds: number of rounds of the run; groups for later rounds are not started.
         engine_version: returns the policy version that all engines have; other threads update them.
     """

@@ -34,7 +34,6 @@ class Teacher:
     Args:
         urls: returns the address of the server, such as http://10.0.0.7:30000; nothing while it restarts. Raises an
             error if it cannot restart.
-        name: of the server, in messages.
     """
 
     def __init__(self, urls: Callable[[], list[str]], name: str) -> None:
@@ -48,11 +47,7 @@ class Teacher:
         return cls(lambda: [url], f"--opd-teacher-url {redact(url)}")
 
     async def score(self, samples: Sequence[Sample]) -> None:
-        """Set `teacher_logprobs` of all samples that have trained tokens and no teacher log-probs yet.
-
-        Raises:
-            RuntimeError: the server does not answer, or its answer does not fit the tokens.
-        """
+        """Set `teacher_logprobs` of all samples that have trained tokens and no teacher log-probs yet."""
         unscored = [
             sample
             for sample in samples
@@ -97,13 +92,7 @@ class Teacher:
 async def open_teacher(
     url: str | None, serving: ServingTeacher | None, round: RolloutRound
 ) -> AsyncIterator[Teacher | None]:
-    """Yield the client of the teacher; None in evaluations, and if the run has no teacher.
-
-    Args:
-        url: --opd-teacher-url.
-        serving: keeps the teacher's engine running, if the run has one; blocks while the engine starts.
-        round: the round to generate.
-    """
+    """Yield the client of the teacher; None in evaluations, and if the run has no teacher."""
     if round.kind == "eval":
         yield None
     elif serving is not None:
@@ -114,11 +103,7 @@ async def open_teacher(
 
 
 def token_logprobs(answer: Any, token_ids: list[int]) -> list[float]:  # [L]
-    """Return the log-probs in a server's answer, 0.0 for the first token.
-
-    Raises:
-        RuntimeError: the answer has no log-probs, or those of other tokens.
-    """
+    """Return the log-probs in a server's answer, 0.0 for the first token."""
     try:
         entries = answer["meta_info"]["input_token_logprobs"]
         scored = [entry[1] for entry in entries]

@@ -41,7 +41,6 @@ class Conversation:
     exactly those that the model has seen and generated.
 
     Args:
-        handle: sends requests to the engines of the round.
         sample: the sample to which replies and messages are appended. The sample's prompt is the first user message,
             unless the first call of `reply` passes messages.
         tools: tool definitions in OpenAI's format, for the chat template; if given, tool calls are parsed from replies.
@@ -72,9 +71,6 @@ class Conversation:
             messages: the messages since the last reply. In the first call: the whole conversation so far, or no
                 messages to use the sample's prompt.
             sampling: the engine's sampling parameters, for this reply only.
-
-        Raises:
-            ValueError: the chat template or the engine rejects the messages.
         """
         sample = self.sample
         num_tokens, response = len(sample.token_ids), sample.response
@@ -110,12 +106,7 @@ class Conversation:
 
     def fork(self, num_turns: int, blank: UserSample) -> Conversation:
         """Return a new conversation that starts with the first `num_turns` turns of this conversation. In the new one,
-        these turns are part of the prompt and not trained on.
-
-        Args:
-            num_turns: number of turns to share, at least one.
-            blank: sample without a response, for the new conversation; its prompt is replaced by the shared turns.
-        """
+        these turns are part of the prompt and not trained on."""
         turn = self.turns[num_turns - 1]
         other = Conversation(self.handle, blank, self.tools, self.template_options)
         other.messages, other.turns = self.messages[: turn.num_messages], self.turns[:num_turns]
@@ -183,11 +174,7 @@ class AgentSession:
     full context truncates the sample, like any other response.
 
     Args:
-        handle: sends requests to the engines of the round.
         sample: the prompt for the agent. Its tokens are not changed; `samples` returns the results.
-        base_url: URL for the agent's OpenAI client.
-        api_key: API key for the OpenAI client; every request must send this key.
-        on_close: called when the session closes.
     """
 
     def __init__(
@@ -217,21 +204,7 @@ class AgentSession:
         template_options: dict[str, Any] | None = None,
         **sampling: Any,
     ) -> Answer:
-        """Answer one chat request. Several requests may run concurrently, all in the same event loop.
-
-        Args:
-            messages: the whole conversation, as the agent sends it.
-            tools: tool definitions in OpenAI's format.
-            template_options: additional variables of the chat template.
-            sampling: the engine's sampling parameters.
-
-        Raises:
-            ValueError: the request is invalid.
-            ContextLengthError: the conversation has reached the length limit.
-            SessionClosed: the session is closed, or the round is over.
-            RuntimeError, ConnectionError, TimeoutError: the engines failed; this also fails the round (see
-                EngineCalls.generate).
-        """
+        """Answer one chat request. Several requests may run concurrently, all in the same event loop."""
         conversation, known = self._find_or_create_conversation(messages, tools, template_options or {})
         self._busy.add(conversation)
         num_turns = len(conversation.turns)

@@ -64,12 +64,7 @@ class OpenAIEndpoint:
         self._closing: asyncio.Event | None = None
 
     def session(self, sample: UserSample) -> AgentSession:
-        """Return a new session for one execution of an agent on the prompt of `sample`. Thread-safe.
-
-        Raises:
-            EngineError: the server cannot listen on the port.
-            SessionClosed: the endpoint is closed, because the round is over.
-        """
+        """Return a new session for one execution of an agent on the prompt of `sample`. Thread-safe."""
         with self._lock:
             if self._closed:
                 raise SessionClosed("the endpoint is closed, because the round is over: do not start more agents")

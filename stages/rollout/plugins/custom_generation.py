@@ -134,12 +134,7 @@ class CustomGeneration:
 
     async def __call__(self, samples: Group) -> Group:
         """Return the group's samples with their responses. A sample is followed by any further samples that the
-        function returned for it; samples that are not pending are unchanged.
-
-        Raises:
-            ValueError: the prompt leaves no room for a response.
-            RuntimeError, ConnectionError, TimeoutError: the engines failed.
-        """
+        function returned for it; samples that are not pending are unchanged."""
         pending = [sample for sample in samples if sample.status is Status.PENDING]
         if self.function.takes_list:
             results = await self._generate(pending)
@@ -231,12 +226,7 @@ class CustomGeneration:
 
     def _checked_part(self, origin: Sample, part: Sample, sample_id: str) -> Sample:
         """Check a sample that the function returned for `origin`; return it as a plain Sample with id `sample_id`, and
-        group, trajectory, round and label of `origin`.
-
-        Raises:
-            PluginError: the sample cannot be trained on.
-            RuntimeError: a weight version other than the round's generated the sample.
-        """
+        group, trajectory, round and label of `origin`."""
         sample = replace(
             checked_sample(part),
             sample_id=sample_id,

@@ -22,14 +22,7 @@ from penstock.storage.samples.sample import Sample, Status
 
 
 class EngineCalls:
-    """Sends requests to the engines of one round, from any thread and any event loop.
-
-    Args:
-        client: client of the engines.
-        tokenizer: tokenizer of the policy.
-        config: default sampling parameters, and the length limits.
-        round: the round; a response of a policy version other than the round's is an error.
-    """
+    """Sends requests to the engines of one round, from any thread and any event loop."""
 
     def __init__(
         self, client: EngineClient, tokenizer: PromptTokenizer, config: GenerationConfig, round: RolloutRound
@@ -60,12 +53,7 @@ class EngineCalls:
         `truncated` (length limit or `max_new_tokens`) or `aborted` (the round is over; the text may be incomplete or
         empty, and further calls return '').
 
-        Args:
-            sample: the sample to continue; its tokens so far are sent as the prompt.
-            sampling: sampling parameters that override those of the run, e.g. `stop`, `max_new_tokens`.
-
         Raises:
-            EngineError: an engine rejects the request.
             PluginError: `temperature` differs from --rollout-temperature, at which the trainer computes log-probs.
             RuntimeError, ConnectionError, TimeoutError: the engines failed; this also fails the round, even if the
                 caller catches the exception.

@@ -65,10 +65,6 @@ def load_filter(path: str, args: Any) -> Filter:
     `args.reward_timeout` seconds.
 
     A user-defined filter blocks the calling thread; from an event loop, use `asyncio.to_thread`.
-
-    Raises:
-        PluginError: the filter does not load or has the wrong signature. The returned function raises PluginError if
-            the filter raises, exceeds the timeout, or returns neither a truth value nor a DynamicFilterOutput.
     """
     name = DEFAULT_NAMES["dynamic_sampling_filter_path"]
     plugin = Plugin(path, ("args", "samples"), default_name=name, timeout=args.reward_timeout)

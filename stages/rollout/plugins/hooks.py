@@ -101,10 +101,6 @@ def run_log_function(
     if `config` names none. Raises PluginError.
 
     Args:
-        config: names the functions.
-        rollout_id: number of the round; in an evaluation, the policy version.
-        samples: samples of the commit.
-        seconds: of the rollout.
         data_set: name of the evaluation's data set; None: a rollout.
     """
     path = config.custom_rollout_log_function_path if data_set is None else config.custom_eval_rollout_log_function_path
@@ -198,8 +194,6 @@ def make_train_data(samples: list[Sample], config: RolloutConfig, tokenizer: Pro
     Args:
         samples: samples of the round. The function gets those that have a reward; the others are not trained on, and
             follow the changed ones.
-        config: names the function; its options are attributes of `args`.
-        tokenizer: decodes tokens that the function has changed.
     """
     plugin = load_train_data_function(config)
     if plugin is None:

@@ -47,12 +47,7 @@ class PluginRunner:
 
     async def run(self, function: Callable[[], Any], limit_seconds: float) -> Any:
         """Call `function`, await its result if it is awaitable, and return the result. If another call blocked the
-        event loop, the call is repeated.
-
-        Raises:
-            PluginError: the function raises, blocks the event loop, or takes more than `limit_seconds` seconds.
-            Cancelled: `stop` was called.
-        """
+        event loop, the call is repeated."""
         while not self._stopping:
             loop = _PluginLoop.current()
             call = _Call(function, loop)

@@ -102,12 +102,7 @@ class FunctionSource:
 
 class RolloutTools:
     """Parts of the built-in rollout that a rollout function may call (`args.rollout`), from any thread or event
-    loop.
-
-    Args:
-        source: prompts of this round.
-        data_set: name of the data set, in an evaluation.
-    """
+    loop."""
 
     def __init__(
         self,
@@ -159,11 +154,7 @@ class RolloutFunctionCall:
     """One call of a rollout function. Create it in the event loop of the engines' client.
 
     Args:
-        config: names the function; its options are attributes of `args`.
-        runner: generates and grades groups of this round.
-        intake: prompts of this round.
         collect: the built-in rollout: takes a function that returns groups.
-        handle: the engines, as `args.engine`.
         data_set: name of the data set, in an evaluation.
     """
 

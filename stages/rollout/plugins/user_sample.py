@@ -114,7 +114,6 @@ class UserSample(Sample):
         """Return a copy of `sample` as a UserSample.
 
         Args:
-            sample: the sample to copy.
             prompt_length: number of prompt tokens; None: the number of tokens before the first trained token. Needed if
                 the response may start with untrained tokens.
         """
@@ -170,16 +169,10 @@ class UserSample(Sample):
         tokens from a tool or an environment (not `trainable`).
 
         Args:
-            args: not used.
-            tokens: token ids.
             log_probs: log-prob of every token; ignored if the tokens are not trainable.
-            trainable: whether the model generated the tokens.
             meta_info: `meta_info` of the engine's response; the finish reason and weight version in it are used.
             text: text of the tokens, appended to `response`. An empty `response` is later decoded from the tokens.
             update_terminal_info: set the status to the finish reason of `meta_info`.
-
-        Raises:
-            PluginError: `trainable` is true, and the number of log-probs differs from the number of tokens.
         """
         added = list(tokens)
         if trainable and len(log_probs or ()) != len(added):
@@ -256,7 +249,6 @@ def checked_sample(sample: Sample, prompt_length: int | None = None) -> Sample:
     If the function has not set the loss mask, all response tokens are trained. Status `pending` becomes `completed`.
 
     Args:
-        sample: the returned sample.
         prompt_length: number of prompt tokens, if `sample` is not a UserSample; see `UserSample.of`.
     """
     if not isinstance(sample, UserSample):

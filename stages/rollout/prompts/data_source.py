@@ -221,11 +221,7 @@ class RolloutDataSource:
         return self.dataset.state.model_dump(mode="json")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the position of the data source from `state`; {}: start of the data.
-
-        Raises:
-            DataError: rows of --prompt-data changed since an earlier round (see `PromptSource.restore`).
-        """
+        """Restore the position of the data source from `state`; {}: start of the data."""
         own = {key: value for key, value in state.items() if key in SourceState.model_fields}
         self.dataset.state = self.dataset.prompts.restore(own or None)
 
@@ -368,11 +364,6 @@ class PromptIntake:
     groups. The commit of the round accounts for every group that was requested or buffered: it is trained on, dropped
     with a reason, or still buffered. Buffered groups with failed samples start again: otherwise failures, which finish
     first, would fill the next round and every retry of it.
-
-    Args:
-        source: the data source.
-        state: state of the data source, from the commit of the previous round; None: start of the data.
-        buffer: samples of the buffered groups, from the commit of the previous round.
     """
 
     def __init__(self, source: RolloutDataSource, state: dict[str, Any] | None, buffer: Sequence[Sample]) -> None:
@@ -475,14 +466,7 @@ def open_data_source(
     config: RolloutConfig, dataset: Dataset, buffer_filter: BufferFilter | None = None
 ) -> RolloutDataSource:
     """Create the data source of a round: an instance of the user-defined class (--data-source-path), or of
-    RolloutDataSourceWithBuffer. Raises PluginError.
-
-    Args:
-        config: names the class; its options are passed to the class's `__init__` as attributes of `args` if `__init__`
-            takes an argument.
-        dataset: the prompts of --prompt-data and the current data position.
-        buffer_filter: function to use instead of the data source's method `buffer_filter`.
-    """
+    RolloutDataSourceWithBuffer. Raises PluginError."""
     cls = load_data_source(config.data_source_path) if config.data_source_path else RolloutDataSourceWithBuffer
     source, args = cls.__new__(cls), SimpleNamespace(**config.plugin_arguments())
     source.dataset, source.args = dataset, args

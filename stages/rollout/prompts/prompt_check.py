@@ -35,19 +35,12 @@ def check_prompt_data(
     """Parse all rows of --prompt-data, check every prompt, and render some rows. Return the number of rows.
 
     Args:
-        config: names the prompt files and their columns.
         is_sft: rows are conversations to train on (SFT), not prompts to answer.
         grading: options of the reward that grades the responses: every row needs a reward, and a label if its reward
             compares responses with labels; None: rows are not graded.
         tokenizer: renders up to 97 rows of each entry of --prompt-data; None: no row is rendered.
         max_seq_len: maximum sequence length of the model in tokens, which a prompt plus the longest response must not
             exceed; None: lengths are not checked.
-
-    Raises:
-        OptionError: options contradict each other, or a prompt plus the longest response exceeds `max_seq_len`.
-        DataError: a row is invalid; the message names the first such row.
-        RewardError: a row cannot be graded; the message names the first such row.
-        TemplateError: the chat template fails for a row.
     """
     if config.tool_key and not (config.apply_chat_template or is_sft):
         raise OptionError(
@@ -81,21 +74,7 @@ def check_rendered_rows(
     max_seq_len: int | None = None,
 ) -> None:
     """Render some rows of an entry of --prompt-data as a check: the first 32 rows, 33 rows evenly spaced from first to
-    last, and the 32 longest rows.
-
-    Args:
-        path: name of the entry, for error messages.
-        rows: rows of the entry in canonical JSON, as returned by `read_entry`.
-        config: options of the rollout.
-        tokenizer: tokenizer of the model.
-        is_sft: rows are conversations to train on (SFT).
-        max_seq_len: maximum sequence length of the model; None: lengths are not checked.
-
-    Raises:
-        TemplateError: the chat template fails for a row.
-        DataError: a row cannot be trained on, because it is too long or trains no token.
-        OptionError: a prompt plus the longest response exceeds `max_seq_len`.
-    """
+    last, and the 32 longest rows."""
     half, last = NUM_TRIED_ROWS // 2, len(rows) - 1
     longest = heapq.nlargest(half, range(len(rows)), key=lambda number: len(rows[number]))
     for number in sorted({*range(min(half, len(rows))), *(last * i // half for i in range(half + 1)), *longest}):

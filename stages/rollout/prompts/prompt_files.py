@@ -372,11 +372,7 @@ Batches = Callable[[list[str]], Iterable[pa.RecordBatch]]  # column names -> rec
 
 
 def open_batches(file: BinaryIO, suffix: str, num_rows: int) -> tuple[pa.Schema, Batches]:
-    """Return the schema of a columnar file, and a function that reads its record batches.
-
-    Raises:
-        ValueError, OSError, pa.ArrowException: the file is damaged.
-    """
+    """Return the schema of a columnar file, and a function that reads its record batches."""
     if suffix == ".parquet":
         # Without both arguments, pyarrow keeps a whole column of a row group in memory, and many writers make groups of
         # a million rows (pyarrow 25, row group of 201 MB: 207 MB without, 19 MB with both).

@@ -104,11 +104,8 @@ class PromptSource:
     """The rows of all entries of --prompt-data, and their order in every epoch.
 
     Args:
-        files: rows of each entry of --prompt-data.
         shuffle: visit the rows in a new random order each epoch, instead of the order in the files.
-        seed: seed of the random order.
         weights: sampling weight of each entry; if empty, the entries are visited one after another.
-        names: names of the entries, for error messages.
     """
 
     def __init__(
@@ -145,11 +142,7 @@ class PromptSource:
 
     def restore(self, saved: dict[str, Any] | None) -> SourceState:
         """Return the position to continue from: the start of the data if `saved` is None, else `saved` plus new
-        segments for rows appended since `saved` was written.
-
-        Raises:
-            DataError: rows recorded in `saved` were removed or changed, or --prompt-data-weights was removed.
-        """
+        segments for rows appended since `saved` was written."""
         state = SourceState(segments=()) if saved is None else SourceState.model_validate(saved)
         known = [0] * len(self.files)
         for segment in state.segments:
@@ -176,8 +169,6 @@ class PromptSource:
         """Return the next `count` prompts (across any number of epochs) and the state after them.
 
         Args:
-            state: as returned by `restore`.
-            count: number of prompts.
             prompt_filter: decides which prompts are served; rejected prompts are counted as skipped and replaced by the
                 next prompts. None: all prompts are served.
 

@@ -40,8 +40,6 @@ class SpooledRows(Sequence[bytes]):
     Args:
         path: path of the file, which stays open, so it may be deleted while in use.
         offsets: byte offsets of rows 0, STRIDE, 2 x STRIDE ... [ceil(num_rows / STRIDE)]
-        num_rows: total number of rows.
-        num_bytes: size of the file in bytes.
     """
 
     def __init__(self, path: Path, offsets: np.ndarray, num_rows: int, num_bytes: int) -> None:
@@ -106,9 +104,6 @@ def open_spooled_rows(
     have them. Raises DataError.
 
     Args:
-        parts: parses the rows from the source files.
-        entry: name of the entry.
-        columns: the columns that are read.
         fingerprints: one string per source file, which changes when the file changes.
         cache: cache directory (`--data-cache`); None: `penstock/prompts` in the user's cache directory.
     """

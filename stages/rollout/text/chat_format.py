@@ -66,11 +66,6 @@ class ChatFormat:
             opening: the messages before the first reply; messages between the first reply and `reply` are not rendered.
             reply: last reply of the model; of its tool calls, only the first is rendered.
             messages: the new messages after the reply.
-            tools: tool definitions for the template.
-            options: additional variables of the template.
-
-        Raises:
-            TemplateError: the template rejects the messages, or omits assistant messages.
         """
         render = functools.partial(self._render, tools=tools, options=options or {})
         plain = {"role": "assistant", "content": PLACEHOLDER}

@@ -39,11 +39,6 @@ _TOOL_RESPONSE_END = re.compile(r"(\s*</tool_response>\s*)?\Z")
 def split_trained_text(messages: Messages, tokenizer: PromptTokenizer, tools: Tools = None) -> list[Piece]:
     """Return the rendered text of a conversation, split into pieces (text, whether SFT trains on it).
 
-    Args:
-        messages: messages of the conversation; an assistant message with `step_loss_mask` 0 is not trained.
-        tokenizer: tokenizer with the chat template.
-        tools: tool definitions for the template.
-
     Raises:
         TemplateError: the template fails, or the trained spans cannot be located exactly.
         DataError: a `step_loss_mask` is neither 0 nor 1.
@@ -74,7 +69,6 @@ def join_pieces(
     """Return the token ids and the loss mask (0 or 1 per token) of a conversation. Raises DataError.
 
     Args:
-        pieces: the conversation, from `split_trained_text`.
         encoded: the token ids of each piece. Pieces are tokenized separately, so that a prompt has the same ids as in
             generation.
         max_seq_len: maximum sequence length of the model in tokens; None: not checked.
@@ -96,11 +90,7 @@ def join_pieces(
 
 def check_messages_are_written(messages: Messages, tokenizer: PromptTokenizer, tools: Tools = None) -> None:
     """Check that the chat template writes the content and the tool calls of every message: a random string at the end
-    of each content, and in place of the arguments of each call, must be in the rendered text.
-
-    Raises:
-        TemplateError: the template fails, or does not write a content or a call.
-    """
+    of each content, and in place of the arguments of each call, must be in the rendered text."""
     marked: Messages = []
     marks: dict[str, str] = {}  # random string -> what the template must write
     for index, message in enumerate(tokenizer.prepare(messages, tools=bool(tools))):

@@ -62,9 +62,7 @@ class TemplateRenderer:
         """Render conversations; return the text of every conversation, or the error that rendering it raised.
 
         Args:
-            template: Jinja source of the chat template.
             chats: conversations; messages and tools must be JSON-serializable.
-            options: additional variables of the template.
             mark: text that is written before and after every `{% generation %}` block.
         """
         # The same time for all chats, because their texts are compared.

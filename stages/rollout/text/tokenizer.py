@@ -35,8 +35,6 @@ class PromptTokenizer:
     """The tokenizer and chat template of a checkpoint. Raises ModelError or TemplateError.
 
     Args:
-        directory: Hugging Face model directory.
-        apply_chat_template: render prompts with the chat template.
         template_options: additional variables of the template (`--apply-chat-template-kwargs`).
     """
 
@@ -79,12 +77,7 @@ class PromptTokenizer:
 
     def render(self, prompts: Sequence[str | Messages], tools: Sequence[Tools] | None = None) -> list[str]:
         """Return prompts as text for the model. With the chat template, a plain-text prompt is rendered as one user
-        message; without the template, prompts are unchanged. Raises TemplateError.
-
-        Args:
-            prompts: plain texts, or lists of messages (these need the chat template).
-            tools: tool definitions of every prompt; None: no prompt has tools.
-        """
+        message; without the template, prompts are unchanged. Raises TemplateError."""
         if not self.apply_chat_template:
             assert all(isinstance(prompt, str) for prompt in prompts), (
                 "a prompt is a list of messages, which needs --apply-chat-template (see check_prompt_data)"
@@ -106,9 +99,6 @@ class PromptTokenizer:
         """Render conversations as text with the chat template. Raises TemplateError.
 
         Args:
-            chats: the messages of every conversation.
-            add_generation_prompt: append the start of the assistant's turn.
-            tools: tool definitions of every conversation; None: no conversation has tools.
             options: variables of the template that override `template_options`.
         """
         texts = []
@@ -135,7 +125,6 @@ class PromptTokenizer:
         rendering it raised. Raises DataError.
 
         Args:
-            chats: (messages, tools, whether to add a generation prompt) of every conversation.
             options: variables of the template that override `template_options`.
             mark: text that is written before and after every `{% generation %}` block.
         """
@@ -251,14 +240,7 @@ def check_tokenizer(
 ) -> PromptTokenizer:
     """Load a tokenizer, and render one question with its chat template as a check. Return the tokenizer.
 
-    Args:
-        directory: Hugging Face model directory.
-        apply_chat_template: prompts are rendered with the chat template.
-        tools: prompts have tool definitions.
-        template_options: additional variables of the template.
-
     Raises:
-        ModelError: the tokenizer does not load.
         TemplateError: the template is missing, fails, exceeds RenderLimits, or does not write tool definitions.
     """
     tokenizer = PromptTokenizer(directory, apply_chat_template=apply_chat_template, template_options=template_options)
