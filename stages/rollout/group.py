@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
+from urllib.parse import urlsplit
 
 from penstock.engines.generation import EngineClient, Generation, TokenCounts
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.outcome import Outcome, failed_outcome
 from penstock.stages.rollout.config import GenerationConfig, RolloutConfig
 from penstock.stages.rollout.journal import Journal
+from penstock.stages.rollout.plugins.user_sample import UserSample
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample, is_unfinished
 from penstock.stages.rollout.teacher import Teacher
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.storage.errors import DataError
+from penstock.storage.errors import DataError, PluginError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.secret_references import resolve_secrets
@@ -211,6 +213,113 @@ class EngineGenerator:
     async def abort(self) -> None:
         """Abort all requests in flight; each returns the tokens generated so far."""
         await self.client.abort()
+
+
+class EngineCalls:
+    """Sends requests to the engines of one round, from any thread and any event loop."""
+
+    def __init__(
+        self, client: EngineClient, tokenizer: PromptTokenizer, config: GenerationConfig, round: RolloutRound
+    ) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.config = config
+        self.round = round
+        self.loop: asyncio.AbstractEventLoop | None = None  # event loop of the client; None: the caller's loop
+        self.fault: Exception | None = None  # engine failure; it fails the round, even if the function catches it
+        self.counts = TokenCounts()  # of all requests
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the same engines for a copy of the `args` of a function."""
+        return self
+
+    @property
+    def address(self) -> tuple[str | None, int | None]:
+        """Return host and port of the router, or of an engine in a run without one. User-defined functions may send
+        requests there (args.sglang_router_ip and _port)."""
+        url = urlsplit((self.client.router and self.client.router()) or next(iter(self.client.urls), ""))
+        return url.hostname, url.port
+
+    async def generate(self, sample: Sample, **sampling: Any) -> str:
+        """Generate a continuation of `sample`, append the generated tokens to `sample`, and return the generated text.
+
+        The appended tokens have loss mask 1. The sample's status becomes `completed` (end token or stop text),
+        `truncated` (length limit or `max_new_tokens`) or `aborted` (the round is over; the text may be incomplete or
+        empty, and further calls return '').
+
+        Raises:
+            PluginError: `temperature` differs from --rollout-temperature, at which the trainer computes log-probs.
+            RuntimeError, ConnectionError, TimeoutError: the engines failed; this also fails the round, even if the
+                caller catches the exception.
+        """
+        if sample.status is Status.ABORTED:
+            return ""
+        params = sampling_params_for(self.config, sample)
+        room = params["max_new_tokens"]
+        if room < 1:
+            sample.status = Status.TRUNCATED
+            return ""
+        if self.round.kind == "rollout" and sampling.get("temperature", params["temperature"]) != params["temperature"]:
+            raise PluginError(
+                f"temperature {sampling['temperature']} differs from --rollout-temperature {params['temperature']}, "
+                "at which the trainer computes the probability of these tokens: set --rollout-temperature instead"
+            )
+        params |= {**sampling, "max_new_tokens": min(room, sampling.get("max_new_tokens", room))}
+        if "stop" in sampling:
+            params.setdefault("no_stop_trim", True)  # keep the stop string in the text, because its tokens are kept
+        num_before = len(sample.token_ids)
+        try:
+            generation = await self._send_request(list(sample.token_ids), params, sample.trajectory_id)
+            append_generation(sample, generation, self.round)
+        except (RuntimeError, ConnectionError, TimeoutError) as error:
+            self.fault = error
+            raise
+        self.counts += generation.counts
+        if generation.finish_reason == "abort" and isinstance(sample, UserSample):
+            sample.aborted = True
+        else:
+            sample.metadata["num_turns"] = sample.metadata.get("num_turns", 0) + 1
+        self._decode_response(sample)
+        return self._decode(sample.token_ids[num_before:])
+
+    def append(self, sample: Sample, content: str | Sequence[int]) -> bool:
+        """Append content that the model did not generate (for example tool output), as text or token ids, with loss
+        mask 0.
+
+        Returns:
+            Whether the content was appended. False if the content exceeds the length limit (then the sample's status
+            becomes `truncated`), or if the sample's status is `aborted` because the round is over.
+        """
+        if sample.status is Status.ABORTED:
+            return False
+        token_ids = (
+            self.tokenizer.encode([content])[0] if isinstance(content, str) else [int(token) for token in content]
+        )
+        if len(token_ids) > sampling_params_for(self.config, sample)["max_new_tokens"]:
+            sample.status = Status.TRUNCATED
+            return False
+        sample.extend(token_ids, [0.0] * len(token_ids), is_trained=False)
+        self._decode_response(sample)
+        return True
+
+    async def _send_request(self, token_ids: list[int], params: dict[str, Any], session: str) -> Generation:
+        call = self.client.generate(token_ids, params, session=session)
+        if self.loop is None or self.loop is asyncio.get_running_loop():
+            return (await call)[0]
+        try:
+            answer = asyncio.run_coroutine_threadsafe(call, self.loop)
+        except RuntimeError:  # the client's event loop is closed: the round is over and the caller was abandoned
+            call.close()
+            raise
+        return (await asyncio.wrap_future(answer))[0]
+
+    def _decode_response(self, sample: Sample) -> None:
+        """Set the sample's response text. The whole response is decoded, because the bytes of a character may be split
+        between two turns."""
+        sample.response = self._decode(sample.token_ids[sample.prompt_length :])
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode([token_ids], skip_special_tokens=self.config.rollout_skip_special_tokens)[0]
 
 
 def sampling_params_for(config: GenerationConfig, sample: Sample) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,8 +29,16 @@ from penstock.engines.backends import connect as connect_engines
 from penstock.engines.generation import EngineClient, EngineUrls
 from penstock.engines.local_gpus import ReadCounters, energy_metric, no_counters
 from penstock.stages.rewards.grading import Grader
+from penstock.stages.rollout.collect import (
+    CollectedGroups,
+    SampleProgress,
+    collect_groups,
+    record_seconds,
+    run_blocking,
+    run_with_deadline,
+    sorted_by_id,
+)
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.deadline import SampleProgress, record_seconds, run_blocking, run_with_deadline
 from penstock.stages.rollout.group import (
     EngineGenerator,
     Generator,
@@ -50,7 +57,7 @@ from penstock.stages.rollout.metrics import (
     throughput_metrics,
 )
 from penstock.stages.rollout.plugins.custom_generation import CustomGeneration, EngineHandle
-from penstock.stages.rollout.plugins.filters import GroupFilter, load_group_filter
+from penstock.stages.rollout.plugins.filters import load_group_filter
 from penstock.stages.rollout.plugins.hooks import Hooks, make_train_data, run_log_function
 from penstock.stages.rollout.plugins.rollout_function import Collect, RolloutFunctionCall, find_evaluation_function
 from penstock.stages.rollout.prompts.data_source import (
@@ -145,27 +152,6 @@ def read_resume_point(store: Store, keys: RunKeys, rollout_id: int) -> ResumePoi
         num_samples = record.config["rollout"]["n_samples_per_prompt"]
         buffer = [sample for group in group_by_group_id(buffer) for sample in resized_group(group, num_samples)]
     return ResumePoint(state, buffer)
-
-
-@dataclass
-class CollectedGroups:
-    """The groups of a round, each in one of three lists, which are sorted by group id (the prompt order)."""
-
-    kept: list[Group] = field(default_factory=list)  # trained on in this round
-    buffered: list[Group] = field(default_factory=list)  # for later rounds: finished but not needed, or aborted
-    dropped: list[tuple[Group, str]] = field(default_factory=list)  # (group, reason)
-    num_batches: int = 0  # number of sampling batches requested from the data source
-    metrics: dict[str, float] = field(default_factory=dict)  # returned by a user-defined rollout function
-
-    @property
-    def dropped_groups(self) -> list[Group]:
-        """The dropped groups, without their drop reasons."""
-        return [group for group, _ in self.dropped]
-
-    @property
-    def drop_reasons(self) -> Counter[str]:
-        """Drop reason -> number of groups dropped for that reason."""
-        return Counter(reason for _, reason in self.dropped)
 
 
 @dataclass
@@ -310,132 +296,7 @@ async def call_rollout_function(
         kept, buffered, dropped = await call.run(num_groups)
     finally:
         await asyncio.to_thread(handle.close)
-    return CollectedGroups(_sorted_by_id(kept), buffered, dropped, num_batches=1, metrics=call.metrics)
-
-
-async def collect_groups(
-    next_groups: Callable[[int], Sequence[Group]],
-    runner: GroupRunner,
-    group_filter: GroupFilter,
-    *,
-    num_groups: int,
-    batch_size: int,
-    max_batches: int,
-    on_kept: Callable[[], None] = lambda: None,
-) -> CollectedGroups:
-    """Generate sampling batches until `num_groups` groups are kept, then abort the groups in flight. Every requested
-    group ends in exactly one list of the result: kept, dropped with a reason, or buffered (aborted, or finished after
-    enough groups were kept).
-
-    Args:
-        group_filter: decides whether a finished group is kept or dropped; not called once enough groups are kept.
-        batch_size: number of groups in a sampling batch, at least `num_groups`.
-    """
-    num_batches = 0
-    async with asyncio.TaskGroup() as tasks:
-        groups = GroupsInFlight(runner, group_filter, tasks, num_needed=num_groups, on_kept=on_kept)
-        while len(groups.finished) < num_groups:
-            while len(groups.finished) + len(groups.running) < num_groups:
-                if num_batches == max_batches:
-                    drop_reasons = Counter(reason for _, reason in groups.dropped)
-                    reasons = ", ".join(f"{n} for {reason!r}" for reason, n in drop_reasons.most_common(3))
-                    raise RuntimeError(
-                        f"after {max_batches} sampling batches the dynamic sampling filter has kept only "
-                        f"{len(groups.finished)} of {num_groups} groups (dropped: {reasons}): use prompts that the "
-                        "policy solves only sometimes, use a less strict filter, or raise --max-waves"
-                    )
-                num_batches += 1
-                for group in next_groups(batch_size):
-                    groups.start(Flight(group), group)
-            await groups.wait_for_change()
-        if running := list(groups.running.values()):
-            await runner.stop()
-            await asyncio.wait(running)
-    finished = [flight.group or [] for flight in groups.finished]
-    kept, buffered = _sorted_by_id(finished[:num_groups]), _sorted_by_id(finished[num_groups:])
-    return CollectedGroups(kept, buffered, sorted(groups.dropped, key=lambda entry: entry[0][0].group_id), num_batches)
-
-
-@dataclass(eq=False)
-class Flight:
-    """A group from its start to its use."""
-
-    prompts: Group  # without responses, to start it again
-    version: int = 0  # policy version at its start; of a group that was finished before, that of its first token
-    group: Group | None = None  # with responses and rewards, once it is finished
-
-
-class GroupsInFlight:
-    """Generates, grades and filters groups concurrently, for a round or a stream of rounds. Every group that was
-    started is in one place: `running`, `finished`, or `dropped` with a reason.
-
-    Args:
-        num_needed: number of finished groups after which others finish without the filter; None: no limit.
-    """
-
-    def __init__(
-        self,
-        runner: GroupRunner,
-        group_filter: GroupFilter,
-        tasks: asyncio.TaskGroup,
-        *,
-        num_needed: int | None = None,
-        on_kept: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.runner = runner
-        self.filter = group_filter
-        self.num_needed = num_needed
-        self.on_kept = on_kept
-        self.running: dict[Flight, asyncio.Task[None]] = {}
-        self.finished: list[Flight] = []  # the group that finished first comes first
-        self.dropped: list[tuple[Group, str]] = []
-        self.idle_seconds = 0.0  # without a group in flight, since the caller set it to 0
-        self.changed = asyncio.Event()
-        self._tasks = tasks
-        self._idle_since: float | None = None  # set while no group is in flight
-
-    def start(self, flight: Flight, group: Group) -> None:
-        """Start a group: `flight.prompts`, or those prompts with responses of an earlier round."""
-        self.running[flight] = self._tasks.create_task(self._finish(flight, group))
-        self.count_idle_seconds()
-
-    def count_idle_seconds(self) -> None:
-        """Add the time since the last call to the idle seconds, if no group was in flight."""
-        now = time.perf_counter()
-        if self._idle_since is not None:
-            self.idle_seconds += now - self._idle_since
-        self._idle_since = None if self.running else now
-
-    async def wait_for_change(self) -> None:
-        """Wait until a group is finished or dropped, or `changed` is set."""
-        self.changed.clear()
-        await self.changed.wait()
-
-    async def _finish(self, flight: Flight, group: Group) -> None:
-        flight.group = group = await self.runner.run(group)
-        keeps, reason, is_needed = True, "", self._needs_more()
-        if is_needed:
-            decision = await self.filter(group)
-            num_open = len(self.finished) + len(self.running)  # with this one
-            is_insufficient = self.num_needed is not None and num_open <= self.num_needed
-            keeps = decision.keep or (decision.keep_when_insufficient and is_insufficient)
-            reason, is_needed = str(decision.reason), self._needs_more()
-        del self.running[flight]  # without an `await` up to the end: others must find every group in one place
-        self.count_idle_seconds()
-        self.changed.set()
-        if not keeps:
-            self.dropped.append((group, reason))
-            return
-        self.finished.append(flight)
-        if is_needed:
-            self.on_kept()
-
-    def _needs_more(self) -> bool:
-        return self.num_needed is None or len(self.finished) < self.num_needed
-
-
-def _sorted_by_id(groups: Iterable[Group]) -> list[Group]:
-    return sorted(groups, key=lambda group: group[0].group_id)
+    return CollectedGroups(sorted_by_id(kept), buffered, dropped, num_batches=1, metrics=call.metrics)
 
 
 @asynccontextmanager

@@ -23,7 +23,7 @@ from typing import Any
 
 from penstock.engines.generation import EngineUrls
 from penstock.engines.local_gpus import energy_metric
-from penstock.stages.rollout.deadline import flatten_errors
+from penstock.stages.rollout.collect import CollectedGroups, Flight, GroupsInFlight, flatten_errors
 from penstock.stages.rollout.group import num_trained_tokens
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.metrics import rollout_metrics
@@ -37,9 +37,6 @@ from penstock.stages.rollout.prompts.data_source import (
     without_responses,
 )
 from penstock.stages.rollout.rollout import (
-    CollectedGroups,
-    Flight,
-    GroupsInFlight,
     ResumePoint,
     RolloutContext,
     RoundResult,

@@ -10,13 +10,13 @@ from chat_templates import chat_tokenizer, with_template
 from scripted_engine import KEYS, Bench, write_jsonl
 from sft_templates import GLM45, LLAMA31, QWEN3, QWEN25
 
+from penstock.stages.rollout.agents.conversation import ChatFormat
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import max_response_tokens
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.prompts.prompt_check import check_prompt_data, check_rendered_rows
 from penstock.stages.rollout.prompts.source import LengthFilter, PromptSource, max_prompt_tokens
 from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
-from penstock.stages.rollout.text.chat_format import ChatFormat
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokenizer, check_vocabulary
 from penstock.storage.errors import DataError, InputError, ModelError, OptionError, RewardError, TemplateError
 from penstock.storage.samples.sample import Status

@@ -10,9 +10,8 @@ from chat_templates import DEEPSEEK, GLM4, LLAMA3, chat_tokenizer
 from scripted_replies import handle_with, pending, text, trained
 from sft_templates import QWEN3
 
-from penstock.stages.rollout.agents.conversation import Conversation
+from penstock.stages.rollout.agents.conversation import ChatFormat, Conversation
 from penstock.stages.rollout.plugins.user_sample import checked_sample
-from penstock.stages.rollout.text.chat_format import ChatFormat
 from penstock.storage.samples.sample import Status
 
 SYSTEM = {"role": "system", "content": "you add"}

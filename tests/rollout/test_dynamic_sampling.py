@@ -17,9 +17,9 @@ from run_records import parent_record, run_json
 from scripted_engine import KEYS, Bench, SlowClient
 
 from penstock.engines.generation import Generation
+from penstock.stages.rollout.collect import collect_groups
 from penstock.stages.rollout.group import mask_stale_tokens, policy_spans
 from penstock.stages.rollout.plugins.filters import DynamicFilterOutput
-from penstock.stages.rollout.rollout import collect_groups
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import BUFFER, Commit
 from penstock.storage.maintenance.audit import audit_run

@@ -26,9 +26,9 @@ from sft_templates import (
 )
 
 from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.data_rounds import sft_data_stage, sft_samples
 from penstock.stages.rollout.prompts.source import Prompt, PromptSource
 from penstock.stages.rollout.rollout import RolloutContext, read_resume_point
-from penstock.stages.rollout.sft_data import sft_data_stage, sft_samples
 from penstock.stages.rollout.text.loss_masks import MARK, split_trained_text
 from penstock.stages.rollout.text.templates import Messages
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer

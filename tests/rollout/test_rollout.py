@@ -10,7 +10,7 @@ import pytest
 from run_records import parent_record, run_json
 from scripted_engine import KEYS, Bench, ScriptedClient, write_jsonl
 
-from penstock.stages.rollout.deadline import run_blocking
+from penstock.stages.rollout.collect import run_blocking
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokenizer
 from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_samples

@@ -18,9 +18,12 @@ from penstock.engines.serving import endpoints
 from penstock.stages.eval.scores import compute_eval_metrics
 from penstock.stages.plugins import load_function
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.plugins.function_check import check_rollout_functions
 from penstock.stages.rollout.plugins.hooks import make_train_data
-from penstock.stages.rollout.plugins.rollout_function import NOT_RETURNED, find_evaluation_function
+from penstock.stages.rollout.plugins.rollout_function import (
+    NOT_RETURNED,
+    check_rollout_functions,
+    find_evaluation_function,
+)
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.rollout import RolloutContext, read_resume_point, rollout_stage
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer

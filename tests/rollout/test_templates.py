@@ -13,7 +13,7 @@ import pytest
 from chat_templates import DEEPSEEK, chat_tokenizer
 from sft_templates import FAMILIES
 
-from penstock.stages.rollout.text.chat_format import ChatFormat
+from penstock.stages.rollout.agents.conversation import ChatFormat
 from penstock.stages.rollout.text.templates import RenderLimitError, RenderLimits, TemplateRenderer
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokenizer
 from penstock.storage.errors import TemplateError

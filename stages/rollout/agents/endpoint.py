@@ -21,9 +21,9 @@ from typing import Any
 from aiohttp import web
 
 from penstock.stages.rollout.agents.conversation import AgentSession, Answer, ContextLengthError, SessionClosed
-from penstock.stages.rollout.plugins.engine_calls import EngineCalls
+from penstock.stages.rollout.group import EngineCalls
 from penstock.stages.rollout.plugins.user_sample import UserSample
-from penstock.stages.rollout.text.messages import normalize_messages
+from penstock.stages.rollout.text.templates import normalize_messages
 from penstock.storage.errors import EngineError
 from penstock.storage.samples.sample import Status
 

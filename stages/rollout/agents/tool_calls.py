@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.stages.rollout.text.messages import THOUGHT_TAGS, thought_end_tag
+from penstock.stages.rollout.text.templates import THOUGHT_TAGS, thought_end_tag
 
 # Tool definitions in OpenAI's format: {"type": "function", "function": {"name", "description", "parameters"}}
 Tools = Sequence[dict[str, Any]]

@@ -33,8 +33,7 @@ from penstock.stages.rewards.outcome import failed_outcome, parse_reward
 from penstock.stages.rollout.agents.conversation import AgentSession, Conversation
 from penstock.stages.rollout.agents.endpoint import OpenAIEndpoint
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.group import sampling_params_for
-from penstock.stages.rollout.plugins.engine_calls import EngineCalls
+from penstock.stages.rollout.group import EngineCalls, sampling_params_for
 from penstock.stages.rollout.plugins.plugin_runner import Cancelled, PluginRunner
 from penstock.stages.rollout.plugins.user_sample import ANSWERS, EngineAnswer, UserSample, checked_sample
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample

@@ -30,7 +30,7 @@ import pyarrow.ipc
 from pyarrow import types
 
 from penstock.stages.rollout.config import PromptConfig
-from penstock.stages.rollout.text.messages import normalize_messages, preview
+from penstock.stages.rollout.text.templates import normalize_messages, preview
 from penstock.stages.worker_process import WorkerLost, WorkerProcess
 from penstock.storage.errors import DataError
 

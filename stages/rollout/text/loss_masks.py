@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from penstock.stages.rollout.text.messages import THOUGHT_TAGS, Message
-from penstock.stages.rollout.text.templates import Messages
+from penstock.stages.rollout.text.templates import THOUGHT_TAGS, Message, Messages
 from penstock.stages.rollout.text.tokenizer import STEP_LOSS_MASK, PromptTokenizer, Tools
 from penstock.storage.errors import DataError, TemplateError
 

@@ -17,8 +17,15 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from penstock.stages.rollout.text.messages import CALL_FORMS, CallForm, convert_tool_calls, normalize_messages
-from penstock.stages.rollout.text.templates import RENDERER, Chat, Messages
+from penstock.stages.rollout.text.templates import (
+    CALL_FORMS,
+    RENDERER,
+    CallForm,
+    Chat,
+    Messages,
+    convert_tool_calls,
+    normalize_messages,
+)
 from penstock.storage.errors import DataError, ModelError, TemplateError
 from penstock.storage.samples.unicode_text import escape_invalid_text
 
