@@ -33,11 +33,6 @@ class CollectedGroups:
         """The dropped groups, without their drop reasons."""
         return [group for group, _ in self.dropped]
 
-    @property
-    def drop_reasons(self) -> Counter[str]:
-        """Drop reason -> number of groups dropped for that reason."""
-        return Counter(reason for _, reason in self.dropped)
-
 
 async def collect_groups(
     next_groups: Callable[[int], Sequence[Group]],
@@ -173,23 +168,19 @@ T = TypeVar("T")
 
 
 class SampleProgress:
-    """Counts the finished samples of a round and estimates the time until all its samples are finished."""
+    """Counts the finished samples of a round."""
 
     def __init__(self, total: int, on_progress: Callable[[int, int], None] | None = None) -> None:
         self.total = total
         self.done = 0
         self._on_progress = on_progress
-        self._start = time.monotonic()
+        self.start = time.monotonic()
 
     def add(self, count: int) -> None:
         """Record that `count` further samples are finished, and report the progress."""
         self.done += count
         if self._on_progress is not None:
             self._on_progress(self.done, self.total)
-
-    def seconds_left(self) -> float:
-        """Return the estimated seconds until all samples are finished; 0 before the first sample is finished."""
-        return (time.monotonic() - self._start) * (self.total - self.done) / self.done if self.done else 0.0
 
 
 async def run_with_deadline(
@@ -256,8 +247,10 @@ async def _watch_stop_request(stop: StopRequest | None, progress: SampleProgress
     period."""
     while stop is not None:
         await asyncio.sleep(0.1)
+        elapsed, num_left = time.monotonic() - progress.start, progress.total - progress.done
+        seconds_left = elapsed * num_left / progress.done if progress.done else 0.0  # estimated, for all samples
         spare = stop.seconds_left - RESERVE
-        if stop.requested and (spare <= 0 or progress.seconds_left() > spare):
+        if stop.requested and (spare <= 0 or seconds_left > spare):
             raise Preempted(
                 f"stop requested with {progress.done} of {progress.total} samples done; "
                 "finished groups are in the journal and will be reused when the round restarts"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
@@ -63,7 +63,7 @@ class GroupRunner:
     generator: Generator
     journal: Journal  # provides groups that an earlier attempt generated, and stores groups generated in this one
     submit: Callable[[list[Sample]], list[Future[Outcome]]]  # starts grading the samples of one prompt
-    hook: Callable[[Sample], Awaitable[None]] | None  # called with every generated sample before it is graded
+    hook: Callable[[Sample], None] | None  # called with every generated sample before it is graded
     slots: asyncio.Semaphore  # limits how many groups are generated concurrently
     partial_rollout: bool  # aborted samples keep their tokens; otherwise they restart from the prompt
     num_gpus: int = 1  # of all engines; on a machine without GPUs, the number of engines
@@ -158,7 +158,7 @@ class GroupRunner:
         is misconfigured."""
         samples = [sample for sample in group if sample.reward is None and sample.status is not Status.FAILED]
         if self.hook is not None:
-            await asyncio.gather(*(self.hook(sample) for sample in samples))
+            await asyncio.gather(*(asyncio.to_thread(self.hook, sample) for sample in samples))
             samples = [sample for sample in samples if sample.status is not Status.FAILED]
         # Shielded: cancelling this task must not cancel a future whose result the grader will still set.
         futures = [asyncio.shield(asyncio.wrap_future(future)) for future in self.submit(samples)]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,6 @@ from penstock.stages.rollout.collect import (
     record_seconds,
     run_blocking,
     run_with_deadline,
-    sorted_by_id,
 )
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import (
@@ -49,13 +49,7 @@ from penstock.stages.rollout.group import (
     policy_spans,
 )
 from penstock.stages.rollout.journal import Journal
-from penstock.stages.rollout.metrics import (
-    drop_metrics,
-    rollout_metrics,
-    sample_preview,
-    staleness_metrics,
-    throughput_metrics,
-)
+from penstock.stages.rollout.metrics import rollout_metrics, sample_preview, staleness_metrics, throughput_metrics
 from penstock.stages.rollout.plugins.custom_generation import CustomGeneration, EngineHandle
 from penstock.stages.rollout.plugins.filters import load_group_filter
 from penstock.stages.rollout.plugins.hooks import Hooks, make_train_data, run_log_function
@@ -66,7 +60,6 @@ from penstock.stages.rollout.prompts.data_source import (
     PromptIntake,
     RolloutRound,
     group_by_group_id,
-    load_buffer_filter,
     open_data_source,
     resized_group,
 )
@@ -204,7 +197,7 @@ def rollout_stage(
         samples, num_masked = samples_to_train(groups.kept, config, round)
         samples = make_train_data(samples, config, context.tokenizer)
         intake.source.add_samples(groups.buffered)
-        discarded = intake.groups_discarded_by_source(groups.kept, groups.dropped_groups)
+        discarded = intake.groups_discarded_by_source(groups.kept + groups.dropped_groups)
         groups.dropped += [(group, DISCARDED) for group in discarded]
     commit = commit_samples(
         context.store,
@@ -233,9 +226,7 @@ def open_prompt_intake(context: RolloutContext, round: RolloutRound, resume_poin
     config = context.config
     length_filter = LengthFilter(config, context.tokenizer) if round.kind == "rollout" else None
     dataset = Dataset(config, context.prompts, context.tokenizer, round, length_filter)
-    buffer_filter = load_buffer_filter(config.buffer_filter_path) if config.buffer_filter_path else None
-    source = open_data_source(config, dataset, buffer_filter)
-    return PromptIntake(source, resume_point.state, resume_point.buffer)
+    return PromptIntake(open_data_source(config, dataset), resume_point.state, resume_point.buffer)
 
 
 async def generate_round(
@@ -291,12 +282,10 @@ async def call_rollout_function(
     of an evaluation on the data set named `data_set`."""
     handle = EngineHandle(client, context.tokenizer, context.config, runner.round)
     handle.loop = asyncio.get_running_loop()
-    call = RolloutFunctionCall(context.config, runner, intake, collect, handle, data_set)
     try:
-        kept, buffered, dropped = await call.run(num_groups)
+        return await RolloutFunctionCall(context.config, runner, intake, collect, handle, data_set).run(num_groups)
     finally:
         await asyncio.to_thread(handle.close)
-    return CollectedGroups(sorted_by_id(kept), buffered, dropped, num_batches=1, metrics=call.metrics)
 
 
 @asynccontextmanager
@@ -306,10 +295,6 @@ async def open_runner(
     """Yield a runner of groups with the generator of --custom-generate-function-path, or the built-in one, and the
     client of the engines."""
     config, round = context.config, journal.round
-
-    async def run_sample_hook(sample: Sample) -> None:
-        await asyncio.to_thread(hooks.run_sample_hook, sample)
-
     client = context.connect(engines, timeout=config.rollout_timeout)
     num_engines = max(1, len(client.urls))
     generators: AbstractAsyncContextManager[Generator] = (
@@ -324,7 +309,7 @@ async def open_runner(
             generator,
             journal,
             grader.submit_group,
-            hook=run_sample_hook if config.rollout_sample_hook_path else None,
+            hook=hooks.run_sample_hook if config.rollout_sample_hook_path else None,
             teacher=teacher,
             slots=asyncio.Semaphore(max(1, config.engine_concurrency * num_engines // config.n_samples_per_prompt)),
             partial_rollout=config.partial_rollout,
@@ -385,7 +370,8 @@ def round_metrics(
         metrics["rollout/num_waves"] = float(groups.num_batches)
         metrics["rollout/num_dropped_groups"] = float(len(groups.dropped))
         metrics["rollout/num_buffered_groups"] = float(len(intake.buffered_groups))
-    metrics |= drop_metrics(groups.drop_reasons)
+    for reason, count in Counter(reason for _, reason in groups.dropped).items():
+        metrics[f"rollout/dynamic_filter/drop_{reason}"] = float(count)
     if isinstance(dataset.prompt_filter, LengthFilter) and dataset.prompt_filter.limit is not None:
         metrics["rollout/num_skipped_prompts"] = float(intake.num_skipped)
     metrics |= groups.metrics

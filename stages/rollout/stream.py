@@ -310,7 +310,7 @@ class RolloutStream:
             if is_too_old(group, oldest) and not is_repeated(flight):
                 self.groups.finished.remove(flight)
                 self._num_wasted_tokens += num_trained_tokens(group)
-                self.runner.journal.forget_finished_group(group[0].group_id)
+                self.runner.journal.finished.pop(group[0].group_id, None)
                 for sample in flight.prompts:
                     sample.metadata[REPEATED] = True
                 again = Flight(flight.prompts, self.engine_version())

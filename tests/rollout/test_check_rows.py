@@ -144,8 +144,8 @@ def test_template_kwargs_reach_prompts_and_agents_and_a_request_overrides_them()
         apply_chat_template_kwargs={"enable_thinking": False}
     ).apply_chat_template_kwargs
     assert tokenizer.render(["a"])[0].endswith("a/nothink<|assistant|>\n<think></think>")
-    assert ChatFormat(tokenizer).render_opening(USER).endswith("<think></think>")
-    assert ChatFormat(tokenizer).render_opening(USER, options={"enable_thinking": True}).endswith("1+1?<|assistant|>")
+    assert ChatFormat(tokenizer).render(USER).endswith("<think></think>")
+    assert ChatFormat(tokenizer).render(USER, options={"enable_thinking": True}).endswith("1+1?<|assistant|>")
 
 
 def test_reserved_template_kwargs_raise() -> None:

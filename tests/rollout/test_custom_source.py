@@ -73,7 +73,10 @@ class Bed:
             RolloutRound("run", 3, 5),
             LengthFilter(config, self.tokenizer),
         )
-        return open_data_source(config, dataset, buffer_filter)
+        source = open_data_source(config, dataset)
+        if buffer_filter is not None:
+            source.filter = buffer_filter  # type: ignore[attr-defined]
+        return source
 
 
 @pytest.fixture

@@ -165,7 +165,7 @@ def test_last_token_of_aborted_sample_is_sampled_again(tmp_path: Path, tokenizer
                     answer.token_ids[-1] = self.end  # SGLang says "abort" here
             return answers
 
-        end = tokenizer.end_token_id
+        end = tokenizer.inner.eos_token_id
 
     bench = bench_with(tmp_path, tokenizer, over_sampling_batch_size=10, partial_rollout=True)
     samples = []
@@ -173,7 +173,7 @@ def test_last_token_of_aborted_sample_is_sampled_again(tmp_path: Path, tokenizer
         commit = bench.round(r, client=Stopped, longest=40)
         samples += trained(bench, commit) + buffered(bench, commit)
     assert any(sample.status is Status.ABORTED for sample in samples)
-    assert not any(tokenizer.end_token_id in sample.token_ids[sample.prompt_length :] for sample in samples)
+    assert not any(tokenizer.inner.eos_token_id in sample.token_ids[sample.prompt_length :] for sample in samples)
 
 
 def test_partial_sample_without_room_is_truncated(tmp_path: Path, tokenizer: PromptTokenizer) -> None:

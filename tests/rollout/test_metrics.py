@@ -1,6 +1,5 @@
 """Metrics and preview of a round, compared with values counted by hand."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from penstock.engines.generation import TokenCounts
 from penstock.stages.rollout.metrics import (
     PREVIEW_CHARS,
     clip_text,
-    drop_metrics,
     rollout_metrics,
     sample_preview,
     speculation_metrics,
@@ -95,13 +93,6 @@ def test_speculation_metrics_are_absent_without_speculation() -> None:
     found = speculation_metrics(TokenCounts(verifications=4, proposed=12, accepted=6))
     assert found == {"rollout/spec_accept_length": 2.5, "rollout/spec_accept_rate": 0.5}
     assert speculation_metrics(TokenCounts()) == {}
-
-
-def test_dropped_groups_are_counted_by_reason() -> None:
-    assert drop_metrics(Counter(zero_std_0=3, too_long=1)) == {
-        "rollout/dynamic_filter/drop_zero_std_0": 3.0,
-        "rollout/dynamic_filter/drop_too_long": 1.0,
-    }
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ class Conversation:
                 if not self.handle.append(sample, self._format.encode_between_replies(*between, last)):
                     return {"role": "assistant", "content": ""}
             elif messages:
-                text = self._format.render_opening(messages, self.tools, self.template_options)
+                text = self._format.render(messages, self.tools, self.template_options)
                 sample.restart(text, self.handle.tokenizer.encode([text])[0])
             start = len(sample.token_ids)
             await self.handle.generate(sample, **sampling)
@@ -351,13 +351,14 @@ class ChatFormat:
         added = self._tokenizer.added_tokens_decoder
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._tags = frozenset(i for i, token in added.items() if not THOUGHT_TAGS.fullmatch(token.content))
-        self._warn_of_dropped_thoughts()
-
-    def render_opening(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, options: dict[str, Any] | None = None
-    ) -> str:
-        """Render the messages before the model's first reply, including the generation prompt. Raises TemplateError."""
-        return self._render(messages, tools, options or {}, open_reply=True)
+        question = {"role": "user", "content": "1+1"}
+        thinking = {"role": "assistant", "content": f"<think>\n{PLACEHOLDER}\n</think>\n\n2"}
+        with suppress(TemplateError):  # the first real conversation will raise an error
+            if PLACEHOLDER not in self.render([question, thinking, question]):
+                logger.warning(
+                    "the chat template drops the reasoning of earlier replies; multi-turn samples keep this reasoning, "
+                    "because a sample must hold exactly the tokens that the model has seen and generated"
+                )
 
     def render_between_replies(
         self,
@@ -375,7 +376,7 @@ class ChatFormat:
             reply: last reply of the model; of its tool calls, only the first is rendered.
             messages: the new messages after the reply.
         """
-        render = functools.partial(self._render, tools=tools, options=options or {})
+        render = functools.partial(self.render, tools=tools, options=options)
         plain = {"role": "assistant", "content": PLACEHOLDER}
         closing = _text_after_placeholder(render([*opening, plain], open_reply=False))
         if reply.get("tool_calls"):  # some templates accept tool results only after a tool call
@@ -415,8 +416,16 @@ class ChatFormat:
         tags = THOUGHT_TAGS.findall(self._tokenizer.decode(prompt[start:], skip_special_tokens=False))
         return bool(tags) and "/" not in tags[-1]
 
-    def _render(self, messages: Sequence[Message], tools: Any, options: dict[str, Any], *, open_reply: bool) -> str:
-        [text] = self._prompts.try_render([(list(messages), tools or None, open_reply)], options)
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        options: dict[str, Any] | None = None,
+        *,
+        open_reply: bool = True,
+    ) -> str:
+        """Render messages, followed by the generation prompt if `open_reply`. Raises TemplateError."""
+        [text] = self._prompts.try_render([(list(messages), list(tools or ()) or None, open_reply)], options)
         if isinstance(text, TemplateError):
             raise type(text)(
                 f"the chat template rejects the conversation {json.dumps(messages, default=str)[:120]} "
@@ -425,19 +434,6 @@ class ChatFormat:
         if not text.strip():
             raise TemplateError("the chat template renders nothing for the messages: send messages with content")
         return text
-
-    def _warn_of_dropped_thoughts(self) -> None:
-        question = {"role": "user", "content": "1+1"}
-        thinking = {"role": "assistant", "content": f"<think>\n{PLACEHOLDER}\n</think>\n\n2"}
-        try:
-            text = self._render([question, thinking, question], None, {}, open_reply=True)
-        except TemplateError:
-            return  # the first real conversation will raise an error
-        if PLACEHOLDER not in text:
-            logger.warning(
-                "the chat template drops the reasoning of earlier replies; multi-turn samples keep this reasoning, "
-                "because a sample must hold exactly the tokens that the model has seen and generated"
-            )
 
 
 def _text_after_placeholder(text: str) -> str:

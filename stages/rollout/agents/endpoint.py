@@ -187,7 +187,15 @@ class OpenAIEndpoint:
             raise ValueError(f"n is {body['n']}, but only one choice per request is supported: send n=1")
         # "developer" is OpenAI's newer name of the system role, which chat templates of open models do not know.
         messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
-        self._warn_of_ignored_parameters(body)
+        for name, default in self._defaults.items():
+            is_default = body.get(name) in (None, default) or (name == "tool_choice" and body[name] == "none")
+            if not is_default and name not in self._logged:
+                self._logged.add(name)
+                logger.warning(
+                    "an agent requested %s=%s; ignored, because agents cannot set it (logged once per parameter)",
+                    name,
+                    str(body[name])[:80],
+                )
         sampling: dict[str, Any] = {}  # sampling parameters that a request may set, under the engine's names
         if (limit := body.get("max_completion_tokens") or body.get("max_tokens")) is not None:
             sampling["max_new_tokens"] = int(limit)
@@ -203,20 +211,6 @@ class OpenAIEndpoint:
         return (
             await _stream_completion(request, body, completion) if body.get("stream") else web.json_response(completion)
         )
-
-    def _warn_of_ignored_parameters(self, body: dict[str, Any]) -> None:
-        for name, default in self._defaults.items():
-            if (
-                body.get(name) not in (None, default)
-                and not (name == "tool_choice" and body[name] == "none")
-                and name not in self._logged
-            ):
-                self._logged.add(name)
-                logger.warning(
-                    "an agent requested %s=%s; ignored, because agents cannot set it (logged once per parameter)",
-                    name,
-                    str(body[name])[:80],
-                )
 
     def _completion_body(self, body: dict[str, Any], answer: Answer) -> dict[str, Any]:
         turn, sample = answer.turn, answer.conversation.sample

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.stages.rollout.text.templates import THOUGHT_TAGS, thought_end_tag
+from penstock.stages.rollout.text.templates import THOUGHT_TAGS
 
 # Tool definitions in OpenAI's format: {"type": "function", "function": {"name", "description", "parameters"}}
 Tools = Sequence[dict[str, Any]]
@@ -59,7 +59,7 @@ def parse_tool_calls(text: str, tools: Tools, *, in_thought: bool = False) -> tu
                 rest, (new_calls, position) = rest + text[end : match.start()], found
                 calls, end = calls + new_calls, position
         elif "/" not in match[0]:
-            wanted = re.compile(re.escape(thought_end_tag(match[0])))
+            wanted = re.compile(re.escape(f"{match[0][0]}/{match[0][1:]}"))  # the tag that ends this thought
         else:
             if wanted is _MARKERS:  # the prompt has opened this thought, so that all calls so far belong to it
                 calls, rest, end = [], "", 0

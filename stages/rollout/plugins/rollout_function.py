@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from penstock.stages.plugins import (
     BUILT_IN_EVALUATION,
@@ -34,6 +34,7 @@ from penstock.stages.plugins import (
     with_function_name,
 )
 from penstock.stages.rewards.outcome import parse_reward
+from penstock.stages.rollout.collect import CollectedGroups, sorted_by_id
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import GroupRunner
 from penstock.stages.rollout.plugins.custom_generation import EngineHandle, load_generate_function
@@ -58,15 +59,7 @@ NOT_RETURNED = "not returned by the rollout function"  # drop reason
 T = TypeVar("T")
 
 
-class Collected(Protocol):
-    """What the built-in rollout collects (`CollectedGroups` of rollout.py)."""
-
-    kept: list[Group]
-    buffered: list[Group]
-    dropped: list[tuple[Group, str]]
-
-
-Collect = Callable[[Callable[[int], Sequence[Group]]], Coroutine[Any, Any, Collected]]
+Collect = Callable[[Callable[[int], Sequence[Group]]], Coroutine[Any, Any, CollectedGroups]]
 
 
 def load_rollout_function(path: str) -> Callable[..., Any]:
@@ -118,7 +111,7 @@ class RolloutTools:
         self.config, self.source, self.data_set = config, source, data_set
         self._runner, self._collect = runner, collect
         self._loop = asyncio.get_running_loop()
-        self.collected: list[Collected] = []
+        self.collected: list[CollectedGroups] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the same round for a copy of the `args` of a function."""
@@ -180,16 +173,15 @@ class RolloutFunctionCall:
         self.data_set = data_set
         self.tools = RolloutTools(config, runner, collect, self.source, data_set)
         self.rewards: dict[int, float] = {}  # id() of a returned sample -> reward that an evaluation returned beside it
-        self.metrics: dict[str, float] = {}
 
-    async def run(self, num_groups: int) -> tuple[list[Group], list[Group], list[tuple[Group, str]]]:
+    async def run(self, num_groups: int) -> CollectedGroups:
         """Call the function; return the groups to train on, the groups for later rounds, and the dropped groups with
         the reasons. Raises PluginError."""
         args = SimpleNamespace(**self.config.plugin_arguments() | {"engine": self.handle, "rollout": self.tools})
         args.sglang_router_ip, args.sglang_router_port = self.handle.address
-        if self.data_set is not None:
-            args.eval_prompt_data = [self.data_set, self.config.prompt_data[0]]
         is_eval = self.data_set is not None
+        if is_eval:
+            args.eval_prompt_data = [self.data_set, self.config.prompt_data[0]]
         options = {"evaluation": is_eval} if "evaluation" in inspect.signature(self.function).parameters else {}
         runner = PluginRunner(self.name, is_async=inspect.iscoroutinefunction(self.function))
         returned = await runner.run(
@@ -198,11 +190,12 @@ class RolloutFunctionCall:
         )
         if self.handle.fault is not None:
             raise self.handle.fault
-        self.metrics = numbers_of(getattr(returned, "metrics", None) or {}, self.name)
+        metrics = numbers_of(getattr(returned, "metrics", None) or {}, self.name)
         kept = [self._checked_group(group) for group in self._groups_of(returned, num_groups)]
         await asyncio.gather(*(self.runner.grade(group) for group in kept))
         self.runner.count_generated([sample for group in kept for sample in group])
-        return kept, *self._unused({group[0].group_id for group in kept})
+        buffered, dropped = self._unused({group[0].group_id for group in kept})
+        return CollectedGroups(sorted_by_id(kept), buffered, dropped, num_batches=1, metrics=metrics)
 
     def _groups_of(self, returned: Any, num_groups: int) -> list[list[Any]]:
         """Return the groups that the function returned. Raises PluginError if they are not those of a round."""

@@ -118,11 +118,6 @@ def is_unfinished(group: Group) -> bool:
     return any(sample.status in (Status.PENDING, Status.ABORTED) for sample in group)
 
 
-def has_failed(group: Group) -> bool:
-    """Return whether a sample of a group has failed, except because of its prompt."""
-    return any(s.status is Status.FAILED and s.prompt == escape_invalid_text(s.prompt) for s in group)
-
-
 def without_responses(group: Group) -> Group:
     """Return copies of a group's samples as they were before their responses, one for each trajectory."""
     first = {sample.trajectory_id: sample for sample in reversed(group)}
@@ -303,7 +298,7 @@ def take_checked_groups(source: RolloutDataSource, num_groups: int) -> list[Grou
         isinstance(sample, Sample) for entry in samples for sample in (entry if isinstance(entry, list) else [entry])
     ):
         raise PluginError(f"{name} returned {_type_name(samples)}: return a list of groups, each a list of Sample")
-    groups = group_by_group_id(entry for new in samples for entry in issue_new_samples(source, new))
+    groups = group_by_group_id(issue_new_samples(source, entry) for entry in samples)
     if len(groups) != num_groups:
         raise PluginError(f"{name} returned {len(groups)} groups: return exactly num_samples ({num_groups}) groups")
     num_samples = source.args.n_samples_per_prompt
@@ -326,17 +321,17 @@ def take_checked_groups(source: RolloutDataSource, num_groups: int) -> list[Grou
     return groups
 
 
-def issue_new_samples(source: RolloutDataSource, entry: Any) -> list[Any]:
-    """Return an entry of `get_samples`, a sample or a group, in a list. Samples without ids, which the data source has
+def issue_new_samples(source: RolloutDataSource, entry: Any) -> Group:
+    """Return an entry of `get_samples`, a sample or a group, as a list. Samples without ids, which the data source has
     made by `Sample(prompt=..., label=..., metadata=...)`, become a group of the prompt of the first one."""
     group = entry if isinstance(entry, list) else [entry]
     if not group or group[0].group_id:
-        return [entry]
+        return group
     label = "" if group[0].label is None else str(group[0].label)
     issued = source.dataset.issue(group[0].prompt, label, dict(group[0].metadata))
     for sample, new in zip(issued, group):
         sample.metadata |= new.metadata
-    return [issued]
+    return issued
 
 
 def accepts_arguments(function: Any, *arguments: Any) -> bool:
@@ -369,7 +364,9 @@ class PromptIntake:
     def __init__(self, source: RolloutDataSource, state: dict[str, Any] | None, buffer: Sequence[Sample]) -> None:
         self.source = source
         source.load_state_dict(state or {})
-        groups = [without_responses(group) if has_failed(group) else group for group in group_by_group_id(buffer)]
+        failed = {s.group_id for s in buffer if s.status is Status.FAILED and s.prompt == escape_invalid_text(s.prompt)}
+        groups = group_by_group_id(buffer)
+        groups = [without_responses(group) if group[0].group_id in failed else group for group in groups]
         source.restore_buffer([copy_sample(sample) for group in groups for sample in group])
         self._skipped_before = source.dataset.state.skipped
         self.num_discarded_tokens = 0  # trained tokens of finished groups that were too old for this round
@@ -406,10 +403,10 @@ class PromptIntake:
         self.source.dataset.round = round
         self._skipped_before = self.source.dataset.state.skipped
 
-    def groups_discarded_by_source(self, *used_groups: Iterable[Group]) -> list[Group]:
+    def groups_discarded_by_source(self, used: Sequence[Group]) -> list[Group]:
         """Return the groups that the data source discarded in `add_samples`: requested in this round or buffered
-        before, but neither in `used_groups` nor in the buffer."""
-        accounted = {group[0].group_id for groups in (*used_groups, self.buffered_groups) for group in groups}
+        before, but neither `used` nor in the buffer."""
+        accounted = {group[0].group_id for group in [*used, *self.buffered_groups]}
         return [group for group_id, group in sorted(self._groups.items()) if group_id not in accounted]
 
     @property
@@ -462,12 +459,11 @@ def load_buffer_filter(path: str) -> BufferFilter:
     return function
 
 
-def open_data_source(
-    config: RolloutConfig, dataset: Dataset, buffer_filter: BufferFilter | None = None
-) -> RolloutDataSource:
+def open_data_source(config: RolloutConfig, dataset: Dataset) -> RolloutDataSource:
     """Create the data source of a round: an instance of the user-defined class (--data-source-path), or of
     RolloutDataSourceWithBuffer. Raises PluginError."""
     cls = load_data_source(config.data_source_path) if config.data_source_path else RolloutDataSourceWithBuffer
+    buffer_filter = load_buffer_filter(config.buffer_filter_path) if config.buffer_filter_path else None
     source, args = cls.__new__(cls), SimpleNamespace(**config.plugin_arguments())
     source.dataset, source.args = dataset, args
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.stages.rewards.reward_preflight import RewardRow, check_reward_rows
 from penstock.stages.rollout.config import GenerationConfig, PromptConfig, RolloutConfig
-from penstock.stages.rollout.prompts.prompt_files import PromptEntry, parse_slice, read_entry, read_prompt_files
+from penstock.stages.rollout.prompts.prompt_files import parse_slice, read_entry, read_prompt_files
 from penstock.stages.rollout.prompts.prompt_rows import FIRST_ROW_KEYS
 from penstock.stages.rollout.prompts.source import max_prompt_tokens
 from penstock.stages.rollout.text.loss_masks import (
@@ -48,18 +48,21 @@ def check_prompt_data(
         )
     num_rows = 0
     for entry in read_prompt_files(config):
-        _check_entry(entry, config, is_sft=is_sft)
+        chat, unanswered = (entry.first[key] for key in FIRST_ROW_KEYS)
+        if is_sft and unanswered is not None:
+            raise DataError(
+                f"{entry.name} row {unanswered}: column {config.input_key!r} is not a conversation with an assistant "
+                "message, and SFT trains only on assistant messages: name the column of messages with --input-key"
+            )
+        if not is_sft and chat is not None and not config.apply_chat_template:
+            raise DataError(
+                f"{entry.name} row {chat}: column {config.input_key!r} holds chat messages, which need a chat "
+                "template: give --apply-chat-template"
+            )
         if grading is not None:
             check_reward_rows(grading, _reward_rows(entry.name, entry.rows))
         if tokenizer is not None:
-            check_rendered_rows(
-                entry.name,
-                entry.rows,
-                config,
-                tokenizer,
-                is_sft=is_sft,
-                max_seq_len=max_seq_len,
-            )
+            check_rendered_rows(entry.name, entry.rows, config, tokenizer, is_sft=is_sft, max_seq_len=max_seq_len)
         num_rows += len(entry.rows)
     return num_rows
 
@@ -137,20 +140,6 @@ def _read_start(config: PromptConfig, path: str, num_rows: int) -> Sequence[byte
     """Return the first rows of an entry of --prompt-data in canonical JSON, without the cache of --streaming-data."""
     part = path if parse_slice(path)[1:] != (None, None) else f"{path}@[:{num_rows}]"
     return read_entry(part, config.model_copy(update={"streaming_data": False})).rows[:num_rows]
-
-
-def _check_entry(entry: PromptEntry, config: PromptConfig, *, is_sft: bool) -> None:
-    chat, unanswered = (entry.first[key] for key in FIRST_ROW_KEYS)
-    if is_sft and unanswered is not None:
-        raise DataError(
-            f"{entry.name} row {unanswered}: column {config.input_key!r} is not a conversation with an assistant "
-            "message, and SFT trains only on assistant messages: name the column of messages with --input-key"
-        )
-    if not is_sft and chat is not None and not config.apply_chat_template:
-        raise DataError(
-            f"{entry.name} row {chat}: column {config.input_key!r} holds chat messages, which need a chat template: "
-            "give --apply-chat-template"
-        )
 
 
 def _check_sequence_length(where: str, num_tokens: int, config: GenerationConfig, max_seq_len: int) -> None:

@@ -80,7 +80,9 @@ def read_entry(entry: str, config: PromptConfig) -> PromptEntry:
     """Read all rows of an entry of --prompt-data; with `config.streaming_data`, they are kept on disk. Raises
     DataError."""
     path, start, stop = parse_slice(entry)
-    files, columns = _Files.find(path), Columns.from_config(config)
+    tools = "tools" if config.tool_key is None else config.tool_key or None
+    columns = Columns(config.input_key, config.label_key, config.metadata_key, tools)
+    files = _Files.find(path)
     if (start or 0) < 0 or (stop or 0) < 0:  # negative indices count from the end, which needs the total number of rows
         start, stop, _ = slice(start, stop).indices(sum(len(block) for block in files.blocks(columns)))
 
@@ -89,14 +91,17 @@ def read_entry(entry: str, config: PromptConfig) -> PromptEntry:
 
     if config.streaming_data:
         name = f"{files.uri}@[{start}:{stop}]"
-        spool = open_spooled_rows(parts, name, columns, files.fingerprints(), config.data_cache)
-        return _check_not_empty(PromptEntry(entry, *spool))
-    rows: list[bytes] = []
-    first: dict[str, int | None] = dict.fromkeys(FIRST_ROW_KEYS)
-    for part in parts():
-        fill_first_row_numbers(first, part, len(rows))
-        rows += part.rows
-    return _check_not_empty(PromptEntry(entry, rows, first))
+        read = PromptEntry(entry, *open_spooled_rows(parts, name, columns, files.fingerprints(), config.data_cache))
+    else:
+        rows: list[bytes] = []
+        read = PromptEntry(entry, rows, dict.fromkeys(FIRST_ROW_KEYS))
+        for part in parts():
+            fill_first_row_numbers(read.first, part, len(rows))
+            rows += part.rows
+    if not read.rows:
+        problem = "selects no row: correct @[a:b]" if _SLICE.fullmatch(entry) else "is empty: add rows to the file"
+        raise DataError(f"prompt file {entry} {problem}")
+    return read
 
 
 def parse_slice(entry: str) -> tuple[str, int | None, int | None]:
@@ -106,13 +111,6 @@ def parse_slice(entry: str) -> tuple[str, int | None, int | None]:
         return entry, None, None
     start, stop = (None if number in ("", "-") else int(number) for number in (match["start"], match["stop"]))
     return match["path"], start, stop
-
-
-def _check_not_empty(entry: PromptEntry) -> PromptEntry:
-    if not entry.rows:
-        problem = "selects no row: correct @[a:b]" if _SLICE.fullmatch(entry.name) else "is empty: add rows to the file"
-        raise DataError(f"prompt file {entry.name} {problem}")
-    return entry
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,11 @@ class _Conversation:
             return len(prompt)
         # The earlier turns are rendered differently in the prompt: compare only the text after the previous message.
         before = self.messages[: index - 1]
-        asked = _add_end_mark(self.messages[index - 1])
+        asked = self.messages[index - 1]
+        if asked["role"] == "assistant":
+            asked = _mark_texts(asked)
+        else:
+            asked = {**asked, "content": _append_to_text(asked["content"], MARK)}
         tail = self._render_or_raise([*before, asked], prompt=True).rpartition(MARK)[2]
         _, position = self._locate_marks(index - 1, asked)
         if self.text.startswith(tail, position):
@@ -176,11 +180,10 @@ class _Conversation:
         content, is_start = self._text_start(index)
         gap = self.text[position:content]
         shared = _common_prefix(gap, tail)
-        if shared == gap or any(token in shared for token in self._added_tokens):
-            # The prompt ends with text that the whole conversation lacks, mostly a reasoning tag.
-            if is_start or shared == gap:
-                return content
-            return position + max(shared.rfind(token) + len(token) for token in self._added_tokens if token in shared)
+        added = [token.content for token in self.tokenizer.inner.added_tokens_decoder.values()]
+        ends = [shared.rfind(token) + len(token) for token in added if token in shared]
+        if shared == gap or ends:  # the prompt ends with text that the whole conversation lacks, mostly a reasoning tag
+            return content if is_start or shared == gap else position + max(ends)
         raise _cannot_locate_error(
             f"the text before message {index + 1} differs from the prompt rendered to generate this message"
         )
@@ -258,10 +261,6 @@ class _Conversation:
             raise _cannot_locate_error(f"random strings inserted into message {index + 1} change the rest of the text")
         return start, end
 
-    @cached_property
-    def _added_tokens(self) -> list[str]:
-        return [token.content for token in self.tokenizer.inner.added_tokens_decoder.values()]
-
     def _render(self, messages: Messages, *, prompt: bool = False, mark: str = "") -> str | TemplateError:
         return self.tokenizer.try_render([(messages, self.tools, prompt)], mark=mark)[0]
 
@@ -308,14 +307,11 @@ def _mark_texts(message: Message, *, also_empty: bool = False) -> Message:
         content = out["content"] or ""
         out["content"] = content + MARK + MARK if content.strip() else MARK + content + MARK
     if message.get("tool_calls"):
-        out["tool_calls"] = [_mark_call(call) for call in message["tool_calls"]]
+        functions = [call["function"] for call in message["tool_calls"]]
+        marked = [{key: _mark_values(function[key]) for key in ("name", "arguments")} for function in functions]
+        calls = zip(message["tool_calls"], functions, marked)
+        out["tool_calls"] = [{**call, "function": {**function, **new}} for call, function, new in calls]
     return out
-
-
-def _mark_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    marked = {"name": _surround_with_marks(function["name"]), "arguments": _mark_values(function["arguments"])}
-    return {**call, "function": {**function, **marked}}
 
 
 def _mark_values(value: Any) -> Any:
@@ -329,14 +325,6 @@ def _surround_with_marks(text: Any) -> Any:
     return (
         f"{MARK}{text}{MARK}" if isinstance(text, str) and text.strip() and not THOUGHT_TAGS.fullmatch(text) else text
     )
-
-
-def _add_end_mark(message: Message) -> Message:
-    """Return a message with MARK appended to its content. In an assistant message, every text gets MARK before and
-    after it (`_mark_texts`)."""
-    if message["role"] == "assistant":
-        return _mark_texts(message)
-    return {**message, "content": _append_to_text(message["content"], MARK)}
 
 
 def _append_to_text(content: str, mark: str) -> str:

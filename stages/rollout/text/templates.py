@@ -200,11 +200,6 @@ CallForm = tuple[bool, str | None]
 CALL_FORMS: tuple[CallForm, ...] = ((False, ""), (False, None), (True, ""), (True, None))
 
 
-def thought_end_tag(tag: str) -> str:
-    """Return the tag that ends a thought which `tag` has begun."""
-    return f"{tag[0]}/{tag[1:]}"
-
-
 def normalize_messages(messages: Any) -> Messages:
     """Return messages whose content is text, or null beside tool calls. Text parts are joined, and null fields, which
     Parquet adds, are removed. Raises DataError."""

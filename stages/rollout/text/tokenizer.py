@@ -69,11 +69,6 @@ class PromptTokenizer:
         self.template_options = template_options or {}
         self.generation_end_ids = read_token_ids(Path(directory) / "generation_config.json", "eos_token_id")
 
-    @property
-    def end_token_id(self) -> int | None:
-        """Id of the token that ends a turn (`eos_token_id`)."""
-        return self.inner.eos_token_id
-
     @cached_property
     def end_tokens(self) -> frozenset[str]:
         """Texts of the tokens that can end a turn: special tokens, and those of generation_config.json."""
@@ -206,13 +201,8 @@ def _tokenizer_class(directory: Path) -> Any:
     _import_gguf_module()
     config = directory / "tokenizer_config.json"
     named = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else None
-    if named in GENERIC_CLASSES:
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
+    name = "PreTrainedTokenizerFast" if named in GENERIC_CLASSES else "AutoTokenizer"
+    return getattr(importlib.import_module("transformers"), name)
 
 
 class _TorchOnUse(ModuleType):
@@ -323,12 +313,12 @@ def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str
                         "the same model"
                     )
                 end_ids += [number] * (name == "eos_token_id")
-    if end_ids and tokenizer.end_token_id not in end_ids:
+    if end_ids and tokenizer.inner.eos_token_id not in end_ids:
         logger.warning(
             "the tokenizer in %s ends a turn with %r (id %s), but config.json and generation_config.json name %s: "
             "responses may not end where the chat template ends a turn",
             directory,
             tokenizer.inner.eos_token,
-            tokenizer.end_token_id,
+            tokenizer.inner.eos_token_id,
             ", ".join(f"{tokenizer.inner.convert_ids_to_tokens(number)!r} (id {number})" for number in end_ids),
         )
