@@ -205,7 +205,7 @@ def test_log_function_adds_metrics_to_the_commit(plugin_bench: Any) -> None:
 def test_log_function_that_adds_text_fails_the_round(plugin_bench: Any) -> None:
     code = LOGS.replace('["mine/best"] = max', '["mine/best"] = "x"; max')
     made = plugin_bench(code, "custom_rollout_log_function_path")
-    with pytest.raises(PluginError, match="adds the metric 'mine/best' = 'x': give a number"):
+    with pytest.raises(PluginError, match="adds the metric 'mine/best' = 'x': give a finite number"):
         made.round(0)
 
 

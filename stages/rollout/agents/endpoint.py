@@ -97,7 +97,8 @@ class OpenAIEndpoint:
 
     def _start_server(self) -> None:
         listening: Future[int] = Future()
-        self._thread = threading.Thread(target=self._run_server, args=(listening,), name="openai-endpoint", daemon=True)
+        serve = self._serve(listening)
+        self._thread = threading.Thread(target=asyncio.run, args=(serve,), name="openai-endpoint", daemon=True)
         self._thread.start()
         try:
             self._port = listening.result()
@@ -107,14 +108,6 @@ class OpenAIEndpoint:
                 f"--agent-endpoint-port {self._port} cannot be used ({error}): give another port, or 0 for a free port"
             ) from None
 
-    def _run_server(self, listening: Future[int]) -> None:
-        try:
-            asyncio.run(self._serve(listening))
-        except BaseException as error:
-            if listening.done():
-                raise
-            listening.set_exception(error)  # `_start_server` waits for the port
-
     async def _serve(self, listening: Future[int]) -> None:
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
         app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[self._handle_with_openai_errors])
@@ -122,13 +115,15 @@ class OpenAIEndpoint:
         app.router.add_get("/{session}/v1/models", self._list_models)
         # If an agent disconnects (after a timeout, for instance), its request is cancelled and not recorded.
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
-        await runner.setup()
         try:
+            await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", self._port).start()
             listening.set_result(runner.addresses[0][1])
             await self._closing.wait()
-        except OSError as error:
-            listening.set_exception(error)
+        except BaseException as error:
+            if listening.done():
+                raise
+            listening.set_exception(error)  # `_start_server` waits for the port
         finally:
             await runner.cleanup()
 

@@ -173,12 +173,10 @@ def _read_function(text: str, position: int, tools: Tools) -> FoundCalls:
     return json_call or _read_pairs(text, match.end(), tools, match[1].strip(), _QWEN_CODER)
 
 
-def _read_kimi(text: str, position: int, tools: Tools) -> FoundCalls:
-    match = _KIMI_NAME.match(text, position)
-    return _read_arguments(text, match.end(), match[1], _KIMI_END) if match else None
-
-
-def _read_deepseek(text: str, position: int, tools: Tools) -> FoundCalls:
+def _read_name_and_json(text: str, position: int, tools: Tools) -> FoundCalls:
+    """Read a call of Kimi or DeepSeek."""
+    if match := _KIMI_NAME.match(text, position):
+        return _read_arguments(text, match.end(), match[1], _KIMI_END)
     match = _DEEPSEEK_NAME.match(text, position)
     return _read_arguments(text, match.end(), match[1] or match[2], _DEEPSEEK_END) if match else None
 
@@ -206,8 +204,8 @@ def _read_untagged(text: str, position: int, tools: Tools) -> FoundCalls:
 _READERS: dict[str, Callable[[str, int, Tools], FoundCalls]] = {
     "<tool_call>": _read_tool_call,
     "<function=": _read_function,
-    "<|tool_call_begin|>": _read_kimi,
-    "<｜tool▁call▁begin｜>": _read_deepseek,
+    "<|tool_call_begin|>": _read_name_and_json,
+    "<｜tool▁call▁begin｜>": _read_name_and_json,
     "<|python_tag|>": _read_llama,
     **dict.fromkeys(
         (

@@ -373,15 +373,13 @@ def check_rollout_functions(config: RolloutConfig, *, evaluation: bool = False) 
     the other functions. Raises PluginError."""
     if config.custom_generate_function_path:
         load_generate_function(config.custom_generate_function_path)
-    if config.custom_eval_rollout_log_function_path:
-        load_log_function(config, is_eval=True)
+    load_log_function(config, is_eval=True)
     find_evaluation_function(config)
     if evaluation:
         return
     if config.rollout_function_path:
         load_rollout_function(config.rollout_function_path)
-    if config.custom_rollout_log_function_path:
-        load_log_function(config, is_eval=False)
+    load_log_function(config, is_eval=False)
     load_group_filter(config)
     if config.data_source_path:
         load_data_source(config.data_source_path)

@@ -197,7 +197,7 @@ class UserSample(Sample):
         self.aborted |= reason == "abort"
         self._add_weight_version(meta_info)
 
-    def _add_weight_version(self, meta_info: dict[str, Any]) -> None:
+    def _add_weight_version(self, meta_info: Mapping[str, Any]) -> None:
         self.weight_versions += [str(meta_info["weight_version"])] if "weight_version" in meta_info else []
 
     @property
