@@ -44,14 +44,9 @@ async def collect_groups(
     max_batches: int,
     on_kept: Callable[[], None] = lambda: None,
 ) -> CollectedGroups:
-    """Generate sampling batches until `num_groups` groups are kept, then abort the groups in flight. Every requested
-    group ends in exactly one list of the result: kept, dropped with a reason, or buffered (aborted, or finished after
-    enough groups were kept).
-
-    Args:
-        group_filter: decides whether a finished group is kept or dropped; not called once enough groups are kept.
-        batch_size: number of groups in a sampling batch, at least `num_groups`.
-    """
+    """Generate sampling batches of at least `num_groups` groups until `num_groups` are kept, then abort those in
+    flight. Every requested group ends in exactly one list of the result: kept, dropped with a reason, or buffered
+    (aborted, or finished after enough groups were kept; the filter is not called for these)."""
     num_batches = 0
     async with asyncio.TaskGroup() as tasks:
         groups = GroupsInFlight(runner, group_filter, tasks, num_needed=num_groups, on_kept=on_kept)
@@ -88,11 +83,8 @@ class Flight:
 
 class GroupsInFlight:
     """Generates, grades and filters groups concurrently, for a round or a stream of rounds. Every group that was
-    started is in one place: `running`, `finished`, or `dropped` with a reason.
-
-    Args:
-        num_needed: number of finished groups after which others finish without the filter; None: no limit.
-    """
+    started is in one place: `running`, `finished`, or `dropped` with a reason. After `num_needed` finished groups,
+    others finish without the filter; None: no limit."""
 
     def __init__(
         self,
@@ -194,13 +186,8 @@ async def run_with_deadline(
     """Return the result of `work`. The coroutines in `background` run concurrently and are cancelled when `work`
     returns. The first exception in any coroutine cancels all others and is raised.
 
-    Args:
-        progress: estimates whether `work` would finish within the grace period of a stop request.
-        time_limit: maximum seconds for `work` (`--rollout-timeout`).
-
-    Raises:
-        TimeoutError: `work` takes longer than `time_limit`.
-        Preempted: a stop was requested, and the remaining samples would take longer than the grace period.
+    Raises TimeoutError after `time_limit` seconds (--rollout-timeout), and Preempted if a stop was requested and the
+    samples left in `progress` would take longer than the grace period.
     """
     deadline = asyncio.timeout(time_limit)
     try:

@@ -41,8 +41,7 @@ logger = logging.getLogger(__name__)
 def sft_data_stage(
     context: RolloutContext, prefix: str, run: str, rollout_id: int, state: dict[str, Any] | None = None
 ) -> Commit:
-    """Commit the next `rollout_batch_size` conversations as one round and return the commit. If the round is already
-    committed, only return its commit."""
+    """Commit the next `rollout_batch_size` conversations as a round, unless it is committed; return its commit."""
     if commit := context.store.committed(prefix):
         return commit
     seconds: dict[str, float] = {}
@@ -174,15 +173,9 @@ def row_of_sample(sample: Sample, index: int, group_index: int) -> dict[str, Any
 def load_rollout_file(
     path: Path, config: RolloutConfig, *, num_in_step: int, fraction: float | None = None
 ) -> list[list[Sample]]:
-    """Return the groups of samples in a file, checked; their ids are those of the file.
-
-    Args:
-        path: a file of --save-debug-rollout-data.
-        config: `reward_key` selects the reward if samples have a dictionary; without group indices, a group is
-            `n_samples_per_prompt` consecutive samples.
-        num_in_step: trajectories of an optimizer step (--global-batch-size), of which the file must have a multiple.
-        fraction: fraction of the groups that is used: the first and the last ones.
-    """
+    """Return the groups of samples in a file of --save-debug-rollout-data, checked; their ids are those of the file.
+    With `fraction`, only this fraction of the groups is used: the first and the last ones. Without group indices, a
+    group is `n_samples_per_prompt` consecutive samples. `num_in_step`: --global-batch-size."""
     content = load_torch_file(path)
     rows = content.get("samples") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
@@ -252,10 +245,8 @@ def sample_of_row(row: dict[str, Any], index: int, config: RolloutConfig) -> Sam
 def loaded_rollout_stage(
     context: RolloutContext, prefix: str, round: RolloutRound, path: Path, point: ResumePoint, **options: Any
 ) -> Commit:
-    """Commit the samples of a file as a round, and return the commit; `options` are those of `load_rollout_file`.
-
-    The position in --prompt-data does not change, and groups that earlier rounds have buffered stay buffered.
-    """
+    """Commit the samples of a file as a round, and return the commit; `options` are those of `load_rollout_file`. The
+    position in --prompt-data does not change, and buffered groups stay buffered."""
     seconds: dict[str, float] = {}
     state = point.state or SourceState(segments=()).model_dump(mode="json")
     with record_seconds(seconds, "prepare"):

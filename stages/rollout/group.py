@@ -34,12 +34,9 @@ STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.
 
 
 class Generator(Protocol):
-    """Interface for generating the responses of a group: implemented by EngineGenerator, and by CustomGeneration for
-    user-defined functions (plugins/custom_generation.py).
-
-    A call sets the status of every sample to completed, truncated, failed or aborted; a later round continues or
-    restarts aborted samples.
-    """
+    """Generates the responses of a group: EngineGenerator, or CustomGeneration for user-defined functions. A call sets
+    the status of every sample to completed, truncated, failed or aborted; a later round continues or restarts aborted
+    samples."""
 
     @property
     def counts(self) -> TokenCounts:
@@ -154,8 +151,7 @@ class GroupRunner:
         return group
 
     async def grade(self, group: Group) -> None:
-        """Grade the samples of a group that have no reward yet, and set their rewards. Raises ValueError if the reward
-        is misconfigured."""
+        """Set the rewards of samples without one. Raises ValueError if the reward is misconfigured."""
         samples = [sample for sample in group if sample.reward is None and sample.status is not Status.FAILED]
         if self.hook is not None:
             await asyncio.gather(*(asyncio.to_thread(self.hook, sample) for sample in samples))
@@ -241,16 +237,13 @@ class EngineCalls:
         return url.hostname, url.port
 
     async def generate(self, sample: Sample, **sampling: Any) -> str:
-        """Generate a continuation of `sample`, append the generated tokens to `sample`, and return the generated text.
+        """Append a continuation to `sample` with loss mask 1, and return its text. `sampling` overrides parameters of
+        the run.
 
-        The appended tokens have loss mask 1. The sample's status becomes `completed` (end token or stop text),
-        `truncated` (length limit or `max_new_tokens`) or `aborted` (the round is over; the text may be incomplete or
-        empty, and further calls return '').
-
-        Raises:
-            PluginError: `temperature` differs from --rollout-temperature, at which the trainer computes log-probs.
-            RuntimeError, ConnectionError, TimeoutError: the engines failed; this also fails the round, even if the
-                caller catches the exception.
+        The sample's status becomes `completed` (end token or stop text), `truncated` (length limit or `max_new_tokens`)
+        or `aborted` (the round is over; the text may be incomplete or empty, and further calls return '').
+        RuntimeError, ConnectionError and TimeoutError of the engines also fail the round, even if the caller catches
+        them.
         """
         if sample.status is Status.ABORTED:
             return ""
@@ -283,13 +276,9 @@ class EngineCalls:
         return self._decode(sample.token_ids[num_before:])
 
     def append(self, sample: Sample, content: str | Sequence[int]) -> bool:
-        """Append content that the model did not generate (for example tool output), as text or token ids, with loss
-        mask 0.
-
-        Returns:
-            Whether the content was appended. False if the content exceeds the length limit (then the sample's status
-            becomes `truncated`), or if the sample's status is `aborted` because the round is over.
-        """
+        """Append content that the model did not generate (for example tool output) with loss mask 0, as text or token
+        ids. Return False if it exceeds the length limit (the status becomes `truncated`), or if the round is over
+        (`aborted`)."""
         if sample.status is Status.ABORTED:
             return False
         token_ids = (
@@ -314,8 +303,7 @@ class EngineCalls:
         return (await asyncio.wrap_future(answer))[0]
 
     def _decode_response(self, sample: Sample) -> None:
-        """Set the sample's response text. The whole response is decoded, because the bytes of a character may be split
-        between two turns."""
+        """Set the response text. All of it is decoded, because two turns may share the bytes of a character."""
         sample.response = self._decode(sample.token_ids[sample.prompt_length :])
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -337,11 +325,8 @@ def sampling_params_for(config: GenerationConfig, sample: Sample) -> dict[str, A
 
 
 def max_response_tokens(config: GenerationConfig, num_prompt_tokens: int) -> int:
-    """Return the maximum number of response tokens after a prompt of `num_prompt_tokens`.
-
-    Raises:
-        DataError: the prompt leaves no room for a response. (Rollouts skip such prompts, evaluations do not.)
-    """
+    """Return the maximum number of response tokens after a prompt. Raises DataError if the prompt leaves no room:
+    rollouts skip such prompts, evaluations do not."""
     if config.rollout_max_context_len is None:
         return config.rollout_max_response_len
     room = config.rollout_max_context_len - num_prompt_tokens
@@ -354,12 +339,9 @@ def max_response_tokens(config: GenerationConfig, num_prompt_tokens: int) -> int
 
 
 def append_generation(sample: Sample, generation: Generation, round: RolloutRound) -> None:
-    """Append an engine's response to a sample: tokens (with loss mask 1), log-probs, status and policy versions. The
-    caller decodes and sets the response text.
-
-    If another policy version generated earlier tokens of the sample, `metadata["policy_spans"]` lists the versions in
-    order, each as [policy version, number of trained tokens].
-    """
+    """Append an engine's response to a sample: tokens (with loss mask 1), log-probs, status and policy versions; the
+    caller sets the text. If another policy version generated earlier tokens of the sample, `metadata["policy_spans"]`
+    lists the versions in order, each as [policy version, number of trained tokens]."""
     token_ids, logprobs = generation.token_ids, generation.logprobs
     assert len(token_ids) == len(logprobs), "the engine returned different numbers of tokens and log-probs"
     sample.status = STATUS[generation.finish_reason]

@@ -30,13 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """The journal of one round: numbered entries under `<prefix>.journal/`, each a commit with shards.
-
-    Used as a context manager, the journal is flushed if the `with` block raises an exception.
-
-    Args:
-        config: sampling parameters, and `rollout_journal_interval` in seconds (0: no journal is written or read).
-    """
+    """The journal of one round: numbered entries under `<prefix>.journal/`, each a commit with shards. As a context
+    manager, it is flushed if the `with` block raises. With --rollout-journal-interval 0, none is written or read."""
 
     def __init__(self, store: Store, prefix: str, round: RolloutRound, config: RolloutConfig) -> None:
         self.store = store

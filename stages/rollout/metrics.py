@@ -18,8 +18,8 @@ PREVIEW_CHARS = 2000  # maximum characters of a prompt, response, label or error
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the metrics (name -> value) of rewards, lengths, turns and statuses of samples, and of groups whose
-    rewards are all equal (zero advantage in GRPO)."""
+    """Return the metrics (name -> value) of samples and of groups whose rewards are all equal (no advantage in
+    GRPO)."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     tails = [sample.response[-_LONG_TEXT:].encode() for sample in samples if len(sample.response) > _LONG_TEXT]
     num_repetitive = sum(len(tail) / len(zlib.compress(tail)) > _REPETITION for tail in tails)
@@ -100,13 +100,9 @@ def staleness_metrics(samples: Sequence[Sample], policy_version: int) -> dict[st
 
 
 def throughput_metrics(runner: GroupRunner, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of generation speed, prefix-cache hits and speculative decoding in this attempt. Groups that
-    an earlier attempt generated (read from the journal) do not count.
-
-    Args:
-        runner: the runner of the round, after it has finished all groups.
-        seconds: seconds of each phase of the round (prepare, generate, reward, write).
-    """
+    """Return the metrics of generation speed, prefix-cache hits and speculative decoding in this attempt, after
+    `runner` has finished; groups read from the journal do not count. `seconds`: of each phase of the round (prepare,
+    generate, ...)."""
     counts = runner.counts
     longest = max((sum(sample.loss_mask) for sample in runner.generated), default=0)
     return speculation_metrics(counts) | {
@@ -120,8 +116,7 @@ def throughput_metrics(runner: GroupRunner, seconds: Mapping[str, float]) -> dic
 
 
 def speculation_metrics(counts: TokenCounts) -> dict[str, float]:
-    """Return the metrics of speculative decoding: tokens per verification, and fraction of draft tokens accepted; {} if
-    no draft token was verified."""
+    """Return tokens per verification and the fraction of draft tokens accepted; {} without verified draft tokens."""
     if counts.proposed == 0:
         return {}
     return {

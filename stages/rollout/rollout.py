@@ -112,8 +112,7 @@ class RolloutContext:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The data-source state and buffered groups that a round starts from. The defaults are for the first round of a
-    run."""
+    """The data-source state and buffered groups that a round starts from. The defaults are for a run's first round."""
 
     state: dict[str, Any] | None = None  # state of the data source; None: start of the data
     buffer: Sequence[Sample] = ()  # samples of the groups that earlier rounds buffered
@@ -165,19 +164,12 @@ def rollout_stage(
     num_prompts: int | None = None,
     summarize: Callable[[Sequence[Sample]], dict[str, float]] = rollout_metrics,
 ) -> Commit:
-    """Generate, grade and commit one round, unless it is already committed. Return its commit.
+    """Generate, grade and commit `num_prompts` groups (default: `rollout_batch_size`) under the store's `prefix`,
+    unless that is committed. Return the commit, whose metrics `summarize` computes.
 
-    Args:
-        prefix: store prefix of the commit and its files, e.g. `RunKeys.rollout_prefix(12)`.
-        resume_point: data-source state and buffered groups after the previous round; None for a run's first round.
-        num_prompts: number of groups to keep; default: `rollout_batch_size`.
-        summarize: samples -> metrics to record in the commit.
-
-    Raises:
-        ValueError: the prompt data changed since an earlier round, or a user-defined function is invalid.
-        RuntimeError, ConnectionError: the engines failed, all samples failed, or the filter kept too few groups.
-        TimeoutError: the round took longer than `config.rollout_timeout`.
-        Preempted: a stop was requested, and the round would take longer than the grace period.
+    Raises ValueError (changed prompt data, an invalid user-defined function), RuntimeError or ConnectionError (the
+    engines or all samples failed, or the filter kept too few groups), TimeoutError after --rollout-timeout, and
+    Preempted.
     """
     if commit := context.store.committed(prefix):
         return commit
@@ -237,8 +229,7 @@ async def generate_round(
     num_groups: int,
     data_set: str | None = None,
 ) -> RoundResult:
-    """Generate and grade groups until `num_groups` are kept, then run the hooks of the round. `data_set` is the name of
-    an evaluation's data set."""
+    """Generate and grade groups until `num_groups` are kept, then run the hooks. `data_set`: of an evaluation."""
     start, counters = time.perf_counter(), context.read_counters()
     config = context.config
     hooks, group_filter, num_samples = Hooks(config), load_group_filter(config), config.n_samples_per_prompt
@@ -278,8 +269,7 @@ async def call_rollout_function(
     num_groups: int,
     data_set: str | None,
 ) -> CollectedGroups:
-    """Return the groups of a round that a user-defined rollout function generates (--rollout-function-path), or those
-    of an evaluation on the data set named `data_set`."""
+    """Return the groups that the function of --rollout-function-path generates for a round or an evaluation."""
     handle = EngineHandle(client, context.tokenizer, context.config, runner.round)
     handle.loop = asyncio.get_running_loop()
     try:

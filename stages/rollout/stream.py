@@ -62,8 +62,7 @@ class LostRound(Exception):
 
 
 def is_repeated(flight: Flight) -> bool:
-    """Return whether a group is generated once more, because all its tokens became too old. The mark is in the samples,
-    so that a restart keeps it."""
+    """Return whether a group is generated once more, because all its tokens became too old."""
     return bool((flight.group or flight.prompts)[0].metadata.get(REPEATED))
 
 
@@ -81,14 +80,8 @@ class Taken:
 
 class RolloutStream:
     """Generates groups in a thread from `start` to `close`. After an exception in `run_round`, close the stream and
-    create another one, which continues after the last committed round.
-
-    Args:
-        engines: context manager that yields the engines' addresses; entered by the stream's thread.
-        prefix_of: number of a round -> store prefix of its rollout.
-        num_rounds: number of rounds of the run; groups for later rounds are not started.
-        engine_version: returns the policy version that all engines have; other threads update them.
-    """
+    create another one, which continues after the last committed round. `engines` is entered by the stream's thread;
+    `engine_version` returns the policy version that all engines have, which other threads update."""
 
     def __init__(
         self,
@@ -129,15 +122,9 @@ class RolloutStream:
             self._thread.join()
 
     def run_round(self, rollout_id: int) -> Commit:
-        """Wait for the groups of the next round, and commit them.
-
-        Raises:
-            RuntimeError, ConnectionError: the engines failed, all samples failed, or the filter dropped too many
-                groups.
-            TimeoutError: the groups were not finished within `config.rollout_timeout`.
-            Preempted: a stop was requested.
-            LostRound: another driver of the run has committed this round.
-        """
+        """Wait for the groups of the next round, and commit them. Raises RuntimeError or ConnectionError (the engines
+        or all samples failed, or the filter dropped too many groups), TimeoutError after --rollout-timeout, Preempted,
+        and LostRound."""
         self._raise_failure()
         try:
             taken = self._run_in_loop(self._take(rollout_id))
@@ -174,8 +161,7 @@ class RolloutStream:
         return commit
 
     def _run_in_loop(self, coroutine: Coroutine[Any, Any, Taken]) -> Taken:
-        """Return the result of a coroutine that runs in the stream's thread. Raises CancelledError if the thread ends
-        before."""
+        """Return the result of a coroutine in the stream's thread. Raises CancelledError if the thread ends before."""
         assert self._loop is not None
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -29,12 +29,8 @@ ServingTeacher = Callable[[], AbstractContextManager[Callable[[], list[str]]]]
 
 
 class Teacher:
-    """Client of a teacher's server. Must be created in the event loop that calls `score`.
-
-    Args:
-        urls: returns the address of the server, such as http://10.0.0.7:30000; nothing while it restarts. Raises an
-            error if it cannot restart.
-    """
+    """Client of a teacher's server. Must be created in the event loop that calls `score`. `urls` returns the server's
+    address, or nothing while it restarts, and raises an error if it cannot restart."""
 
     def __init__(self, urls: Callable[[], list[str]], name: str) -> None:
         self.urls, self.name = urls, name

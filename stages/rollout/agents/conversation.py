@@ -50,17 +50,9 @@ class Turn:
 
 
 class Conversation:
-    """A chat with the model, recorded in a sample as the exact tokens.
-
-    If the chat template drops parts of earlier replies (mostly reasoning), the sample keeps these parts: its tokens are
-    exactly those that the model has seen and generated.
-
-    Args:
-        sample: the sample to which replies and messages are appended. The sample's prompt is the first user message,
-            unless the first call of `reply` passes messages.
-        tools: tool definitions in OpenAI's format, for the chat template; if given, tool calls are parsed from replies.
-        template_options: additional variables of the chat template, e.g. {"enable_thinking": False}.
-    """
+    """A chat with the model, recorded in a sample as exactly the tokens that the model has seen and generated, also if
+    the chat template drops parts of earlier replies (mostly reasoning). The prompt is the first user message, unless
+    the first `reply` passes messages. With `tools` (OpenAI's format), tool calls are parsed from replies."""
 
     def __init__(
         self,
@@ -77,15 +69,11 @@ class Conversation:
         self._num_opening = 0  # number of messages before the first reply
 
     async def reply(self, messages: Sequence[Message] = (), **sampling: Any) -> Message:
-        """Return the model's reply to `messages`: {"role": "assistant", "content": ..., "tool_calls": ...}.
+        """Return the model's reply to `messages`, those since the last reply: {"role": "assistant", "content": ...,
+        "tool_calls": ...}. In the first call: the whole conversation so far, or no messages to use the sample's prompt.
 
         If the length limit leaves no room for the messages, the reply is empty and `sample.status` is TRUNCATED. If the
         round aborts the request, the reply has no tool calls and `sample.status` is ABORTED.
-
-        Args:
-            messages: the messages since the last reply. In the first call: the whole conversation so far, or no
-                messages to use the sample's prompt.
-            sampling: the engine's sampling parameters, for this reply only.
         """
         sample = self.sample
         num_tokens, response = len(sample.token_ids), sample.response
@@ -120,8 +108,8 @@ class Conversation:
         return reply
 
     def fork(self, num_turns: int, blank: UserSample) -> Conversation:
-        """Return a new conversation that starts with the first `num_turns` turns of this conversation. In the new one,
-        these turns are part of the prompt and not trained on."""
+        """Return a new conversation whose prompt is the first `num_turns` turns of this one, which it does not
+        train."""
         turn = self.turns[num_turns - 1]
         other = Conversation(self.handle, blank, self.tools, self.template_options)
         other.messages, other.turns = self.messages[: turn.num_messages], self.turns[:num_turns]
@@ -182,14 +170,11 @@ class Answer:
 
 
 class AgentSession:
-    """One execution of an agent on the prompt of one sample.
+    """One execution of an agent on the prompt of one sample. `samples` returns the results.
 
     Used as a context manager around the agent, the session closes at the end of the `with` block. An exception in the
     block is suppressed if the agent's last request was refused because the context was full or the round was over: a
     full context truncates the sample, like any other response.
-
-    Args:
-        sample: the prompt for the agent. Its tokens are not changed; `samples` returns the results.
     """
 
     def __init__(
@@ -270,8 +255,7 @@ class AgentSession:
         return [self._completed_sample(conversation) for conversation in answered]
 
     def _completed_sample(self, conversation: Conversation) -> UserSample:
-        """Return the sample of a conversation up to its last complete reply, without the tokens of a request that is
-        still in flight."""
+        """Return the sample of a conversation up to its last complete reply, without tokens of a request in flight."""
         sample, turn = copy.copy(conversation.sample), conversation.turns[-1]
         sample.metadata = dict(sample.metadata)
         sample.token_ids = sample.token_ids[: turn.num_tokens]
@@ -333,8 +317,7 @@ def _message_comparison_key(message: Message) -> tuple[str, ...]:
 
 @functools.cache
 def chat_format(tokenizer: PromptTokenizer) -> ChatFormat:
-    """Return the ChatFormat of a tokenizer; cached, so that its warning, that the chat template drops the reasoning of
-    earlier replies, is logged once per tokenizer."""
+    """Return the ChatFormat of a tokenizer; cached, so that its warning is logged once per tokenizer."""
     return ChatFormat(tokenizer)
 
 
@@ -368,14 +351,9 @@ class ChatFormat:
         tools: Sequence[Any] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[str, str]:
-        """Return (closing text, between text). The closing text is what the template writes to end the turn of `reply`.
-        The between text is all text from there to the start of the model's next reply, closing text included.
-
-        Args:
-            opening: the messages before the first reply; messages between the first reply and `reply` are not rendered.
-            reply: last reply of the model; of its tool calls, only the first is rendered.
-            messages: the new messages after the reply.
-        """
+        """Return (closing text, between text): what the template writes to end the turn of `reply`, and all text from
+        there to the start of the model's next reply, closing text included. Messages between `opening`, those before
+        the first reply, and `reply` are not rendered; of the tool calls of `reply`, only the first."""
         render = functools.partial(self.render, tools=tools, options=options)
         plain = {"role": "assistant", "content": PLACEHOLDER}
         closing = _text_after_placeholder(render([*opening, plain], open_reply=False))

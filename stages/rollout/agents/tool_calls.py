@@ -40,14 +40,9 @@ FoundCalls = tuple[list[ToolCall], int] | None  # the calls at a position and wh
 
 
 def parse_tool_calls(text: str, tools: Tools, *, in_thought: bool = False) -> tuple[str, list[ToolCall]]:
-    """Return the text without its tool calls, and the parsed tool calls in order.
-
-    Args:
-        text: reply of the model, without its end token.
-        tools: tools offered to the model. In formats without closing tags (Llama, GLM-4), a text counts as a tool call
-            only if it names one of these tools.
-        in_thought: the reply continues a thought that the prompt has opened.
-    """
+    """Return the text of a reply without its tool calls, and the parsed tool calls in order. In formats without closing
+    tags (Llama, GLM-4), a text counts as a tool call only if it names one of `tools`. `in_thought`: the reply continues
+    a thought that the prompt has opened."""
     calls: list[ToolCall] = []
     rest, end, position = "", 0, 0  # the text without calls up to `end`
     answers = [] if in_thought else [0]  # where text begins that is not in a thought

@@ -92,12 +92,8 @@ class Hooks:
 def run_log_function(
     config: RolloutConfig, rollout_id: int, samples: Sequence[Sample], seconds: float, data_set: str | None = None
 ) -> dict[str, float]:
-    """Call the log function of rollouts or, for a `data_set`, of evaluations, and return the metrics that it adds; {}
-    if `config` names none. Raises PluginError.
-
-    Args:
-        data_set: name of the evaluation's data set; None: a rollout.
-    """
+    """Call the log function of rollouts or, for the evaluation of a `data_set`, of evaluations, and return the metrics
+    that it adds; {} if `config` names none. Raises PluginError."""
     plugin = load_log_function(config, is_eval=data_set is not None)
     if plugin is None:
         return {}
@@ -181,13 +177,8 @@ def load_train_data_function(config: RolloutConfig) -> Plugin | None:
 
 
 def make_train_data(samples: list[Sample], config: RolloutConfig, tokenizer: PromptTokenizer) -> list[Sample]:
-    """Return the samples to train on, as changed by the function that `config` names; without one, `samples`. Raises
-    PluginError.
-
-    Args:
-        samples: samples of the round. The function gets those that have a reward; the others are not trained on, and
-            follow the changed ones.
-    """
+    """Return the samples to train on, as changed by the function that `config` names; without one, `samples`. It gets
+    the samples that have a reward; the others are not trained on, and follow the changed ones. Raises PluginError."""
     plugin = load_train_data_function(config)
     if plugin is None:
         return samples

@@ -97,8 +97,7 @@ class FunctionSource:
 
 
 class RolloutTools:
-    """Parts of the built-in rollout that a rollout function may call (`args.rollout`), from any thread or event
-    loop."""
+    """Parts of the built-in rollout that a rollout function may call (`args.rollout`), from any thread or loop."""
 
     def __init__(
         self,
@@ -126,8 +125,7 @@ class RolloutTools:
     async def generate_group(
         self, group: list[UserSample], sampling: dict[str, Any], *, grade: bool
     ) -> list[UserSample]:
-        """Return a group, or a single sample in a list, with responses and, if `grade`, with rewards. Raises
-        PluginError."""
+        """Return samples of a group with responses and, if `grade`, with rewards. Raises PluginError."""
         own = self.config.sampling_params()
         if changed := [name for name, value in own.items() if sampling.get(name, value) != value]:
             raise PluginError(
@@ -147,12 +145,7 @@ class RolloutTools:
 
 
 class RolloutFunctionCall:
-    """One call of a rollout function. Create it in the event loop of the engines' client.
-
-    Args:
-        collect: the built-in rollout: takes a function that returns groups.
-        data_set: name of the data set, in an evaluation.
-    """
+    """One call of a rollout function, or of an evaluation on `data_set`. Create it in the event loop of the client."""
 
     def __init__(
         self,
@@ -175,8 +168,7 @@ class RolloutFunctionCall:
         self.rewards: dict[int, float] = {}  # id() of a returned sample -> reward that an evaluation returned beside it
 
     async def run(self, num_groups: int) -> CollectedGroups:
-        """Call the function; return the groups to train on, the groups for later rounds, and the dropped groups with
-        the reasons. Raises PluginError."""
+        """Call the function, and return its groups and what became of the others. Raises PluginError."""
         args = SimpleNamespace(**self.config.plugin_arguments() | {"engine": self.handle, "rollout": self.tools})
         args.sglang_router_ip, args.sglang_router_port = self.handle.address
         is_eval = self.data_set is not None
@@ -222,8 +214,7 @@ class RolloutFunctionCall:
         return groups
 
     def _checked_group(self, parts: list[Any]) -> Group:
-        """Return the samples of a group as plain samples, with the ids that they had before the call. Raises
-        PluginError."""
+        """Return plain samples with the ids that they had before the call. Raises PluginError."""
         origins = {sample.trajectory_id: sample for sample in self.source.issued[parts[0].group_id]}
         if missing := sorted(origins.keys() ^ {part.trajectory_id for part in parts}):
             raise PluginError(
@@ -277,8 +268,8 @@ class RolloutFunctionCall:
         return sample
 
     def _unused(self, kept: set[str]) -> tuple[list[Group], list[tuple[Group, str]]]:
-        """Return the groups for later rounds, and the dropped ones with their reasons: all issued groups that are not
-        among those that are kept."""
+        """Return the groups for later rounds, and the dropped ones with reasons: all issued groups that are not
+        kept."""
         back = {group[0].group_id: group for collected in self.tools.collected for group in collected.buffered}
         reasons = {group[0].group_id: text for collected in self.tools.collected for group, text in collected.dropped}
         buffered, dropped = [], []
@@ -328,12 +319,8 @@ def find_evaluation_function(config: RolloutConfig) -> str | None:
 
 
 def samples_of_evaluation(returned: Any, data_set: str, name: str) -> tuple[Any, dict[int, float]]:
-    """Return the samples in what a function returned from an evaluation, and the rewards given beside them. Raises
-    PluginError.
-
-    Returns:
-        The samples, perhaps in nested lists; and id() of a sample -> its reward.
-    """
+    """Return the samples, perhaps in nested lists, that a function returned from an evaluation, and the rewards given
+    beside them by id() of a sample. Raises PluginError."""
     data = getattr(returned, "data", returned)
     if not isinstance(data, Mapping):
         return getattr(returned, "samples", returned), {}
@@ -368,9 +355,8 @@ def samples_of_evaluation(returned: Any, data_set: str, name: str) -> tuple[Any,
 
 
 def check_rollout_functions(config: RolloutConfig, *, evaluation: bool = False) -> None:
-    """Check that all user-defined functions of a rollout load and have the right signature. For an evaluation, check
-    only the generate function, the function of --eval-function-path and its log function, because an evaluation ignores
-    the other functions. Raises PluginError."""
+    """Check that all user-defined functions of a rollout load and have the right signature; for an evaluation, only
+    those that it calls. Raises PluginError."""
     if config.custom_generate_function_path:
         load_generate_function(config.custom_generate_function_path)
     load_log_function(config, is_eval=True)

@@ -64,10 +64,8 @@ class RolloutRound:
 def new_groups(
     prompts: Sequence[Prompt], tokenizer: PromptTokenizer, round: RolloutRound, num_samples: int
 ) -> list[Group]:
-    """Render and tokenize prompts; return a group of `num_samples` pending samples for each prompt.
-
-    A group's id is the number of prompts that the run issued before it, so the ids are the same if a round is retried.
-    """
+    """Render and tokenize prompts; return a group of `num_samples` pending samples for each. A group's id is the number
+    of prompts that the run issued before it, so the ids are the same if a round is retried."""
     texts = tokenizer.render([prompt.content for prompt in prompts], [prompt.tools for prompt in prompts])
     groups = []
     for prompt, text, token_ids in zip(prompts, texts, tokenizer.encode(texts)):
@@ -144,8 +142,7 @@ def resized_group(group: Group, num_samples: int) -> Group:
 
 
 def group_by_group_id(samples: Iterable[Any]) -> list[Group]:
-    """Group samples by group id, in order of first occurrence. The elements of `samples` are samples or lists of
-    samples."""
+    """Group samples, or lists of samples, by group id, in order of first occurrence."""
     groups: dict[str, Group] = {}
     for entry in samples:
         for sample in [entry] if isinstance(entry, Sample) else entry:
@@ -191,10 +188,8 @@ class Dataset:
 
 
 class RolloutDataSource:
-    """Data source that returns groups for the prompts of --prompt-data in order, and drops groups handed back.
-
-    `self.dataset` and `self.args` are set before `__init__` is called.
-    """
+    """Returns groups for the prompts of --prompt-data in order, and drops groups handed back. `self.dataset` and
+    `self.args` are set before `__init__` is called."""
 
     dataset: Dataset
     args: Any  # the rollout's options as attributes, see RolloutConfig.plugin_arguments
@@ -355,10 +350,9 @@ def _type_name(value: Any) -> str:
 class PromptIntake:
     """Takes groups from the data source for one attempt at a round, and records which groups were requested.
 
-    Every attempt creates a new data source from the committed state, so the retry after a failed attempt gets the same
-    groups. The commit of the round accounts for every group that was requested or buffered: it is trained on, dropped
-    with a reason, or still buffered. Buffered groups with failed samples start again: otherwise failures, which finish
-    first, would fill the next round and every retry of it.
+    Every attempt creates a new data source from the committed state, so a retry gets the same groups. Every group that
+    was requested or buffered is trained on, dropped with a reason, or still buffered. Buffered groups with failed
+    samples start again: otherwise failures, which finish first, would fill the next round and every retry of it.
     """
 
     def __init__(self, source: RolloutDataSource, state: dict[str, Any] | None, buffer: Sequence[Sample]) -> None:
@@ -373,11 +367,8 @@ class PromptIntake:
         self._groups = {group[0].group_id: group for group in groups}
 
     def next_groups(self, count: int) -> list[Group]:
-        """Take the next `count` groups from the data source, and assign their samples to this round.
-
-        If a sample was aborted in an earlier round and keeps its tokens, `metadata["start_rollout_id"]` is set to the
-        number of the round that generated its first token.
-        """
+        """Take the next `count` groups from the data source, and assign their samples to this round. A sample that
+        keeps the tokens of an earlier round gets the number of that round as `metadata["start_rollout_id"]`."""
         round, groups = self.source.dataset.round, take_checked_groups(self.source, count)
         if round.max_staleness and not round.updates_in_flight:
             oldest = round.rollout_id - round.max_staleness
@@ -460,8 +451,8 @@ def load_buffer_filter(path: str) -> BufferFilter:
 
 
 def open_data_source(config: RolloutConfig, dataset: Dataset) -> RolloutDataSource:
-    """Create the data source of a round: an instance of the user-defined class (--data-source-path), or of
-    RolloutDataSourceWithBuffer. Raises PluginError."""
+    """Create the user-defined data source (--data-source-path), or the built-in one with a buffer. Raises
+    PluginError."""
     cls = load_data_source(config.data_source_path) if config.data_source_path else RolloutDataSourceWithBuffer
     buffer_filter = load_buffer_filter(config.buffer_filter_path) if config.buffer_filter_path else None
     source, args = cls.__new__(cls), SimpleNamespace(**config.plugin_arguments())

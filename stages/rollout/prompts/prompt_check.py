@@ -32,15 +32,11 @@ def check_prompt_data(
     tokenizer: PromptTokenizer | None = None,
     max_seq_len: int | None = None,
 ) -> int:
-    """Parse all rows of --prompt-data, check every prompt, and render some rows. Return the number of rows.
+    """Parse all rows of --prompt-data, check every prompt, and return the number of rows.
 
-    Args:
-        is_sft: rows are conversations to train on (SFT), not prompts to answer.
-        grading: options of the reward that grades the responses: every row needs a reward, and a label if its reward
-            compares responses with labels; None: rows are not graded.
-        tokenizer: renders up to 97 rows of each entry of --prompt-data; None: no row is rendered.
-        max_seq_len: maximum sequence length of the model in tokens, which a prompt plus the longest response must not
-            exceed; None: lengths are not checked.
+    With `grading`, every row needs a reward, and a label if its reward compares responses with labels. With
+    `tokenizer`, up to 97 rows of each entry are rendered; with `max_seq_len`, a prompt plus the longest response must
+    not exceed it. `is_sft`: rows are conversations to train on, not prompts to answer.
     """
     if config.tool_key and not (config.apply_chat_template or is_sft):
         raise OptionError(

@@ -77,8 +77,7 @@ def read_prompt_files(config: PromptConfig) -> Iterator[PromptEntry]:
 
 
 def read_entry(entry: str, config: PromptConfig) -> PromptEntry:
-    """Read all rows of an entry of --prompt-data; with `config.streaming_data`, they are kept on disk. Raises
-    DataError."""
+    """Read all rows of an entry of --prompt-data; with `config.streaming_data`, to disk. Raises DataError."""
     path, start, stop = parse_slice(entry)
     tools = "tools" if config.tool_key is None else config.tool_key or None
     columns = Columns(config.input_key, config.label_key, config.metadata_key, tools)
@@ -184,8 +183,7 @@ def _suffix(file: str) -> str:
 
 
 def _files_of_data_set(fs: Any, path: str) -> list[str]:
-    """Return the files of a directory that `save_to_disk` of Hugging Face's datasets wrote; for a file, the file.
-    Raises DataError."""
+    """Return the files of a directory that `datasets.save_to_disk` wrote; for a file, the file. Raises DataError."""
     if _suffix(path) in (*JSON, *CSV, *COLUMNAR):
         return [path]
     splits = []

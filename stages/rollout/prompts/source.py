@@ -101,12 +101,8 @@ Segments = list[tuple[int, Segment]]  # (index in SourceState.segments, segment)
 
 
 class PromptSource:
-    """The rows of all entries of --prompt-data, and their order in every epoch.
-
-    Args:
-        shuffle: visit the rows in a new random order each epoch, instead of the order in the files.
-        weights: sampling weight of each entry; if empty, the entries are visited one after another.
-    """
+    """The rows of all entries of --prompt-data, and their order in every epoch: that of the files, or a new random one
+    (`shuffle`). With `weights`, entries are mixed; without, they are visited one after another."""
 
     def __init__(
         self,
@@ -166,15 +162,9 @@ class PromptSource:
     def take(
         self, state: SourceState, count: int, prompt_filter: PromptFilter | None = None
     ) -> tuple[list[Prompt], SourceState]:
-        """Return the next `count` prompts (across any number of epochs) and the state after them.
-
-        Args:
-            prompt_filter: decides which prompts are served; rejected prompts are counted as skipped and replaced by the
-                next prompts. None: all prompts are served.
-
-        Raises:
-            DataError: `prompt_filter` rejects all prompts of a whole epoch.
-        """
+        """Return the next `count` prompts (across any number of epochs) and the state after them. Prompts that
+        `prompt_filter` rejects count as skipped and are replaced by the next ones. Raises DataError if it rejects a
+        whole epoch."""
         assert state.num_rows > 0, "PromptSource.take needs at least one row; read_entry rejects empty files"
         if not state.places:
             segments = list(enumerate(state.segments))

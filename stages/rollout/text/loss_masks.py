@@ -36,12 +36,8 @@ _TOOL_RESPONSE_END = re.compile(r"(\s*</tool_response>\s*)?\Z")
 
 
 def split_trained_text(messages: Messages, tokenizer: PromptTokenizer, tools: Tools = None) -> list[Piece]:
-    """Return the rendered text of a conversation, split into pieces (text, whether SFT trains on it).
-
-    Raises:
-        TemplateError: the template fails, or the trained spans cannot be located exactly.
-        DataError: a `step_loss_mask` is neither 0 nor 1.
-    """
+    """Return the rendered text of a conversation as pieces (text, whether SFT trains on it). Raises TemplateError if
+    the template fails or the trained spans cannot be located exactly, and DataError."""
     trained = [
         index for index, message in enumerate(messages) if message["role"] == "assistant" and _is_trained(message)
     ]
@@ -65,13 +61,8 @@ def split_trained_text(messages: Messages, tokenizer: PromptTokenizer, tools: To
 def join_pieces(
     pieces: Sequence[Piece], encoded: Sequence[list[int]], max_seq_len: int | None
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids and the loss mask (0 or 1 per token) of a conversation. Raises DataError.
-
-    Args:
-        encoded: the token ids of each piece. Pieces are tokenized separately, so that a prompt has the same ids as in
-            generation.
-        max_seq_len: maximum sequence length of the model in tokens; None: not checked.
-    """
+    """Return the token ids and the loss mask (0 or 1 per token) of a conversation from those of its pieces, which are
+    tokenized separately, so that a prompt has the same ids as in generation. Raises DataError."""
     token_ids = [token for ids in encoded for token in ids]
     loss_mask = [int(is_trained) for (_, is_trained), ids in zip(pieces, encoded, strict=True) for _ in ids]
     if max_seq_len is not None and len(token_ids) > max_seq_len:
@@ -113,8 +104,7 @@ def check_messages_are_written(messages: Messages, tokenizer: PromptTokenizer, t
 
 
 def drops_reasoning(messages: Messages, pieces: Sequence[Piece]) -> bool:
-    """Return whether the rendered text (`pieces`) lacks the reasoning of the last trained assistant message, because
-    the chat template drops it."""
+    """Return whether the chat template drops the reasoning of the last trained assistant message."""
     answers = [message for message in messages if message["role"] == "assistant" and _is_trained(message)]
     if not answers:
         return False

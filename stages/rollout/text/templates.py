@@ -61,12 +61,8 @@ class TemplateRenderer:
     def render(
         self, template: str, chats: Sequence[Chat], options: dict[str, Any] | None = None, mark: str = ""
     ) -> list[str | TemplateError]:
-        """Render conversations; return the text of every conversation, or the error that rendering it raised.
-
-        Args:
-            chats: conversations; messages and tools must be JSON-serializable.
-            mark: text that is written before and after every `{% generation %}` block.
-        """
+        """Render conversations (JSON-serializable); return the text of each, or the error that rendering it raised.
+        `mark` is written before and after every `{% generation %}` block."""
         # The same time for all chats, because their texts are compared.
         head = json.dumps(
             {"template": template, "options": options or {}, "mark": mark, "now": time.time()}, default=str

@@ -39,11 +39,7 @@ GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class,
 
 
 class PromptTokenizer:
-    """The tokenizer and chat template of a checkpoint. Raises ModelError or TemplateError.
-
-    Args:
-        template_options: additional variables of the template (`--apply-chat-template-kwargs`).
-    """
+    """The tokenizer and chat template of a checkpoint. Raises ModelError or TemplateError."""
 
     template_options: Mapping[str, Any] = MappingProxyType({})
     generation_end_ids: Sequence[int] = ()  # that generation_config.json names
@@ -98,11 +94,7 @@ class PromptTokenizer:
         tools: Sequence[Tools] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Render conversations as text with the chat template. Raises TemplateError.
-
-        Args:
-            options: variables of the template that override `template_options`.
-        """
+        """Render conversations as text; `options` override `template_options`. Raises TemplateError."""
         texts = []
         all_tools = tools or [None] * len(chats)
         results = self.try_render([(chat, own, add_generation_prompt) for chat, own in zip(chats, all_tools)], options)
@@ -123,13 +115,8 @@ class PromptTokenizer:
     def try_render(
         self, chats: Sequence[Chat], options: Mapping[str, Any] | None = None, mark: str = ""
     ) -> list[str | TemplateError]:
-        """Render conversations as text with the chat template; return the text of every conversation, or the error that
-        rendering it raised. Raises DataError.
-
-        Args:
-            options: variables of the template that override `template_options`.
-            mark: text that is written before and after every `{% generation %}` block.
-        """
+        """Render conversations; return the text of each, or the error that rendering it raised. `options` override
+        `template_options`; `mark` is written before and after every `{% generation %}` block. Raises DataError."""
         results: list[str | TemplateError] = [""] * len(chats)
         for with_tools in (False, True):
             indices = [index for index, chat in enumerate(chats) if bool(chat[1]) == with_tools]
@@ -235,11 +222,8 @@ def check_tokenizer(
     tools: bool = False,
     template_options: dict[str, Any] | None = None,
 ) -> PromptTokenizer:
-    """Load a tokenizer, and render one question with its chat template as a check. Return the tokenizer.
-
-    Raises:
-        TemplateError: the template is missing, fails, exceeds RenderLimits, or does not write tool definitions.
-    """
+    """Load a tokenizer, and render one question with its chat template. Raises TemplateError if the template is
+    missing, fails, exceeds RenderLimits, or does not write tool definitions."""
     tokenizer = PromptTokenizer(directory, apply_chat_template=apply_chat_template, template_options=template_options)
     if not apply_chat_template:
         return tokenizer
