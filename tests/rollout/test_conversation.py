@@ -73,7 +73,7 @@ def test_conversation_text_equals_rendering_of_template(template: str) -> None:
     assert logprobs == [-float(i) for i in range(1, sum(sample.loss_mask) + 1)]
     assert all(bool(logprob) == bool(mask) for logprob, mask in zip(sample.rollout_logprobs, sample.loss_mask))
 
-    whole = ChatFormat(handle.tokenizer)._render(conversation.messages, [ADD], {}, open_reply=False)
+    whole = ChatFormat(handle.tokenizer).render(conversation.messages, [ADD], open_reply=False)
     shown = text(handle, sample)
     if template == QWEN3:  # which opens the last reply with empty thoughts, if it has none
         whole = whole.replace("<think>\n\n</think>\n\n", "")
