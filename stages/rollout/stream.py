@@ -29,13 +29,7 @@ from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.metrics import rollout_metrics
 from penstock.stages.rollout.plugins.filters import load_group_filter
 from penstock.stages.rollout.plugins.hooks import Hooks, make_train_data, run_log_function
-from penstock.stages.rollout.prompts.data_source import (
-    Group,
-    RolloutRound,
-    copy_sample,
-    is_too_old,
-    without_responses,
-)
+from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample, is_too_old, without_responses
 from penstock.stages.rollout.rollout import (
     ResumePoint,
     RolloutContext,

@@ -181,23 +181,22 @@ def test_aborted_reply_calls_no_tool() -> None:
     assert sample.status is Status.ABORTED and "tool_calls" not in replies[0] and not conversation.turns
 
 
-def test_template_that_requires_call_before_result() -> None:
-    template = """{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}
-    {{- raise_exception('there was no call') }}{% endif %}
-    {{- '<|im_start|>' + (m.content or m.tool_calls | tojson) + '<|im_end|>' }}{% endfor %}"""
+@pytest.mark.parametrize(
+    "content",
+    [
+        """{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}
+        {{- raise_exception('there was no call') }}{% endif %}
+        {{- '<|im_start|>' + (m.content or m.tool_calls | tojson) + '<|im_end|>' }}""",
+        "{{ '<|im_start|>' + m.content + '<|im_end|>' }}",
+    ],
+    ids=["requires a call before its result", "writes no calls"],
+)
+def test_result_is_rendered_after_the_text_of_the_call(content: str) -> None:
+    template = f"{{% for m in messages %}}{content}{{% endfor %}}"
     handle = handle_with(template, CALL[QWEN3] + "<|im_end|>", "2")
-    _, sample, _ = talk(handle, [QUESTION], [{"role": "tool", "content": "two"}], tools=[ADD])
-    assert (
-        text(handle, sample) == f"<|im_start|>what is 1+1?<|im_end|>{CALL[QWEN3]}<|im_end|><|im_start|>two<|im_end|>2"
-    )
-
-
-def test_template_that_writes_no_calls() -> None:
-    template = "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
-    handle = handle_with(template, CALL[QWEN3], "2<|im_end|>")
     _, sample, replies = talk(handle, [QUESTION], [{"role": "tool", "content": "two"}], tools=[ADD])
     assert "tool_calls" in replies[0]
-    expected = f"<|im_start|>what is 1+1?<|im_end|>{CALL[QWEN3]}<|im_end|><|im_start|>two<|im_end|>2<|im_end|>"
+    expected = f"<|im_start|>what is 1+1?<|im_end|>{CALL[QWEN3]}<|im_end|><|im_start|>two<|im_end|>2"
     assert text(handle, sample) == expected
 
 

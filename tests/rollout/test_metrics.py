@@ -57,13 +57,10 @@ def test_turns_and_the_tokens_of_tools_are_counted() -> None:
         "multi_turn/raw_response_length/response_length_mean": 13 / 3,
         "multi_turn/raw_response_length/response_length_max": 6.0,
     }
+    removed = [*samples, sample(3, [0, 0]), sample(4, [], status=Status.FAILED, reward=None)]
+    assert rollout_metrics(removed)["rollout/removed_ratio"] == 0.2, "failed samples are not among them"
     lengths = [found[f"rollout/response_len/{name}"] for name in ("mean", "max")]
     assert lengths == [7 / 3, 3.0], "what is trained, as in slime"
-
-
-def test_removed_samples_are_counted_without_failed_ones() -> None:
-    samples = [sample(0, [1]), sample(1, [0, 0]), sample(2, [], status=Status.FAILED, reward=None), sample(3, [1])]
-    assert rollout_metrics(samples)["rollout/removed_ratio"] == 0.25
 
 
 def test_groups_with_equal_rewards_are_counted_under_slimes_names() -> None:

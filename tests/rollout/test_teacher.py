@@ -141,13 +141,10 @@ def test_trainer_reads_the_stored_log_probs() -> None:
     assert np.array_equal(logprobs, np.array([0, 0, -7, -8, 0, 0, 0, 0, 0, 0, -3, -4], np.float32))
 
 
-def test_rollout_without_log_probs_of_the_teacher_is_refused() -> None:
+def test_missing_log_probs_and_those_of_other_tokens_are_refused() -> None:
     table = to_table([sample()])
     with pytest.raises(RunError, match="generated without one: start a new run with --opd-teacher-url"):
         read_teacher_logprobs(table, Batch.from_table(table, needs_rewards=True))
-
-
-def test_log_probs_of_other_tokens_are_refused() -> None:
     with pytest.raises(PluginError, match="teacher_logprobs has length 3, but there are 4 tokens"):
         to_table([sample(teacher_logprobs=[0.0, 0.0, -1.0])])
 

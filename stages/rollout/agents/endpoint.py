@@ -135,10 +135,9 @@ class OpenAIEndpoint:
             return await handler(request)
         except web.HTTPException as error:
             return _error_response(error.status, error.reason, "invalid_request_error")
-        except ContextLengthError as error:
-            return _error_response(400, str(error), "invalid_request_error", "context_length_exceeded")
         except ValueError as error:
-            return _error_response(400, str(error), "invalid_request_error")
+            code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+            return _error_response(400, str(error), "invalid_request_error", code)
         except SessionClosed as error:
             return _error_response(503, str(error), "server_error", "stopped")
         except Exception as error:

@@ -55,12 +55,6 @@ class GenerateFunction:
     optional: frozenset[str]  # parameters of the function that are named in OPTIONAL
 
     @property
-    def is_async(self) -> bool:
-        """Whether the function is async."""
-        call = getattr(self.function, "__call__", None)  # noqa: B004
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
-
-    @property
     def continues_partial(self) -> bool:
         """Whether the function can continue an aborted sample (its attribute `continues_partial` is true); otherwise an
         aborted sample restarts from its prompt."""
@@ -113,7 +107,8 @@ class CustomGeneration:
         self.handle = EngineHandle(client, tokenizer, config, round)
         self.function = load_generate_function(config.custom_generate_function_path)
         self.name = self.function.name
-        self._runner = PluginRunner(self.name, is_async=self.function.is_async)
+        functions = (self.function.function, getattr(self.function.function, "__call__", None))  # noqa: B004
+        self._runner = PluginRunner(self.name, is_async=any(map(inspect.iscoroutinefunction, functions)))
         self._args = SimpleNamespace(**config.plugin_arguments() | {"engine": self.handle})
         self._args.sglang_router_ip, self._args.sglang_router_port = self.handle.address
 

@@ -62,9 +62,9 @@ T = TypeVar("T")
 Collect = Callable[[Callable[[int], Sequence[Group]]], Coroutine[Any, Any, CollectedGroups]]
 
 
-def load_rollout_function(path: str) -> Callable[..., Any]:
-    """Load the rollout function that `path` names. Raises PluginError if it does not load or has another signature."""
-    return load_checked_function(path, DEFAULT_NAMES["rollout_function_path"], ("args", "rollout_id", "data_source"))
+def load_rollout_function(path: str, option: str = "rollout_function_path") -> Callable[..., Any]:
+    """Load the function of a rollout or an evaluation that `path` names. Raises PluginError."""
+    return load_checked_function(path, DEFAULT_NAMES[option], ("args", "rollout_id", "data_source"))
 
 
 class FunctionSource:
@@ -100,12 +100,7 @@ class RolloutTools:
     """Parts of the built-in rollout that a rollout function may call (`args.rollout`), from any thread or loop."""
 
     def __init__(
-        self,
-        config: RolloutConfig,
-        runner: GroupRunner,
-        collect: Collect,
-        source: FunctionSource,
-        data_set: str | None,
+        self, config: RolloutConfig, runner: GroupRunner, collect: Collect, source: FunctionSource, data_set: str | None
     ) -> None:
         self.config, self.source, self.data_set = config, source, data_set
         self._runner, self._collect = runner, collect
@@ -313,7 +308,7 @@ def find_evaluation_function(config: RolloutConfig) -> str | None:
     path = config.eval_function_path or config.rollout_function_path
     if path in (None, BUILT_IN_EVALUATION):
         return None
-    function = load_checked_function(path, DEFAULT_NAMES["eval_function_path"], ("args", "rollout_id", "data_source"))
+    function = load_rollout_function(path, "eval_function_path")
     is_for_evaluations = config.eval_function_path or "evaluation" in inspect.signature(function).parameters
     return path if is_for_evaluations else None
 

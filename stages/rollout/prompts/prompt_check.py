@@ -5,19 +5,13 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from penstock.stages.rewards.reward_preflight import RewardRow, check_reward_rows
 from penstock.stages.rollout.config import GenerationConfig, PromptConfig, RolloutConfig
 from penstock.stages.rollout.prompts.prompt_files import parse_slice, read_entry, read_prompt_files
 from penstock.stages.rollout.prompts.prompt_rows import FIRST_ROW_KEYS
 from penstock.stages.rollout.prompts.source import max_prompt_tokens
-from penstock.stages.rollout.text.loss_masks import (
-    Piece,
-    check_messages_are_written,
-    join_pieces,
-    split_trained_text,
-)
+from penstock.stages.rollout.text.loss_masks import Piece, check_messages_are_written, join_pieces, split_trained_text
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import DataError, OptionError, TemplateError
 
@@ -116,20 +110,15 @@ def _reward_rows(path: str, rows: Sequence[bytes]) -> Iterator[RewardRow]:
 
 def render_first_prompt(config: PromptConfig, tokenizer: PromptTokenizer) -> tuple[str, str]:
     """Return the first prompt of --prompt-data as the model gets it, and its label."""
-    content, label, _, *rest = _read_first_row(config)
+    content, label, _, *rest = json.loads(_read_start(config, config.prompt_data[0], 1)[0])
     [text] = tokenizer.render([content], [rest[0] if rest else None])
     return text, label
 
 
 def split_first_conversation(config: PromptConfig, tokenizer: PromptTokenizer) -> list[Piece]:
     """Return the first conversation of --prompt-data as (text, whether it is trained) pieces."""
-    content, _, _, *rest = _read_first_row(config)
+    content, _, _, *rest = json.loads(_read_start(config, config.prompt_data[0], 1)[0])
     return split_trained_text(content, tokenizer, rest[0] if rest else None)
-
-
-def _read_first_row(config: PromptConfig) -> list[Any]:
-    row: list[Any] = json.loads(_read_start(config, config.prompt_data[0], 1)[0])
-    return row
 
 
 def _read_start(config: PromptConfig, path: str, num_rows: int) -> Sequence[bytes]:

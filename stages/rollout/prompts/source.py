@@ -65,11 +65,6 @@ class SourceState(Frozen):
     segments: tuple[Segment, ...]  # all rows of --prompt-data when this state was recorded
     places: tuple[SourcePosition, ...] = ()  # with weights, one position per entry of --prompt-data; else empty
 
-    @property
-    def num_rows(self) -> int:
-        """Number of prompts in an epoch that takes each row once (without --prompt-data-weights)."""
-        return sum(segment.rows for segment in self.segments)
-
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
 
@@ -165,7 +160,6 @@ class PromptSource:
         """Return the next `count` prompts (across any number of epochs) and the state after them. Prompts that
         `prompt_filter` rejects count as skipped and are replaced by the next ones. Raises DataError if it rejects a
         whole epoch."""
-        assert state.num_rows > 0, "PromptSource.take needs at least one row; read_entry rejects empty files"
         if not state.places:
             segments = list(enumerate(state.segments))
             prompts, epoch, cursor, skipped = self._take_from_segments(
