@@ -81,43 +81,35 @@ class Flight:
     group: Group | None = None  # with responses and rewards, once it is finished
 
 
+@dataclass(eq=False)
 class GroupsInFlight:
     """Generates, grades and filters groups concurrently, for a round or a stream of rounds. Every group that was
     started is in one place: `running`, `finished`, or `dropped` with a reason. After `num_needed` finished groups,
     others finish without the filter; None: no limit."""
 
-    def __init__(
-        self,
-        runner: GroupRunner,
-        group_filter: GroupFilter,
-        tasks: asyncio.TaskGroup,
-        *,
-        num_needed: int | None = None,
-        on_kept: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.runner = runner
-        self.filter = group_filter
-        self.num_needed = num_needed
-        self.on_kept = on_kept
-        self.running: dict[Flight, asyncio.Task[None]] = {}
-        self.finished: list[Flight] = []  # the group that finished first comes first
-        self.dropped: list[tuple[Group, str]] = []
-        self.idle_seconds = 0.0  # without a group in flight, since the caller set it to 0
-        self.changed = asyncio.Event()
-        self._tasks = tasks
-        self._idle_since: float | None = None  # set while no group is in flight
+    runner: GroupRunner
+    filter: GroupFilter
+    tasks: asyncio.TaskGroup
+    num_needed: int | None = None
+    on_kept: Callable[[], None] = lambda: None
+    running: dict[Flight, asyncio.Task[None]] = field(default_factory=dict)
+    finished: list[Flight] = field(default_factory=list)  # the group that finished first comes first
+    dropped: list[tuple[Group, str]] = field(default_factory=list)
+    idle_seconds: float = 0.0  # without a group in flight, since the caller set it to 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    idle_since: float | None = None  # set while no group is in flight
 
     def start(self, flight: Flight, group: Group) -> None:
         """Start a group: `flight.prompts`, or those prompts with responses of an earlier round."""
-        self.running[flight] = self._tasks.create_task(self._finish(flight, group))
+        self.running[flight] = self.tasks.create_task(self._finish(flight, group))
         self.count_idle_seconds()
 
     def count_idle_seconds(self) -> None:
         """Add the time since the last call to the idle seconds, if no group was in flight."""
         now = time.perf_counter()
-        if self._idle_since is not None:
-            self.idle_seconds += now - self._idle_since
-        self._idle_since = None if self.running else now
+        if self.idle_since is not None:
+            self.idle_seconds += now - self.idle_since
+        self.idle_since = None if self.running else now
 
     async def wait_for_change(self) -> None:
         """Wait until a group is finished or dropped, or `changed` is set."""
@@ -159,20 +151,20 @@ RESERVE = 2.0  # seconds of a preemption's grace period that are reserved for wr
 T = TypeVar("T")
 
 
+@dataclass
 class SampleProgress:
     """Counts the finished samples of a round."""
 
-    def __init__(self, total: int, on_progress: Callable[[int, int], None] | None = None) -> None:
-        self.total = total
-        self.done = 0
-        self._on_progress = on_progress
-        self.start = time.monotonic()
+    total: int
+    on_progress: Callable[[int, int], None] | None = None  # called with (samples done, samples in total)
+    done: int = 0
+    start: float = field(default_factory=time.monotonic)
 
     def add(self, count: int) -> None:
         """Record that `count` further samples are finished, and report the progress."""
         self.done += count
-        if self._on_progress is not None:
-            self._on_progress(self.done, self.total)
+        if self.on_progress is not None:
+            self.on_progress(self.done, self.total)
 
 
 async def run_with_deadline(

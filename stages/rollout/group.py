@@ -164,18 +164,16 @@ class GroupRunner:
             outcome.apply(sample)
 
 
+@dataclass(eq=False)
 class EngineGenerator:
     """Sends the pending samples of a group to an engine in one request. A sample aborted in an earlier round is
     continued after the tokens that it has."""
 
-    def __init__(
-        self, client: EngineClient, config: GenerationConfig, tokenizer: PromptTokenizer, round: RolloutRound
-    ) -> None:
-        self.client = client
-        self.config = config
-        self.tokenizer = tokenizer
-        self.round = round
-        self.counts = TokenCounts()
+    client: EngineClient
+    config: GenerationConfig
+    tokenizer: PromptTokenizer
+    round: RolloutRound
+    counts: TokenCounts = field(default_factory=TokenCounts)
 
     async def __call__(self, samples: Group) -> Group:
         """Return the group with its responses."""
@@ -211,19 +209,17 @@ class EngineGenerator:
         await self.client.abort()
 
 
+@dataclass(eq=False)
 class EngineCalls:
     """Sends requests to the engines of one round, from any thread and any event loop."""
 
-    def __init__(
-        self, client: EngineClient, tokenizer: PromptTokenizer, config: GenerationConfig, round: RolloutRound
-    ) -> None:
-        self.client = client
-        self.tokenizer = tokenizer
-        self.config = config
-        self.round = round
-        self.loop: asyncio.AbstractEventLoop | None = None  # event loop of the client; None: the caller's loop
-        self.fault: Exception | None = None  # engine failure; it fails the round, even if the function catches it
-        self.counts = TokenCounts()  # of all requests
+    client: EngineClient
+    tokenizer: PromptTokenizer
+    config: GenerationConfig
+    round: RolloutRound
+    loop: asyncio.AbstractEventLoop | None = None  # event loop of the client; None: the caller's loop
+    fault: Exception | None = None  # engine failure; it fails the round, even if the function catches it
+    counts: TokenCounts = field(default_factory=TokenCounts)  # of all requests
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the same engines for a copy of the `args` of a function."""

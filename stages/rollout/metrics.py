@@ -136,9 +136,6 @@ def true_fraction(flags: Iterable[bool]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-# ---- preview ---------------------------------------------------------------------------------------------------------
-
-
 def sample_preview(samples: Sequence[Sample], count: int) -> list[dict[str, Any]]:
     """Return up to `count` samples as table rows (column -> value): graded samples, evenly spaced from the highest to
     the lowest reward, then ungraded samples if there are fewer than `count` graded ones. Deterministic."""

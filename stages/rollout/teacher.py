@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -28,13 +29,14 @@ POLL_SECONDS = 0.5  # between checks whether the server has restarted
 ServingTeacher = Callable[[], AbstractContextManager[Callable[[], list[str]]]]
 
 
+@dataclass(eq=False)
 class Teacher:
     """Client of a teacher's server. Must be created in the event loop that calls `score`. `urls` returns the server's
     address, or nothing while it restarts, and raises an error if it cannot restart."""
 
-    def __init__(self, urls: Callable[[], list[str]], name: str) -> None:
-        self.urls, self.name = urls, name
-        self._slots = asyncio.Semaphore(CONCURRENCY)
+    urls: Callable[[], list[str]]
+    name: str  # of the server, in messages
+    slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONCURRENCY))
 
     @classmethod
     def at(cls, url: str) -> Teacher:
@@ -65,7 +67,7 @@ class Teacher:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        async with self._slots:
+        async with self.slots:
             for attempt in range(TRIES):
                 while not (urls := self.urls()):  # noqa: ASYNC110  # another thread restarts it
                     await asyncio.sleep(POLL_SECONDS)

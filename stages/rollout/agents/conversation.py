@@ -315,12 +315,6 @@ def _message_comparison_key(message: Message) -> tuple[str, ...]:
 # ---- rendering a conversation turn by turn ---------------------------------------------------------------------------
 
 
-@functools.cache
-def chat_format(tokenizer: PromptTokenizer) -> ChatFormat:
-    """Return the ChatFormat of a tokenizer; cached, so that its warning is logged once per tokenizer."""
-    return ChatFormat(tokenizer)
-
-
 class ChatFormat:
     """Renders conversations turn by turn with the chat template of a tokenizer. Raises TemplateError."""
 
@@ -422,3 +416,6 @@ def _text_after_placeholder(text: str) -> str:
             "template"
         )
     return after
+
+
+chat_format = functools.cache(ChatFormat)  # its warning is logged once per tokenizer

@@ -269,9 +269,6 @@ def _failed_copy(sample: Sample, reason: str) -> Sample:
     return sample
 
 
-# ---- the `engine` argument -------------------------------------------------------------------------------------------
-
-
 class EngineHandle(EngineCalls):
     """Gives user-defined generate functions access to the engines of one round."""
 

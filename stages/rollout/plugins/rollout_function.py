@@ -22,7 +22,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Self, TypeVar
 
@@ -67,15 +67,15 @@ def load_rollout_function(path: str, option: str = "rollout_function_path") -> C
     return load_checked_function(path, DEFAULT_NAMES[option], ("args", "rollout_id", "data_source"))
 
 
+@dataclass(eq=False)
 class FunctionSource:
     """The data source of a rollout function. It remembers which groups the function got and handed back. Other
     attributes (`dataset`, `args`, ...) are those of the run's data source."""
 
-    def __init__(self, intake: PromptIntake) -> None:
-        self._intake = intake
-        self._lock = threading.Lock()
-        self.issued: dict[str, Group] = {}  # group id -> samples as they were before the call
-        self.handed_back: dict[str, list[Any]] = {}  # group id -> samples
+    _intake: PromptIntake
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    issued: dict[str, Group] = field(default_factory=dict)  # group id -> samples as they were before the call
+    handed_back: dict[str, list[Any]] = field(default_factory=dict)  # group id -> samples
 
     def take(self, num_groups: int) -> list[Group]:
         """Return the next groups, and remember copies of them."""
@@ -96,16 +96,17 @@ class FunctionSource:
         return getattr(self._intake.source, name)
 
 
+@dataclass(eq=False)
 class RolloutTools:
     """Parts of the built-in rollout that a rollout function may call (`args.rollout`), from any thread or loop."""
 
-    def __init__(
-        self, config: RolloutConfig, runner: GroupRunner, collect: Collect, source: FunctionSource, data_set: str | None
-    ) -> None:
-        self.config, self.source, self.data_set = config, source, data_set
-        self._runner, self._collect = runner, collect
-        self._loop = asyncio.get_running_loop()
-        self.collected: list[CollectedGroups] = []
+    config: RolloutConfig
+    runner: GroupRunner
+    collect: Collect
+    source: FunctionSource
+    data_set: str | None
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    collected: list[CollectedGroups] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the same round for a copy of the `args` of a function."""
@@ -113,7 +114,7 @@ class RolloutTools:
 
     def generate_rollout(self, source: FunctionSource) -> list[list[UserSample]]:
         """Return the groups that the built-in rollout keeps."""
-        collected = asyncio.run(self._await_in_loop(self._collect(source.take)))
+        collected = asyncio.run(self._await_in_loop(self.collect(source.take)))
         self.collected.append(collected)
         return [[UserSample.of(sample) for sample in group] for group in collected.kept]
 
@@ -130,13 +131,13 @@ class RolloutTools:
         samples = [checked_sample(sample) for sample in group]
         for sample, view in zip(samples, group):
             sample.status = Status(view.status)
-        done = await self._await_in_loop(self._runner.run_samples(samples, grade=grade))
+        done = await self._await_in_loop(self.runner.run_samples(samples, grade=grade))
         return [UserSample.of(sample) for sample in done]
 
     async def _await_in_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if asyncio.get_running_loop() is self._loop:
+        if asyncio.get_running_loop() is self.loop:
             return await coroutine
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
 
 
 class RolloutFunctionCall:

@@ -153,23 +153,18 @@ def group_by_group_id(samples: Iterable[Any]) -> list[Group]:
 # ---- data sources ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Dataset:
     """The prompts of --prompt-data, and the current data position. Data sources get a Dataset as `self.dataset`."""
 
-    def __init__(
-        self,
-        config: PromptConfig,
-        prompts: PromptSource,
-        tokenizer: PromptTokenizer,
-        round: RolloutRound,
-        prompt_filter: PromptFilter | None = None,
-    ) -> None:
-        self.config = config
-        self.prompts = prompts
-        self.tokenizer = tokenizer
-        self.round = round
-        self.prompt_filter = prompt_filter
-        self.state = prompts.restore(None)
+    config: PromptConfig
+    prompts: PromptSource
+    tokenizer: PromptTokenizer
+    round: RolloutRound
+    prompt_filter: PromptFilter | None = None
+
+    def __post_init__(self) -> None:
+        self.state = self.prompts.restore(None)
 
     def __len__(self) -> int:
         """Return the number of prompts in an epoch."""

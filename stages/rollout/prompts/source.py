@@ -66,9 +66,6 @@ class SourceState(Frozen):
     places: tuple[SourcePosition, ...] = ()  # with weights, one position per entry of --prompt-data; else empty
 
 
-# ---- prompts ---------------------------------------------------------------------------------------------------------
-
-
 LARGE = 1 << 22  # maximum rows of a segment whose permutation is kept in memory; above, it is computed row by row
 
 
@@ -364,9 +361,6 @@ def select_sources(credits: Sequence[int], shares: Sequence[int], count: int) ->
         now[chosen] -= WHOLE
         order.append(chosen)
     return order, now
-
-
-# ---- length limits ---------------------------------------------------------------------------------------------------
 
 
 def max_prompt_tokens(config: PromptConfig) -> int | None:
