@@ -43,9 +43,11 @@ from penstock.stages.rollout.group import (
     EngineGenerator,
     Generator,
     GroupRunner,
+    ServingTeacher,
     make_grader,
     mask_stale_tokens,
     num_trained_tokens,
+    open_teacher,
     policy_spans,
 )
 from penstock.stages.rollout.journal import Journal
@@ -64,7 +66,6 @@ from penstock.stages.rollout.prompts.data_source import (
     resized_group,
 )
 from penstock.stages.rollout.prompts.source import LengthFilter, PromptSource, SourceState
-from penstock.stages.rollout.teacher import ServingTeacher, open_teacher
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import BUFFER, Commit, Kind, RunKeys
 from penstock.storage.errors import RunError
