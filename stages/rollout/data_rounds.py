@@ -24,7 +24,7 @@ from penstock.stages.rollout.metrics import length_metrics, rollout_metrics, sam
 from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound
 from penstock.stages.rollout.prompts.source import Prompt, SourceState
-from penstock.stages.rollout.rollout import ResumePoint, RolloutContext, commit_samples, prompt_files_by_name
+from penstock.stages.rollout.rollout import ResumePoint, RolloutContext, commit_samples
 from penstock.stages.rollout.text.loss_masks import Piece, drops_reasoning, join_pieces, split_trained_text
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.stages.torch_files import load_torch_file, save_torch_file
@@ -49,8 +49,9 @@ def sft_data_stage(
         prompts, after = context.prompts.take(context.prompts.restore(state), context.config.rollout_batch_size)
         samples = sft_samples(prompts, context.tokenizer, rollout_id, context.max_seq_len)
     return commit_samples(
-        context.store,
+        context,
         prefix,
+        RolloutRound(run, rollout_id, policy_version=-1),
         samples,
         seconds,
         lambda: {
@@ -58,11 +59,7 @@ def sft_data_stage(
             "perf/rollout_time": sum(seconds.values()),
             **length_metrics(samples),
         },
-        kind="rollout",
-        index=rollout_id,
-        policy_version=-1,
         state={"data_source": after.model_dump(mode="json")},
-        **{"run": run, "inputs": prompt_files_by_name(context.config), **context.provenance},
     )
 
 
@@ -253,20 +250,18 @@ def loaded_rollout_stage(
         groups = load_rollout_file(path, context.config, **options)
         samples = number_samples(groups, round.rollout_id, state)
     return commit_samples(
-        context.store,
+        context,
         prefix,
+        round,
         samples,
         seconds,
         lambda: rollout_metrics(samples) | {"perf/rollout_time": sum(seconds.values())},
         buffer=point.buffer,
-        kind="rollout",
-        index=round.rollout_id,
-        policy_version=round.policy_version,
         state={
             "data_source": {**state, "issued": state["issued"] + len(groups)},
             "shown": sample_preview(samples, context.config.num_shown_samples),
         },
-        **{"run": round.run, "inputs": {DEBUG_DATA: str(path)}, **context.provenance},
+        inputs={DEBUG_DATA: str(path)},
     )
 
 

@@ -67,7 +67,7 @@ from penstock.stages.rollout.prompts.data_source import (
 )
 from penstock.stages.rollout.prompts.source import LengthFilter, PromptSource, SourceState
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.storage.commit import BUFFER, Commit, Kind, RunKeys
+from penstock.storage.commit import BUFFER, Commit, RunKeys
 from penstock.storage.errors import RunError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.history.run_record import read_run_record
@@ -193,8 +193,9 @@ def rollout_stage(
         discarded = intake.groups_discarded_by_source(groups.kept + groups.dropped_groups)
         groups.dropped += [(group, DISCARDED) for group in discarded]
     commit = commit_samples(
-        context.store,
+        context,
         prefix,
+        round,
         samples,
         seconds,
         lambda: (
@@ -203,11 +204,7 @@ def rollout_stage(
             | run_log_function(config, round.rollout_id, samples, sum(seconds.values()), data_set)
         ),
         buffer=[sample for group in intake.buffered_groups for sample in group],
-        kind=round.kind,
-        index=round.rollout_id,
-        policy_version=round.policy_version,
         state=state_of_round(result, intake, samples, round, config.num_shown_samples),
-        **{"run": round.run, "inputs": prompt_files_by_name(config), **context.provenance},
     )
     journal.delete_entries()
     return commit
@@ -376,27 +373,37 @@ def round_metrics(
 
 
 def commit_samples(
-    store: Store,
+    context: RolloutContext,
     prefix: str,
+    round: RolloutRound,
     samples: Sequence[Sample],
     seconds: dict[str, float],
     summary: Callable[[], dict[str, float]],
     *,
     buffer: Sequence[Sample] = (),
-    kind: Kind,
-    **fields: Any,
+    **changes: Any,
 ) -> Commit:
     """Write samples and buffered samples as shards of a new attempt, then create the commit that names them.
 
     `summary` computes the commit's metrics after the shards are written, so it can include the seconds spent writing.
-    `fields` are further fields of the commit. If another attempt has committed first, its commit is returned; a caller
-    that must know this gives `attempt`, from `Store.new_attempt`, and compares it.
+    `changes` add fields to the commit, or replace those of `round`. If another attempt has committed first, its commit
+    is returned; a caller that must know this gives `attempt`, from `Store.new_attempt`, and compares it.
     """
 
     def rollout_failpoint(name: str) -> None:
-        if kind == "rollout":
+        if round.kind == "rollout":
             failpoint(name)
 
+    store = context.store
+    fields = {
+        "kind": round.kind,
+        "run": round.run,
+        "index": round.rollout_id,
+        "policy_version": round.policy_version,
+        "inputs": {f"prompt_data/{index}": path for index, path in enumerate(context.config.prompt_data)},
+        **context.provenance,
+        **changes,
+    }
     with record_seconds(seconds, "write"):
         attempt = fields.setdefault("attempt", store.new_attempt(prefix))
         rollout_failpoint("rollout-before-upload")
@@ -405,11 +412,6 @@ def commit_samples(
             if buffer:
                 write_shards(out.path, buffer, BUFFER)
         rollout_failpoint("rollout-after-upload")
-    commit = store.commit(prefix, Commit(kind=kind, files=out.files, seconds=seconds, summary=summary(), **fields))
+    commit = store.commit(prefix, Commit(files=out.files, seconds=seconds, summary=summary(), **fields))
     rollout_failpoint("rollout-after-commit")
     return commit
-
-
-def prompt_files_by_name(config: RolloutConfig) -> dict[str, str]:
-    """Return the input files of a round for its commit: name -> entry of --prompt-data."""
-    return {f"prompt_data/{index}": path for index, path in enumerate(config.prompt_data)}

@@ -37,7 +37,6 @@ from penstock.stages.rollout.rollout import (
     commit_samples,
     open_prompt_intake,
     open_runner,
-    prompt_files_by_name,
     round_metrics,
     samples_to_train,
     state_of_round,
@@ -126,14 +125,14 @@ class RolloutStream:
             self._thread.join()
             self._raise_failure()
             raise Preempted("the stream was closed") from None
-        fields = {"run": self.round.run, "inputs": prompt_files_by_name(self.context.config), **self.context.provenance}
         prefix = self.prefix_of(rollout_id)
         attempt = self.context.store.new_attempt(prefix)
         with taken.journal:
             failpoint("stream-round-taken")
             commit = commit_samples(
-                self.context.store,
+                self.context,
                 prefix,
+                replace(self.round, rollout_id=rollout_id),
                 taken.samples,
                 taken.seconds,
                 lambda: (
@@ -142,12 +141,9 @@ class RolloutStream:
                     | run_log_function(self.context.config, rollout_id, taken.samples, sum(taken.seconds.values()))
                 ),
                 buffer=taken.buffer,
-                kind="rollout",
-                index=rollout_id,
                 policy_version=max(sample.policy_versions[1] for sample in taken.samples),
                 state=taken.state,
                 attempt=attempt,
-                **fields,
             )
         taken.journal.delete_entries()
         if commit.attempt != attempt:  # the stream's state continues from groups that this commit does not have
