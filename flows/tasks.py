@@ -24,11 +24,10 @@ from penstock.flows.session import Session
 from penstock.flows.stage import stage
 from penstock.stages.convert.targets import copy_export, is_conversion_of, is_published
 from penstock.stages.eval.scores import compute_eval_metrics
-from penstock.stages.rollout.debug_data import loaded_rollout_stage
+from penstock.stages.rollout.data_rounds import loaded_rollout_stage, sft_data_stage
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.rollout import RolloutContext, read_resume_point, rollout_stage
-from penstock.stages.rollout.sft_data import sft_data_stage
 from penstock.stages.train.restore import step_ref
 from penstock.storage.commit import CheckpointRef, Commit, EvalRef, RolloutRef, StepRef, commit_key
 from penstock.storage.errors import PromotionRefused

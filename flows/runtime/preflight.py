@@ -53,7 +53,7 @@ from penstock.stages.rewards.reward_preflight import (
     unrewarded_labels_warning,
 )
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.plugins.function_check import check_rollout_functions
+from penstock.stages.rollout.plugins.rollout_function import check_rollout_functions
 from penstock.stages.rollout.prompts.prompt_check import check_prompt_data, read_first_rows
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_same_tokens, check_tokenizer, check_vocabulary
 from penstock.stages.train.config import TrainConfig

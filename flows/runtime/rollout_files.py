@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.runtime.display import Display
-from penstock.stages.rollout.debug_data import load_rollout_file, save_rollout_file
+from penstock.stages.rollout.data_rounds import load_rollout_file, save_rollout_file
 from penstock.stages.torch_files import fill_template
 from penstock.storage.commit import Commit
 from penstock.storage.errors import DataError, PenstockError

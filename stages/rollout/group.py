@@ -4,40 +4,54 @@ A sample's tokens are the token ids that the engine returned; the response text 
 again. Every response reports the weight version that generated it; a version other than the round's is an error. Many
 groups are in flight at once, bounded by the engines' concurrency, and groups are graded while others are generated.
 rollout.py decides which groups are generated, and how many.
+
+A teacher model adds its log-probs, from an engine of the run or another server. They are stored in the samples, so
+training and replay need no teacher. A request has the tokens of prompt and response; the server returns the log-prob of
+each token given those before it, at temperature 1.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
+from urllib.parse import urlsplit
+
+import aiohttp
 
 from penstock.engines.generation import EngineClient, Generation, TokenCounts
+from penstock.engines.serving.endpoints import auth_headers
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.outcome import Outcome, failed_outcome
 from penstock.stages.rollout.config import GenerationConfig, RolloutConfig
 from penstock.stages.rollout.journal import Journal
+from penstock.stages.rollout.plugins.user_sample import UserSample
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample, is_unfinished
-from penstock.stages.rollout.teacher import Teacher
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.storage.errors import DataError
+from penstock.storage.errors import DataError, PluginError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.secret_references import resolve_secrets
+from penstock.storage.secrets import redact
 
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}  # finish reason -> status
+TEACHER_TIMEOUT = 600.0  # seconds of one request
+TEACHER_TRIES = 5  # the first is followed by waits of 1, 2, 4 and 8 s
+TEACHER_CONCURRENCY = 64  # requests in flight
+TEACHER_POLL_SECONDS = 0.5  # between checks whether the server has restarted
+
+# Keeps an engine of the run with the teacher running, and yields a function that returns its address (`Teacher.urls`).
+ServingTeacher = Callable[[], AbstractContextManager[Callable[[], list[str]]]]
 
 
 class Generator(Protocol):
-    """Interface for generating the responses of a group: implemented by EngineGenerator, and by CustomGeneration for
-    user-defined functions (plugins/custom_generation.py).
-
-    A call sets the status of every sample to completed, truncated, failed or aborted; a later round continues or
-    restarts aborted samples.
-    """
+    """Generates the responses of a group: EngineGenerator, or CustomGeneration for user-defined functions. A call sets
+    the status of every sample to completed, truncated, failed or aborted; a later round continues or restarts aborted
+    samples."""
 
     @property
     def counts(self) -> TokenCounts:
@@ -61,7 +75,7 @@ class GroupRunner:
     generator: Generator
     journal: Journal  # provides groups that an earlier attempt generated, and stores groups generated in this one
     submit: Callable[[list[Sample]], list[Future[Outcome]]]  # starts grading the samples of one prompt
-    hook: Callable[[Sample], Awaitable[None]] | None  # called with every generated sample before it is graded
+    hook: Callable[[Sample], None] | None  # called with every generated sample before it is graded
     slots: asyncio.Semaphore  # limits how many groups are generated concurrently
     partial_rollout: bool  # aborted samples keep their tokens; otherwise they restart from the prompt
     num_gpus: int = 1  # of all engines; on a machine without GPUs, the number of engines
@@ -152,11 +166,10 @@ class GroupRunner:
         return group
 
     async def grade(self, group: Group) -> None:
-        """Grade the samples of a group that have no reward yet, and set their rewards. Raises ValueError if the reward
-        is misconfigured."""
+        """Set the rewards of samples without one. Raises ValueError if the reward is misconfigured."""
         samples = [sample for sample in group if sample.reward is None and sample.status is not Status.FAILED]
         if self.hook is not None:
-            await asyncio.gather(*(self.hook(sample) for sample in samples))
+            await asyncio.gather(*(asyncio.to_thread(self.hook, sample) for sample in samples))
             samples = [sample for sample in samples if sample.status is not Status.FAILED]
         # Shielded: cancelling this task must not cancel a future whose result the grader will still set.
         futures = [asyncio.shield(asyncio.wrap_future(future)) for future in self.submit(samples)]
@@ -166,26 +179,19 @@ class GroupRunner:
             outcome.apply(sample)
 
 
+@dataclass(eq=False)
 class EngineGenerator:
     """Sends the pending samples of a group to an engine in one request. A sample aborted in an earlier round is
     continued after the tokens that it has."""
 
-    def __init__(
-        self, client: EngineClient, config: GenerationConfig, tokenizer: PromptTokenizer, round: RolloutRound
-    ) -> None:
-        self.client = client
-        self.config = config
-        self.tokenizer = tokenizer
-        self.round = round
-        self.counts = TokenCounts()
+    client: EngineClient
+    config: GenerationConfig
+    tokenizer: PromptTokenizer
+    round: RolloutRound
+    counts: TokenCounts = field(default_factory=TokenCounts)
 
     async def __call__(self, samples: Group) -> Group:
-        """Return the group with its responses.
-
-        Raises:
-            ValueError: the engine refuses the prompt.
-            RuntimeError: the engine serves a policy version other than the round's.
-        """
+        """Return the group with its responses."""
         num_prompt = samples[0].prompt_length
         pending: list[tuple[Sample, dict[str, Any]]] = []
         for sample in samples:
@@ -218,14 +224,107 @@ class EngineGenerator:
         await self.client.abort()
 
 
+@dataclass(eq=False)
+class EngineCalls:
+    """Sends requests to the engines of one round, from any thread and any event loop."""
+
+    client: EngineClient
+    tokenizer: PromptTokenizer
+    config: GenerationConfig
+    round: RolloutRound
+    loop: asyncio.AbstractEventLoop | None = None  # event loop of the client; None: the caller's loop
+    fault: Exception | None = None  # engine failure; it fails the round, even if the function catches it
+    counts: TokenCounts = field(default_factory=TokenCounts)  # of all requests
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the same engines for a copy of the `args` of a function."""
+        return self
+
+    @property
+    def address(self) -> tuple[str | None, int | None]:
+        """Return host and port of the router, or of an engine in a run without one. User-defined functions may send
+        requests there (args.sglang_router_ip and _port)."""
+        url = urlsplit((self.client.router and self.client.router()) or next(iter(self.client.urls), ""))
+        return url.hostname, url.port
+
+    async def generate(self, sample: Sample, **sampling: Any) -> str:
+        """Append a continuation to `sample` with loss mask 1, and return its text. `sampling` overrides parameters of
+        the run.
+
+        The sample's status becomes `completed` (end token or stop text), `truncated` (length limit or `max_new_tokens`)
+        or `aborted` (the round is over; the text may be incomplete or empty, and further calls return '').
+        RuntimeError, ConnectionError and TimeoutError of the engines also fail the round, even if the caller catches
+        them.
+        """
+        if sample.status is Status.ABORTED:
+            return ""
+        params = sampling_params_for(self.config, sample)
+        room = params["max_new_tokens"]
+        if room < 1:
+            sample.status = Status.TRUNCATED
+            return ""
+        if self.round.kind == "rollout" and sampling.get("temperature", params["temperature"]) != params["temperature"]:
+            raise PluginError(
+                f"temperature {sampling['temperature']} differs from --rollout-temperature {params['temperature']}, "
+                "at which the trainer computes the probability of these tokens: set --rollout-temperature instead"
+            )
+        params |= {**sampling, "max_new_tokens": min(room, sampling.get("max_new_tokens", room))}
+        if "stop" in sampling:
+            params.setdefault("no_stop_trim", True)  # keep the stop string in the text, because its tokens are kept
+        num_before = len(sample.token_ids)
+        try:
+            generation = await self._send_request(list(sample.token_ids), params, sample.trajectory_id)
+            append_generation(sample, generation, self.round)
+        except (RuntimeError, ConnectionError, TimeoutError) as error:
+            self.fault = error
+            raise
+        self.counts += generation.counts
+        if generation.finish_reason == "abort" and isinstance(sample, UserSample):
+            sample.aborted = True
+        else:
+            sample.metadata["num_turns"] = sample.metadata.get("num_turns", 0) + 1
+        self._decode_response(sample)
+        return self._decode(sample.token_ids[num_before:])
+
+    def append(self, sample: Sample, content: str | Sequence[int]) -> bool:
+        """Append content that the model did not generate (for example tool output) with loss mask 0, as text or token
+        ids. Return False if it exceeds the length limit (the status becomes `truncated`), or if the round is over
+        (`aborted`)."""
+        if sample.status is Status.ABORTED:
+            return False
+        token_ids = (
+            self.tokenizer.encode([content])[0] if isinstance(content, str) else [int(token) for token in content]
+        )
+        if len(token_ids) > sampling_params_for(self.config, sample)["max_new_tokens"]:
+            sample.status = Status.TRUNCATED
+            return False
+        sample.extend(token_ids, [0.0] * len(token_ids), is_trained=False)
+        self._decode_response(sample)
+        return True
+
+    async def _send_request(self, token_ids: list[int], params: dict[str, Any], session: str) -> Generation:
+        call = self.client.generate(token_ids, params, session=session)
+        if self.loop is None or self.loop is asyncio.get_running_loop():
+            return (await call)[0]
+        try:
+            answer = asyncio.run_coroutine_threadsafe(call, self.loop)
+        except RuntimeError:  # the client's event loop is closed: the round is over and the caller was abandoned
+            call.close()
+            raise
+        return (await asyncio.wrap_future(answer))[0]
+
+    def _decode_response(self, sample: Sample) -> None:
+        """Set the response text. All of it is decoded, because two turns may share the bytes of a character."""
+        sample.response = self._decode(sample.token_ids[sample.prompt_length :])
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode([token_ids], skip_special_tokens=self.config.rollout_skip_special_tokens)[0]
+
+
 def sampling_params_for(config: GenerationConfig, sample: Sample) -> dict[str, Any]:
     """Return the sampling parameters for the rest of a sample's response. `max_new_tokens` is the number of tokens
     that the length limits still allow; with `rollout_sampling_seeds`, `sampling_seed` depends on the sample's index in
-    its group.
-
-    Raises:
-        DataError: the prompt leaves no room for a response.
-    """
+    its group."""
     params = config.sampling_params()
     num_prompt = sample.prompt_length
     limit = min(params["max_new_tokens"], max_response_tokens(config, num_prompt))
@@ -237,11 +336,8 @@ def sampling_params_for(config: GenerationConfig, sample: Sample) -> dict[str, A
 
 
 def max_response_tokens(config: GenerationConfig, num_prompt_tokens: int) -> int:
-    """Return the maximum number of response tokens after a prompt of `num_prompt_tokens`.
-
-    Raises:
-        DataError: the prompt leaves no room for a response. (Rollouts skip such prompts, evaluations do not.)
-    """
+    """Return the maximum number of response tokens after a prompt. Raises DataError if the prompt leaves no room:
+    rollouts skip such prompts, evaluations do not."""
     if config.rollout_max_context_len is None:
         return config.rollout_max_response_len
     room = config.rollout_max_context_len - num_prompt_tokens
@@ -254,15 +350,9 @@ def max_response_tokens(config: GenerationConfig, num_prompt_tokens: int) -> int
 
 
 def append_generation(sample: Sample, generation: Generation, round: RolloutRound) -> None:
-    """Append an engine's response to a sample: tokens (with loss mask 1), log-probs, status and policy versions. The
-    caller decodes and sets the response text.
-
-    If another policy version generated earlier tokens of the sample, `metadata["policy_spans"]` lists the versions in
-    order, each as [policy version, number of trained tokens].
-
-    Raises:
-        RuntimeError: a weight version other than the round's generated the response.
-    """
+    """Append an engine's response to a sample: tokens (with loss mask 1), log-probs, status and policy versions; the
+    caller sets the text. If another policy version generated earlier tokens of the sample, `metadata["policy_spans"]`
+    lists the versions in order, each as [policy version, number of trained tokens]."""
     token_ids, logprobs = generation.token_ids, generation.logprobs
     assert len(token_ids) == len(logprobs), "the engine returned different numbers of tokens and log-probs"
     sample.status = STATUS[generation.finish_reason]
@@ -331,3 +421,95 @@ def make_grader(config: RolloutConfig) -> Grader:
     """Return a grader for the reward that `config` names. Raises RewardError for an unknown reward."""
     config = config.model_copy(update={"rm_url": resolve_secrets(config.rm_url)})
     return Grader.from_options(config, config.reward_workers, config.plugin_arguments())
+
+
+# ---- the teacher -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Teacher:
+    """Client of a teacher's server. Must be created in the event loop that calls `score`. `urls` returns the server's
+    address, or nothing while it restarts, and raises an error if it cannot restart."""
+
+    urls: Callable[[], list[str]]
+    name: str  # of the server, in messages
+    slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TEACHER_CONCURRENCY))
+
+    @classmethod
+    def at(cls, url: str) -> Teacher:
+        """Return the client of the server at an address (--opd-teacher-url)."""
+        url = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
+        return cls(lambda: [url], f"--opd-teacher-url {redact(url)}")
+
+    async def score(self, samples: Sequence[Sample]) -> None:
+        """Set `teacher_logprobs` of all samples that have trained tokens and no teacher log-probs yet."""
+        unscored = [
+            sample
+            for sample in samples
+            if sample.teacher_logprobs is None and sample.status is not Status.FAILED and any(sample.loss_mask)
+        ]
+        if not unscored:
+            return
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TEACHER_TIMEOUT)) as session:
+            scores = await asyncio.gather(*(self._request(session, sample.token_ids) for sample in unscored))
+        for sample, logprobs in zip(unscored, scores):
+            sample.teacher_logprobs = [
+                value if is_trained else 0.0 for value, is_trained in zip(logprobs, sample.loss_mask)
+            ]
+
+    async def _request(self, session: aiohttp.ClientSession, token_ids: list[int]) -> list[float]:  # [L]
+        body = {
+            "input_ids": token_ids,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        async with self.slots:
+            for attempt in range(TEACHER_TRIES):
+                while not (urls := self.urls()):  # noqa: ASYNC110  # another thread restarts it
+                    await asyncio.sleep(TEACHER_POLL_SECONDS)
+                url = urls[0]
+                try:
+                    async with session.post(f"{url}/generate", json=body, headers=auth_headers(url)) as response:
+                        response.raise_for_status()
+                        return token_logprobs(await response.json(), token_ids)
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    if attempt + 1 == TEACHER_TRIES:
+                        raise RuntimeError(
+                            f"{self.name} failed {TEACHER_TRIES} times, last with "
+                            f"{type(error).__name__}: {redact(str(error))[:200]}; check the server, and resume"
+                        ) from error
+                await asyncio.sleep(2**attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+
+@asynccontextmanager
+async def open_teacher(
+    url: str | None, serving: ServingTeacher | None, round: RolloutRound
+) -> AsyncIterator[Teacher | None]:
+    """Yield the client of the teacher; None in evaluations, and if the run has no teacher."""
+    if round.kind == "eval":
+        yield None
+    elif serving is not None:
+        with serving() as urls:
+            yield Teacher(urls, "the teacher's engine (--opd-teacher-load)")
+    else:
+        yield Teacher.at(resolve_secrets(url)) if url else None
+
+
+def token_logprobs(answer: Any, token_ids: list[int]) -> list[float]:  # [L]
+    """Return the log-probs in a server's answer, 0.0 for the first token."""
+    try:
+        entries = answer["meta_info"]["input_token_logprobs"]
+        scored = [entry[1] for entry in entries]
+        # the engine reports the last id of the vocabulary, whose log-prob is right, as 0.
+        last = max(token_ids)
+        if len(scored) != len(token_ids) or any(a != b and (a, b) != (0, last) for a, b in zip(scored, token_ids)):
+            raise ValueError(f"log-probs of {len(entries)} other tokens")
+        return [0.0, *(float(entry[0]) for entry in entries[1:])]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise RuntimeError(
+            f"the teacher answered without the log-probs of the {len(token_ids)} tokens of a sample "
+            f"({type(error).__name__}: {str(error)[:100]}): give an engine's server with a model of the same tokenizer "
+            "as --opd-teacher-url"
+        ) from error

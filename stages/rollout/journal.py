@@ -30,16 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """The journal of one round: numbered entries under `<prefix>.journal/`, each a commit with shards.
-
-    Used as a context manager, the journal is flushed if the `with` block raises an exception.
-
-    Args:
-        store: the store in which the journal is written.
-        prefix: store prefix of the round.
-        round: the round whose groups are journaled.
-        config: sampling parameters, and `rollout_journal_interval` in seconds (0: no journal is written or read).
-    """
+    """The journal of one round: numbered entries under `<prefix>.journal/`, each a commit with shards. As a context
+    manager, it is flushed if the `with` block raises. With --rollout-journal-interval 0, none is written or read."""
 
     def __init__(self, store: Store, prefix: str, round: RolloutRound, config: RolloutConfig) -> None:
         self.store = store
@@ -55,7 +47,7 @@ class Journal:
             config.max_turns,
         ]
         self.identity = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
-        self._finished: dict[str, Group] = {}  # group id -> its samples, from earlier attempts
+        self.finished: dict[str, Group] = {}  # group id -> its samples, from earlier attempts
         self._pending: list[Sample] = []
         self._num_entries = 0
         self._lock = threading.Lock()  # one writer at a time
@@ -76,16 +68,12 @@ class Journal:
         while entry := self.store.committed(self._entry_key(self._num_entries)):
             self._num_entries += 1
             for group_id, samples in self._read_entry(entry).items():
-                self._finished[group_id] = samples  # the latest, if a group was generated again
+                self.finished[group_id] = samples  # the latest, if a group was generated again
 
     def find_finished_group(self, group: Group) -> Group | None:
         """Return `group` with the responses that an earlier attempt wrote to the journal; None if there are none."""
-        finished = self._finished.get(group[0].group_id)
+        finished = self.finished.get(group[0].group_id)
         return finished if finished and _has_response_for_each_sample(finished, group) else None
-
-    def forget_finished_group(self, group_id: str) -> None:
-        """Do not return this group again from `find_finished_group`."""
-        self._finished.pop(group_id, None)
 
     def add_finished_group(self, samples: Sequence[Sample]) -> None:
         """Add a finished group, which the next `flush` writes."""

@@ -5,22 +5,24 @@ from __future__ import annotations
 import statistics
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.engines.generation import TokenCounts
 from penstock.stages.rollout.group import GroupRunner, policy_spans
 from penstock.storage.samples.sample import Sample, Status
 
-_LONG_TEXT = 10_000  # characters; shorter texts are not checked for repetition
-_REPETITION = 10.0  # compression ratio above which a text counts as repetitive
+_LONG_TEXT = 10_000  # characters at the end of a longer text that are checked for repetition
+_REPETITION = 10.0  # zlib's compression ratio above which a text counts as repetitive
 PREVIEW_CHARS = 2000  # maximum characters of a prompt, response, label or error in the sample preview
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the metrics (name -> value) of rewards, lengths, turns and statuses of samples, and of groups whose
-    rewards are all equal (zero advantage in GRPO)."""
+    """Return the metrics (name -> value) of samples and of groups whose rewards are all equal (no advantage in
+    GRPO)."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
+    tails = [sample.response[-_LONG_TEXT:].encode() for sample in samples if len(sample.response) > _LONG_TEXT]
+    num_repetitive = sum(len(tail) / len(zlib.compress(tail)) > _REPETITION for tail in tails)
     out = {
         "rollout/raw_reward": statistics.fmean(rewards) if rewards else 0.0,
         "rollout/num_samples": float(len(samples)),
@@ -29,18 +31,22 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/removed_ratio": true_fraction(  # a hook set `remove_sample`, or all tokens are of earlier policies
             sample.status in (Status.COMPLETED, Status.TRUNCATED) and not any(sample.loss_mask) for sample in samples
         ),
-        "rollout/repetition_frac": true_fraction(is_repetitive(sample.response) for sample in samples),
+        "rollout/repetition_frac": num_repetitive / max(len(samples), 1),
     }
     out |= length_metrics(samples) | multi_turn_metrics(samples)
-    out["rollout/num_groups"] = float(len({sample.group_id for sample in samples}))
-    out |= {f"rollout/zero_std/count_{reward}": float(n) for reward, n in count_zero_std_groups(samples).items()}
+    groups: dict[str, list[float]] = {sample.group_id: [] for sample in samples}
+    parts: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        if sample.reward is not None:
+            groups[sample.group_id].append(sample.reward)
+        for name, value in sample.rewards.items():
+            parts[name].append(value)
+    out["rollout/num_groups"] = float(len(groups))
+    equal = Counter(format_reward(rewards[0]) for rewards in groups.values() if len(set(rewards)) == 1)
+    out |= {f"rollout/zero_std/count_{reward}": float(count) for reward, count in equal.items()}
     errors = [str(sample.metadata.get("error", "unknown")) for sample in samples if sample.status is Status.FAILED]
     categories = Counter(error.split(":")[0].strip().replace(" ", "_")[:40] for error in errors)
     out |= {f"rollout/error_cat/{name}": float(count) for name, count in categories.items()}
-    parts: dict[str, list[float]] = defaultdict(list)
-    for sample in samples:
-        for name, value in sample.rewards.items():
-            parts[name].append(value)
     return out | {f"rollout/rewards/{name}": statistics.fmean(values) for name, values in parts.items()}
 
 
@@ -65,10 +71,13 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     tools = [length - sum(sample.loss_mask) for length, sample in zip(raw, samples)]
     if not turns and not any(tools):
         return {}
-    out = {f"multi_turn/num_turns/{name}": value for name, value in (_mean_and_max(turns) if turns else {}).items()}
-    out["multi_turn/tool_tokens/mean"] = statistics.fmean(tools)
+    out = (
+        {"multi_turn/num_turns/mean": statistics.fmean(turns), "multi_turn/num_turns/max": max(turns)} if turns else {}
+    )
     return out | {
-        f"multi_turn/raw_response_length/response_length_{name}": value for name, value in _mean_and_max(raw).items()
+        "multi_turn/tool_tokens/mean": statistics.fmean(tools),
+        "multi_turn/raw_response_length/response_length_mean": statistics.fmean(raw),
+        "multi_turn/raw_response_length/response_length_max": float(max(raw)),
     }
 
 
@@ -90,19 +99,10 @@ def staleness_metrics(samples: Sequence[Sample], policy_version: int) -> dict[st
     return {f"rollout/staleness/{name}": value for name, value in metrics.items()}
 
 
-def drop_metrics(reasons: Mapping[str, int]) -> dict[str, float]:
-    """Return the metrics of dynamic sampling: the number of dropped groups for every drop reason."""
-    return {f"rollout/dynamic_filter/drop_{reason}": float(count) for reason, count in reasons.items()}
-
-
 def throughput_metrics(runner: GroupRunner, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of generation speed, prefix-cache hits and speculative decoding in this attempt. Groups that
-    an earlier attempt generated (read from the journal) do not count.
-
-    Args:
-        runner: the runner of the round, after it has finished all groups.
-        seconds: seconds of each phase of the round (prepare, generate, reward, write).
-    """
+    """Return the metrics of generation speed, prefix-cache hits and speculative decoding in this attempt, after
+    `runner` has finished; groups read from the journal do not count. `seconds`: of each phase of the round (prepare,
+    generate, ...)."""
     counts = runner.counts
     longest = max((sum(sample.loss_mask) for sample in runner.generated), default=0)
     return speculation_metrics(counts) | {
@@ -116,8 +116,7 @@ def throughput_metrics(runner: GroupRunner, seconds: Mapping[str, float]) -> dic
 
 
 def speculation_metrics(counts: TokenCounts) -> dict[str, float]:
-    """Return the metrics of speculative decoding: tokens per verification, and fraction of draft tokens accepted; {} if
-    no draft token was verified."""
+    """Return tokens per verification and the fraction of draft tokens accepted; {} without verified draft tokens."""
     if counts.proposed == 0:
         return {}
     return {
@@ -126,41 +125,15 @@ def speculation_metrics(counts: TokenCounts) -> dict[str, float]:
     }
 
 
-def _mean_and_max(values: Sequence[float]) -> dict[str, float]:
-    return {"mean": statistics.fmean(values), "max": float(max(values))}
-
-
-def count_zero_std_groups(samples: Sequence[Sample]) -> Counter[str]:
-    """Return {reward rounded to one decimal: number of groups whose graded samples all have this reward}; groups with a
-    single graded sample count too."""
-    groups: dict[str, list[float]] = defaultdict(list)
-    for sample in samples:
-        if sample.reward is not None:
-            groups[sample.group_id].append(sample.reward)
-    return Counter(format_reward(rewards[0]) for rewards in groups.values() if len(set(rewards)) == 1)
-
-
 def format_reward(reward: float) -> str:
     """Return a reward rounded to one decimal, as metric names have it: `1.0`, `0.2`."""
     return str(round(float(reward), 1) + 0.0)  # + 0.0: no "-0.0"
 
 
-def is_repetitive(text: str) -> bool:
-    """Return whether a text of more than 10,000 characters ends in repetition: zlib compresses its last 10,000
-    characters more than tenfold."""
-    if len(text) <= _LONG_TEXT:
-        return False
-    tail = text[-_LONG_TEXT:].encode()
-    return len(tail) / len(zlib.compress(tail)) > _REPETITION
-
-
-def true_fraction(flags: object) -> float:
+def true_fraction(flags: Iterable[bool]) -> float:
     """Return the fraction of `flags` that are true; 0 if `flags` is empty."""
-    values = [bool(flag) for flag in flags]  # type: ignore[attr-defined]
+    values = list(flags)
     return sum(values) / len(values) if values else 0.0
-
-
-# ---- preview ---------------------------------------------------------------------------------------------------------
 
 
 def sample_preview(samples: Sequence[Sample], count: int) -> list[dict[str, Any]]:

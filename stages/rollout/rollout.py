@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,27 +30,30 @@ from penstock.engines.backends import connect as connect_engines
 from penstock.engines.generation import EngineClient, EngineUrls
 from penstock.engines.local_gpus import ReadCounters, energy_metric, no_counters
 from penstock.stages.rewards.grading import Grader
+from penstock.stages.rollout.collect import (
+    CollectedGroups,
+    SampleProgress,
+    collect_groups,
+    record_seconds,
+    run_blocking,
+    run_with_deadline,
+)
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.deadline import SampleProgress, record_seconds, run_blocking, run_with_deadline
 from penstock.stages.rollout.group import (
     EngineGenerator,
     Generator,
     GroupRunner,
+    ServingTeacher,
     make_grader,
     mask_stale_tokens,
     num_trained_tokens,
+    open_teacher,
     policy_spans,
 )
 from penstock.stages.rollout.journal import Journal
-from penstock.stages.rollout.metrics import (
-    drop_metrics,
-    rollout_metrics,
-    sample_preview,
-    staleness_metrics,
-    throughput_metrics,
-)
+from penstock.stages.rollout.metrics import rollout_metrics, sample_preview, staleness_metrics, throughput_metrics
 from penstock.stages.rollout.plugins.custom_generation import CustomGeneration, EngineHandle
-from penstock.stages.rollout.plugins.filters import GroupFilter, load_group_filter
+from penstock.stages.rollout.plugins.filters import load_group_filter
 from penstock.stages.rollout.plugins.hooks import Hooks, make_train_data, run_log_function
 from penstock.stages.rollout.plugins.rollout_function import Collect, RolloutFunctionCall, find_evaluation_function
 from penstock.stages.rollout.prompts.data_source import (
@@ -59,14 +62,12 @@ from penstock.stages.rollout.prompts.data_source import (
     PromptIntake,
     RolloutRound,
     group_by_group_id,
-    load_buffer_filter,
     open_data_source,
     resized_group,
 )
 from penstock.stages.rollout.prompts.source import LengthFilter, PromptSource, SourceState
-from penstock.stages.rollout.teacher import ServingTeacher, open_teacher
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-from penstock.storage.commit import BUFFER, Commit, Kind, RunKeys
+from penstock.storage.commit import BUFFER, Commit, RunKeys
 from penstock.storage.errors import RunError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.history.run_record import read_run_record
@@ -112,8 +113,7 @@ class RolloutContext:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The data-source state and buffered groups that a round starts from. The defaults are for the first round of a
-    run."""
+    """The data-source state and buffered groups that a round starts from. The defaults are for a run's first round."""
 
     state: dict[str, Any] | None = None  # state of the data source; None: start of the data
     buffer: Sequence[Sample] = ()  # samples of the groups that earlier rounds buffered
@@ -126,9 +126,6 @@ def read_resume_point(store: Store, keys: RunKeys, rollout_id: int) -> ResumePoi
     without buffered groups; only the count of issued prompts continues, because group ids are derived from this count.
     In a run forked with other options of the rollout (`discard_responses`), the buffered groups lose their responses
     and get the fork's number of samples.
-
-    Raises:
-        RunError: the previous round is not committed.
     """
     if rollout_id == 0:
         return ResumePoint()
@@ -151,27 +148,6 @@ def read_resume_point(store: Store, keys: RunKeys, rollout_id: int) -> ResumePoi
 
 
 @dataclass
-class CollectedGroups:
-    """The groups of a round, each in one of three lists, which are sorted by group id (the prompt order)."""
-
-    kept: list[Group] = field(default_factory=list)  # trained on in this round
-    buffered: list[Group] = field(default_factory=list)  # for later rounds: finished but not needed, or aborted
-    dropped: list[tuple[Group, str]] = field(default_factory=list)  # (group, reason)
-    num_batches: int = 0  # number of sampling batches requested from the data source
-    metrics: dict[str, float] = field(default_factory=dict)  # returned by a user-defined rollout function
-
-    @property
-    def dropped_groups(self) -> list[Group]:
-        """The dropped groups, without their drop reasons."""
-        return [group for group, _ in self.dropped]
-
-    @property
-    def drop_reasons(self) -> Counter[str]:
-        """Drop reason -> number of groups dropped for that reason."""
-        return Counter(reason for _, reason in self.dropped)
-
-
-@dataclass
 class RoundResult:
     """The result of generating and grading a round, before it is committed."""
 
@@ -189,20 +165,12 @@ def rollout_stage(
     num_prompts: int | None = None,
     summarize: Callable[[Sequence[Sample]], dict[str, float]] = rollout_metrics,
 ) -> Commit:
-    """Generate, grade and commit one round, unless it is already committed. Return its commit.
+    """Generate, grade and commit `num_prompts` groups (default: `rollout_batch_size`) under the store's `prefix`,
+    unless that is committed. Return the commit, whose metrics `summarize` computes.
 
-    Args:
-        prefix: store prefix of the commit and its files, e.g. `RunKeys.rollout_prefix(12)`.
-        round: number, kind and policy version of the round.
-        resume_point: data-source state and buffered groups after the previous round; None for a run's first round.
-        num_prompts: number of groups to keep; default: `rollout_batch_size`.
-        summarize: samples -> metrics to record in the commit.
-
-    Raises:
-        ValueError: the prompt data changed since an earlier round, or a user-defined function is invalid.
-        RuntimeError, ConnectionError: the engines failed, all samples failed, or the filter kept too few groups.
-        TimeoutError: the round took longer than `config.rollout_timeout`.
-        Preempted: a stop was requested, and the round would take longer than the grace period.
+    Raises ValueError (changed prompt data, an invalid user-defined function), RuntimeError or ConnectionError (the
+    engines or all samples failed, or the filter kept too few groups), TimeoutError after --rollout-timeout, and
+    Preempted.
     """
     if commit := context.store.committed(prefix):
         return commit
@@ -222,11 +190,12 @@ def rollout_stage(
         samples, num_masked = samples_to_train(groups.kept, config, round)
         samples = make_train_data(samples, config, context.tokenizer)
         intake.source.add_samples(groups.buffered)
-        discarded = intake.groups_discarded_by_source(groups.kept, groups.dropped_groups)
+        discarded = intake.groups_discarded_by_source(groups.kept + groups.dropped_groups)
         groups.dropped += [(group, DISCARDED) for group in discarded]
     commit = commit_samples(
-        context.store,
+        context,
         prefix,
+        round,
         samples,
         seconds,
         lambda: (
@@ -235,11 +204,7 @@ def rollout_stage(
             | run_log_function(config, round.rollout_id, samples, sum(seconds.values()), data_set)
         ),
         buffer=[sample for group in intake.buffered_groups for sample in group],
-        kind=round.kind,
-        index=round.rollout_id,
-        policy_version=round.policy_version,
         state=state_of_round(result, intake, samples, round, config.num_shown_samples),
-        **{"run": round.run, "inputs": prompt_files_by_name(config), **context.provenance},
     )
     journal.delete_entries()
     return commit
@@ -251,9 +216,7 @@ def open_prompt_intake(context: RolloutContext, round: RolloutRound, resume_poin
     config = context.config
     length_filter = LengthFilter(config, context.tokenizer) if round.kind == "rollout" else None
     dataset = Dataset(config, context.prompts, context.tokenizer, round, length_filter)
-    buffer_filter = load_buffer_filter(config.buffer_filter_path) if config.buffer_filter_path else None
-    source = open_data_source(config, dataset, buffer_filter)
-    return PromptIntake(source, resume_point.state, resume_point.buffer)
+    return PromptIntake(open_data_source(config, dataset), resume_point.state, resume_point.buffer)
 
 
 async def generate_round(
@@ -264,8 +227,7 @@ async def generate_round(
     num_groups: int,
     data_set: str | None = None,
 ) -> RoundResult:
-    """Generate and grade groups until `num_groups` are kept, then run the hooks of the round. `data_set` is the name of
-    an evaluation's data set."""
+    """Generate and grade groups until `num_groups` are kept, then run the hooks. `data_set`: of an evaluation."""
     start, counters = time.perf_counter(), context.read_counters()
     config = context.config
     hooks, group_filter, num_samples = Hooks(config), load_group_filter(config), config.n_samples_per_prompt
@@ -305,153 +267,13 @@ async def call_rollout_function(
     num_groups: int,
     data_set: str | None,
 ) -> CollectedGroups:
-    """Return the groups of a round that a user-defined rollout function generates (--rollout-function-path), or those
-    of an evaluation on the data set named `data_set`."""
+    """Return the groups that the function of --rollout-function-path generates for a round or an evaluation."""
     handle = EngineHandle(client, context.tokenizer, context.config, runner.round)
     handle.loop = asyncio.get_running_loop()
-    call = RolloutFunctionCall(context.config, runner, intake, collect, handle, data_set)
     try:
-        kept, buffered, dropped = await call.run(num_groups)
+        return await RolloutFunctionCall(context.config, runner, intake, collect, handle, data_set).run(num_groups)
     finally:
         await asyncio.to_thread(handle.close)
-    return CollectedGroups(_sorted_by_id(kept), buffered, dropped, num_batches=1, metrics=call.metrics)
-
-
-async def collect_groups(
-    next_groups: Callable[[int], Sequence[Group]],
-    runner: GroupRunner,
-    group_filter: GroupFilter,
-    *,
-    num_groups: int,
-    batch_size: int,
-    max_batches: int,
-    on_kept: Callable[[], None] = lambda: None,
-) -> CollectedGroups:
-    """Generate sampling batches until `num_groups` groups are kept, then abort the groups in flight. Every requested
-    group ends in exactly one list of the result: kept, dropped with a reason, or buffered (aborted, or finished after
-    enough groups were kept).
-
-    Args:
-        next_groups: returns the given number of groups of pending samples.
-        runner: generates and grades a group.
-        group_filter: decides whether a finished group is kept or dropped; not called once enough groups are kept.
-        num_groups: number of groups to keep.
-        batch_size: number of groups in a sampling batch, at least `num_groups`.
-        max_batches: maximum number of sampling batches (`--max-waves`).
-        on_kept: called for every group that is kept.
-
-    Raises:
-        RuntimeError: the filter kept fewer than `num_groups` groups of `max_batches` sampling batches.
-    """
-    num_batches = 0
-    async with asyncio.TaskGroup() as tasks:
-        groups = GroupsInFlight(runner, group_filter, tasks, num_needed=num_groups, on_kept=on_kept)
-        while len(groups.finished) < num_groups:
-            while len(groups.finished) + len(groups.running) < num_groups:
-                if num_batches == max_batches:
-                    drop_reasons = Counter(reason for _, reason in groups.dropped)
-                    reasons = ", ".join(f"{n} for {reason!r}" for reason, n in drop_reasons.most_common(3))
-                    raise RuntimeError(
-                        f"after {max_batches} sampling batches the dynamic sampling filter has kept only "
-                        f"{len(groups.finished)} of {num_groups} groups (dropped: {reasons}): use prompts that the "
-                        "policy solves only sometimes, use a less strict filter, or raise --max-waves"
-                    )
-                num_batches += 1
-                for group in next_groups(batch_size):
-                    groups.start(Flight(group), group)
-            await groups.wait_for_change()
-        if running := list(groups.running.values()):
-            await runner.stop()
-            await asyncio.wait(running)
-    finished = [flight.group or [] for flight in groups.finished]
-    kept, buffered = _sorted_by_id(finished[:num_groups]), _sorted_by_id(finished[num_groups:])
-    return CollectedGroups(kept, buffered, sorted(groups.dropped, key=lambda entry: entry[0][0].group_id), num_batches)
-
-
-@dataclass(eq=False)
-class Flight:
-    """A group from its start to its use."""
-
-    prompts: Group  # without responses, to start it again
-    version: int = 0  # policy version at its start; of a group that was finished before, that of its first token
-    group: Group | None = None  # with responses and rewards, once it is finished
-
-
-class GroupsInFlight:
-    """Generates, grades and filters groups concurrently, for a round or a stream of rounds. Every group that was
-    started is in one place: `running`, `finished`, or `dropped` with a reason.
-
-    Args:
-        runner: generates and grades a group.
-        group_filter: decides whether a finished group is kept or dropped.
-        tasks: runs the groups.
-        num_needed: number of finished groups after which others finish without the filter; None: no limit.
-        on_kept: called for every group that the filter keeps.
-    """
-
-    def __init__(
-        self,
-        runner: GroupRunner,
-        group_filter: GroupFilter,
-        tasks: asyncio.TaskGroup,
-        *,
-        num_needed: int | None = None,
-        on_kept: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.runner = runner
-        self.filter = group_filter
-        self.num_needed = num_needed
-        self.on_kept = on_kept
-        self.running: dict[Flight, asyncio.Task[None]] = {}
-        self.finished: list[Flight] = []  # the group that finished first comes first
-        self.dropped: list[tuple[Group, str]] = []
-        self.idle_seconds = 0.0  # without a group in flight, since the caller set it to 0
-        self.changed = asyncio.Event()
-        self._tasks = tasks
-        self._idle_since: float | None = None  # set while no group is in flight
-
-    def start(self, flight: Flight, group: Group) -> None:
-        """Start a group: `flight.prompts`, or those prompts with responses of an earlier round."""
-        self.running[flight] = self._tasks.create_task(self._finish(flight, group))
-        self.count_idle_seconds()
-
-    def count_idle_seconds(self) -> None:
-        """Add the time since the last call to the idle seconds, if no group was in flight."""
-        now = time.perf_counter()
-        if self._idle_since is not None:
-            self.idle_seconds += now - self._idle_since
-        self._idle_since = None if self.running else now
-
-    async def wait_for_change(self) -> None:
-        """Wait until a group is finished or dropped, or `changed` is set."""
-        self.changed.clear()
-        await self.changed.wait()
-
-    async def _finish(self, flight: Flight, group: Group) -> None:
-        flight.group = group = await self.runner.run(group)
-        keeps, reason, is_needed = True, "", self._needs_more()
-        if is_needed:
-            decision = await self.filter(group)
-            num_open = len(self.finished) + len(self.running)  # with this one
-            is_insufficient = self.num_needed is not None and num_open <= self.num_needed
-            keeps = decision.keep or (decision.keep_when_insufficient and is_insufficient)
-            reason, is_needed = str(decision.reason), self._needs_more()
-        del self.running[flight]  # without an `await` up to the end: others must find every group in one place
-        self.count_idle_seconds()
-        self.changed.set()
-        if not keeps:
-            self.dropped.append((group, reason))
-            return
-        self.finished.append(flight)
-        if is_needed:
-            self.on_kept()
-
-    def _needs_more(self) -> bool:
-        return self.num_needed is None or len(self.finished) < self.num_needed
-
-
-def _sorted_by_id(groups: Iterable[Group]) -> list[Group]:
-    return sorted(groups, key=lambda group: group[0].group_id)
 
 
 @asynccontextmanager
@@ -461,10 +283,6 @@ async def open_runner(
     """Yield a runner of groups with the generator of --custom-generate-function-path, or the built-in one, and the
     client of the engines."""
     config, round = context.config, journal.round
-
-    async def run_sample_hook(sample: Sample) -> None:
-        await asyncio.to_thread(hooks.run_sample_hook, sample)
-
     client = context.connect(engines, timeout=config.rollout_timeout)
     num_engines = max(1, len(client.urls))
     generators: AbstractAsyncContextManager[Generator] = (
@@ -479,7 +297,7 @@ async def open_runner(
             generator,
             journal,
             grader.submit_group,
-            hook=run_sample_hook if config.rollout_sample_hook_path else None,
+            hook=hooks.run_sample_hook if config.rollout_sample_hook_path else None,
             teacher=teacher,
             slots=asyncio.Semaphore(max(1, config.engine_concurrency * num_engines // config.n_samples_per_prompt)),
             partial_rollout=config.partial_rollout,
@@ -540,7 +358,8 @@ def round_metrics(
         metrics["rollout/num_waves"] = float(groups.num_batches)
         metrics["rollout/num_dropped_groups"] = float(len(groups.dropped))
         metrics["rollout/num_buffered_groups"] = float(len(intake.buffered_groups))
-    metrics |= drop_metrics(groups.drop_reasons)
+    for reason, count in Counter(reason for _, reason in groups.dropped).items():
+        metrics[f"rollout/dynamic_filter/drop_{reason}"] = float(count)
     if isinstance(dataset.prompt_filter, LengthFilter) and dataset.prompt_filter.limit is not None:
         metrics["rollout/num_skipped_prompts"] = float(intake.num_skipped)
     metrics |= groups.metrics
@@ -554,27 +373,37 @@ def round_metrics(
 
 
 def commit_samples(
-    store: Store,
+    context: RolloutContext,
     prefix: str,
+    round: RolloutRound,
     samples: Sequence[Sample],
     seconds: dict[str, float],
     summary: Callable[[], dict[str, float]],
     *,
     buffer: Sequence[Sample] = (),
-    kind: Kind,
-    **fields: Any,
+    **changes: Any,
 ) -> Commit:
     """Write samples and buffered samples as shards of a new attempt, then create the commit that names them.
 
     `summary` computes the commit's metrics after the shards are written, so it can include the seconds spent writing.
-    `fields` are further fields of the commit. If another attempt has committed first, its commit is returned; a caller
-    that must know this gives `attempt`, from `Store.new_attempt`, and compares it.
+    `changes` add fields to the commit, or replace those of `round`. If another attempt has committed first, its commit
+    is returned; a caller that must know this gives `attempt`, from `Store.new_attempt`, and compares it.
     """
 
     def rollout_failpoint(name: str) -> None:
-        if kind == "rollout":
+        if round.kind == "rollout":
             failpoint(name)
 
+    store = context.store
+    fields = {
+        "kind": round.kind,
+        "run": round.run,
+        "index": round.rollout_id,
+        "policy_version": round.policy_version,
+        "inputs": {f"prompt_data/{index}": path for index, path in enumerate(context.config.prompt_data)},
+        **context.provenance,
+        **changes,
+    }
     with record_seconds(seconds, "write"):
         attempt = fields.setdefault("attempt", store.new_attempt(prefix))
         rollout_failpoint("rollout-before-upload")
@@ -583,11 +412,6 @@ def commit_samples(
             if buffer:
                 write_shards(out.path, buffer, BUFFER)
         rollout_failpoint("rollout-after-upload")
-    commit = store.commit(prefix, Commit(kind=kind, files=out.files, seconds=seconds, summary=summary(), **fields))
+    commit = store.commit(prefix, Commit(files=out.files, seconds=seconds, summary=summary(), **fields))
     rollout_failpoint("rollout-after-commit")
     return commit
-
-
-def prompt_files_by_name(config: RolloutConfig) -> dict[str, str]:
-    """Return the input files of a round for its commit: name -> entry of --prompt-data."""
-    return {f"prompt_data/{index}": path for index, path in enumerate(config.prompt_data)}

@@ -23,30 +23,20 @@ from typing import Any
 
 from penstock.engines.generation import EngineUrls
 from penstock.engines.local_gpus import energy_metric
-from penstock.stages.rollout.deadline import flatten_errors
+from penstock.stages.rollout.collect import CollectedGroups, Flight, GroupsInFlight, flatten_errors
 from penstock.stages.rollout.group import num_trained_tokens
 from penstock.stages.rollout.journal import Journal
 from penstock.stages.rollout.metrics import rollout_metrics
 from penstock.stages.rollout.plugins.filters import load_group_filter
 from penstock.stages.rollout.plugins.hooks import Hooks, make_train_data, run_log_function
-from penstock.stages.rollout.prompts.data_source import (
-    Group,
-    RolloutRound,
-    copy_sample,
-    is_too_old,
-    without_responses,
-)
+from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample, is_too_old, without_responses
 from penstock.stages.rollout.rollout import (
-    CollectedGroups,
-    Flight,
-    GroupsInFlight,
     ResumePoint,
     RolloutContext,
     RoundResult,
     commit_samples,
     open_prompt_intake,
     open_runner,
-    prompt_files_by_name,
     round_metrics,
     samples_to_train,
     state_of_round,
@@ -65,8 +55,7 @@ class LostRound(Exception):
 
 
 def is_repeated(flight: Flight) -> bool:
-    """Return whether a group is generated once more, because all its tokens became too old. The mark is in the samples,
-    so that a restart keeps it."""
+    """Return whether a group is generated once more, because all its tokens became too old."""
     return bool((flight.group or flight.prompts)[0].metadata.get(REPEATED))
 
 
@@ -84,17 +73,8 @@ class Taken:
 
 class RolloutStream:
     """Generates groups in a thread from `start` to `close`. After an exception in `run_round`, close the stream and
-    create another one, which continues after the last committed round.
-
-    Args:
-        context: inputs and callbacks of the run's rollouts. Its `engines` are not used.
-        engines: context manager that yields the engines' addresses; entered by the stream's thread.
-        prefix_of: number of a round -> store prefix of its rollout.
-        round: the first round, with `updates_in_flight`.
-        resume_point: data-source state and buffered groups after the previous round.
-        num_rounds: number of rounds of the run; groups for later rounds are not started.
-        engine_version: returns the policy version that all engines have; other threads update them.
-    """
+    create another one, which continues after the last committed round. `engines` is entered by the stream's thread;
+    `engine_version` returns the policy version that all engines have, which other threads update."""
 
     def __init__(
         self,
@@ -135,15 +115,9 @@ class RolloutStream:
             self._thread.join()
 
     def run_round(self, rollout_id: int) -> Commit:
-        """Wait for the groups of the next round, and commit them.
-
-        Raises:
-            RuntimeError, ConnectionError: the engines failed, all samples failed, or the filter dropped too many
-                groups.
-            TimeoutError: the groups were not finished within `config.rollout_timeout`.
-            Preempted: a stop was requested.
-            LostRound: another driver of the run has committed this round.
-        """
+        """Wait for the groups of the next round, and commit them. Raises RuntimeError or ConnectionError (the engines
+        or all samples failed, or the filter dropped too many groups), TimeoutError after --rollout-timeout, Preempted,
+        and LostRound."""
         self._raise_failure()
         try:
             taken = self._run_in_loop(self._take(rollout_id))
@@ -151,14 +125,14 @@ class RolloutStream:
             self._thread.join()
             self._raise_failure()
             raise Preempted("the stream was closed") from None
-        fields = {"run": self.round.run, "inputs": prompt_files_by_name(self.context.config), **self.context.provenance}
         prefix = self.prefix_of(rollout_id)
         attempt = self.context.store.new_attempt(prefix)
         with taken.journal:
             failpoint("stream-round-taken")
             commit = commit_samples(
-                self.context.store,
+                self.context,
                 prefix,
+                replace(self.round, rollout_id=rollout_id),
                 taken.samples,
                 taken.seconds,
                 lambda: (
@@ -167,12 +141,9 @@ class RolloutStream:
                     | run_log_function(self.context.config, rollout_id, taken.samples, sum(taken.seconds.values()))
                 ),
                 buffer=taken.buffer,
-                kind="rollout",
-                index=rollout_id,
                 policy_version=max(sample.policy_versions[1] for sample in taken.samples),
                 state=taken.state,
                 attempt=attempt,
-                **fields,
             )
         taken.journal.delete_entries()
         if commit.attempt != attempt:  # the stream's state continues from groups that this commit does not have
@@ -180,8 +151,7 @@ class RolloutStream:
         return commit
 
     def _run_in_loop(self, coroutine: Coroutine[Any, Any, Taken]) -> Taken:
-        """Return the result of a coroutine that runs in the stream's thread. Raises CancelledError if the thread ends
-        before."""
+        """Return the result of a coroutine in the stream's thread. Raises CancelledError if the thread ends before."""
         assert self._loop is not None
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -316,7 +286,7 @@ class RolloutStream:
             if is_too_old(group, oldest) and not is_repeated(flight):
                 self.groups.finished.remove(flight)
                 self._num_wasted_tokens += num_trained_tokens(group)
-                self.runner.journal.forget_finished_group(group[0].group_id)
+                self.runner.journal.finished.pop(group[0].group_id, None)
                 for sample in flight.prompts:
                     sample.metadata[REPEATED] = True
                 again = Flight(flight.prompts, self.engine_version())

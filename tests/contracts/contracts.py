@@ -31,7 +31,6 @@ from penstock.stages.rollout.prompts.data_source import (
     RolloutDataSource,
     RolloutRound,
     copy_sample,
-    load_buffer_filter,
     open_data_source,
     take_checked_groups,
 )
@@ -110,9 +109,9 @@ class Bench:
 
     def source(self, path: str | None, buffer_filter: str | None = None) -> RolloutDataSource:
         """A data source at its beginning, as every attempt at a round makes one."""
-        config = self.config(data_source_path=path)
+        config = self.config(data_source_path=path, buffer_filter_path=buffer_filter)
         dataset = Dataset(config, PromptSource.open(config), self.tokenizer, RolloutRound("contract", 0, 0))
-        source = open_data_source(config, dataset, load_buffer_filter(buffer_filter) if buffer_filter else None)
+        source = open_data_source(config, dataset)
         source.load_state_dict({})
         source.restore_buffer([])
         return source

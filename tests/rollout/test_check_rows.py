@@ -10,15 +10,15 @@ from chat_templates import chat_tokenizer, with_template
 from scripted_engine import KEYS, Bench, write_jsonl
 from sft_templates import GLM45, LLAMA31, QWEN3, QWEN25
 
+from penstock.stages.rollout.agents.conversation import ChatFormat
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import max_response_tokens
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.prompts.prompt_check import check_prompt_data, check_rendered_rows
 from penstock.stages.rollout.prompts.source import LengthFilter, PromptSource, max_prompt_tokens
 from penstock.stages.rollout.rollout import RolloutContext, rollout_stage
-from penstock.stages.rollout.text.chat_format import ChatFormat
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokenizer, check_vocabulary
-from penstock.storage.errors import DataError, InputError, ModelError, OptionError, RewardError, TemplateError
+from penstock.storage.errors import DataError, InputError, ModelError, OptionError, TemplateError
 from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_samples
 
@@ -30,21 +30,11 @@ def config_of(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> Rol
     return RolloutConfig(prompt_data=write_jsonl(tmp_path / "rows.jsonl", rows), **options)
 
 
-@pytest.mark.parametrize("label", ["", None])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_missing_label_names_file_and_row(tmp_path: Path, label: Any, streaming: bool) -> None:
-    rows = [{"input": "a", "answer": 0}, {"input": "b", "answer": label}]
-    options: dict[str, Any] = {"label_key": "answer", "streaming_data": streaming, "data_cache": str(tmp_path / "c")}
-    config = config_of(tmp_path, rows, rm_type="math", **options)
-    assert check_prompt_data(config) == 2
-    with pytest.raises(RewardError, match=r"rows.jsonl row 1: the row has no label.*'answer'.*--label-key"):
-        check_prompt_data(config, grading=config)
-
-
 @pytest.mark.parametrize(
     ("row", "options", "named"),
     [
-        ({"label": ""}, {}, "no label"),
+        ({"label": ""}, {}, "the row has no label.*'label'.*--label-key"),
+        ({"label": ""}, {"streaming_data": True}, "no label"),
         ({"label": None}, {}, "no label"),
         ({"label": "  "}, {}, "no label"),
         ({"label": "two"}, {"rm_type": "exact_number"}, "not an integer"),
@@ -58,7 +48,9 @@ def test_a_row_beyond_the_rendered_ones_that_cannot_be_graded_is_named(
     tmp_path: Path, row: dict[str, Any], options: dict[str, Any], named: str
 ) -> None:
     rows = [{"input": "a", "label": "1"}] * 700 + [{"input": "b"} | row, {"input": "c", "label": ""}]
-    config = config_of(tmp_path, rows, **({"rm_type": "math", "label_key": "label"} | options))
+    options = {"rm_type": "math", "label_key": "label", "data_cache": str(tmp_path / "cache"), **options}
+    config = config_of(tmp_path, rows, **options)
+    assert check_prompt_data(config) == 702
     with pytest.raises(InputError, match=rf"rows.jsonl row 700: .*{named}"):
         check_prompt_data(config, grading=config)
 
@@ -71,26 +63,11 @@ def test_rows_without_labels_are_accepted_if_their_reward_needs_none(tmp_path: P
     assert check_prompt_data(own, grading=own) == 3
 
 
-def test_the_column_tools_is_read_without_a_flag(tmp_path: Path) -> None:
-    config = config_of(tmp_path, [{"input": "a", "tools": [ADD]}, {"input": "b"}], apply_chat_template=True)
-    source = PromptSource.open(config)
-    first, second = source.take(source.restore(None), 2)[0]
-    assert first.tools == [ADD] and first.metadata["tools"] == [ADD] and second.tools is None
-    tokenizer = chat_tokenizer(QWEN3)
-    assert '"name": "add"' in tokenizer.render([first.content], [first.tools])[0]
-    check_prompt_data(config, tokenizer=tokenizer)
-    for without in (config.model_copy(update={"tool_key": ""}), config.model_copy(update={"tool_key": "others"})):
-        source = PromptSource.open(without)
-        assert source.take(source.restore(None), 1)[0][0].tools is None
-
-
 def test_tools_dropped_by_template_raise(tmp_path: Path) -> None:
     config = config_of(tmp_path, [{"input": "a"}, {"input": "b", "tools": [ADD]}], apply_chat_template=True)
     with pytest.raises(TemplateError, match=r"rows.jsonl row 1: .*--tool-key"):
         check_prompt_data(config, tokenizer=chat_tokenizer(LLAMA31))
     check_prompt_data(config.model_copy(update={"tool_key": ""}), tokenizer=chat_tokenizer(LLAMA31))
-    with pytest.raises(DataError, match=r"rows.jsonl:1: column 'tools'.*--tool-key ''"):
-        check_prompt_data(config_of(tmp_path, [{"input": "a", "tools": ["hammer"]}]))
 
 
 def test_row_rejected_by_template_is_named(tmp_path: Path) -> None:
@@ -144,8 +121,8 @@ def test_template_kwargs_reach_prompts_and_agents_and_a_request_overrides_them()
         apply_chat_template_kwargs={"enable_thinking": False}
     ).apply_chat_template_kwargs
     assert tokenizer.render(["a"])[0].endswith("a/nothink<|assistant|>\n<think></think>")
-    assert ChatFormat(tokenizer).render_opening(USER).endswith("<think></think>")
-    assert ChatFormat(tokenizer).render_opening(USER, options={"enable_thinking": True}).endswith("1+1?<|assistant|>")
+    assert ChatFormat(tokenizer).render(USER).endswith("<think></think>")
+    assert ChatFormat(tokenizer).render(USER, options={"enable_thinking": True}).endswith("1+1?<|assistant|>")
 
 
 def test_reserved_template_kwargs_raise() -> None:
@@ -220,7 +197,10 @@ def test_tools_reach_the_template_and_the_sample(tmp_path: Path, with_tools: Pro
     assert [text[:4] if text.startswith(("<add", "<sub")) else "" for text in texts] == ["<add", "<sub", "", ""]
     assert prompts[0].metadata == {"i": 0, "tools": [TOOL]} and prompts[2].metadata == {}
     plain = RolloutConfig(prompt_data=config.prompt_data, apply_chat_template=True)
-    assert PromptSource.open(plain).files[0][2:] == source.files[0][2:], "a row without tools is the row it always was"
+    assert PromptSource.open(plain).files == source.files, "the column is read without a flag"
+    for key in ("", "others"):
+        without = PromptSource.open(plain.model_copy(update={"tool_key": key}))
+        assert [prompt.tools for prompt in without.take(without.restore(None), 4)[0]] == [None] * 4
 
 
 @pytest.mark.parametrize(
@@ -228,7 +208,7 @@ def test_tools_reach_the_template_and_the_sample(tmp_path: Path, with_tools: Pro
     [
         ('"{"', "rows.jsonl:1: column 'tools' is text but not JSON"),
         ('{"name": "add"}', "rows.jsonl:1: column 'tools' holds .*--tool-key"),
-        ('["add"]', "rows.jsonl:1: column 'tools' holds"),
+        ('["add"]', "rows.jsonl:1: column 'tools' holds.*--tool-key ''"),
     ],
 )
 def test_invalid_tools_raise(tmp_path: Path, tools: str, message: str) -> None:

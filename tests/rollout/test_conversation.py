@@ -10,9 +10,8 @@ from chat_templates import DEEPSEEK, GLM4, LLAMA3, chat_tokenizer
 from scripted_replies import handle_with, pending, text, trained
 from sft_templates import QWEN3
 
-from penstock.stages.rollout.agents.conversation import Conversation
+from penstock.stages.rollout.agents.conversation import ChatFormat, Conversation
 from penstock.stages.rollout.plugins.user_sample import checked_sample
-from penstock.stages.rollout.text.chat_format import ChatFormat
 from penstock.storage.samples.sample import Status
 
 SYSTEM = {"role": "system", "content": "you add"}
@@ -74,7 +73,7 @@ def test_conversation_text_equals_rendering_of_template(template: str) -> None:
     assert logprobs == [-float(i) for i in range(1, sum(sample.loss_mask) + 1)]
     assert all(bool(logprob) == bool(mask) for logprob, mask in zip(sample.rollout_logprobs, sample.loss_mask))
 
-    whole = ChatFormat(handle.tokenizer)._render(conversation.messages, [ADD], {}, open_reply=False)
+    whole = ChatFormat(handle.tokenizer).render(conversation.messages, [ADD], open_reply=False)
     shown = text(handle, sample)
     if template == QWEN3:  # which opens the last reply with empty thoughts, if it has none
         whole = whole.replace("<think>\n\n</think>\n\n", "")
@@ -182,23 +181,22 @@ def test_aborted_reply_calls_no_tool() -> None:
     assert sample.status is Status.ABORTED and "tool_calls" not in replies[0] and not conversation.turns
 
 
-def test_template_that_requires_call_before_result() -> None:
-    template = """{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}
-    {{- raise_exception('there was no call') }}{% endif %}
-    {{- '<|im_start|>' + (m.content or m.tool_calls | tojson) + '<|im_end|>' }}{% endfor %}"""
+@pytest.mark.parametrize(
+    "content",
+    [
+        """{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}
+        {{- raise_exception('there was no call') }}{% endif %}
+        {{- '<|im_start|>' + (m.content or m.tool_calls | tojson) + '<|im_end|>' }}""",
+        "{{ '<|im_start|>' + m.content + '<|im_end|>' }}",
+    ],
+    ids=["requires a call before its result", "writes no calls"],
+)
+def test_result_is_rendered_after_the_text_of_the_call(content: str) -> None:
+    template = f"{{% for m in messages %}}{content}{{% endfor %}}"
     handle = handle_with(template, CALL[QWEN3] + "<|im_end|>", "2")
-    _, sample, _ = talk(handle, [QUESTION], [{"role": "tool", "content": "two"}], tools=[ADD])
-    assert (
-        text(handle, sample) == f"<|im_start|>what is 1+1?<|im_end|>{CALL[QWEN3]}<|im_end|><|im_start|>two<|im_end|>2"
-    )
-
-
-def test_template_that_writes_no_calls() -> None:
-    template = "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
-    handle = handle_with(template, CALL[QWEN3], "2<|im_end|>")
     _, sample, replies = talk(handle, [QUESTION], [{"role": "tool", "content": "two"}], tools=[ADD])
     assert "tool_calls" in replies[0]
-    expected = f"<|im_start|>what is 1+1?<|im_end|>{CALL[QWEN3]}<|im_end|><|im_start|>two<|im_end|>2<|im_end|>"
+    expected = f"<|im_start|>what is 1+1?<|im_end|>{CALL[QWEN3]}<|im_end|><|im_start|>two<|im_end|>2"
     assert text(handle, sample) == expected
 
 

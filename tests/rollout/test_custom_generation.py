@@ -400,11 +400,12 @@ def test_aborted_samples_return(bench: Bench, continues: bool) -> None:
 
 def test_function_without_continues_partial_restarts_sample(bench: Bench) -> None:
     """What the built-in generation has left, say, before the run was forked to use a function."""
-    (sample,) = bench.group(1)
+    sample, finished = bench.group(2)
+    finished.status, finished.response = Status.COMPLETED, "done before"
     sample.token_ids, sample.response = [*sample.token_ids, 11], "5"
     sample.loss_mask, sample.rollout_logprobs = [*sample.loss_mask, 1], [*sample.rollout_logprobs, -1.0]
-    (sample,) = bench.run(CALCULATOR, group=[sample])
-    assert (sample.response, sample.loss_mask) == ("56<|end|>", [0] * 4 + [1] * 3)
+    sample, same = bench.run(CALCULATOR, group=[sample, finished])
+    assert (sample.response, sample.loss_mask) == ("56<|end|>", [0] * 4 + [1] * 3) and same is finished
 
 
 def test_sample_aborted_after_tool_tokens_keeps_prompt(bench: Bench) -> None:
@@ -441,13 +442,6 @@ def test_slow_tool_does_not_delay_end_of_round(bench: Bench, monkeypatch: pytest
     start = time.monotonic()
     assert [sample.status for sample in asyncio.run(stopped())] == [Status.ABORTED] * 2
     assert time.monotonic() - start < 60, "the tool takes ten minutes"
-
-
-def test_finished_samples_are_unchanged(bench: Bench) -> None:
-    group = bench.group(2)
-    group[0].status, group[0].response = Status.COMPLETED, "done before"
-    samples = bench.run(CALCULATOR, group=group)
-    assert samples[0] is group[0] and samples[1].response == "56<|end|>"
 
 
 @pytest.mark.parametrize(

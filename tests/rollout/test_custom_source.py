@@ -73,7 +73,10 @@ class Bed:
             RolloutRound("run", 3, 5),
             LengthFilter(config, self.tokenizer),
         )
-        return open_data_source(config, dataset, buffer_filter)
+        source = open_data_source(config, dataset)
+        if buffer_filter is not None:
+            source.filter = buffer_filter  # type: ignore[attr-defined]
+        return source
 
 
 @pytest.fixture
@@ -248,10 +251,7 @@ def test_failing_constructor_and_invalid_buffer_filter_raise(bed: Bed) -> None:
             "class Mine:\n    def __init__(self, args):\n        {}['x']\n"
             "    def get_samples(self, n):\n        return []\n"
         )
-    for wrong, message in (
-        (lambda args, buffer, n: ["other"], "list of str"),
-        (lambda a, b, n: b, "4 groups"),
-    ):
+    for wrong, message in ((lambda args, buffer, n: ["other"], "list of str"), (lambda a, b, n: b, "4 groups")):
         source = bed.source(buffer_filter=wrong)
         source.add_samples(take_checked_groups(source, 4))
         with pytest.raises(PluginError, match=message):

@@ -17,9 +17,9 @@ from run_records import parent_record, run_json
 from scripted_engine import KEYS, Bench, SlowClient
 
 from penstock.engines.generation import Generation
+from penstock.stages.rollout.collect import collect_groups
 from penstock.stages.rollout.group import mask_stale_tokens, policy_spans
 from penstock.stages.rollout.plugins.filters import DynamicFilterOutput
-from penstock.stages.rollout.rollout import collect_groups
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import BUFFER, Commit
 from penstock.storage.maintenance.audit import audit_run
@@ -165,7 +165,7 @@ def test_last_token_of_aborted_sample_is_sampled_again(tmp_path: Path, tokenizer
                     answer.token_ids[-1] = self.end  # SGLang says "abort" here
             return answers
 
-        end = tokenizer.end_token_id
+        end = tokenizer.inner.eos_token_id
 
     bench = bench_with(tmp_path, tokenizer, over_sampling_batch_size=10, partial_rollout=True)
     samples = []
@@ -173,7 +173,7 @@ def test_last_token_of_aborted_sample_is_sampled_again(tmp_path: Path, tokenizer
         commit = bench.round(r, client=Stopped, longest=40)
         samples += trained(bench, commit) + buffered(bench, commit)
     assert any(sample.status is Status.ABORTED for sample in samples)
-    assert not any(tokenizer.end_token_id in sample.token_ids[sample.prompt_length :] for sample in samples)
+    assert not any(tokenizer.inner.eos_token_id in sample.token_ids[sample.prompt_length :] for sample in samples)
 
 
 def test_partial_sample_without_room_is_truncated(tmp_path: Path, tokenizer: PromptTokenizer) -> None:

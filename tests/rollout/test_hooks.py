@@ -219,6 +219,7 @@ def test_built_in_filter_loads_under_current_and_slime_names(path: str) -> None:
     [
         ("return samples[0].reward > args.threshold", True, None),
         ("return numpy.bool_(False)", False, "check"),
+        ("return samples[0].status == samples[0].Status.PENDING", True, None),
         ("return torch.tensor([s.reward for s in samples]).std() > 0.0", True, None),  # as slime's documents write it
         ("return torch.tensor(False)", False, "check"),
         ("return SimpleNamespace(keep=False, reason='too_long')", False, "too_long"),
@@ -250,6 +251,18 @@ def test_an_asynchronous_filter_is_awaited(tmp_path: Path) -> None:
     assert load_filter(path, ARGS)(group(1.0)).keep
 
 
+@pytest.mark.parametrize(
+    ("head", "body", "words"),
+    [
+        ("def check(samples):", "return True", r"signature \(samples\), but is called with \(args, samples\)"),
+        ("def check(args, samples):", "yield True", "my_filter.py is a generator"),
+    ],
+)
+def test_filter_of_another_kind_raises_when_loaded(head: str, body: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"check of .*{words}"):
+        load_filter(plugin(tmp_path, body, head), ARGS)
+
+
 def test_filter_cannot_change_samples(tmp_path: Path) -> None:
     samples = group(1.0, 0.0)
     load_filter(
@@ -275,19 +288,3 @@ def test_failing_filter_raises_with_its_name(body: str, words: str, tmp_path: Pa
     with pytest.raises(ValueError, match=words) as caught:
         check(group(1.0, 0.0))
     assert "check of " in str(caught.value) and "my_filter.py" in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_filter_with_wrong_signature_raises_when_loaded(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"check of .*signature \(samples\), but is called with \(args, samples\)"):
-        load_filter(plugin(tmp_path, "return True", "def check(samples):"), ARGS)
-
-
-def test_generator_filter_raises_when_loaded(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"check of .*my_filter.py is a generator"):
-        load_filter(plugin(tmp_path, "yield True"), ARGS)
-
-
-def test_status_is_comparable_as_in_slime(tmp_path: Path) -> None:
-    samples = group(1.0)
-    samples[0].status = Status.TRUNCATED
-    assert load_filter(plugin(tmp_path, "return samples[0].status == samples[0].Status.TRUNCATED"), ARGS)(samples).keep

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from scripted_engine import Bench, write_jsonl
 
+from penstock.stages.rollout.data_rounds import sft_samples
 from penstock.stages.rollout.prompts.source import Prompt
-from penstock.stages.rollout.sft_data import sft_samples
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import Commit, decode_record, encode_commit, has_matching_digest
 from penstock.storage.samples.sample import Sample, Status, from_table, to_table

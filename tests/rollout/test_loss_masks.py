@@ -26,9 +26,9 @@ from sft_templates import (
 )
 
 from penstock.stages.rollout.config import RolloutConfig
+from penstock.stages.rollout.data_rounds import sft_data_stage, sft_samples
 from penstock.stages.rollout.prompts.source import Prompt, PromptSource
 from penstock.stages.rollout.rollout import RolloutContext, read_resume_point
-from penstock.stages.rollout.sft_data import sft_data_stage, sft_samples
 from penstock.stages.rollout.text.loss_masks import MARK, split_trained_text
 from penstock.stages.rollout.text.templates import Messages
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
@@ -191,13 +191,21 @@ def test_step_loss_mask_leaves_a_turn_untrained(family: str) -> None:
         sft_samples([prompt([{**message, "step_loss_mask": 0} for message in PLAIN])], tokenizer, 0)
 
 
-def test_invalid_step_loss_mask_raises() -> None:
-    with pytest.raises(DataError, match="step_loss_mask"):
-        trained(chat_tokenizer(QWEN3), [user("a"), answer("b", step_loss_mask=0.5)])
-
-
 def prompt(content: str | Messages, row: int = 0) -> Prompt:
     return Prompt(issue=0, epoch=0, file=0, row=row, content=content, label="", metadata={})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("text", "no assistant message"),
+        ([user("a")], "no assistant message"),
+        ([user("a"), answer("b", step_loss_mask=0.5)], "step_loss_mask"),
+    ],
+)
+def test_row_that_cannot_be_trained_raises_data_error(content: str | Messages, message: str) -> None:
+    with pytest.raises(DataError, match=f"row 0 of file 1.*{message}"):
+        sft_samples([prompt(content)], chat_tokenizer(QWEN3), rollout_id=0)
 
 
 def test_fields_that_parquet_adds_do_not_reach_the_template() -> None:
@@ -439,12 +447,6 @@ def test_text_after_end_token_is_not_trained(tokenizer: PromptTokenizer) -> None
 def test_a_template_that_opens_every_conversation_differently_is_trained_exactly(tokenizer: PromptTokenizer) -> None:
     other = with_template(tokenizer, "{{ messages | length }}" + tokenizer.inner.chat_template)
     assert trained_text(other, chat("1+1=", "2", "and 2+2=", "4")) == ["2", "<|end|>", "4", "<|end|>"]
-
-
-@pytest.mark.parametrize("content", ["text", [{"role": "user", "content": "a"}]])
-def test_row_without_answer_raises_data_error(tokenizer: PromptTokenizer, content: str | Messages) -> None:
-    with pytest.raises(DataError, match="row 0 of file 1"):
-        sft_samples([prompt(content)], tokenizer, rollout_id=0)
 
 
 def test_stage_commits_rows_in_order(tmp_path: Path, tokenizer: PromptTokenizer) -> None:

@@ -20,7 +20,7 @@ from penstock.stages.rollout.prompts.prompt_check import check_prompt_data
 from penstock.stages.rollout.prompts.prompt_files import read_entry
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.text.loss_masks import split_trained_text
-from penstock.stages.rollout.text.messages import normalize_messages
+from penstock.stages.rollout.text.templates import normalize_messages
 from penstock.storage.errors import DataError, TemplateError
 
 

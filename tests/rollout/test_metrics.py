@@ -1,6 +1,5 @@
 """Metrics and preview of a round, compared with values counted by hand."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from penstock.engines.generation import TokenCounts
 from penstock.stages.rollout.metrics import (
     PREVIEW_CHARS,
     clip_text,
-    drop_metrics,
     rollout_metrics,
     sample_preview,
     speculation_metrics,
@@ -59,13 +57,10 @@ def test_turns_and_the_tokens_of_tools_are_counted() -> None:
         "multi_turn/raw_response_length/response_length_mean": 13 / 3,
         "multi_turn/raw_response_length/response_length_max": 6.0,
     }
+    removed = [*samples, sample(3, [0, 0]), sample(4, [], status=Status.FAILED, reward=None)]
+    assert rollout_metrics(removed)["rollout/removed_ratio"] == 0.2, "failed samples are not among them"
     lengths = [found[f"rollout/response_len/{name}"] for name in ("mean", "max")]
     assert lengths == [7 / 3, 3.0], "what is trained, as in slime"
-
-
-def test_removed_samples_are_counted_without_failed_ones() -> None:
-    samples = [sample(0, [1]), sample(1, [0, 0]), sample(2, [], status=Status.FAILED, reward=None), sample(3, [1])]
-    assert rollout_metrics(samples)["rollout/removed_ratio"] == 0.25
 
 
 def test_groups_with_equal_rewards_are_counted_under_slimes_names() -> None:
@@ -95,13 +90,6 @@ def test_speculation_metrics_are_absent_without_speculation() -> None:
     found = speculation_metrics(TokenCounts(verifications=4, proposed=12, accepted=6))
     assert found == {"rollout/spec_accept_length": 2.5, "rollout/spec_accept_rate": 0.5}
     assert speculation_metrics(TokenCounts()) == {}
-
-
-def test_dropped_groups_are_counted_by_reason() -> None:
-    assert drop_metrics(Counter(zero_std_0=3, too_long=1)) == {
-        "rollout/dynamic_filter/drop_zero_std_0": 3.0,
-        "rollout/dynamic_filter/drop_too_long": 1.0,
-    }
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,7 @@ import pytest
 from penstock.engines.generation import Generation
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import append_generation, mask_stale_tokens, policy_spans
-from penstock.stages.rollout.prompts.data_source import (
-    PromptIntake,
-    RolloutRound,
-    group_by_group_id,
-    is_too_old,
-)
+from penstock.stages.rollout.prompts.data_source import PromptIntake, RolloutRound, group_by_group_id, is_too_old
 from penstock.stages.rollout.rollout import samples_to_train
 from penstock.storage.samples.sample import Sample, Status
 

@@ -76,6 +76,6 @@ def test_real_rollout(engine_pool: EnginePool, tiny_model: Path, tmp_path: Path)
     for sample, expected in zip(samples[::16], hugging_face_logprobs(tiny_model, samples[::16])):
         length = sample.prompt_length
         assert sample.rollout_logprobs[length:] == pytest.approx(expected[length:], abs=1e-4)
-        ended = sample.token_ids[-1] == tokenizer.end_token_id
+        ended = sample.token_ids[-1] == tokenizer.inner.eos_token_id
         assert sample.status is (Status.COMPLETED if ended else Status.TRUNCATED)
         assert ended or len(sample.token_ids) - length == 8

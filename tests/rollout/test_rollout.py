@@ -10,7 +10,8 @@ import pytest
 from run_records import parent_record, run_json
 from scripted_engine import KEYS, Bench, ScriptedClient, write_jsonl
 
-from penstock.stages.rollout.deadline import run_blocking
+from penstock.flows.commands.demo_model import make_tokenizer
+from penstock.stages.rollout.collect import run_blocking
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokenizer
 from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_samples
@@ -46,17 +47,6 @@ def test_rounds_continue_through_data_and_second_call_returns_commit(bench: Benc
     num_clients = len(bench.clients)
     assert bench.round(2) == commits[2]
     assert len(bench.clients) == num_clients, "a committed round asks no engine"
-
-
-def test_run_resumed_at_end_of_epoch_starts_next_epoch(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
-    """Two rounds are exactly one epoch; `round` opens the data again each time, as a resumed run does."""
-    bench = Bench(tmp_path, tokenizer, num_rows=8)
-    sources = [[s.metadata["source"] for s in read_samples(bench.store, bench.round(r))[::2]] for r in range(6)]
-    assert [{source["epoch"] for source in each} for each in sources] == [{0}, {0}, {1}, {1}, {2}, {2}]
-    for epoch in range(3):
-        rows = [source["row"] for each in sources[2 * epoch : 2 * epoch + 2] for source in each]
-        assert sorted(rows) == list(range(8))
-    assert sources[0] != sources[2] != sources[4], "every epoch has an order of its own"
 
 
 def test_a_row_appended_at_the_boundary_of_an_epoch_still_belongs_to_it(
@@ -178,15 +168,10 @@ def test_overhead_of_a_sample_does_not_grow_with_the_round(tmp_path: Path, token
     assert spent(64) < 8 * spent(16)
 
 
-def test_directory_without_tokenizer_raises(tmp_path: Path) -> None:
+def test_missing_tokenizer_or_template_raises(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(ValueError, match=r"tokenizer.json"):
         check_tokenizer(tmp_path, apply_chat_template=False)
-
-
-def test_tokenizer_without_template_raises(tmp_path: Path) -> None:
-    from penstock.flows.commands.demo_model import make_tokenizer
-
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)

@@ -429,7 +429,7 @@ TRAINER = {
         "def f(args, pg_loss, train_log_probs, rollout_log_probs): ...",
     ],
     "custom_pg_loss_reducer_function_path": [
-        "def f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False): ...",
+        "def f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False): ..."
     ],
     "custom_loss_function_path": ["def f(args, batch, logits, sum_of_sample_mean, x=None): ..."],
     "custom_advantage_function_path": ["def f(args, rollout_data): ..."],

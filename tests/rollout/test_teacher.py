@@ -22,8 +22,8 @@ from penstock.flows.config import Flow
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.engine_options import TEACHER, device_counts, run_placement, teacher_options
 from penstock.flows.runtime.preflight import check_teacher
-from penstock.stages.rollout import teacher
-from penstock.stages.rollout.teacher import Teacher, token_logprobs
+from penstock.stages.rollout import group
+from penstock.stages.rollout.group import Teacher, token_logprobs
 from penstock.stages.train.batching import Batch, read_teacher_logprobs
 from penstock.storage.errors import ModelError, OptionError, PluginError, RunError
 from penstock.storage.samples.sample import Sample, Status, from_table, to_table
@@ -84,7 +84,7 @@ def test_trained_tokens_get_the_log_probs_of_the_teacher(server: Server) -> None
 
 def test_request_waits_while_the_engine_of_the_run_restarts(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses, first = [[], [], [server.address]], sample()
-    monkeypatch.setattr(teacher, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(group, "TEACHER_POLL_SECONDS", 0.0)
 
     async def run() -> None:
         await Teacher(lambda: addresses.pop(0), "the teacher's engine").score([first])
@@ -96,13 +96,13 @@ def test_request_waits_while_the_engine_of_the_run_restarts(server: Server, monk
 def test_failed_requests_are_repeated_until_the_limit(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     async def no_wait(seconds: float) -> None: ...
 
-    monkeypatch.setattr(teacher.asyncio, "sleep", no_wait)
-    server.failures = teacher.TRIES - 1
+    monkeypatch.setattr(group.asyncio, "sleep", no_wait)
+    server.failures = group.TEACHER_TRIES - 1
     first = sample()
     score(server, first)
-    assert first.teacher_logprobs is not None and len(server.bodies) == teacher.TRIES
-    server.failures = teacher.TRIES
-    with pytest.raises(RuntimeError, match=f"--opd-teacher-url .* failed {teacher.TRIES} times, last with .*503"):
+    assert first.teacher_logprobs is not None and len(server.bodies) == group.TEACHER_TRIES
+    server.failures = group.TEACHER_TRIES
+    with pytest.raises(RuntimeError, match=f"--opd-teacher-url .* failed {group.TEACHER_TRIES} times, last with .*503"):
         score(server, sample())
 
 
@@ -141,13 +141,10 @@ def test_trainer_reads_the_stored_log_probs() -> None:
     assert np.array_equal(logprobs, np.array([0, 0, -7, -8, 0, 0, 0, 0, 0, 0, -3, -4], np.float32))
 
 
-def test_rollout_without_log_probs_of_the_teacher_is_refused() -> None:
+def test_missing_log_probs_and_those_of_other_tokens_are_refused() -> None:
     table = to_table([sample()])
     with pytest.raises(RunError, match="generated without one: start a new run with --opd-teacher-url"):
         read_teacher_logprobs(table, Batch.from_table(table, needs_rewards=True))
-
-
-def test_log_probs_of_other_tokens_are_refused() -> None:
     with pytest.raises(PluginError, match="teacher_logprobs has length 3, but there are 4 tokens"):
         to_table([sample(teacher_logprobs=[0.0, 0.0, -1.0])])
 

@@ -13,7 +13,7 @@ import pytest
 from chat_templates import DEEPSEEK, chat_tokenizer
 from sft_templates import FAMILIES
 
-from penstock.stages.rollout.text.chat_format import ChatFormat
+from penstock.stages.rollout.agents.conversation import ChatFormat
 from penstock.stages.rollout.text.templates import RenderLimitError, RenderLimits, TemplateRenderer
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer, check_tokenizer
 from penstock.storage.errors import TemplateError
@@ -124,9 +124,9 @@ def test_threads_get_their_own_texts() -> None:
 
 def test_conversations_of_agents_raise_template_error() -> None:
     with pytest.raises(TemplateError, match="1\\+1"):
-        ChatFormat(chat_tokenizer("{{ 1 // 0 }}")).render_opening(CHAT)
+        ChatFormat(chat_tokenizer("{{ 1 // 0 }}")).render(CHAT)
     with pytest.raises(RenderLimitError):
-        ChatFormat(chat_tokenizer("{{ 'x' * 10**10 }}")).render_opening(CHAT)
+        ChatFormat(chat_tokenizer("{{ 'x' * 10**10 }}")).render(CHAT)
 
 
 def test_preflight_renders_template(tmp_path: Any) -> None:

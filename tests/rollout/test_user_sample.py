@@ -134,10 +134,7 @@ def test_response_that_starts_with_tool_tokens() -> None:
 
 
 WRONG: list[tuple[Callable[[UserSample], Any], str]] = [
-    (
-        lambda s: setattr(s, "loss_mask", [1, 1]),
-        "loss_mask has 2 entries .*3 tokens .*4",
-    ),
+    (lambda s: setattr(s, "loss_mask", [1, 1]), "loss_mask has 2 entries .*3 tokens .*4"),
     (lambda s: setattr(s, "loss_mask", [1, 2, 0]), "loss_mask holds 2"),
     (lambda s: setattr(s, "loss_mask", [[1], 1, 1]), "loss_mask"),
     (lambda s: setattr(s, "loss_mask", [0, 0, 0, 1, 1, 1, 1]), "loss_mask .*prompt"),

@@ -10,18 +10,33 @@ summarized history), a new conversation is created. endpoint.py serves HTTP.
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import logging
+import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from penstock.stages.rollout.agents.tool_calls import parse_tool_calls
-from penstock.stages.rollout.plugins.engine_calls import EngineCalls
+from penstock.stages.rollout.group import EngineCalls
 from penstock.stages.rollout.plugins.user_sample import UserSample
-from penstock.stages.rollout.text.chat_format import ChatFormat, chat_format
-from penstock.stages.rollout.text.messages import CALL_FORMS, Message, convert_tool_calls, normalize_messages
+from penstock.stages.rollout.text.templates import (
+    CALL_FORMS,
+    THOUGHT_TAGS,
+    Message,
+    convert_tool_calls,
+    normalize_messages,
+)
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
+from penstock.storage.errors import TemplateError
 from penstock.storage.samples.sample import Status
+
+logger = logging.getLogger(__name__)
+
+PLACEHOLDER = f"placeholder-{secrets.token_hex(16)}"
 
 
 @dataclass(frozen=True)
@@ -35,18 +50,9 @@ class Turn:
 
 
 class Conversation:
-    """A chat with the model, recorded in a sample as the exact tokens.
-
-    If the chat template drops parts of earlier replies (mostly reasoning), the sample keeps these parts: its tokens are
-    exactly those that the model has seen and generated.
-
-    Args:
-        handle: sends requests to the engines of the round.
-        sample: the sample to which replies and messages are appended. The sample's prompt is the first user message,
-            unless the first call of `reply` passes messages.
-        tools: tool definitions in OpenAI's format, for the chat template; if given, tool calls are parsed from replies.
-        template_options: additional variables of the chat template, e.g. {"enable_thinking": False}.
-    """
+    """A chat with the model, recorded in a sample as exactly the tokens that the model has seen and generated, also if
+    the chat template drops parts of earlier replies (mostly reasoning). The prompt is the first user message, unless
+    the first `reply` passes messages. With `tools` (OpenAI's format), tool calls are parsed from replies."""
 
     def __init__(
         self,
@@ -63,18 +69,11 @@ class Conversation:
         self._num_opening = 0  # number of messages before the first reply
 
     async def reply(self, messages: Sequence[Message] = (), **sampling: Any) -> Message:
-        """Return the model's reply to `messages`: {"role": "assistant", "content": ..., "tool_calls": ...}.
+        """Return the model's reply to `messages`, those since the last reply: {"role": "assistant", "content": ...,
+        "tool_calls": ...}. In the first call: the whole conversation so far, or no messages to use the sample's prompt.
 
         If the length limit leaves no room for the messages, the reply is empty and `sample.status` is TRUNCATED. If the
         round aborts the request, the reply has no tool calls and `sample.status` is ABORTED.
-
-        Args:
-            messages: the messages since the last reply. In the first call: the whole conversation so far, or no
-                messages to use the sample's prompt.
-            sampling: the engine's sampling parameters, for this reply only.
-
-        Raises:
-            ValueError: the chat template or the engine rejects the messages.
         """
         sample = self.sample
         num_tokens, response = len(sample.token_ids), sample.response
@@ -88,7 +87,7 @@ class Conversation:
                 if not self.handle.append(sample, self._format.encode_between_replies(*between, last)):
                     return {"role": "assistant", "content": ""}
             elif messages:
-                text = self._format.render_opening(messages, self.tools, self.template_options)
+                text = self._format.render(messages, self.tools, self.template_options)
                 sample.restart(text, self.handle.tokenizer.encode([text])[0])
             start = len(sample.token_ids)
             await self.handle.generate(sample, **sampling)
@@ -109,13 +108,8 @@ class Conversation:
         return reply
 
     def fork(self, num_turns: int, blank: UserSample) -> Conversation:
-        """Return a new conversation that starts with the first `num_turns` turns of this conversation. In the new one,
-        these turns are part of the prompt and not trained on.
-
-        Args:
-            num_turns: number of turns to share, at least one.
-            blank: sample without a response, for the new conversation; its prompt is replaced by the shared turns.
-        """
+        """Return a new conversation whose prompt is the first `num_turns` turns of this one, which it does not
+        train."""
         turn = self.turns[num_turns - 1]
         other = Conversation(self.handle, blank, self.tools, self.template_options)
         other.messages, other.turns = self.messages[: turn.num_messages], self.turns[:num_turns]
@@ -176,18 +170,11 @@ class Answer:
 
 
 class AgentSession:
-    """One execution of an agent on the prompt of one sample.
+    """One execution of an agent on the prompt of one sample. `samples` returns the results.
 
     Used as a context manager around the agent, the session closes at the end of the `with` block. An exception in the
     block is suppressed if the agent's last request was refused because the context was full or the round was over: a
     full context truncates the sample, like any other response.
-
-    Args:
-        handle: sends requests to the engines of the round.
-        sample: the prompt for the agent. Its tokens are not changed; `samples` returns the results.
-        base_url: URL for the agent's OpenAI client.
-        api_key: API key for the OpenAI client; every request must send this key.
-        on_close: called when the session closes.
     """
 
     def __init__(
@@ -217,21 +204,7 @@ class AgentSession:
         template_options: dict[str, Any] | None = None,
         **sampling: Any,
     ) -> Answer:
-        """Answer one chat request. Several requests may run concurrently, all in the same event loop.
-
-        Args:
-            messages: the whole conversation, as the agent sends it.
-            tools: tool definitions in OpenAI's format.
-            template_options: additional variables of the chat template.
-            sampling: the engine's sampling parameters.
-
-        Raises:
-            ValueError: the request is invalid.
-            ContextLengthError: the conversation has reached the length limit.
-            SessionClosed: the session is closed, or the round is over.
-            RuntimeError, ConnectionError, TimeoutError: the engines failed; this also fails the round (see
-                EngineCalls.generate).
-        """
+        """Answer one chat request. Several requests may run concurrently, all in the same event loop."""
         conversation, known = self._find_or_create_conversation(messages, tools, template_options or {})
         self._busy.add(conversation)
         num_turns = len(conversation.turns)
@@ -282,8 +255,7 @@ class AgentSession:
         return [self._completed_sample(conversation) for conversation in answered]
 
     def _completed_sample(self, conversation: Conversation) -> UserSample:
-        """Return the sample of a conversation up to its last complete reply, without the tokens of a request that is
-        still in flight."""
+        """Return the sample of a conversation up to its last complete reply, without tokens of a request in flight."""
         sample, turn = copy.copy(conversation.sample), conversation.turns[-1]
         sample.metadata = dict(sample.metadata)
         sample.token_ids = sample.token_ids[: turn.num_tokens]
@@ -338,3 +310,112 @@ def _message_comparison_key(message: Message) -> tuple[str, ...]:
         str(message.get("name") or ""),
         str(message.get("tool_call_id") or ""),
     )
+
+
+# ---- rendering a conversation turn by turn ---------------------------------------------------------------------------
+
+
+class ChatFormat:
+    """Renders conversations turn by turn with the chat template of a tokenizer. Raises TemplateError."""
+
+    def __init__(self, tokenizer: PromptTokenizer) -> None:
+        self._prompts, self._tokenizer = tokenizer, tokenizer.inner
+        if not self._tokenizer.chat_template:
+            raise TemplateError(
+                "the tokenizer has no chat template, which a conversation needs: add chat_template.jinja to the "
+                "checkpoint"
+            )
+        added = self._tokenizer.added_tokens_decoder
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        self._tags = frozenset(i for i, token in added.items() if not THOUGHT_TAGS.fullmatch(token.content))
+        question = {"role": "user", "content": "1+1"}
+        thinking = {"role": "assistant", "content": f"<think>\n{PLACEHOLDER}\n</think>\n\n2"}
+        with suppress(TemplateError):  # the first real conversation will raise an error
+            if PLACEHOLDER not in self.render([question, thinking, question]):
+                logger.warning(
+                    "the chat template drops the reasoning of earlier replies; multi-turn samples keep this reasoning, "
+                    "because a sample must hold exactly the tokens that the model has seen and generated"
+                )
+
+    def render_between_replies(
+        self,
+        opening: Sequence[Message],
+        reply: Message,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[str, str]:
+        """Return (closing text, between text): what the template writes to end the turn of `reply`, and all text from
+        there to the start of the model's next reply, closing text included. Messages between `opening`, those before
+        the first reply, and `reply` are not rendered; of the tool calls of `reply`, only the first."""
+        render = functools.partial(self.render, tools=tools, options=options)
+        plain = {"role": "assistant", "content": PLACEHOLDER}
+        closing = _text_after_placeholder(render([*opening, plain], open_reply=False))
+        if reply.get("tool_calls"):  # some templates accept tool results only after a tool call
+            call = {"name": reply["tool_calls"][0]["function"]["name"], "arguments": json.dumps({"value": PLACEHOLDER})}
+            calling = {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{**reply["tool_calls"][0], "function": call}],
+            }
+            with suppress(TemplateError):  # other templates cannot render tool calls
+                before = _text_after_placeholder(render([*opening, calling], open_reply=False))
+                after = _text_after_placeholder(render([*opening, calling, *messages], open_reply=True))
+                if after.startswith(before):
+                    return closing, closing + after.removeprefix(before)
+        return closing, _text_after_placeholder(render([*opening, plain, *messages], open_reply=True))
+
+    def encode_between_replies(self, closing_text: str, between_text: str, last_reply_token: int | None) -> list[int]:
+        """Return the token ids of `between_text`, without its leading end-of-turn token if the reply ends with one
+        (`last_reply_token`; None if the reply was truncated)."""
+        ids, ends = (
+            self._tokenizer(part, add_special_tokens=False)["input_ids"] for part in (between_text, closing_text)
+        )
+        ended = last_reply_token is not None and last_reply_token in self._special
+        closed_again = bool(ids) and (ids[0] == last_reply_token or (ids[0] in ends[:1] and ids[0] in self._special))
+        return ids[1:] if ended and closed_again else ids
+
+    def decode_reply(self, token_ids: list[int], *, ended: bool) -> str:
+        """Decode the tokens of a reply; if `ended` (the model ended its turn), without the special token at the end."""
+        if ended and token_ids and token_ids[-1] in self._special:
+            token_ids = token_ids[:-1]
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def opens_thought(self, prompt: Sequence[int]) -> bool:
+        """Return whether the tokens of a prompt end inside a thought. Only the text after the last added token that is
+        not a tag of a thought counts: earlier messages may mention such tags."""
+        start = next((index for index in range(len(prompt), 0, -1) if prompt[index - 1] in self._tags), 0)
+        tags = THOUGHT_TAGS.findall(self._tokenizer.decode(prompt[start:], skip_special_tokens=False))
+        return bool(tags) and "/" not in tags[-1]
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        options: dict[str, Any] | None = None,
+        *,
+        open_reply: bool = True,
+    ) -> str:
+        """Render messages, followed by the generation prompt if `open_reply`. Raises TemplateError."""
+        [text] = self._prompts.try_render([(list(messages), list(tools or ()) or None, open_reply)], options)
+        if isinstance(text, TemplateError):
+            raise type(text)(
+                f"the chat template rejects the conversation {json.dumps(messages, default=str)[:120]} "
+                f"({str(text)[:120]}): send messages that it accepts, or use another template"
+            ) from text
+        if not text.strip():
+            raise TemplateError("the chat template renders nothing for the messages: send messages with content")
+        return text
+
+
+def _text_after_placeholder(text: str) -> str:
+    _, placeholder, after = text.rpartition(PLACEHOLDER)
+    if not placeholder:
+        raise TemplateError(
+            f"the chat template omits the assistant's messages (its output ends with {after[-80:]!r}): use another "
+            "template"
+        )
+    return after
+
+
+chat_format = functools.cache(ChatFormat)  # its warning is logged once per tokenizer

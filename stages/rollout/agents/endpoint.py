@@ -21,9 +21,9 @@ from typing import Any
 from aiohttp import web
 
 from penstock.stages.rollout.agents.conversation import AgentSession, Answer, ContextLengthError, SessionClosed
-from penstock.stages.rollout.plugins.engine_calls import EngineCalls
+from penstock.stages.rollout.group import EngineCalls
 from penstock.stages.rollout.plugins.user_sample import UserSample
-from penstock.stages.rollout.text.messages import normalize_messages
+from penstock.stages.rollout.text.templates import normalize_messages
 from penstock.storage.errors import EngineError
 from penstock.storage.samples.sample import Status
 
@@ -64,12 +64,7 @@ class OpenAIEndpoint:
         self._closing: asyncio.Event | None = None
 
     def session(self, sample: UserSample) -> AgentSession:
-        """Return a new session for one execution of an agent on the prompt of `sample`. Thread-safe.
-
-        Raises:
-            EngineError: the server cannot listen on the port.
-            SessionClosed: the endpoint is closed, because the round is over.
-        """
+        """Return a new session for one execution of an agent on the prompt of `sample`. Thread-safe."""
         with self._lock:
             if self._closed:
                 raise SessionClosed("the endpoint is closed, because the round is over: do not start more agents")
@@ -102,7 +97,8 @@ class OpenAIEndpoint:
 
     def _start_server(self) -> None:
         listening: Future[int] = Future()
-        self._thread = threading.Thread(target=self._run_server, args=(listening,), name="openai-endpoint", daemon=True)
+        serve = self._serve(listening)
+        self._thread = threading.Thread(target=asyncio.run, args=(serve,), name="openai-endpoint", daemon=True)
         self._thread.start()
         try:
             self._port = listening.result()
@@ -112,14 +108,6 @@ class OpenAIEndpoint:
                 f"--agent-endpoint-port {self._port} cannot be used ({error}): give another port, or 0 for a free port"
             ) from None
 
-    def _run_server(self, listening: Future[int]) -> None:
-        try:
-            asyncio.run(self._serve(listening))
-        except BaseException as error:
-            if listening.done():
-                raise
-            listening.set_exception(error)  # `_start_server` waits for the port
-
     async def _serve(self, listening: Future[int]) -> None:
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
         app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[self._handle_with_openai_errors])
@@ -127,13 +115,15 @@ class OpenAIEndpoint:
         app.router.add_get("/{session}/v1/models", self._list_models)
         # If an agent disconnects (after a timeout, for instance), its request is cancelled and not recorded.
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
-        await runner.setup()
         try:
+            await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", self._port).start()
             listening.set_result(runner.addresses[0][1])
             await self._closing.wait()
-        except OSError as error:
-            listening.set_exception(error)
+        except BaseException as error:
+            if listening.done():
+                raise
+            listening.set_exception(error)  # `_start_server` waits for the port
         finally:
             await runner.cleanup()
 
@@ -145,10 +135,9 @@ class OpenAIEndpoint:
             return await handler(request)
         except web.HTTPException as error:
             return _error_response(error.status, error.reason, "invalid_request_error")
-        except ContextLengthError as error:
-            return _error_response(400, str(error), "invalid_request_error", "context_length_exceeded")
         except ValueError as error:
-            return _error_response(400, str(error), "invalid_request_error")
+            code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+            return _error_response(400, str(error), "invalid_request_error", code)
         except SessionClosed as error:
             return _error_response(503, str(error), "server_error", "stopped")
         except Exception as error:
@@ -192,7 +181,15 @@ class OpenAIEndpoint:
             raise ValueError(f"n is {body['n']}, but only one choice per request is supported: send n=1")
         # "developer" is OpenAI's newer name of the system role, which chat templates of open models do not know.
         messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
-        self._warn_of_ignored_parameters(body)
+        for name, default in self._defaults.items():
+            is_default = body.get(name) in (None, default) or (name == "tool_choice" and body[name] == "none")
+            if not is_default and name not in self._logged:
+                self._logged.add(name)
+                logger.warning(
+                    "an agent requested %s=%s; ignored, because agents cannot set it (logged once per parameter)",
+                    name,
+                    str(body[name])[:80],
+                )
         sampling: dict[str, Any] = {}  # sampling parameters that a request may set, under the engine's names
         if (limit := body.get("max_completion_tokens") or body.get("max_tokens")) is not None:
             sampling["max_new_tokens"] = int(limit)
@@ -208,20 +205,6 @@ class OpenAIEndpoint:
         return (
             await _stream_completion(request, body, completion) if body.get("stream") else web.json_response(completion)
         )
-
-    def _warn_of_ignored_parameters(self, body: dict[str, Any]) -> None:
-        for name, default in self._defaults.items():
-            if (
-                body.get(name) not in (None, default)
-                and not (name == "tool_choice" and body[name] == "none")
-                and name not in self._logged
-            ):
-                self._logged.add(name)
-                logger.warning(
-                    "an agent requested %s=%s; ignored, because agents cannot set it (logged once per parameter)",
-                    name,
-                    str(body[name])[:80],
-                )
 
     def _completion_body(self, body: dict[str, Any], answer: Answer) -> dict[str, Any]:
         turn, sample = answer.turn, answer.conversation.sample

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.stages.rollout.text.messages import THOUGHT_TAGS, thought_end_tag
+from penstock.stages.rollout.text.templates import THOUGHT_TAGS
 
 # Tool definitions in OpenAI's format: {"type": "function", "function": {"name", "description", "parameters"}}
 Tools = Sequence[dict[str, Any]]
@@ -40,14 +40,9 @@ FoundCalls = tuple[list[ToolCall], int] | None  # the calls at a position and wh
 
 
 def parse_tool_calls(text: str, tools: Tools, *, in_thought: bool = False) -> tuple[str, list[ToolCall]]:
-    """Return the text without its tool calls, and the parsed tool calls in order.
-
-    Args:
-        text: reply of the model, without its end token.
-        tools: tools offered to the model. In formats without closing tags (Llama, GLM-4), a text counts as a tool call
-            only if it names one of these tools.
-        in_thought: the reply continues a thought that the prompt has opened.
-    """
+    """Return the text of a reply without its tool calls, and the parsed tool calls in order. In formats without closing
+    tags (Llama, GLM-4), a text counts as a tool call only if it names one of `tools`. `in_thought`: the reply continues
+    a thought that the prompt has opened."""
     calls: list[ToolCall] = []
     rest, end, position = "", 0, 0  # the text without calls up to `end`
     answers = [] if in_thought else [0]  # where text begins that is not in a thought
@@ -59,7 +54,7 @@ def parse_tool_calls(text: str, tools: Tools, *, in_thought: bool = False) -> tu
                 rest, (new_calls, position) = rest + text[end : match.start()], found
                 calls, end = calls + new_calls, position
         elif "/" not in match[0]:
-            wanted = re.compile(re.escape(thought_end_tag(match[0])))
+            wanted = re.compile(re.escape(f"{match[0][0]}/{match[0][1:]}"))  # the tag that ends this thought
         else:
             if wanted is _MARKERS:  # the prompt has opened this thought, so that all calls so far belong to it
                 calls, rest, end = [], "", 0
@@ -173,12 +168,10 @@ def _read_function(text: str, position: int, tools: Tools) -> FoundCalls:
     return json_call or _read_pairs(text, match.end(), tools, match[1].strip(), _QWEN_CODER)
 
 
-def _read_kimi(text: str, position: int, tools: Tools) -> FoundCalls:
-    match = _KIMI_NAME.match(text, position)
-    return _read_arguments(text, match.end(), match[1], _KIMI_END) if match else None
-
-
-def _read_deepseek(text: str, position: int, tools: Tools) -> FoundCalls:
+def _read_name_and_json(text: str, position: int, tools: Tools) -> FoundCalls:
+    """Read a call of Kimi or DeepSeek."""
+    if match := _KIMI_NAME.match(text, position):
+        return _read_arguments(text, match.end(), match[1], _KIMI_END)
     match = _DEEPSEEK_NAME.match(text, position)
     return _read_arguments(text, match.end(), match[1] or match[2], _DEEPSEEK_END) if match else None
 
@@ -206,8 +199,8 @@ def _read_untagged(text: str, position: int, tools: Tools) -> FoundCalls:
 _READERS: dict[str, Callable[[str, int, Tools], FoundCalls]] = {
     "<tool_call>": _read_tool_call,
     "<function=": _read_function,
-    "<|tool_call_begin|>": _read_kimi,
-    "<｜tool▁call▁begin｜>": _read_deepseek,
+    "<|tool_call_begin|>": _read_name_and_json,
+    "<｜tool▁call▁begin｜>": _read_name_and_json,
     "<|python_tag|>": _read_llama,
     **dict.fromkeys(
         (

@@ -33,8 +33,7 @@ from penstock.stages.rewards.outcome import failed_outcome, parse_reward
 from penstock.stages.rollout.agents.conversation import AgentSession, Conversation
 from penstock.stages.rollout.agents.endpoint import OpenAIEndpoint
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.group import sampling_params_for
-from penstock.stages.rollout.plugins.engine_calls import EngineCalls
+from penstock.stages.rollout.group import EngineCalls, sampling_params_for
 from penstock.stages.rollout.plugins.plugin_runner import Cancelled, PluginRunner
 from penstock.stages.rollout.plugins.user_sample import ANSWERS, EngineAnswer, UserSample, checked_sample
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound, copy_sample
@@ -54,12 +53,6 @@ class GenerateFunction:
     takes_list: bool  # the function gets all pending samples of a prompt, instead of one sample
     sampling: str | None  # name of the function's parameter for the sampling parameters; None: no such parameter
     optional: frozenset[str]  # parameters of the function that are named in OPTIONAL
-
-    @property
-    def is_async(self) -> bool:
-        """Whether the function is async."""
-        call = getattr(self.function, "__call__", None)  # noqa: B004
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
     @property
     def continues_partial(self) -> bool:
@@ -114,7 +107,8 @@ class CustomGeneration:
         self.handle = EngineHandle(client, tokenizer, config, round)
         self.function = load_generate_function(config.custom_generate_function_path)
         self.name = self.function.name
-        self._runner = PluginRunner(self.name, is_async=self.function.is_async)
+        functions = (self.function.function, getattr(self.function.function, "__call__", None))  # noqa: B004
+        self._runner = PluginRunner(self.name, is_async=any(map(inspect.iscoroutinefunction, functions)))
         self._args = SimpleNamespace(**config.plugin_arguments() | {"engine": self.handle})
         self._args.sglang_router_ip, self._args.sglang_router_port = self.handle.address
 
@@ -134,12 +128,7 @@ class CustomGeneration:
 
     async def __call__(self, samples: Group) -> Group:
         """Return the group's samples with their responses. A sample is followed by any further samples that the
-        function returned for it; samples that are not pending are unchanged.
-
-        Raises:
-            ValueError: the prompt leaves no room for a response.
-            RuntimeError, ConnectionError, TimeoutError: the engines failed.
-        """
+        function returned for it; samples that are not pending are unchanged."""
         pending = [sample for sample in samples if sample.status is Status.PENDING]
         if self.function.takes_list:
             results = await self._generate(pending)
@@ -231,12 +220,7 @@ class CustomGeneration:
 
     def _checked_part(self, origin: Sample, part: Sample, sample_id: str) -> Sample:
         """Check a sample that the function returned for `origin`; return it as a plain Sample with id `sample_id`, and
-        group, trajectory, round and label of `origin`.
-
-        Raises:
-            PluginError: the sample cannot be trained on.
-            RuntimeError: a weight version other than the round's generated the sample.
-        """
+        group, trajectory, round and label of `origin`."""
         sample = replace(
             checked_sample(part),
             sample_id=sample_id,
@@ -283,9 +267,6 @@ def _failed_copy(sample: Sample, reason: str) -> Sample:
     sample = copy_sample(sample)
     failed_outcome(reason).apply(sample)
     return sample
-
-
-# ---- the `engine` argument -------------------------------------------------------------------------------------------
 
 
 class EngineHandle(EngineCalls):

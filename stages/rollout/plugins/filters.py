@@ -28,11 +28,8 @@ _MIN_STD = 1e-6  # reward standard deviations up to this value count as 0 (round
 
 @dataclass(frozen=True)
 class DynamicFilterOutput:
-    """Decision of a filter: whether to train on a group, and the drop reason if not.
-
-    If `keep` is False and `keep_when_insufficient` is True, the group is kept anyway if dropping the group would
-    require sampling another batch of prompts.
-    """
+    """Decision of a filter: whether to train on a group, and the drop reason if not. With `keep_when_insufficient`, the
+    group is kept anyway if dropping it would require sampling another batch of prompts."""
 
     keep: bool
     reason: str | None = None
@@ -40,10 +37,8 @@ class DynamicFilterOutput:
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Keep a group if its rewards differ: with equal rewards, group-relative advantages are zero.
-
-    Failed samples, which have no reward, are ignored.
-    """
+    """Keep a group if the rewards of its samples that have one differ: with equal rewards, group-relative advantages
+    are zero."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     if not rewards:
         return DynamicFilterOutput(False, "no_reward")
@@ -52,8 +47,7 @@ def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) ->
 
 
 def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Keep a group if its rewards differ, or if dropping the group would require sampling another batch of
-    prompts."""
+    """Keep a group if its rewards differ, or if dropping it would require another batch of prompts."""
     return replace(check_reward_nonzero_std(args, samples), keep_when_insufficient=True)
 
 
@@ -61,15 +55,8 @@ BUILT_IN: tuple[Callable[..., Any], ...] = (check_reward_nonzero_std, check_rewa
 
 
 def load_filter(path: str, args: Any) -> Filter:
-    """Load the filter that `path` names. The filter is called with copies of a group's samples and may take up to
-    `args.reward_timeout` seconds.
-
-    A user-defined filter blocks the calling thread; from an event loop, use `asyncio.to_thread`.
-
-    Raises:
-        PluginError: the filter does not load or has the wrong signature. The returned function raises PluginError if
-            the filter raises, exceeds the timeout, or returns neither a truth value nor a DynamicFilterOutput.
-    """
+    """Load the filter that `path` names. It gets copies of a group's samples, may take up to `args.reward_timeout`
+    seconds, and blocks the calling thread; from an event loop, use `asyncio.to_thread`."""
     name = DEFAULT_NAMES["dynamic_sampling_filter_path"]
     plugin = Plugin(path, ("args", "samples"), default_name=name, timeout=args.reward_timeout)
     if plugin.function in BUILT_IN:
@@ -78,8 +65,8 @@ def load_filter(path: str, args: Any) -> Filter:
 
 
 def load_group_filter(config: RolloutConfig) -> GroupFilter:
-    """Return the dynamic sampling filter that `config` names; without one, a filter that keeps every group. A group
-    whose samples have all failed is dropped without calling the named filter."""
+    """Return the dynamic sampling filter that `config` names, or one that keeps every group. A group whose samples have
+    all failed is dropped without calling the named filter."""
     path = config.dynamic_sampling_filter_path
     check = load_filter(path, SimpleNamespace(**config.plugin_arguments())) if path else None
 

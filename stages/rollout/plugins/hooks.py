@@ -52,14 +52,9 @@ class Hooks:
 
     def __init__(self, config: RolloutConfig) -> None:
         self._args = SimpleNamespace(**config.plugin_arguments())
-
-        def plugin(option: str, *parameters: str) -> Plugin | None:
-            path, name = getattr(config, option), DEFAULT_NAMES[option]
-            return Plugin(path, parameters, default_name=name, timeout=config.reward_timeout) if path else None
-
-        self._sample_hook = plugin("rollout_sample_hook_path", "args", "sample")
-        self._sample_filter = plugin("rollout_sample_filter_path", "args", "groups")
-        self._all_samples = plugin("rollout_all_samples_process_path", "args", "groups", "data_source")
+        self._sample_hook = _load_plugin(config, "rollout_sample_hook_path", "args", "sample")
+        self._sample_filter = _load_plugin(config, "rollout_sample_filter_path", "args", "groups")
+        self._all_samples = _load_plugin(config, "rollout_all_samples_process_path", "args", "groups", "data_source")
 
     def run_sample_hook(self, sample: Sample) -> None:
         """Call the sample hook. If the hook raises, exceeds the timeout or makes the sample invalid, the sample's
@@ -97,20 +92,11 @@ class Hooks:
 def run_log_function(
     config: RolloutConfig, rollout_id: int, samples: Sequence[Sample], seconds: float, data_set: str | None = None
 ) -> dict[str, float]:
-    """Call the log function of rollouts or, for a `data_set`, of evaluations, and return the metrics that it adds; {}
-    if `config` names none. Raises PluginError.
-
-    Args:
-        config: names the functions.
-        rollout_id: number of the round; in an evaluation, the policy version.
-        samples: samples of the commit.
-        seconds: of the rollout.
-        data_set: name of the evaluation's data set; None: a rollout.
-    """
-    path = config.custom_rollout_log_function_path if data_set is None else config.custom_eval_rollout_log_function_path
-    if path is None:
-        return {}
+    """Call the log function of rollouts or, for the evaluation of a `data_set`, of evaluations, and return the metrics
+    that it adds; {} if `config` names none. Raises PluginError."""
     plugin = load_log_function(config, is_eval=data_set is not None)
+    if plugin is None:
+        return {}
     metrics: dict[str, Any] = {}
     args = SimpleNamespace(**config.plugin_arguments(), logged_metrics=metrics)
     views = [UserSample.of(sample) for sample in samples]
@@ -124,16 +110,18 @@ def run_log_function(
     return numbers_of(metrics, plugin.name)
 
 
-def load_log_function(config: RolloutConfig, *, is_eval: bool) -> Plugin:
-    """Load the log function of rollouts or evaluations, which `config` names. Raises PluginError."""
-    parameters: tuple[str, ...] = ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")
-    option = "custom_rollout_log_function_path"
+def load_log_function(config: RolloutConfig, *, is_eval: bool) -> Plugin | None:
+    """Load the log function of rollouts or evaluations, if `config` names it. Raises PluginError."""
     if is_eval:
-        parameters = ("rollout_id", "args", "data", "extra_metrics")
-        option = "custom_eval_rollout_log_function_path"
-    return Plugin(
-        getattr(config, option), parameters, default_name=DEFAULT_NAMES[option], timeout=config.reward_timeout
-    )
+        parameters: tuple[str, ...] = ("rollout_id", "args", "data", "extra_metrics")
+        return _load_plugin(config, "custom_eval_rollout_log_function_path", *parameters)
+    parameters = ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")
+    return _load_plugin(config, "custom_rollout_log_function_path", *parameters)
+
+
+def _load_plugin(config: RolloutConfig, option: str, *parameters: str) -> Plugin | None:
+    path, name = getattr(config, option), DEFAULT_NAMES[option]
+    return Plugin(path, parameters, default_name=name, timeout=config.reward_timeout) if path else None
 
 
 def numbers_of(metrics: Mapping[str, Any], name: str) -> dict[str, float]:
@@ -143,7 +131,7 @@ def numbers_of(metrics: Mapping[str, Any], name: str) -> dict[str, float]:
         try:
             out[str(key)] = float(value)
         except (TypeError, ValueError):
-            raise PluginError(f"{name} adds the metric {key!r:.80} = {value!r:.80}: give a number") from None
+            out[str(key)] = math.nan
         if not math.isfinite(out[str(key)]):
             raise PluginError(f"{name} adds the metric {key!r:.80} = {value!r:.80}: give a finite number")
     return out
@@ -184,28 +172,17 @@ OPTIONAL = ("raw_reward", "truncated", "sample_indices", "rollout_ids", "rollout
 
 def load_train_data_function(config: RolloutConfig) -> Plugin | None:
     """Load the function of one of the two options, if one is given. Raises PluginError."""
-    for option in ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"):
-        if path := getattr(config, option):
-            name = DEFAULT_NAMES[option]
-            return Plugin(path, ("args", "samples"), default_name=name, timeout=config.reward_timeout)
-    return None
+    post_process = _load_plugin(config, "custom_reward_post_process_path", "args", "samples")
+    return post_process or _load_plugin(config, "custom_convert_samples_to_train_data_path", "args", "samples")
 
 
 def make_train_data(samples: list[Sample], config: RolloutConfig, tokenizer: PromptTokenizer) -> list[Sample]:
-    """Return the samples to train on, as changed by the function that `config` names; without one, `samples`. Raises
-    PluginError.
-
-    Args:
-        samples: samples of the round. The function gets those that have a reward; the others are not trained on, and
-            follow the changed ones.
-        config: names the function; its options are attributes of `args`.
-        tokenizer: decodes tokens that the function has changed.
-    """
+    """Return the samples to train on, as changed by the function that `config` names; without one, `samples`. It gets
+    the samples that have a reward; the others are not trained on, and follow the changed ones. Raises PluginError."""
     plugin = load_train_data_function(config)
     if plugin is None:
         return samples
     graded = [sample for sample in samples if sample.reward is not None]
-    others = [sample for sample in samples if sample.reward is None]
     if not graded:
         return samples
     views = [UserSample.of(sample) for sample in graded]
@@ -220,6 +197,7 @@ def make_train_data(samples: list[Sample], config: RolloutConfig, tokenizer: Pro
         for sample, raw_reward, reward in zip(graded, raw, rewards):
             sample.reward, sample.rewards = raw_reward, {**sample.rewards, TRAIN_REWARD: reward}
         return samples
+    others = [sample for sample in samples if sample.reward is None]
     rows = _Rows(returned, graded, plugin.name, tokenizer)
     return rows.samples({sample.sample_id for sample in others}) + others
 
@@ -320,9 +298,8 @@ class _Rows:
         if missing := [name for name in REQUIRED if name not in returned]:
             raise PluginError(f"{self.name} returned no {missing[0]}: return {', '.join(REQUIRED)}")
         columns = {name: _to_list(values) for name, values in returned.items()}
-        lengths = {name: len(values) for name, values in columns.items()}
-        if len(set(lengths.values())) != 1:
-            text = ", ".join(f"{length} {name}" for name, length in lengths.items())
+        if len(set(map(len, columns.values()))) != 1:
+            text = ", ".join(f"{len(values)} {name}" for name, values in columns.items())
             raise PluginError(f"{self.name} returned lists of different lengths ({text}): return one entry per row")
         return columns
 

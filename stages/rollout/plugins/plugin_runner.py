@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.stages.plugins import describe_error
@@ -36,23 +37,18 @@ class _LoopReplaced(Exception):
     """Error of a call whose event loop was blocked by another call; `PluginRunner.run` then repeats the call."""
 
 
+@dataclass(eq=False)
 class PluginRunner:
     """Runs the calls of one user-defined function, each in a new thread or, if `is_async`, in the shared event loop."""
 
-    def __init__(self, name: str, *, is_async: bool) -> None:
-        self.name = name
-        self.is_async = is_async
-        self._calls: set[_Call] = set()
-        self._stopping = False
+    name: str
+    is_async: bool
+    _calls: set[_Call] = field(default_factory=set)
+    _stopping: bool = False
 
     async def run(self, function: Callable[[], Any], limit_seconds: float) -> Any:
         """Call `function`, await its result if it is awaitable, and return the result. If another call blocked the
-        event loop, the call is repeated.
-
-        Raises:
-            PluginError: the function raises, blocks the event loop, or takes more than `limit_seconds` seconds.
-            Cancelled: `stop` was called.
-        """
+        event loop, the call is repeated."""
         while not self._stopping:
             loop = _PluginLoop.current()
             call = _Call(function, loop)
@@ -105,15 +101,15 @@ def _wait_for(result: Future[Any]) -> asyncio.Future[Any]:
     return waiting
 
 
+@dataclass(eq=False)
 class _Call:
     """One call of a user-defined function, with a future for its result."""
 
-    def __init__(self, function: Callable[[], Any], plugin_loop: _PluginLoop) -> None:
-        self.function = function
-        self.plugin_loop = plugin_loop
-        self.result: Future[Any] = Future()
-        self.task: asyncio.Task[None] | None = None  # task of an async function in the shared event loop
-        self._abandoned = False
+    function: Callable[[], Any]
+    plugin_loop: _PluginLoop
+    result: Future[Any] = field(default_factory=Future)
+    task: asyncio.Task[None] | None = None  # task of an async function in the shared event loop
+    abandoned: bool = False
 
     def start(self, *, in_thread: bool) -> None:
         if in_thread:
@@ -132,7 +128,7 @@ class _Call:
 
     def cancel(self) -> None:
         """Cancel the call; its result is no longer needed."""
-        self._abandoned = True
+        self.abandoned = True
         self.plugin_loop.calls.discard(self)
         self.plugin_loop.loop.call_soon_threadsafe(lambda: self.task is not None and self.task.cancel())
 
@@ -148,7 +144,7 @@ class _Call:
             self.set_result_once(value)
 
     def _create_task(self, function: Callable[[], Any]) -> None:
-        if not self._abandoned:
+        if not self.abandoned:
             self.task = self.plugin_loop.loop.create_task(self._run_in_loop(function))
 
     async def _run_in_loop(self, function: Callable[[], Any]) -> None:

@@ -22,9 +22,9 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from penstock.stages.plugins import (
     BUILT_IN_EVALUATION,
@@ -34,10 +34,12 @@ from penstock.stages.plugins import (
     with_function_name,
 )
 from penstock.stages.rewards.outcome import parse_reward
+from penstock.stages.rollout.collect import CollectedGroups, sorted_by_id
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.rollout.group import GroupRunner
-from penstock.stages.rollout.plugins.custom_generation import EngineHandle
-from penstock.stages.rollout.plugins.hooks import numbers_of
+from penstock.stages.rollout.plugins.custom_generation import EngineHandle, load_generate_function
+from penstock.stages.rollout.plugins.filters import load_group_filter
+from penstock.stages.rollout.plugins.hooks import Hooks, load_log_function, load_train_data_function, numbers_of
 from penstock.stages.rollout.plugins.plugin_runner import PluginRunner
 from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
 from penstock.stages.rollout.prompts.data_source import (
@@ -46,6 +48,8 @@ from penstock.stages.rollout.prompts.data_source import (
     copy_sample,
     group_by_group_id,
     is_unfinished,
+    load_buffer_filter,
+    load_data_source,
     without_responses,
 )
 from penstock.storage.errors import PluginError
@@ -55,31 +59,23 @@ NOT_RETURNED = "not returned by the rollout function"  # drop reason
 T = TypeVar("T")
 
 
-class Collected(Protocol):
-    """What the built-in rollout collects (`CollectedGroups` of rollout.py)."""
-
-    kept: list[Group]
-    buffered: list[Group]
-    dropped: list[tuple[Group, str]]
+Collect = Callable[[Callable[[int], Sequence[Group]]], Coroutine[Any, Any, CollectedGroups]]
 
 
-Collect = Callable[[Callable[[int], Sequence[Group]]], Coroutine[Any, Any, Collected]]
+def load_rollout_function(path: str, option: str = "rollout_function_path") -> Callable[..., Any]:
+    """Load the function of a rollout or an evaluation that `path` names. Raises PluginError."""
+    return load_checked_function(path, DEFAULT_NAMES[option], ("args", "rollout_id", "data_source"))
 
 
-def load_rollout_function(path: str) -> Callable[..., Any]:
-    """Load the rollout function that `path` names. Raises PluginError if it does not load or has another signature."""
-    return load_checked_function(path, DEFAULT_NAMES["rollout_function_path"], ("args", "rollout_id", "data_source"))
-
-
+@dataclass(eq=False)
 class FunctionSource:
     """The data source of a rollout function. It remembers which groups the function got and handed back. Other
     attributes (`dataset`, `args`, ...) are those of the run's data source."""
 
-    def __init__(self, intake: PromptIntake) -> None:
-        self._intake = intake
-        self._lock = threading.Lock()
-        self.issued: dict[str, Group] = {}  # group id -> samples as they were before the call
-        self.handed_back: dict[str, list[Any]] = {}  # group id -> samples
+    _intake: PromptIntake
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    issued: dict[str, Group] = field(default_factory=dict)  # group id -> samples as they were before the call
+    handed_back: dict[str, list[Any]] = field(default_factory=dict)  # group id -> samples
 
     def take(self, num_groups: int) -> list[Group]:
         """Return the next groups, and remember copies of them."""
@@ -100,27 +96,17 @@ class FunctionSource:
         return getattr(self._intake.source, name)
 
 
+@dataclass(eq=False)
 class RolloutTools:
-    """Parts of the built-in rollout that a rollout function may call (`args.rollout`), from any thread or event
-    loop.
+    """Parts of the built-in rollout that a rollout function may call (`args.rollout`), from any thread or loop."""
 
-    Args:
-        source: prompts of this round.
-        data_set: name of the data set, in an evaluation.
-    """
-
-    def __init__(
-        self,
-        config: RolloutConfig,
-        runner: GroupRunner,
-        collect: Collect,
-        source: FunctionSource,
-        data_set: str | None,
-    ) -> None:
-        self.config, self.source, self.data_set = config, source, data_set
-        self._runner, self._collect = runner, collect
-        self._loop = asyncio.get_running_loop()
-        self.collected: list[Collected] = []
+    config: RolloutConfig
+    runner: GroupRunner
+    collect: Collect
+    source: FunctionSource
+    data_set: str | None
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    collected: list[CollectedGroups] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the same round for a copy of the `args` of a function."""
@@ -128,15 +114,14 @@ class RolloutTools:
 
     def generate_rollout(self, source: FunctionSource) -> list[list[UserSample]]:
         """Return the groups that the built-in rollout keeps."""
-        collected = asyncio.run(self._await_in_loop(self._collect(source.take)))
+        collected = asyncio.run(self._await_in_loop(self.collect(source.take)))
         self.collected.append(collected)
         return [[UserSample.of(sample) for sample in group] for group in collected.kept]
 
     async def generate_group(
         self, group: list[UserSample], sampling: dict[str, Any], *, grade: bool
     ) -> list[UserSample]:
-        """Return a group, or a single sample in a list, with responses and, if `grade`, with rewards. Raises
-        PluginError."""
+        """Return samples of a group with responses and, if `grade`, with rewards. Raises PluginError."""
         own = self.config.sampling_params()
         if changed := [name for name, value in own.items() if sampling.get(name, value) != value]:
             raise PluginError(
@@ -146,26 +131,17 @@ class RolloutTools:
         samples = [checked_sample(sample) for sample in group]
         for sample, view in zip(samples, group):
             sample.status = Status(view.status)
-        done = await self._await_in_loop(self._runner.run_samples(samples, grade=grade))
+        done = await self._await_in_loop(self.runner.run_samples(samples, grade=grade))
         return [UserSample.of(sample) for sample in done]
 
     async def _await_in_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if asyncio.get_running_loop() is self._loop:
+        if asyncio.get_running_loop() is self.loop:
             return await coroutine
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
 
 
 class RolloutFunctionCall:
-    """One call of a rollout function. Create it in the event loop of the engines' client.
-
-    Args:
-        config: names the function; its options are attributes of `args`.
-        runner: generates and grades groups of this round.
-        intake: prompts of this round.
-        collect: the built-in rollout: takes a function that returns groups.
-        handle: the engines, as `args.engine`.
-        data_set: name of the data set, in an evaluation.
-    """
+    """One call of a rollout function, or of an evaluation on `data_set`. Create it in the event loop of the client."""
 
     def __init__(
         self,
@@ -186,16 +162,14 @@ class RolloutFunctionCall:
         self.data_set = data_set
         self.tools = RolloutTools(config, runner, collect, self.source, data_set)
         self.rewards: dict[int, float] = {}  # id() of a returned sample -> reward that an evaluation returned beside it
-        self.metrics: dict[str, float] = {}
 
-    async def run(self, num_groups: int) -> tuple[list[Group], list[Group], list[tuple[Group, str]]]:
-        """Call the function; return the groups to train on, the groups for later rounds, and the dropped groups with
-        the reasons. Raises PluginError."""
+    async def run(self, num_groups: int) -> CollectedGroups:
+        """Call the function, and return its groups and what became of the others. Raises PluginError."""
         args = SimpleNamespace(**self.config.plugin_arguments() | {"engine": self.handle, "rollout": self.tools})
         args.sglang_router_ip, args.sglang_router_port = self.handle.address
-        if self.data_set is not None:
-            args.eval_prompt_data = [self.data_set, self.config.prompt_data[0]]
         is_eval = self.data_set is not None
+        if is_eval:
+            args.eval_prompt_data = [self.data_set, self.config.prompt_data[0]]
         options = {"evaluation": is_eval} if "evaluation" in inspect.signature(self.function).parameters else {}
         runner = PluginRunner(self.name, is_async=inspect.iscoroutinefunction(self.function))
         returned = await runner.run(
@@ -204,11 +178,12 @@ class RolloutFunctionCall:
         )
         if self.handle.fault is not None:
             raise self.handle.fault
-        self.metrics = numbers_of(getattr(returned, "metrics", None) or {}, self.name)
+        metrics = numbers_of(getattr(returned, "metrics", None) or {}, self.name)
         kept = [self._checked_group(group) for group in self._groups_of(returned, num_groups)]
         await asyncio.gather(*(self.runner.grade(group) for group in kept))
         self.runner.count_generated([sample for group in kept for sample in group])
-        return kept, *self._unused({group[0].group_id for group in kept})
+        buffered, dropped = self._unused({group[0].group_id for group in kept})
+        return CollectedGroups(sorted_by_id(kept), buffered, dropped, num_batches=1, metrics=metrics)
 
     def _groups_of(self, returned: Any, num_groups: int) -> list[list[Any]]:
         """Return the groups that the function returned. Raises PluginError if they are not those of a round."""
@@ -235,8 +210,7 @@ class RolloutFunctionCall:
         return groups
 
     def _checked_group(self, parts: list[Any]) -> Group:
-        """Return the samples of a group as plain samples, with the ids that they had before the call. Raises
-        PluginError."""
+        """Return plain samples with the ids that they had before the call. Raises PluginError."""
         origins = {sample.trajectory_id: sample for sample in self.source.issued[parts[0].group_id]}
         if missing := sorted(origins.keys() ^ {part.trajectory_id for part in parts}):
             raise PluginError(
@@ -290,8 +264,8 @@ class RolloutFunctionCall:
         return sample
 
     def _unused(self, kept: set[str]) -> tuple[list[Group], list[tuple[Group, str]]]:
-        """Return the groups for later rounds, and the dropped ones with their reasons: all issued groups that are not
-        among those that are kept."""
+        """Return the groups for later rounds, and the dropped ones with reasons: all issued groups that are not
+        kept."""
         back = {group[0].group_id: group for collected in self.tools.collected for group in collected.buffered}
         reasons = {group[0].group_id: text for collected in self.tools.collected for group, text in collected.dropped}
         buffered, dropped = [], []
@@ -335,18 +309,14 @@ def find_evaluation_function(config: RolloutConfig) -> str | None:
     path = config.eval_function_path or config.rollout_function_path
     if path in (None, BUILT_IN_EVALUATION):
         return None
-    function = load_checked_function(path, DEFAULT_NAMES["eval_function_path"], ("args", "rollout_id", "data_source"))
+    function = load_rollout_function(path, "eval_function_path")
     is_for_evaluations = config.eval_function_path or "evaluation" in inspect.signature(function).parameters
     return path if is_for_evaluations else None
 
 
 def samples_of_evaluation(returned: Any, data_set: str, name: str) -> tuple[Any, dict[int, float]]:
-    """Return the samples in what a function returned from an evaluation, and the rewards given beside them. Raises
-    PluginError.
-
-    Returns:
-        The samples, perhaps in nested lists; and id() of a sample -> its reward.
-    """
+    """Return the samples, perhaps in nested lists, that a function returned from an evaluation, and the rewards given
+    beside them by id() of a sample. Raises PluginError."""
     data = getattr(returned, "data", returned)
     if not isinstance(data, Mapping):
         return getattr(returned, "samples", returned), {}
@@ -378,3 +348,24 @@ def samples_of_evaluation(returned: Any, data_set: str, name: str) -> tuple[Any,
         if not math.isfinite(numbers[id(sample)]):
             raise PluginError(f'{name} returned {reward!r:.80} in "rewards": return finite numbers')
     return samples, numbers
+
+
+def check_rollout_functions(config: RolloutConfig, *, evaluation: bool = False) -> None:
+    """Check that all user-defined functions of a rollout load and have the right signature; for an evaluation, only
+    those that it calls. Raises PluginError."""
+    if config.custom_generate_function_path:
+        load_generate_function(config.custom_generate_function_path)
+    load_log_function(config, is_eval=True)
+    find_evaluation_function(config)
+    if evaluation:
+        return
+    if config.rollout_function_path:
+        load_rollout_function(config.rollout_function_path)
+    load_log_function(config, is_eval=False)
+    load_group_filter(config)
+    if config.data_source_path:
+        load_data_source(config.data_source_path)
+    if config.buffer_filter_path:
+        load_buffer_filter(config.buffer_filter_path)
+    load_train_data_function(config)
+    Hooks(config)

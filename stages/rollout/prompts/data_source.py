@@ -63,10 +63,8 @@ class RolloutRound:
 def new_groups(
     prompts: Sequence[Prompt], tokenizer: PromptTokenizer, round: RolloutRound, num_samples: int
 ) -> list[Group]:
-    """Render and tokenize prompts; return a group of `num_samples` pending samples for each prompt.
-
-    A group's id is the number of prompts that the run issued before it, so the ids are the same if a round is retried.
-    """
+    """Render and tokenize prompts; return a group of `num_samples` pending samples for each. A group's id is the number
+    of prompts that the run issued before it, so the ids are the same if a round is retried."""
     texts = tokenizer.render([prompt.content for prompt in prompts], [prompt.tools for prompt in prompts])
     groups = []
     for prompt, text, token_ids in zip(prompts, texts, tokenizer.encode(texts)):
@@ -117,11 +115,6 @@ def is_unfinished(group: Group) -> bool:
     return any(sample.status in (Status.PENDING, Status.ABORTED) for sample in group)
 
 
-def has_failed(group: Group) -> bool:
-    """Return whether a sample of a group has failed, except because of its prompt."""
-    return any(s.status is Status.FAILED and s.prompt == escape_invalid_text(s.prompt) for s in group)
-
-
 def without_responses(group: Group) -> Group:
     """Return copies of a group's samples as they were before their responses, one for each trajectory."""
     first = {sample.trajectory_id: sample for sample in reversed(group)}
@@ -148,8 +141,7 @@ def resized_group(group: Group, num_samples: int) -> Group:
 
 
 def group_by_group_id(samples: Iterable[Any]) -> list[Group]:
-    """Group samples by group id, in order of first occurrence. The elements of `samples` are samples or lists of
-    samples."""
+    """Group samples, or lists of samples, by group id, in order of first occurrence."""
     groups: dict[str, Group] = {}
     for entry in samples:
         for sample in [entry] if isinstance(entry, Sample) else entry:
@@ -160,23 +152,18 @@ def group_by_group_id(samples: Iterable[Any]) -> list[Group]:
 # ---- data sources ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Dataset:
     """The prompts of --prompt-data, and the current data position. Data sources get a Dataset as `self.dataset`."""
 
-    def __init__(
-        self,
-        config: PromptConfig,
-        prompts: PromptSource,
-        tokenizer: PromptTokenizer,
-        round: RolloutRound,
-        prompt_filter: PromptFilter | None = None,
-    ) -> None:
-        self.config = config
-        self.prompts = prompts
-        self.tokenizer = tokenizer
-        self.round = round
-        self.prompt_filter = prompt_filter
-        self.state = prompts.restore(None)
+    config: PromptConfig
+    prompts: PromptSource
+    tokenizer: PromptTokenizer
+    round: RolloutRound
+    prompt_filter: PromptFilter | None = None
+
+    def __post_init__(self) -> None:
+        self.state = self.prompts.restore(None)
 
     def __len__(self) -> int:
         """Return the number of prompts in an epoch."""
@@ -195,10 +182,8 @@ class Dataset:
 
 
 class RolloutDataSource:
-    """Data source that returns groups for the prompts of --prompt-data in order, and drops groups handed back.
-
-    `self.dataset` and `self.args` are set before `__init__` is called.
-    """
+    """Returns groups for the prompts of --prompt-data in order, and drops groups handed back. `self.dataset` and
+    `self.args` are set before `__init__` is called."""
 
     dataset: Dataset
     args: Any  # the rollout's options as attributes, see RolloutConfig.plugin_arguments
@@ -220,11 +205,7 @@ class RolloutDataSource:
         return self.dataset.state.model_dump(mode="json")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the position of the data source from `state`; {}: start of the data.
-
-        Raises:
-            DataError: rows of --prompt-data changed since an earlier round (see `PromptSource.restore`).
-        """
+        """Restore the position of the data source from `state`; {}: start of the data."""
         own = {key: value for key, value in state.items() if key in SourceState.model_fields}
         self.dataset.state = self.dataset.prompts.restore(own or None)
 
@@ -306,7 +287,7 @@ def take_checked_groups(source: RolloutDataSource, num_groups: int) -> list[Grou
         isinstance(sample, Sample) for entry in samples for sample in (entry if isinstance(entry, list) else [entry])
     ):
         raise PluginError(f"{name} returned {_type_name(samples)}: return a list of groups, each a list of Sample")
-    groups = group_by_group_id(entry for new in samples for entry in issue_new_samples(source, new))
+    groups = group_by_group_id(issue_new_samples(source, entry) for entry in samples)
     if len(groups) != num_groups:
         raise PluginError(f"{name} returned {len(groups)} groups: return exactly num_samples ({num_groups}) groups")
     num_samples = source.args.n_samples_per_prompt
@@ -329,17 +310,17 @@ def take_checked_groups(source: RolloutDataSource, num_groups: int) -> list[Grou
     return groups
 
 
-def issue_new_samples(source: RolloutDataSource, entry: Any) -> list[Any]:
-    """Return an entry of `get_samples`, a sample or a group, in a list. Samples without ids, which the data source has
+def issue_new_samples(source: RolloutDataSource, entry: Any) -> Group:
+    """Return an entry of `get_samples`, a sample or a group, as a list. Samples without ids, which the data source has
     made by `Sample(prompt=..., label=..., metadata=...)`, become a group of the prompt of the first one."""
     group = entry if isinstance(entry, list) else [entry]
     if not group or group[0].group_id:
-        return [entry]
+        return group
     label = "" if group[0].label is None else str(group[0].label)
     issued = source.dataset.issue(group[0].prompt, label, dict(group[0].metadata))
     for sample, new in zip(issued, group):
         sample.metadata |= new.metadata
-    return [issued]
+    return issued
 
 
 def accepts_arguments(function: Any, *arguments: Any) -> bool:
@@ -363,32 +344,25 @@ def _type_name(value: Any) -> str:
 class PromptIntake:
     """Takes groups from the data source for one attempt at a round, and records which groups were requested.
 
-    Every attempt creates a new data source from the committed state, so the retry after a failed attempt gets the same
-    groups. The commit of the round accounts for every group that was requested or buffered: it is trained on, dropped
-    with a reason, or still buffered. Buffered groups with failed samples start again: otherwise failures, which finish
-    first, would fill the next round and every retry of it.
-
-    Args:
-        source: the data source.
-        state: state of the data source, from the commit of the previous round; None: start of the data.
-        buffer: samples of the buffered groups, from the commit of the previous round.
+    Every attempt creates a new data source from the committed state, so a retry gets the same groups. Every group that
+    was requested or buffered is trained on, dropped with a reason, or still buffered. Buffered groups with failed
+    samples start again: otherwise failures, which finish first, would fill the next round and every retry of it.
     """
 
     def __init__(self, source: RolloutDataSource, state: dict[str, Any] | None, buffer: Sequence[Sample]) -> None:
         self.source = source
         source.load_state_dict(state or {})
-        groups = [without_responses(group) if has_failed(group) else group for group in group_by_group_id(buffer)]
+        failed = {s.group_id for s in buffer if s.status is Status.FAILED and s.prompt == escape_invalid_text(s.prompt)}
+        groups = group_by_group_id(buffer)
+        groups = [without_responses(group) if group[0].group_id in failed else group for group in groups]
         source.restore_buffer([copy_sample(sample) for group in groups for sample in group])
         self._skipped_before = source.dataset.state.skipped
         self.num_discarded_tokens = 0  # trained tokens of finished groups that were too old for this round
         self._groups = {group[0].group_id: group for group in groups}
 
     def next_groups(self, count: int) -> list[Group]:
-        """Take the next `count` groups from the data source, and assign their samples to this round.
-
-        If a sample was aborted in an earlier round and keeps its tokens, `metadata["start_rollout_id"]` is set to the
-        number of the round that generated its first token.
-        """
+        """Take the next `count` groups from the data source, and assign their samples to this round. A sample that
+        keeps the tokens of an earlier round gets the number of that round as `metadata["start_rollout_id"]`."""
         round, groups = self.source.dataset.round, take_checked_groups(self.source, count)
         if round.max_staleness and not round.updates_in_flight:
             oldest = round.rollout_id - round.max_staleness
@@ -414,10 +388,10 @@ class PromptIntake:
         self.source.dataset.round = round
         self._skipped_before = self.source.dataset.state.skipped
 
-    def groups_discarded_by_source(self, *used_groups: Iterable[Group]) -> list[Group]:
+    def groups_discarded_by_source(self, used: Sequence[Group]) -> list[Group]:
         """Return the groups that the data source discarded in `add_samples`: requested in this round or buffered
-        before, but neither in `used_groups` nor in the buffer."""
-        accounted = {group[0].group_id for groups in (*used_groups, self.buffered_groups) for group in groups}
+        before, but neither `used` nor in the buffer."""
+        accounted = {group[0].group_id for group in [*used, *self.buffered_groups]}
         return [group for group_id, group in sorted(self._groups.items()) if group_id not in accounted]
 
     @property
@@ -470,19 +444,11 @@ def load_buffer_filter(path: str) -> BufferFilter:
     return function
 
 
-def open_data_source(
-    config: RolloutConfig, dataset: Dataset, buffer_filter: BufferFilter | None = None
-) -> RolloutDataSource:
-    """Create the data source of a round: an instance of the user-defined class (--data-source-path), or of
-    RolloutDataSourceWithBuffer. Raises PluginError.
-
-    Args:
-        config: names the class; its options are passed to the class's `__init__` as attributes of `args` if `__init__`
-            takes an argument.
-        dataset: the prompts of --prompt-data and the current data position.
-        buffer_filter: function to use instead of the data source's method `buffer_filter`.
-    """
+def open_data_source(config: RolloutConfig, dataset: Dataset) -> RolloutDataSource:
+    """Create the user-defined data source (--data-source-path), or the built-in one with a buffer. Raises
+    PluginError."""
     cls = load_data_source(config.data_source_path) if config.data_source_path else RolloutDataSourceWithBuffer
+    buffer_filter = load_buffer_filter(config.buffer_filter_path) if config.buffer_filter_path else None
     source, args = cls.__new__(cls), SimpleNamespace(**config.plugin_arguments())
     source.dataset, source.args = dataset, args
     try:

@@ -5,19 +5,13 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from penstock.stages.rewards.reward_preflight import RewardRow, check_reward_rows
 from penstock.stages.rollout.config import GenerationConfig, PromptConfig, RolloutConfig
-from penstock.stages.rollout.prompts.prompt_files import PromptEntry, parse_slice, read_entry, read_prompt_files
+from penstock.stages.rollout.prompts.prompt_files import parse_slice, read_entry, read_prompt_files
 from penstock.stages.rollout.prompts.prompt_rows import FIRST_ROW_KEYS
 from penstock.stages.rollout.prompts.source import max_prompt_tokens
-from penstock.stages.rollout.text.loss_masks import (
-    Piece,
-    check_messages_are_written,
-    join_pieces,
-    split_trained_text,
-)
+from penstock.stages.rollout.text.loss_masks import Piece, check_messages_are_written, join_pieces, split_trained_text
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.errors import DataError, OptionError, TemplateError
 
@@ -32,22 +26,11 @@ def check_prompt_data(
     tokenizer: PromptTokenizer | None = None,
     max_seq_len: int | None = None,
 ) -> int:
-    """Parse all rows of --prompt-data, check every prompt, and render some rows. Return the number of rows.
+    """Parse all rows of --prompt-data, check every prompt, and return the number of rows.
 
-    Args:
-        config: names the prompt files and their columns.
-        is_sft: rows are conversations to train on (SFT), not prompts to answer.
-        grading: options of the reward that grades the responses: every row needs a reward, and a label if its reward
-            compares responses with labels; None: rows are not graded.
-        tokenizer: renders up to 97 rows of each entry of --prompt-data; None: no row is rendered.
-        max_seq_len: maximum sequence length of the model in tokens, which a prompt plus the longest response must not
-            exceed; None: lengths are not checked.
-
-    Raises:
-        OptionError: options contradict each other, or a prompt plus the longest response exceeds `max_seq_len`.
-        DataError: a row is invalid; the message names the first such row.
-        RewardError: a row cannot be graded; the message names the first such row.
-        TemplateError: the chat template fails for a row.
+    With `grading`, every row needs a reward, and a label if its reward compares responses with labels. With
+    `tokenizer`, up to 97 rows of each entry are rendered; with `max_seq_len`, a prompt plus the longest response must
+    not exceed it. `is_sft`: rows are conversations to train on, not prompts to answer.
     """
     if config.tool_key and not (config.apply_chat_template or is_sft):
         raise OptionError(
@@ -55,18 +38,21 @@ def check_prompt_data(
         )
     num_rows = 0
     for entry in read_prompt_files(config):
-        _check_entry(entry, config, is_sft=is_sft)
+        chat, unanswered = (entry.first[key] for key in FIRST_ROW_KEYS)
+        if is_sft and unanswered is not None:
+            raise DataError(
+                f"{entry.name} row {unanswered}: column {config.input_key!r} is not a conversation with an assistant "
+                "message, and SFT trains only on assistant messages: name the column of messages with --input-key"
+            )
+        if not is_sft and chat is not None and not config.apply_chat_template:
+            raise DataError(
+                f"{entry.name} row {chat}: column {config.input_key!r} holds chat messages, which need a chat "
+                "template: give --apply-chat-template"
+            )
         if grading is not None:
             check_reward_rows(grading, _reward_rows(entry.name, entry.rows))
         if tokenizer is not None:
-            check_rendered_rows(
-                entry.name,
-                entry.rows,
-                config,
-                tokenizer,
-                is_sft=is_sft,
-                max_seq_len=max_seq_len,
-            )
+            check_rendered_rows(entry.name, entry.rows, config, tokenizer, is_sft=is_sft, max_seq_len=max_seq_len)
         num_rows += len(entry.rows)
     return num_rows
 
@@ -81,21 +67,7 @@ def check_rendered_rows(
     max_seq_len: int | None = None,
 ) -> None:
     """Render some rows of an entry of --prompt-data as a check: the first 32 rows, 33 rows evenly spaced from first to
-    last, and the 32 longest rows.
-
-    Args:
-        path: name of the entry, for error messages.
-        rows: rows of the entry in canonical JSON, as returned by `read_entry`.
-        config: options of the rollout.
-        tokenizer: tokenizer of the model.
-        is_sft: rows are conversations to train on (SFT).
-        max_seq_len: maximum sequence length of the model; None: lengths are not checked.
-
-    Raises:
-        TemplateError: the chat template fails for a row.
-        DataError: a row cannot be trained on, because it is too long or trains no token.
-        OptionError: a prompt plus the longest response exceeds `max_seq_len`.
-    """
+    last, and the 32 longest rows."""
     half, last = NUM_TRIED_ROWS // 2, len(rows) - 1
     longest = heapq.nlargest(half, range(len(rows)), key=lambda number: len(rows[number]))
     for number in sorted({*range(min(half, len(rows))), *(last * i // half for i in range(half + 1)), *longest}):
@@ -138,40 +110,21 @@ def _reward_rows(path: str, rows: Sequence[bytes]) -> Iterator[RewardRow]:
 
 def render_first_prompt(config: PromptConfig, tokenizer: PromptTokenizer) -> tuple[str, str]:
     """Return the first prompt of --prompt-data as the model gets it, and its label."""
-    content, label, _, *rest = _read_first_row(config)
+    content, label, _, *rest = json.loads(_read_start(config, config.prompt_data[0], 1)[0])
     [text] = tokenizer.render([content], [rest[0] if rest else None])
     return text, label
 
 
 def split_first_conversation(config: PromptConfig, tokenizer: PromptTokenizer) -> list[Piece]:
     """Return the first conversation of --prompt-data as (text, whether it is trained) pieces."""
-    content, _, _, *rest = _read_first_row(config)
+    content, _, _, *rest = json.loads(_read_start(config, config.prompt_data[0], 1)[0])
     return split_trained_text(content, tokenizer, rest[0] if rest else None)
-
-
-def _read_first_row(config: PromptConfig) -> list[Any]:
-    row: list[Any] = json.loads(_read_start(config, config.prompt_data[0], 1)[0])
-    return row
 
 
 def _read_start(config: PromptConfig, path: str, num_rows: int) -> Sequence[bytes]:
     """Return the first rows of an entry of --prompt-data in canonical JSON, without the cache of --streaming-data."""
     part = path if parse_slice(path)[1:] != (None, None) else f"{path}@[:{num_rows}]"
     return read_entry(part, config.model_copy(update={"streaming_data": False})).rows[:num_rows]
-
-
-def _check_entry(entry: PromptEntry, config: PromptConfig, *, is_sft: bool) -> None:
-    chat, unanswered = (entry.first[key] for key in FIRST_ROW_KEYS)
-    if is_sft and unanswered is not None:
-        raise DataError(
-            f"{entry.name} row {unanswered}: column {config.input_key!r} is not a conversation with an assistant "
-            "message, and SFT trains only on assistant messages: name the column of messages with --input-key"
-        )
-    if not is_sft and chat is not None and not config.apply_chat_template:
-        raise DataError(
-            f"{entry.name} row {chat}: column {config.input_key!r} holds chat messages, which need a chat template: "
-            "give --apply-chat-template"
-        )
 
 
 def _check_sequence_length(where: str, num_tokens: int, config: GenerationConfig, max_seq_len: int) -> None:

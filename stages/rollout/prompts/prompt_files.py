@@ -77,10 +77,11 @@ def read_prompt_files(config: PromptConfig) -> Iterator[PromptEntry]:
 
 
 def read_entry(entry: str, config: PromptConfig) -> PromptEntry:
-    """Read all rows of an entry of --prompt-data; with `config.streaming_data`, they are kept on disk. Raises
-    DataError."""
+    """Read all rows of an entry of --prompt-data; with `config.streaming_data`, to disk. Raises DataError."""
     path, start, stop = parse_slice(entry)
-    files, columns = _Files.find(path), Columns.from_config(config)
+    tools = "tools" if config.tool_key is None else config.tool_key or None
+    columns = Columns(config.input_key, config.label_key, config.metadata_key, tools)
+    files = _Files.find(path)
     if (start or 0) < 0 or (stop or 0) < 0:  # negative indices count from the end, which needs the total number of rows
         start, stop, _ = slice(start, stop).indices(sum(len(block) for block in files.blocks(columns)))
 
@@ -89,14 +90,17 @@ def read_entry(entry: str, config: PromptConfig) -> PromptEntry:
 
     if config.streaming_data:
         name = f"{files.uri}@[{start}:{stop}]"
-        spool = open_spooled_rows(parts, name, columns, files.fingerprints(), config.data_cache)
-        return _check_not_empty(PromptEntry(entry, *spool))
-    rows: list[bytes] = []
-    first: dict[str, int | None] = dict.fromkeys(FIRST_ROW_KEYS)
-    for part in parts():
-        fill_first_row_numbers(first, part, len(rows))
-        rows += part.rows
-    return _check_not_empty(PromptEntry(entry, rows, first))
+        read = PromptEntry(entry, *open_spooled_rows(parts, name, columns, files.fingerprints(), config.data_cache))
+    else:
+        rows: list[bytes] = []
+        read = PromptEntry(entry, rows, dict.fromkeys(FIRST_ROW_KEYS))
+        for part in parts():
+            fill_first_row_numbers(read.first, part, len(rows))
+            rows += part.rows
+    if not read.rows:
+        problem = "selects no row: correct @[a:b]" if _SLICE.fullmatch(entry) else "is empty: add rows to the file"
+        raise DataError(f"prompt file {entry} {problem}")
+    return read
 
 
 def parse_slice(entry: str) -> tuple[str, int | None, int | None]:
@@ -106,13 +110,6 @@ def parse_slice(entry: str) -> tuple[str, int | None, int | None]:
         return entry, None, None
     start, stop = (None if number in ("", "-") else int(number) for number in (match["start"], match["stop"]))
     return match["path"], start, stop
-
-
-def _check_not_empty(entry: PromptEntry) -> PromptEntry:
-    if not entry.rows:
-        problem = "selects no row: correct @[a:b]" if _SLICE.fullmatch(entry.name) else "is empty: add rows to the file"
-        raise DataError(f"prompt file {entry.name} {problem}")
-    return entry
 
 
 @dataclass(frozen=True)
@@ -186,8 +183,7 @@ def _suffix(file: str) -> str:
 
 
 def _files_of_data_set(fs: Any, path: str) -> list[str]:
-    """Return the files of a directory that `save_to_disk` of Hugging Face's datasets wrote; for a file, the file.
-    Raises DataError."""
+    """Return the files of a directory that `datasets.save_to_disk` wrote; for a file, the file. Raises DataError."""
     if _suffix(path) in (*JSON, *CSV, *COLUMNAR):
         return [path]
     splits = []
@@ -372,11 +368,7 @@ Batches = Callable[[list[str]], Iterable[pa.RecordBatch]]  # column names -> rec
 
 
 def open_batches(file: BinaryIO, suffix: str, num_rows: int) -> tuple[pa.Schema, Batches]:
-    """Return the schema of a columnar file, and a function that reads its record batches.
-
-    Raises:
-        ValueError, OSError, pa.ArrowException: the file is damaged.
-    """
+    """Return the schema of a columnar file, and a function that reads its record batches."""
     if suffix == ".parquet":
         # Without both arguments, pyarrow keeps a whole column of a row group in memory, and many writers make groups of
         # a million rows (pyarrow 25, row group of 201 MB: 207 MB without, 19 MB with both).

@@ -29,8 +29,7 @@ import pyarrow as pa
 import pyarrow.ipc
 from pyarrow import types
 
-from penstock.stages.rollout.config import PromptConfig
-from penstock.stages.rollout.text.messages import normalize_messages, preview
+from penstock.stages.rollout.text.templates import normalize_messages, preview
 from penstock.stages.worker_process import WorkerLost, WorkerProcess
 from penstock.storage.errors import DataError
 
@@ -40,18 +39,12 @@ MAX_PROMPT = 4 << 20  # characters, about a million tokens; tokenizers need 200 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns of a prompt file that are read; None: not read."""
+    """Names of the columns of a prompt file that are read (`--input-key`, `--label-key`, ...); None: not read."""
 
     prompt: str
     label: str | None
     metadata: str
     tools: str | None
-
-    @classmethod
-    def from_config(cls, config: PromptConfig) -> Columns:
-        """Return the column names that the options name (`--input-key`, `--label-key`, ...)."""
-        tools = "tools" if config.tool_key is None else config.tool_key or None
-        return cls(config.input_key, config.label_key, config.metadata_key, tools)
 
 
 @dataclass(frozen=True)
@@ -148,9 +141,22 @@ def to_canonical_rows(block: Block, columns: Columns) -> Rows:
         ):
             result.first_unanswered = number
         label = _read_label(record, where, columns)
-        metadata = _parse_metadata(_value(record, columns.metadata), where, columns.metadata)
-        row = [(columns.prompt, prompt), (columns.label, label), (columns.metadata, metadata)]
-        if columns.tools and (tools := _parse_tools(_value(record, columns.tools), where, columns.tools)):
+        metadata = _parse_json_text(_value(record, columns.metadata), where, columns.metadata, "--metadata-key")
+        if not isinstance(metadata, dict | None):
+            raise DataError(
+                f"{where}: column {columns.metadata!r} holds a {type(metadata).__name__}; metadata must be a "
+                "dictionary: repair the row, or name another column with --metadata-key"
+            )
+        row = [(columns.prompt, prompt), (columns.label, label), (columns.metadata, metadata or {})]
+        tools = None
+        if columns.tools:
+            tools = _parse_json_text(_value(record, columns.tools), where, columns.tools, "--tool-key")
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise DataError(
+                f"{where}: column {columns.tools!r} holds {preview(tools)}; tools must be a list of JSON schemas: "
+                "repair the row, name another column with --tool-key, or ignore tools with --tool-key ''"
+            )
+        if tools:
             row.append((columns.tools, tools))
         parts = [_to_json(value, where, key) for key, value in row]
         result.rows.append(f"[{','.join(parts)}]".encode(errors="surrogatepass"))
@@ -201,28 +207,22 @@ def _read_prompt(record: dict[str, Any], where: str, columns: Columns) -> str | 
     # Messages may be JSON text: CSV cannot hold them otherwise.
     if isinstance(prompt, str) and prompt.strip()[:1] == "[" and prompt.strip()[-1:] == "]" and _ROLE.search(prompt):
         prompt = _parse_json_text(prompt, where, columns.prompt, "--input-key")
-    if isinstance(prompt, str) and prompt:
-        _check_length(len(prompt), where, columns)
-        return prompt
-    if not isinstance(prompt, list) or not prompt:
+    if not isinstance(prompt, str | list) or not prompt:
         raise DataError(
             f"{where}: column {columns.prompt!r} holds {preview(prompt)}; a prompt is text, or a list of "
             "messages with role and content: repair the row, or name another column with --input-key"
         )
     try:
-        messages = normalize_messages(prompt)
+        prompt = prompt if isinstance(prompt, str) else normalize_messages(prompt)
     except DataError as error:
         raise DataError(f"{where}: column {columns.prompt!r}: {error}; repair the row") from None
-    _check_length(sum(len(message["content"] or "") for message in messages), where, columns)
-    return messages
-
-
-def _check_length(num_characters: int, where: str, columns: Columns) -> None:
-    if num_characters > MAX_PROMPT:
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] or "" for message in prompt]
+    if (num_characters := sum(map(len, texts))) > MAX_PROMPT:
         raise DataError(
             f"{where}: column {columns.prompt!r} holds {num_characters} characters, but a prompt has at most "
             f"{MAX_PROMPT}: remove the row"
         )
+    return prompt
 
 
 def _read_label(record: dict[str, Any], where: str, columns: Columns) -> str:
@@ -235,32 +235,6 @@ def _read_label(record: dict[str, Any], where: str, columns: Columns) -> str:
     if isinstance(label, Decimal):
         return format(label, "f")
     return _to_json(label, where, columns.label, separators=None, allow_nan=False)
-
-
-def _parse_metadata(value: Any, where: str, key: str) -> dict[str, Any]:
-    """Return the metadata of a row as a dictionary; JSON text is parsed, and None becomes {}."""
-    value = _parse_json_text(value, where, key, "--metadata-key")
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise DataError(
-            f"{where}: column {key!r} holds a {type(value).__name__}; metadata must be a dictionary: repair the row, "
-            "or name another column with --metadata-key"
-        )
-    return value
-
-
-def _parse_tools(value: Any, where: str, key: str) -> list[dict[str, Any]]:
-    """Return the tool definitions of a row as a list; JSON text is parsed, and None becomes []."""
-    value = _parse_json_text(value, where, key, "--tool-key")
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError(
-            f"{where}: column {key!r} holds {preview(value)}; tools must be a list of JSON schemas: "
-            "repair the row, name another column with --tool-key, or ignore tools with --tool-key ''"
-        )
-    return value
 
 
 def _parse_json_text(value: Any, where: str, key: str, flag: str) -> Any:

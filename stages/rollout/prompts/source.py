@@ -65,14 +65,6 @@ class SourceState(Frozen):
     segments: tuple[Segment, ...]  # all rows of --prompt-data when this state was recorded
     places: tuple[SourcePosition, ...] = ()  # with weights, one position per entry of --prompt-data; else empty
 
-    @property
-    def num_rows(self) -> int:
-        """Number of prompts in an epoch that takes each row once (without --prompt-data-weights)."""
-        return sum(segment.rows for segment in self.segments)
-
-
-# ---- prompts ---------------------------------------------------------------------------------------------------------
-
 
 LARGE = 1 << 22  # maximum rows of a segment whose permutation is kept in memory; above, it is computed row by row
 
@@ -101,15 +93,8 @@ Segments = list[tuple[int, Segment]]  # (index in SourceState.segments, segment)
 
 
 class PromptSource:
-    """The rows of all entries of --prompt-data, and their order in every epoch.
-
-    Args:
-        files: rows of each entry of --prompt-data.
-        shuffle: visit the rows in a new random order each epoch, instead of the order in the files.
-        seed: seed of the random order.
-        weights: sampling weight of each entry; if empty, the entries are visited one after another.
-        names: names of the entries, for error messages.
-    """
+    """The rows of all entries of --prompt-data, and their order in every epoch: that of the files, or a new random one
+    (`shuffle`). With `weights`, entries are mixed; without, they are visited one after another."""
 
     def __init__(
         self,
@@ -145,11 +130,7 @@ class PromptSource:
 
     def restore(self, saved: dict[str, Any] | None) -> SourceState:
         """Return the position to continue from: the start of the data if `saved` is None, else `saved` plus new
-        segments for rows appended since `saved` was written.
-
-        Raises:
-            DataError: rows recorded in `saved` were removed or changed, or --prompt-data-weights was removed.
-        """
+        segments for rows appended since `saved` was written."""
         state = SourceState(segments=()) if saved is None else SourceState.model_validate(saved)
         known = [0] * len(self.files)
         for segment in state.segments:
@@ -173,18 +154,9 @@ class PromptSource:
     def take(
         self, state: SourceState, count: int, prompt_filter: PromptFilter | None = None
     ) -> tuple[list[Prompt], SourceState]:
-        """Return the next `count` prompts (across any number of epochs) and the state after them.
-
-        Args:
-            state: as returned by `restore`.
-            count: number of prompts.
-            prompt_filter: decides which prompts are served; rejected prompts are counted as skipped and replaced by the
-                next prompts. None: all prompts are served.
-
-        Raises:
-            DataError: `prompt_filter` rejects all prompts of a whole epoch.
-        """
-        assert state.num_rows > 0, "PromptSource.take needs at least one row; read_entry rejects empty files"
+        """Return the next `count` prompts (across any number of epochs) and the state after them. Prompts that
+        `prompt_filter` rejects count as skipped and are replaced by the next ones. Raises DataError if it rejects a
+        whole epoch."""
         if not state.places:
             segments = list(enumerate(state.segments))
             prompts, epoch, cursor, skipped = self._take_from_segments(
@@ -389,9 +361,6 @@ def select_sources(credits: Sequence[int], shares: Sequence[int], count: int) ->
         now[chosen] -= WHOLE
         order.append(chosen)
     return order, now
-
-
-# ---- length limits ---------------------------------------------------------------------------------------------------
 
 
 def max_prompt_tokens(config: PromptConfig) -> int | None:

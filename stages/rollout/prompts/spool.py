@@ -35,14 +35,8 @@ Spooled = tuple["SpooledRows", dict[str, int | None]]  # rows, and FIRST_ROW_KEY
 
 
 class SpooledRows(Sequence[bytes]):
-    """Sequence of the rows of a file with one row per line; a row is read from disk when it is accessed.
-
-    Args:
-        path: path of the file, which stays open, so it may be deleted while in use.
-        offsets: byte offsets of rows 0, STRIDE, 2 x STRIDE ... [ceil(num_rows / STRIDE)]
-        num_rows: total number of rows.
-        num_bytes: size of the file in bytes.
-    """
+    """The rows of a file with one row per line, each read when it is accessed. The file stays open, so it may be
+    deleted. `offsets`: byte offsets of rows 0, STRIDE, 2 x STRIDE ... [ceil(num_rows / STRIDE)]"""
 
     def __init__(self, path: Path, offsets: np.ndarray, num_rows: int, num_bytes: int) -> None:
         self.offsets = offsets
@@ -102,16 +96,9 @@ class SpooledRows(Sequence[bytes]):
 def open_spooled_rows(
     parts: Callable[[], Iterable[Rows]], entry: str, columns: Columns, fingerprints: Sequence[str], cache: str | None
 ) -> Spooled:
-    """Return the rows of an entry of --prompt-data from the cache; write the rows to the cache first if it does not
-    have them. Raises DataError.
-
-    Args:
-        parts: parses the rows from the source files.
-        entry: name of the entry.
-        columns: the columns that are read.
-        fingerprints: one string per source file, which changes when the file changes.
-        cache: cache directory (`--data-cache`); None: `penstock/prompts` in the user's cache directory.
-    """
+    """Return the rows of an entry of --prompt-data from the cache (`--data-cache`; default: `penstock/prompts` in the
+    user's cache directory); if it lacks them, write them first. `fingerprints` change when the source files change.
+    Raises DataError."""
     user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     disk = _Cache(Path(cache or Path(user_cache, "penstock/prompts")))
     name = f"{_short_hash(entry, *astuple(columns))}-{_short_hash(FORMAT, *fingerprints)}"

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from penstock.stages.rollout.text.messages import THOUGHT_TAGS, Message
-from penstock.stages.rollout.text.templates import Messages
+from penstock.stages.rollout.text.templates import THOUGHT_TAGS, Message, Messages
 from penstock.stages.rollout.text.tokenizer import STEP_LOSS_MASK, PromptTokenizer, Tools
 from penstock.storage.errors import DataError, TemplateError
 
@@ -37,17 +36,8 @@ _TOOL_RESPONSE_END = re.compile(r"(\s*</tool_response>\s*)?\Z")
 
 
 def split_trained_text(messages: Messages, tokenizer: PromptTokenizer, tools: Tools = None) -> list[Piece]:
-    """Return the rendered text of a conversation, split into pieces (text, whether SFT trains on it).
-
-    Args:
-        messages: messages of the conversation; an assistant message with `step_loss_mask` 0 is not trained.
-        tokenizer: tokenizer with the chat template.
-        tools: tool definitions for the template.
-
-    Raises:
-        TemplateError: the template fails, or the trained spans cannot be located exactly.
-        DataError: a `step_loss_mask` is neither 0 nor 1.
-    """
+    """Return the rendered text of a conversation as pieces (text, whether SFT trains on it). Raises TemplateError if
+    the template fails or the trained spans cannot be located exactly, and DataError."""
     trained = [
         index for index, message in enumerate(messages) if message["role"] == "assistant" and _is_trained(message)
     ]
@@ -71,14 +61,8 @@ def split_trained_text(messages: Messages, tokenizer: PromptTokenizer, tools: To
 def join_pieces(
     pieces: Sequence[Piece], encoded: Sequence[list[int]], max_seq_len: int | None
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids and the loss mask (0 or 1 per token) of a conversation. Raises DataError.
-
-    Args:
-        pieces: the conversation, from `split_trained_text`.
-        encoded: the token ids of each piece. Pieces are tokenized separately, so that a prompt has the same ids as in
-            generation.
-        max_seq_len: maximum sequence length of the model in tokens; None: not checked.
-    """
+    """Return the token ids and the loss mask (0 or 1 per token) of a conversation from those of its pieces, which are
+    tokenized separately, so that a prompt has the same ids as in generation. Raises DataError."""
     token_ids = [token for ids in encoded for token in ids]
     loss_mask = [int(is_trained) for (_, is_trained), ids in zip(pieces, encoded, strict=True) for _ in ids]
     if max_seq_len is not None and len(token_ids) > max_seq_len:
@@ -96,11 +80,7 @@ def join_pieces(
 
 def check_messages_are_written(messages: Messages, tokenizer: PromptTokenizer, tools: Tools = None) -> None:
     """Check that the chat template writes the content and the tool calls of every message: a random string at the end
-    of each content, and in place of the arguments of each call, must be in the rendered text.
-
-    Raises:
-        TemplateError: the template fails, or does not write a content or a call.
-    """
+    of each content, and in place of the arguments of each call, must be in the rendered text."""
     marked: Messages = []
     marks: dict[str, str] = {}  # random string -> what the template must write
     for index, message in enumerate(tokenizer.prepare(messages, tools=bool(tools))):
@@ -124,8 +104,7 @@ def check_messages_are_written(messages: Messages, tokenizer: PromptTokenizer, t
 
 
 def drops_reasoning(messages: Messages, pieces: Sequence[Piece]) -> bool:
-    """Return whether the rendered text (`pieces`) lacks the reasoning of the last trained assistant message, because
-    the chat template drops it."""
+    """Return whether the chat template drops the reasoning of the last trained assistant message."""
     answers = [message for message in messages if message["role"] == "assistant" and _is_trained(message)]
     if not answers:
         return False
@@ -179,7 +158,11 @@ class _Conversation:
             return len(prompt)
         # The earlier turns are rendered differently in the prompt: compare only the text after the previous message.
         before = self.messages[: index - 1]
-        asked = _add_end_mark(self.messages[index - 1])
+        asked = self.messages[index - 1]
+        if asked["role"] == "assistant":
+            asked = _mark_texts(asked)
+        else:
+            asked = {**asked, "content": _append_to_text(asked["content"], MARK)}
         tail = self._render_or_raise([*before, asked], prompt=True).rpartition(MARK)[2]
         _, position = self._locate_marks(index - 1, asked)
         if self.text.startswith(tail, position):
@@ -187,11 +170,10 @@ class _Conversation:
         content, is_start = self._text_start(index)
         gap = self.text[position:content]
         shared = _common_prefix(gap, tail)
-        if shared == gap or any(token in shared for token in self._added_tokens):
-            # The prompt ends with text that the whole conversation lacks, mostly a reasoning tag.
-            if is_start or shared == gap:
-                return content
-            return position + max(shared.rfind(token) + len(token) for token in self._added_tokens if token in shared)
+        added = [token.content for token in self.tokenizer.inner.added_tokens_decoder.values()]
+        ends = [shared.rfind(token) + len(token) for token in added if token in shared]
+        if shared == gap or ends:  # the prompt ends with text that the whole conversation lacks, mostly a reasoning tag
+            return content if is_start or shared == gap else position + max(ends)
         raise _cannot_locate_error(
             f"the text before message {index + 1} differs from the prompt rendered to generate this message"
         )
@@ -269,10 +251,6 @@ class _Conversation:
             raise _cannot_locate_error(f"random strings inserted into message {index + 1} change the rest of the text")
         return start, end
 
-    @cached_property
-    def _added_tokens(self) -> list[str]:
-        return [token.content for token in self.tokenizer.inner.added_tokens_decoder.values()]
-
     def _render(self, messages: Messages, *, prompt: bool = False, mark: str = "") -> str | TemplateError:
         return self.tokenizer.try_render([(messages, self.tools, prompt)], mark=mark)[0]
 
@@ -319,14 +297,11 @@ def _mark_texts(message: Message, *, also_empty: bool = False) -> Message:
         content = out["content"] or ""
         out["content"] = content + MARK + MARK if content.strip() else MARK + content + MARK
     if message.get("tool_calls"):
-        out["tool_calls"] = [_mark_call(call) for call in message["tool_calls"]]
+        functions = [call["function"] for call in message["tool_calls"]]
+        marked = [{key: _mark_values(function[key]) for key in ("name", "arguments")} for function in functions]
+        calls = zip(message["tool_calls"], functions, marked)
+        out["tool_calls"] = [{**call, "function": {**function, **new}} for call, function, new in calls]
     return out
-
-
-def _mark_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    marked = {"name": _surround_with_marks(function["name"]), "arguments": _mark_values(function["arguments"])}
-    return {**call, "function": {**function, **marked}}
 
 
 def _mark_values(value: Any) -> Any:
@@ -340,14 +315,6 @@ def _surround_with_marks(text: Any) -> Any:
     return (
         f"{MARK}{text}{MARK}" if isinstance(text, str) and text.strip() and not THOUGHT_TAGS.fullmatch(text) else text
     )
-
-
-def _add_end_mark(message: Message) -> Message:
-    """Return a message with MARK appended to its content. In an assistant message, every text gets MARK before and
-    after it (`_mark_texts`)."""
-    if message["role"] == "assistant":
-        return _mark_texts(message)
-    return {**message, "content": _append_to_text(message["content"], MARK)}
 
 
 def _append_to_text(content: str, mark: str) -> str:

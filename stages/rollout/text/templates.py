@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import resource
 import signal
 import threading
@@ -27,9 +28,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.stages.worker_process import WorkerLost, WorkerProcess
-from penstock.storage.errors import TemplateError
+from penstock.storage.errors import DataError, TemplateError
 
-Messages = list[dict[str, Any]]  # messages of a conversation, in OpenAI's format
+Message = dict[str, Any]
+Messages = list[Message]  # messages of a conversation, in OpenAI's format
 Chat = tuple[Messages, list[dict[str, Any]] | None, bool]  # messages, tools, whether to add a generation prompt
 _MAX_UNREAD = 256  # chats that are sent to the child before their results are read
 
@@ -59,14 +61,8 @@ class TemplateRenderer:
     def render(
         self, template: str, chats: Sequence[Chat], options: dict[str, Any] | None = None, mark: str = ""
     ) -> list[str | TemplateError]:
-        """Render conversations; return the text of every conversation, or the error that rendering it raised.
-
-        Args:
-            template: Jinja source of the chat template.
-            chats: conversations; messages and tools must be JSON-serializable.
-            options: additional variables of the template.
-            mark: text that is written before and after every `{% generation %}` block.
-        """
+        """Render conversations (JSON-serializable); return the text of each, or the error that rendering it raised.
+        `mark` is written before and after every `{% generation %}` block."""
         # The same time for all chats, because their texts are compared.
         head = json.dumps(
             {"template": template, "options": options or {}, "mark": mark, "now": time.time()}, default=str
@@ -187,3 +183,98 @@ def prepare_rendering(limits: RenderLimits) -> Callable[[tuple[str, str]], dict[
             signal.setitimer(signal.ITIMER_PROF, 0)
 
     return render
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+# Tags around thoughts of Qwen, DeepSeek, GLM and Kimi; Seed-OSS; Kimi-VL; Magistral.
+THOUGHT_TAGS = re.compile(r"</?(?:seed:)?think(?:ing)?>|◁/?think▷|\[/?THINK\]")
+# Forms in which templates expect tool calls: (whether arguments are JSON text instead of a dictionary; the content of a
+# message that has only tool calls). DeepSeek V3 writes calls only if the content is null; GLM-4.5 writes null as text.
+CallForm = tuple[bool, str | None]
+CALL_FORMS: tuple[CallForm, ...] = ((False, ""), (False, None), (True, ""), (True, None))
+
+
+def normalize_messages(messages: Any) -> Messages:
+    """Return messages whose content is text, or null beside tool calls. Text parts are joined, and null fields, which
+    Parquet adds, are removed. Raises DataError."""
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{preview(messages)} has no messages: give a list of messages with role and content")
+    result = []
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"message {number} is {preview(message)}: a message needs a role and content")
+        fields = {key: value for key, value in message.items() if value is not None}
+        calls = fields.pop("tool_calls", None) or []
+        where = f"message {number} ({message['role']})"
+        fields["content"] = _content_as_text(fields.get("content"), where, has_calls=bool(calls))
+        if calls:
+            fields["tool_calls"] = _normalize_calls(calls, where)
+        result.append(fields)
+    return result
+
+
+def convert_tool_calls(messages: Messages, form: CallForm) -> Messages:
+    """Return normalized messages with their tool calls in `form`, one of CALL_FORMS."""
+    as_text, no_content = form
+    return [
+        {
+            **message,
+            "content": message["content"] or no_content,
+            "tool_calls": [
+                {**call, "function": {**call["function"], "arguments": _convert_arguments(call["function"], as_text)}}
+                for call in message["tool_calls"]
+            ],
+        }
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _content_as_text(content: Any, where: str, *, has_calls: bool) -> str | None:
+    if content is None or content == []:
+        if has_calls:
+            return None
+        raise DataError(f'{where} has no content: add the text, or "" if the message is empty')
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    raise DataError(
+        f"the content of {where} is {preview(content)}, but only text is supported: give text, or a list of parts "
+        '{"type": "text", "text": ...}'
+    )
+
+
+def _normalize_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    result = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f"{preview(call)} in {where} is not a tool call: give a dictionary with a `function` that has a name"
+            )
+        fields = {key: value for key, value in call.items() if value is not None and key not in ("name", "arguments")}
+        function = {key: value for key, value in function.items() if value is not None}
+        result.append({"type": "function", **fields, "function": function})
+    return result
+
+
+def _convert_arguments(function: dict[str, Any], as_text: bool) -> Any:
+    """Return the arguments of a call as JSON text, or as the value of that text if it is JSON."""
+    arguments = function.get("arguments") or {}
+    if as_text:
+        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
+def preview(value: Any) -> str:
+    """Return the beginning of a value as JSON, for messages."""
+    return json.dumps(value, default=str)[:80]

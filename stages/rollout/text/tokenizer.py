@@ -17,8 +17,15 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from penstock.stages.rollout.text.messages import CALL_FORMS, CallForm, convert_tool_calls, normalize_messages
-from penstock.stages.rollout.text.templates import RENDERER, Chat, Messages
+from penstock.stages.rollout.text.templates import (
+    CALL_FORMS,
+    RENDERER,
+    CallForm,
+    Chat,
+    Messages,
+    convert_tool_calls,
+    normalize_messages,
+)
 from penstock.storage.commit import escape_invalid_text
 from penstock.storage.errors import DataError, ModelError, TemplateError
 
@@ -32,13 +39,7 @@ GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class,
 
 
 class PromptTokenizer:
-    """The tokenizer and chat template of a checkpoint. Raises ModelError or TemplateError.
-
-    Args:
-        directory: Hugging Face model directory.
-        apply_chat_template: render prompts with the chat template.
-        template_options: additional variables of the template (`--apply-chat-template-kwargs`).
-    """
+    """The tokenizer and chat template of a checkpoint. Raises ModelError or TemplateError."""
 
     template_options: Mapping[str, Any] = MappingProxyType({})
     generation_end_ids: Sequence[int] = ()  # that generation_config.json names
@@ -64,11 +65,6 @@ class PromptTokenizer:
         self.template_options = template_options or {}
         self.generation_end_ids = read_token_ids(Path(directory) / "generation_config.json", "eos_token_id")
 
-    @property
-    def end_token_id(self) -> int | None:
-        """Id of the token that ends a turn (`eos_token_id`)."""
-        return self.inner.eos_token_id
-
     @cached_property
     def end_tokens(self) -> frozenset[str]:
         """Texts of the tokens that can end a turn: special tokens, and those of generation_config.json."""
@@ -79,12 +75,7 @@ class PromptTokenizer:
 
     def render(self, prompts: Sequence[str | Messages], tools: Sequence[Tools] | None = None) -> list[str]:
         """Return prompts as text for the model. With the chat template, a plain-text prompt is rendered as one user
-        message; without the template, prompts are unchanged. Raises TemplateError.
-
-        Args:
-            prompts: plain texts, or lists of messages (these need the chat template).
-            tools: tool definitions of every prompt; None: no prompt has tools.
-        """
+        message; without the template, prompts are unchanged. Raises TemplateError."""
         if not self.apply_chat_template:
             assert all(isinstance(prompt, str) for prompt in prompts), (
                 "a prompt is a list of messages, which needs --apply-chat-template (see check_prompt_data)"
@@ -103,14 +94,7 @@ class PromptTokenizer:
         tools: Sequence[Tools] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """Render conversations as text with the chat template. Raises TemplateError.
-
-        Args:
-            chats: the messages of every conversation.
-            add_generation_prompt: append the start of the assistant's turn.
-            tools: tool definitions of every conversation; None: no conversation has tools.
-            options: variables of the template that override `template_options`.
-        """
+        """Render conversations as text; `options` override `template_options`. Raises TemplateError."""
         texts = []
         all_tools = tools or [None] * len(chats)
         results = self.try_render([(chat, own, add_generation_prompt) for chat, own in zip(chats, all_tools)], options)
@@ -131,14 +115,8 @@ class PromptTokenizer:
     def try_render(
         self, chats: Sequence[Chat], options: Mapping[str, Any] | None = None, mark: str = ""
     ) -> list[str | TemplateError]:
-        """Render conversations as text with the chat template; return the text of every conversation, or the error that
-        rendering it raised. Raises DataError.
-
-        Args:
-            chats: (messages, tools, whether to add a generation prompt) of every conversation.
-            options: variables of the template that override `template_options`.
-            mark: text that is written before and after every `{% generation %}` block.
-        """
+        """Render conversations; return the text of each, or the error that rendering it raised. `options` override
+        `template_options`; `mark` is written before and after every `{% generation %}` block. Raises DataError."""
         results: list[str | TemplateError] = [""] * len(chats)
         for with_tools in (False, True):
             indices = [index for index, chat in enumerate(chats) if bool(chat[1]) == with_tools]
@@ -210,13 +188,8 @@ def _tokenizer_class(directory: Path) -> Any:
     _import_gguf_module()
     config = directory / "tokenizer_config.json"
     named = json.loads(config.read_text()).get("tokenizer_class") if config.is_file() else None
-    if named in GENERIC_CLASSES:
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
+    name = "PreTrainedTokenizerFast" if named in GENERIC_CLASSES else "AutoTokenizer"
+    return getattr(importlib.import_module("transformers"), name)
 
 
 class _TorchOnUse(ModuleType):
@@ -249,18 +222,8 @@ def check_tokenizer(
     tools: bool = False,
     template_options: dict[str, Any] | None = None,
 ) -> PromptTokenizer:
-    """Load a tokenizer, and render one question with its chat template as a check. Return the tokenizer.
-
-    Args:
-        directory: Hugging Face model directory.
-        apply_chat_template: prompts are rendered with the chat template.
-        tools: prompts have tool definitions.
-        template_options: additional variables of the template.
-
-    Raises:
-        ModelError: the tokenizer does not load.
-        TemplateError: the template is missing, fails, exceeds RenderLimits, or does not write tool definitions.
-    """
+    """Load a tokenizer, and render one question with its chat template. Raises TemplateError if the template is
+    missing, fails, exceeds RenderLimits, or does not write tool definitions."""
     tokenizer = PromptTokenizer(directory, apply_chat_template=apply_chat_template, template_options=template_options)
     if not apply_chat_template:
         return tokenizer
@@ -334,12 +297,12 @@ def check_vocabulary(tokenizer: PromptTokenizer, vocab_size: int, directory: str
                         "the same model"
                     )
                 end_ids += [number] * (name == "eos_token_id")
-    if end_ids and tokenizer.end_token_id not in end_ids:
+    if end_ids and tokenizer.inner.eos_token_id not in end_ids:
         logger.warning(
             "the tokenizer in %s ends a turn with %r (id %s), but config.json and generation_config.json name %s: "
             "responses may not end where the chat template ends a turn",
             directory,
             tokenizer.inner.eos_token,
-            tokenizer.end_token_id,
+            tokenizer.inner.eos_token_id,
             ", ".join(f"{tokenizer.inner.convert_ids_to_tokens(number)!r} (id {number})" for number in end_ids),
         )

@@ -1,25 +1,34 @@
-"""Write the samples of a round to a torch file, and commit a round whose samples come from such a file.
+"""Commit rounds that no engine generates: the conversations of SFT, or the samples of a torch file.
 
-The file has {"rollout_id": ..., "samples": [...]}, with a dictionary per sample under the names of `UserSample`;
-`penstock` in it has further fields, which a file may lack. A loaded round is an ordinary rollout of the run: training,
-resume and replay read its shards, never the file again. Its policy version is -1 (unknown).
+Such a round has data-source state, shards and commit in the form of rollout.py, so training, resume and replay work in
+the same way. In SFT, only the assistant turns are trained; loss_masks.py locates them.
+
+A torch file (--save-debug-rollout-data) has {"rollout_id": ..., "samples": [...]}, with a dictionary per sample under
+the names of `UserSample`; `penstock` in it has further fields, which a file may lack. It is read once; training reads
+the round's shards. The policy version of a loaded round is -1 (unknown).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from penstock.storage.samples.unicode_text import escape_invalid_text
+
 from penstock.stages.rewards.outcome import parse_reward
+from penstock.stages.rollout.collect import record_seconds
 from penstock.stages.rollout.config import RolloutConfig
-from penstock.stages.rollout.deadline import record_seconds
-from penstock.stages.rollout.metrics import rollout_metrics, sample_preview
+from penstock.stages.rollout.metrics import length_metrics, rollout_metrics, sample_preview
 from penstock.stages.rollout.plugins.user_sample import UserSample, checked_sample
 from penstock.stages.rollout.prompts.data_source import Group, RolloutRound
-from penstock.stages.rollout.prompts.source import SourceState
+from penstock.stages.rollout.prompts.source import Prompt, SourceState
 from penstock.stages.rollout.rollout import ResumePoint, RolloutContext, commit_samples
+from penstock.stages.rollout.text.loss_masks import Piece, drops_reasoning, join_pieces, split_trained_text
+from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.stages.torch_files import load_torch_file, save_torch_file
 from penstock.storage.commit import DEBUG_DATA, Commit
 from penstock.storage.errors import DataError
@@ -27,11 +36,98 @@ from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_samples
 from penstock.storage.store import Store
 
+logger = logging.getLogger(__name__)
+
+
+def sft_data_stage(
+    context: RolloutContext, prefix: str, run: str, rollout_id: int, state: dict[str, Any] | None = None
+) -> Commit:
+    """Commit the next `rollout_batch_size` conversations as a round, unless it is committed; return its commit."""
+    if commit := context.store.committed(prefix):
+        return commit
+    seconds: dict[str, float] = {}
+    with record_seconds(seconds, "prepare"):
+        prompts, after = context.prompts.take(context.prompts.restore(state), context.config.rollout_batch_size)
+        samples = sft_samples(prompts, context.tokenizer, rollout_id, context.max_seq_len)
+    return commit_samples(
+        context,
+        prefix,
+        RolloutRound(run, rollout_id, policy_version=-1),
+        samples,
+        seconds,
+        lambda: {
+            "rollout/num_samples": float(len(samples)),
+            "perf/rollout_time": sum(seconds.values()),
+            **length_metrics(samples),
+        },
+        state={"data_source": after.model_dump(mode="json")},
+    )
+
+
+def sft_samples(
+    prompts: Sequence[Prompt], tokenizer: PromptTokenizer, rollout_id: int, max_seq_len: int | None = None
+) -> list[Sample]:
+    """Return one sample per conversation. The loss mask is 1 on the assistant turns, including the token that ends each
+    turn. A conversation may have at most `max_seq_len` tokens."""
+    conversations = [_split_conversation(prompt, tokenizer) for prompt in prompts]
+    encoded = iter(tokenizer.encode([text for text, _ in chain.from_iterable(conversations)]))
+    samples = []
+    for prompt, pieces in zip(prompts, conversations):
+        try:
+            token_ids, loss_mask = join_pieces(pieces, list(islice(encoded, len(pieces))), max_seq_len)
+        except DataError as error:
+            raise DataError(f"{_where(prompt)}: {error}") from None
+        group_id = f"{prompt.issue:09d}"
+        num_opening = 1 if pieces and not pieces[0][1] else 0
+        samples.append(
+            Sample(
+                sample_id=f"{group_id}-00",
+                group_id=group_id,
+                trajectory_id=f"{group_id}-00",
+                rollout_id=rollout_id,
+                prompt="".join(text for text, _ in pieces[:num_opening]),
+                response="".join(text for text, _ in pieces[num_opening:]),
+                label=prompt.label,
+                token_ids=token_ids,
+                loss_mask=loss_mask,
+                rollout_logprobs=[0.0] * len(token_ids),
+                status=Status.COMPLETED,
+                metadata={**prompt.metadata, "source": prompt.position},
+            )
+        )
+        if any(text != escape_invalid_text(text) for text, _ in pieces):
+            samples[-1].fail("the conversation is not valid Unicode: it has a lone surrogate")
+    return samples
+
+
+def _where(prompt: Prompt) -> str:
+    return f"row {prompt.row} of file {prompt.file + 1} of --prompt-data"
+
+
+def _split_conversation(prompt: Prompt, tokenizer: PromptTokenizer) -> list[Piece]:
+    where, messages = _where(prompt), prompt.content
+    if not isinstance(messages, list) or not any(message["role"] == "assistant" for message in messages):
+        raise DataError(
+            f"{where} has no assistant message, and SFT trains only on assistant messages: name the column of messages "
+            "with --input-key, or remove the row"
+        )
+    try:
+        pieces = split_trained_text(messages, tokenizer, prompt.tools)
+    except DataError as error:  # includes TemplateError
+        raise type(error)(f"{where}: {error}") from error
+    if drops_reasoning(messages, pieces):
+        logger.warning(
+            "%s: the chat template drops the reasoning of the last assistant message; the reasoning is not trained",
+            where,
+        )
+    return pieces
+
+
 # Metadata of the run that generated a sample; in another run it would be wrong.
 _OF_ORIGIN = ("policy_spans", "start_rollout_id", "num_prompt_tokens")
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- files of --save-debug-rollout-data ------------------------------------------------------------------------------
 
 
 def save_rollout_file(store: Store, commit: Commit, path: Path, rollout_id: int | str) -> None:
@@ -72,24 +168,12 @@ def row_of_sample(sample: Sample, index: int, group_index: int) -> dict[str, Any
     }
 
 
-# ---- loading ---------------------------------------------------------------------------------------------------------
-
-
 def load_rollout_file(
     path: Path, config: RolloutConfig, *, num_in_step: int, fraction: float | None = None
 ) -> list[list[Sample]]:
-    """Return the groups of samples in a file, checked; their ids are those of the file.
-
-    Args:
-        path: a file of --save-debug-rollout-data.
-        config: `reward_key` selects the reward if samples have a dictionary; without group indices, a group is
-            `n_samples_per_prompt` consecutive samples.
-        num_in_step: trajectories of an optimizer step (--global-batch-size), of which the file must have a multiple.
-        fraction: fraction of the groups that is used: the first and the last ones.
-
-    Raises:
-        DataError: the file cannot be read, a sample cannot be trained on, or their number does not fill whole steps.
-    """
+    """Return the groups of samples in a file of --save-debug-rollout-data, checked; their ids are those of the file.
+    With `fraction`, only this fraction of the groups is used: the first and the last ones. Without group indices, a
+    group is `n_samples_per_prompt` consecutive samples. `num_in_step`: --global-batch-size."""
     content = load_torch_file(path)
     rows = content.get("samples") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
@@ -159,33 +243,26 @@ def sample_of_row(row: dict[str, Any], index: int, config: RolloutConfig) -> Sam
 def loaded_rollout_stage(
     context: RolloutContext, prefix: str, round: RolloutRound, path: Path, point: ResumePoint, **options: Any
 ) -> Commit:
-    """Commit the samples of a file as a round, and return the commit; `options` are those of `load_rollout_file`.
-
-    The position in --prompt-data does not change, and groups that earlier rounds have buffered stay buffered.
-
-    Raises:
-        DataError: the file cannot be read, or its samples cannot be trained on.
-    """
+    """Commit the samples of a file as a round, and return the commit; `options` are those of `load_rollout_file`. The
+    position in --prompt-data does not change, and buffered groups stay buffered."""
     seconds: dict[str, float] = {}
     state = point.state or SourceState(segments=()).model_dump(mode="json")
     with record_seconds(seconds, "prepare"):
         groups = load_rollout_file(path, context.config, **options)
         samples = number_samples(groups, round.rollout_id, state)
     return commit_samples(
-        context.store,
+        context,
         prefix,
+        round,
         samples,
         seconds,
         lambda: rollout_metrics(samples) | {"perf/rollout_time": sum(seconds.values())},
         buffer=point.buffer,
-        kind="rollout",
-        index=round.rollout_id,
-        policy_version=round.policy_version,
         state={
             "data_source": {**state, "issued": state["issued"] + len(groups)},
             "shown": sample_preview(samples, context.config.num_shown_samples),
         },
-        **{"run": round.run, "inputs": {DEBUG_DATA: str(path)}, **context.provenance},
+        inputs={DEBUG_DATA: str(path)},
     )
 
 
