@@ -35,7 +35,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.stages.rewards.builtin.math_answer import answer_text, last_boxed, normalize_answer
+from penstock.stages.rewards.builtin import answer_text, last_boxed, normalize_answer
 from penstock.storage.errors import OptionError
 from penstock.storage.samples.sample import Sample, Status
 

@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.stages.rewards.builtin.dapo import to_minerva_number
-from penstock.stages.rewards.builtin.gpqa import check_correct_option, specifies_correct_option
-from penstock.stages.rewards.builtin.ifbench import read_instructions
-from penstock.stages.rewards.builtin.simple import to_integer
+from penstock.stages.rewards.builtin import (
+    check_correct_option,
+    read_instructions,
+    specifies_correct_option,
+    to_integer,
+    to_minerva_number,
+)
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.hub import (
     BOXED_PREFIX,

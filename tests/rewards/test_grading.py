@@ -218,7 +218,7 @@ def test_process_that_cannot_start_fails_the_pending_jobs(file: Path, monkeypatc
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "penstock.stages.worker_process")
-GRADING = "penstock.stages.rewards.grading_process:prepare_grading"
+GRADING = "penstock.stages.rewards.grading:prepare_grading"
 RENDERING = "penstock.stages.rollout.text.templates:prepare_rendering"
 READY = (None, True, None)
 Worker = tuple[subprocess.Popen[str], Connection]

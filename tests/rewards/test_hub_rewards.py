@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from penstock.stages.rewards.builtin.math_answer import answer_text
+from penstock.stages.rewards.builtin import answer_text
 from penstock.stages.rewards.grading import check_reward_options
 from penstock.stages.rewards.hub import REWARDS, get_builtin_reward
-from penstock.stages.rewards.math.latex import ExpressionError, parse_expression
+from penstock.stages.rewards.math.expressions import ExpressionError, parse_expression
 from penstock.stages.rewards.math.tokens import tokenize
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import RewardError
