@@ -25,14 +25,14 @@ from penstock.stages.convert.targets import (
     CARRIED,
     DirectoryTarget,
     StoreTarget,
+    Target,
     assets_hash,
     check_free_space,
     copy_assets,
     megatron_directory,
 )
 from penstock.stages.convert.to_hf import Origin, checkpoint_files, checkpoint_fingerprint
-from penstock.stages.convert.torch_dist_reader import TorchDistWeights
-from penstock.stages.convert.torch_dist_writer import Slice, group_units, write_metadata, write_unit
+from penstock.stages.convert.torch_dist import Slice, TorchDistWeights, group_units, write_metadata, write_unit
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, collect_file_records, write_files
 from penstock.storage.commit import CheckpointRef, Commit, Frozen, commit_key
 from penstock.storage.errors import OptionError
@@ -66,11 +66,6 @@ def export_megatron(
         names: tensor names: of Megatron's local layers or of TransformerEngine's.
         on_progress: called with (bytes written, total bytes).
         iteration: training iteration whose checkpoint the directory has; None: an untrained one (`release`).
-
-    Raises:
-        ModelError: `checkpoint` is not a checkpoint, or does not match config.json.
-        OptionError: the directory `save` contains files that are not from this export.
-        StoreError: the disk is full.
     """
     target, identity = export_target(store, checkpoint, origin, save, names, iteration)
     if existing := target.find_published(identity):
@@ -119,7 +114,7 @@ def import_megatron_checkpoint(store: Store, directory: str, origin: Origin) -> 
 def copy_megatron_weights(
     source: Path,
     origin: Origin,
-    target: StoreTarget | DirectoryTarget,
+    target: Target,
     identity: str | None,
     names: MegatronNames,
     on_progress: OnBytes | None = None,

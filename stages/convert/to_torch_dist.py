@@ -34,6 +34,7 @@ from penstock.stages.convert.targets import (
     DirectoryTarget,
     FingerprintMemo,
     StoreTarget,
+    Target,
     check_free_space,
     copy_assets,
     fingerprint_key,
@@ -43,7 +44,7 @@ from penstock.stages.convert.targets import (
     record_fingerprint,
     stat_hash,
 )
-from penstock.stages.convert.torch_dist_writer import (
+from penstock.stages.convert.torch_dist import (
     UNIT_BYTES,
     Slice,
     WorkUnit,
@@ -53,6 +54,7 @@ from penstock.stages.convert.torch_dist_writer import (
 )
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
 from penstock.storage.commit import CheckpointRef, Commit
+from penstock.storage.disk import hash_file
 from penstock.storage.errors import ModelError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.store import Store
@@ -93,21 +95,14 @@ class Conversion:
     hf_dir: Path
     shape: ModelShape
     checkpoint: CheckpointLayout
-    target: StoreTarget | DirectoryTarget
+    target: Target
     work_items: WorkItems[SourceHash | WorkUnit]
-    source: _Source
     options: ConversionOptions
-    started_at: float = field(default_factory=time.time)
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Hashes that identify the source files, and the source tensors that Megatron's model does not have."""
-
-    stat_hash: str
-    fingerprint: str | None  # None: computed during the conversion
-    untrained: tuple[str, ...]  # names of tensors that Megatron's model does not have
+    stat_hash: str  # of the source files
+    fingerprint: str | None  # of the source files; None: computed during the conversion
+    untrained: tuple[str, ...]  # names of source tensors that Megatron's model does not have
     untrained_bytes: int
+    started_at: float = field(default_factory=time.time)
 
 
 def convert_hf(
@@ -129,12 +124,6 @@ def convert_hf(
         verify: read the result back and compare it with the source bit for bit.
         check_logits: compare logits of a few tokens with transformers, which is then imported.
         options: options that determine the result.
-
-    Raises:
-        ModelError: the architecture is unknown, files are damaged, tensors do not match config.json, or the logits
-            differ from transformers'.
-        OptionError: the directory `options.save` contains files that are not from this conversion.
-        StoreError: the disk is full.
     """
     work = prepare_conversion(store, hf_dir, options)
     if isinstance(work, CheckpointRef):
@@ -156,16 +145,11 @@ def prepare_conversion(
         form = f"{options.mtp if untrained else ''}{'' if options.names == 'local' else f' {options.names}'}"
         form += f" {source_hash(shape.family_path)}" if shape.family_path else ""
         name = xxhash.xxh3_64_hexdigest(f"{FORMAT} {options.unit_bytes} {stat} {form}".encode())
-        target: StoreTarget | DirectoryTarget = StoreTarget(store, name)
+        target: Target = StoreTarget(store, name)
         if options.save:
             target = DirectoryTarget(options.save, "torch_dist", name, store.options)
-        source = _Source(
-            stat_hash=stat,
-            fingerprint=_known_fingerprint(store, target, hf_dir, stat),
-            untrained=untrained,
-            untrained_bytes=sum(weights.info[name].num_bytes for name in untrained),
-        )
-        known = source.fingerprint and _identity(source.fingerprint, shape, bool(untrained), options)
+        fingerprint = _known_fingerprint(store, target, hf_dir, stat)
+        known = fingerprint and _identity(fingerprint, shape, bool(untrained), options)
         if known and (existing := target.find_published(known)):
             return existing
         weights.read_ahead()
@@ -173,10 +157,10 @@ def prepare_conversion(
         check_source_tensors(layout, checkpoint, weights)
         checkpoint = checkpoint.with_key_names(options.names)
         units = plan_units(layout, checkpoint, weights, options.unit_bytes)
-        items = _work_items(weights, units, with_hashes=source.fingerprint is None)
-    work = Conversion(hf_dir, shape, checkpoint, target, WorkItems(target, items), source, options)
-    check_free_space(target.store, work.work_items.num_bytes_left())
-    return work
+        items = WorkItems(target, _work_items(weights, units, with_hashes=fingerprint is None))
+        untrained_bytes = sum(weights.info[name].num_bytes for name in untrained)
+    check_free_space(target.store, items.num_bytes_left())
+    return Conversion(hf_dir, shape, checkpoint, target, items, options, stat, fingerprint, untrained, untrained_bytes)
 
 
 def _identity(fingerprint: str, shape: ModelShape, has_untrained: bool, options: ConversionOptions) -> str:
@@ -187,7 +171,7 @@ def _identity(fingerprint: str, shape: ModelShape, has_untrained: bool, options:
     return fingerprint + mtp + names + family
 
 
-def _known_fingerprint(store: Store, target: StoreTarget | DirectoryTarget, hf_dir: Path, stat: str) -> str | None:
+def _known_fingerprint(store: Store, target: Target, hf_dir: Path, stat: str) -> str | None:
     """Return the source's fingerprint if it is stored or needed before the conversion, otherwise None.
 
     Reading a large source twice, to hash it and to convert it, would take longer than converting it. So weight files
@@ -218,14 +202,8 @@ def _work_items(weights: HFWeights, units: list[WorkUnit], with_hashes: bool) ->
 
 
 def write_units(work: Conversion, rank: int = 0, num_ranks: int = 1, on_progress: OnBytes | None = None) -> None:
-    """Run this process's unfinished work items of a conversion.
-
-    Args:
-        work: plan that `prepare_conversion` returned.
-        rank: rank of this process.
-        num_ranks: number of processes.
-        on_progress: called with (bytes written by this process, total bytes).
-    """
+    """Run the unfinished work items of process `rank` of `num_ranks`. `on_progress` is called with (bytes written by
+    this process, total bytes)."""
     progress = Progress(work.work_items.num_bytes, on_progress)
     with HFWeights(work.hf_dir) as weights:
 
@@ -238,7 +216,7 @@ def write_units(work: Conversion, rank: int = 0, num_ranks: int = 1, on_progress
 
         def process_item(item: SourceHash | WorkUnit) -> WorkRecord:
             if isinstance(item, SourceHash):
-                return WorkRecord(xxh3=weights.hash_weight_file(item.path))
+                return WorkRecord(xxh3=hash_file(item.path))
             return write_unit(work.target, item, content, progress.add)
 
         work.work_items.run(process_item, progress, rank, num_ranks)
@@ -250,14 +228,14 @@ def finish_conversion(
 ) -> CheckpointRef:
     """Write index, config and tokenizer of a converted model, verify it, and publish it. See `convert_hf`."""
     records, written_at = work.work_items.items_with_records(), time.time()
-    if stat_hash(work.hf_dir) != work.source.stat_hash:
+    if stat_hash(work.hf_dir) != work.stat_hash:
         raise ModelError(
             f"files in {work.hf_dir} changed during the conversion: repeat the conversion while nothing writes there"
         )
     hashes = {item.path.name: record.xxh3 for item, record in records if isinstance(item, SourceHash)}
-    source_fingerprint = work.source.fingerprint or model_fingerprint(work.hf_dir, hashes)
+    source_fingerprint = work.fingerprint or model_fingerprint(work.hf_dir, hashes)
     keeps_mtp = work.options.mtp == "keep"
-    carried = work.source.untrained if keeps_mtp else ()
+    carried = work.untrained if keeps_mtp else ()
     spans = [(item, record.spans) for item, record in records if isinstance(item, WorkUnit)]
 
     def write_index_and_assets(directory: Path) -> None:
@@ -285,48 +263,42 @@ def finish_conversion(
             "headers": header_hash(work.hf_dir),
             "carried": len(carried),
             "skipped": {
-                "count": len(work.source.untrained) - len(carried),
-                "bytes": 0 if keeps_mtp else work.source.untrained_bytes,
+                "count": len(work.untrained) - len(carried),
+                "bytes": 0 if keeps_mtp else work.untrained_bytes,
             },
         },
     )
     if verify or check_logits:
-        with work.target.store.reading(commit) as directory:
-            commit = _verify(work, commit, directory, on_progress) if verify else commit
-            commit = _compare_logits(work, commit, directory) if check_logits else commit
-    identity = _identity(source_fingerprint, work.shape, bool(work.source.untrained), work.options)
+        commit = _check_result(work, commit, verify, check_logits, on_progress)
+    identity = _identity(source_fingerprint, work.shape, bool(work.untrained), work.options)
     ref = work.target.publish(identity, commit)
     if isinstance(work.target, StoreTarget):
-        record_fingerprint(work.target.store, work.source.stat_hash, source_fingerprint)
+        record_fingerprint(work.target.store, work.stat_hash, source_fingerprint)
     work.work_items.delete_records()
     return ref
 
 
-def _verify(work: Conversion, commit: Commit, directory: Path, on_progress: OnBytes | None) -> Commit:
-    """Compare every tensor of the written checkpoint with its source. Return the checkpoint's commit record with the
-    number of compared tensors added to its summary."""
-    start, total = time.monotonic(), work.work_items.num_bytes
-    progress = Progress(2 * total, on_progress)
-    progress.add(total)
-    with HFWeights(work.hf_dir) as weights:
-        report = verify_conversion(weights, directory, tensor_layout(work.shape), work.checkpoint, progress.add)
-    return commit.model_copy(
-        update={
-            "seconds": {**commit.seconds, "verify": time.monotonic() - start},
-            "summary": {**commit.summary, "convert/num_tensors": report.num_tensors},
-        }
-    )
-
-
-def _compare_logits(work: Conversion, commit: Commit, directory: Path) -> Commit:
-    """Compare the converted model's logits with those of transformers. Return the commit with the result added, so that
-    later checks do not repeat the comparison."""
-    start, result = time.monotonic(), compare_logits(directory, work.hf_dir, family_path=work.shape.family_path)
-    difference = {} if result.difference is None else {"convert/logits_difference": result.difference}
-    return commit.model_copy(
-        update={
-            "seconds": {**commit.seconds, "logits": time.monotonic() - start},
-            "summary": {**commit.summary, **difference},
-            "state": {**commit.state, "logits": str(result)},
-        }
-    )
+def _check_result(
+    work: Conversion, commit: Commit, verify: bool, check_logits: bool, on_progress: OnBytes | None
+) -> Commit:
+    """Compare every tensor of the written checkpoint with its source, and its logits with those of transformers. Return
+    the checkpoint's commit with the results, so that later checks do not repeat the comparisons."""
+    seconds, summary, state = dict(commit.seconds), dict(commit.summary), dict(commit.state)
+    with work.target.store.reading(commit) as directory:
+        start = time.monotonic()
+        if verify:
+            progress = Progress(2 * work.work_items.num_bytes, on_progress)
+            progress.add(work.work_items.num_bytes)
+            with HFWeights(work.hf_dir) as weights:
+                layout = tensor_layout(work.shape)
+                report = verify_conversion(weights, directory, layout, work.checkpoint, progress.add)
+            summary["convert/num_tensors"] = report.num_tensors
+            seconds["verify"] = time.monotonic() - start
+        start = time.monotonic()
+        if check_logits:
+            result = compare_logits(directory, work.hf_dir, family_path=work.shape.family_path)
+            if result.difference is not None:
+                summary["convert/logits_difference"] = result.difference
+            state["logits"] = str(result)
+            seconds["logits"] = time.monotonic() - start
+    return commit.model_copy(update={"seconds": seconds, "summary": summary, "state": state})
