@@ -11,6 +11,7 @@ import re
 import tomllib
 from typing import Any
 
+import yaml
 from pydantic import Field, ValidationError, field_validator
 
 from penstock.storage.commit import JOURNAL, commit_key
@@ -113,10 +114,8 @@ def read_eval_file(path: str) -> EvalFile:
 
 
 def _parse_eval_yaml(text: str) -> dict[str, Any]:
-    """Return the content of a YAML or JSON file as that of a TOML file. Everything may be below
-    `eval`, and `datasets` may map names to settings. Raises OptionError."""
-    import yaml
-
+    """Return the content of a YAML or JSON file as that of a TOML file. Everything may be below `eval`, and `datasets`
+    may map names to settings."""
     try:
         values = parse_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -170,7 +169,7 @@ def _describe_error(error: Any, data_sets: list[dict[str, Any]]) -> str:
 
 
 def check_data_set_names(names: list[str]) -> None:
-    """Check that data set names are valid and unique. Raises OptionError."""
+    """Check that data set names are valid and unique."""
     for name in names:
         if not _NAME.fullmatch(name):
             raise OptionError(
@@ -189,14 +188,8 @@ def check_data_set_names(names: list[str]) -> None:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML document. Aliases are allowed if the expanded value has at most MAX_YAML_VALUES parts.
-
-    Raises:
-        yaml.YAMLError: `text` is not YAML.
-        ValueError: the value is larger, or contains itself.
-    """
-    import yaml
-
+    """Return the value of a YAML document. Raises ValueError if it contains itself or, with aliases expanded, has more
+    than MAX_YAML_VALUES parts; YAMLError if it is not YAML."""
     value = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the C parser is 10x faster
     parts, count = [value], 0
     while parts:
