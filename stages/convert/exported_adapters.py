@@ -106,14 +106,7 @@ def adapter_options(checkpoint: Commit | str | Path) -> LoraOptions | None:
 
 def export_peft(store: Store, checkpoint: Commit, shape: ModelShape, base_model: str, save: str) -> CheckpointRef:
     """Write the adapters of a checkpoint as a PEFT directory to `save`; return the existing result, if there is one.
-
-    Args:
-        store: store of `checkpoint`.
-        checkpoint: commit of a checkpoint with adapters.
-        shape: shape of the model.
-        base_model: Hugging Face directory or hub name of the base, which adapter_config.json names.
-        save: directory or URI of the export.
-    """
+    `base_model`: Hugging Face directory or hub name of the base, which adapter_config.json names."""
     options = adapter_options(checkpoint)
     if options is None:
         raise ModelError(f"{checkpoint.attempt} has no LoRA adapters: export it with --format hf")

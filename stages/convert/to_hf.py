@@ -277,7 +277,6 @@ def export_hf(
     Args:
         store: store of the export.
         checkpoint: commit of a training checkpoint or converted model, or the path of its directory.
-        origin: model of the checkpoint, and options of the export.
         prefix: key of the export; if a commit exists under this key, it is returned.
         inputs: inputs to record in the commit; default: the checkpoint.
         weights: weights of a trainer that holds the policy of the checkpoint. They are exported without reading the
@@ -354,12 +353,7 @@ def export_to(
 ) -> CheckpointRef:
     """Export a checkpoint as a Hugging Face directory to `save`, in this process. Resumes an interrupted export.
 
-    Args:
-        store: store of `checkpoint`, if that is a commit.
-        checkpoint: commit, or path of a directory with a torch_dist checkpoint.
-        origin: model of the checkpoint, and options of the export.
-        save: directory or URI of the export.
-        on_progress: called with (bytes written, total bytes).
+    `checkpoint` is a commit in `store`, or the path of a directory with a torch_dist checkpoint.
     """
     work = prepare_export(store, checkpoint, origin, save, shard_bytes)
     if isinstance(work, CheckpointRef):

@@ -58,14 +58,8 @@ def export_megatron(
 ) -> CheckpointRef:
     """Export the model weights of a checkpoint to `save`, as a directory that Megatron-core loads.
 
-    Args:
-        store: store of `checkpoint`, if that is a commit.
-        checkpoint: commit, or path of a directory with a torch_dist checkpoint.
-        origin: model of the checkpoint; config.json and tokenizer are copied.
-        save: directory or URI of the export.
-        names: tensor names: of Megatron's local layers or of TransformerEngine's.
-        on_progress: called with (bytes written, total bytes).
-        iteration: training iteration whose checkpoint the directory has; None: an untrained one (`release`).
+    `checkpoint` is a commit in `store`, or the path of a directory with a torch_dist checkpoint. `iteration`: training
+    iteration whose checkpoint the directory has; None: an untrained one (`release`).
     """
     target, identity = export_target(store, checkpoint, origin, save, names, iteration)
     if existing := target.find_published(identity):
@@ -88,13 +82,8 @@ def export_target(
 
 
 def import_megatron_checkpoint(store: Store, directory: str, origin: Origin) -> CheckpointRef:
-    """Copy the model weights of a Megatron checkpoint into the store, unless the store already has them.
-
-    Args:
-        store: store of the copy.
-        directory: Megatron directory, as `megatron_directory` accepts it.
-        origin: a model of the same shape; its config.json is used if the checkpoint has none.
-    """
+    """Copy the model weights of a Megatron checkpoint into the store, unless the store already has them. `origin` is a
+    model of the same shape; its config.json is used if the checkpoint has none."""
     source = megatron_directory(directory)
     assert source is not None, f"{directory} is not a torch_dist checkpoint"
     assets = source / ASSETS_DIRECTORY
@@ -123,8 +112,6 @@ def copy_megatron_weights(
 
     Args:
         source: directory with `.metadata`; its tensors may have local or TransformerEngine names.
-        origin, on_progress: as in `export_megatron`.
-        target: destination of the copy.
         identity: name of the result; None: derived from a hash of its content.
         names: tensor names of the result.
     """

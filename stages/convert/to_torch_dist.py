@@ -118,12 +118,10 @@ def convert_hf(
 
     Args:
         store: store of the result, unless `options.save` is set.
-        hf_dir: Hugging Face directory.
         on_progress: called with (bytes done, total bytes); with `verify`, each byte counts when written and when
             verified.
         verify: read the result back and compare it with the source bit for bit.
         check_logits: compare logits of a few tokens with transformers, which is then imported.
-        options: options that determine the result.
     """
     work = prepare_conversion(store, hf_dir, options)
     if isinstance(work, CheckpointRef):

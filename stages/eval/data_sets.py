@@ -30,41 +30,18 @@ class DataSetSettings(StageConfig):
     """Sampling and scoring settings of a data set; None = the value in the file's [defaults], else of the
     --eval-* flag, else of the rollout's option."""
 
-    n_samples_per_eval_prompt: int | None = Field(default=None, ge=1)
-    """Responses per prompt."""
-
-    temperature: float | None = Field(default=None, ge=0)
-    """Sampling temperature, 0 is greedy."""
-
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    """Probability mass of nucleus sampling."""
-
-    top_k: int | None = Field(default=None, ge=-1)
-    """Number of most likely tokens to sample from; -1 means all."""
-
-    max_response_len: int | None = Field(default=None, ge=1)
-    """Maximum number of tokens of a response."""
-
-    input_key: str | None = None
-    """Column with the prompt."""
-
-    label_key: str | None = None
-    """Column with the label."""
-
-    metadata_key: str | None = None
-    """Column with the metadata."""
-
-    tool_key: str | None = None
-    """Column with tool definitions."""
-
-    rm_type: str | None = None
-    """Built-in reward."""
-
-    reward_key: str | None = None
-    """Key of the reward if the reward function returns a dictionary."""
-
-    pass_threshold: float | None = None
-    """A response passes if its reward is at least this."""
+    n_samples_per_eval_prompt: int | None = Field(default=None, ge=1)  # responses per prompt
+    temperature: float | None = Field(default=None, ge=0)  # sampling temperature, 0 is greedy
+    top_p: float | None = Field(default=None, gt=0, le=1)  # probability mass of nucleus sampling
+    top_k: int | None = Field(default=None, ge=-1)  # number of most likely tokens to sample from; -1 means all
+    max_response_len: int | None = Field(default=None, ge=1)  # maximum number of tokens of a response
+    input_key: str | None = None  # column with the prompt
+    label_key: str | None = None  # column with the label
+    metadata_key: str | None = None  # column with the metadata
+    tool_key: str | None = None  # column with tool definitions
+    rm_type: str | None = None  # built-in reward
+    reward_key: str | None = None  # key of the reward if the reward function returns a dictionary
+    pass_threshold: float | None = None  # a response passes if its reward is at least this
 
     @field_validator("*", mode="before")
     @classmethod

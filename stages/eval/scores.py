@@ -171,8 +171,7 @@ def pass_rates(groups: Sequence[Sequence[bool]]) -> dict[int, np.ndarray]:
 def _means_with_intervals(sums: dict[str, np.ndarray], weights: dict[str, np.ndarray]) -> dict[str, float]:
     """Return the mean of each metric and, with at least two prompts, the bounds of its confidence interval.
 
-    `sums` holds the sum of each prompt's values, [prompts]; `weights` the number of each prompt's values, [prompts], or
-    1 for metrics without an entry.
+    `sums` holds the sum of each prompt's values, [prompts]; `weights` their number, [prompts] (default: 1).
     """
     values = np.stack(list(sums.values()), axis=1)  # [prompts, quantities]
     counts = np.stack([weights.get(name, np.ones(len(values))) for name in sums], axis=1)

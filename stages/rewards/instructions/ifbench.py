@@ -74,11 +74,6 @@ def _count_last_characters(text: str) -> Counter[str]:
 # ---- count -----------------------------------------------------------------------------------------------------------
 
 
-@register_check("count:numbers")
-def _has_exact_count_of_numbers(text: str, N: int) -> bool:
-    return len(re.findall(r"\d+", " ".join(words_without_punctuation(text)))) == N  # 3.14 and 1,000 are one number each
-
-
 @register_check("count:punctuation")
 def _has_every_punctuation_mark(text: str) -> bool:
     """Check that the text contains an interrobang (?!, !? or ‽) and, outside of it, each of . , ! ? ; and :."""
@@ -302,12 +297,6 @@ def _repeats_with_changed_first_word(text: str, prompt_to_repeat: str) -> bool:
     return words_of_text[:1] != words_of_prompt[:1] and words_of_text[1:] == words_of_prompt[1:]
 
 
-@register_check("repeat:repeat_span")
-def _repeats_span_of_prompt(text: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """Check that the text is words n_start to n_end of the prompt, both inclusive, counted from 0."""
-    return text.strip().lower() == " ".join(prompt_to_repeat.split()[n_start : n_end + 1]).lower()
-
-
 # ---- custom ----------------------------------------------------------------------------------------------------------
 
 
@@ -386,6 +375,8 @@ def _is_list_of_dates(text: str) -> bool:
 
 CHECKS |= {
     "count:word_count_range": lambda text, min_words, max_words: min_words <= count_words(text) <= max_words,
+    # 3.14 and 1,000 are one number each
+    "count:numbers": lambda text, N: len(re.findall(r"\d+", " ".join(words_without_punctuation(text)))) == N,
     "count:unique_word_count": lambda text, N: len(set(words_stripped_at_edges(text.lower()))) >= N,
     "count:conjunctions": lambda text, small_n: (
         len(_CONJUNCTIONS & set(words_stripped_at_edges(text.lower()))) >= small_n
@@ -421,6 +412,10 @@ CHECKS |= {
     ),
     "format:no_whitespace": lambda text: not any(character.isspace() for character in text),
     "repeat:repeat_simple": lambda text: text.strip().lower() == _SENTENCE.lower(),
+    # words n_start to n_end of the prompt, both inclusive, counted from 0
+    "repeat:repeat_span": lambda text, prompt_to_repeat, n_start, n_end: (
+        text.strip().lower() == " ".join(prompt_to_repeat.split()[n_start : n_end + 1]).lower()
+    ),
     "custom:multiples": lambda text: re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"],
     "custom:word_reverse": lambda text: "bald eagle" in " ".join(reversed(words_without_punctuation(text.lower()))),
     "custom:character_reverse": lambda text: "elgae dlab" in text.lower(),
