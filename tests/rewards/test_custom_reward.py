@@ -133,10 +133,8 @@ def test_hanging_group_reward_fails_only_its_group(file: Path, name: str) -> Non
 def test_group_reward_without_one_value_per_sample_fails_the_group(file: Path, name: str, category: str) -> None:
     with make_grader(custom_rm_path=f"{file}:{name}", group_rm=True) as grader:
         for outcome in outcomes(grader, group("a", "b", "c")):
-            assert outcome.reward is None
-            assert str(outcome.error).startswith(
-                f"the reward function returned {category}"
-            ) and f"{name} of {file}" in str(outcome.error)
+            assert outcome.reward is None and f"{name} of {file}" in str(outcome.error)
+            assert str(outcome.error).startswith(f"the reward function returned {category}")
 
 
 def test_value_that_is_not_a_number_fails_its_sample(file: Path) -> None:
