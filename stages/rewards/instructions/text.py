@@ -2,7 +2,7 @@
 and detect their language, without a model or a download.
 
 To add an instruction, write a function with the decorator `register_check`, or a row of CHECKS, in a module of this
-folder that builtin/ifbench.py imports. The published checkers use NLTK's trained splitter, a syllable dictionary and an
+folder that builtin.py imports. The published checkers use NLTK's trained splitter, a syllable dictionary and an
 n-gram model (langdetect); the rules here give other results for unusual punctuation and rare words, and detect only the
 languages that IFEval uses, in texts of at least one sentence: by script, and by common words and letters for scripts
 that several languages share (Latin, Cyrillic, Arabic and Devanagari).
