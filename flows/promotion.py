@@ -10,8 +10,8 @@ from penstock.flows.options.argv import parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import open_store
 from penstock.flows.terminal.console import print_table
-from penstock.stages.eval.comparison import Gate, check_gate
 from penstock.stages.eval.config import EvalConfig
+from penstock.stages.eval.scores import Gate, check_gate
 from penstock.storage.champions import Decision, Policy, read_decisions, record_decision
 from penstock.storage.commit import RunKeys, commit_key
 from penstock.storage.errors import OptionError, RunError

@@ -15,8 +15,8 @@ from penstock.flows.options.paths import with_function_names
 from penstock.flows.runtime.runs import code_version, open_store, read_flow_and_config
 from penstock.flows.terminal.console import print_table
 from penstock.flows.terminal.lines import format_with_interval
-from penstock.stages.eval.comparison import check_same_data, compare_rewards, rewards_by_prompt
 from penstock.stages.eval.rescoring import Scoring, StoredEval, rescore_stage
+from penstock.stages.eval.scores import check_same_data, compare_rewards, rewards_by_prompt
 from penstock.stages.rewards.grading import check_reward_options
 from penstock.stages.rollout.group import make_grader
 from penstock.storage.commit import Commit, RunKeys, commit_key, eval_rewards

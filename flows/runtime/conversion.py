@@ -84,13 +84,13 @@ def existing_conversion(store: Store, config: ConvertConfig) -> CheckpointRef | 
 
 def existing_export(store: Store, checkpoint: Commit | str, config: ConvertConfig) -> CheckpointRef | None:
     """Return the result of an earlier `run_export`; None if there is none."""
-    from penstock.stages.convert import to_hf, to_megatron
+    from penstock.stages.convert import to_hf, to_torch_dist
 
     assert config.convert_save, "an export has no default directory"
     origin = replace(export_origin(config), vocab_size=config.export_vocab_size)
     if config.megatron_names:
         iteration = iteration_of_export(checkpoint, config)
-        target, identity = to_megatron.export_target(
+        target, identity = to_torch_dist.export_target(
             store, checkpoint, origin, config.convert_save, config.megatron_names, iteration
         )
         return target.find_published(identity)
@@ -111,10 +111,10 @@ def import_model(cluster: Cluster, store: Store, config: ConvertConfig, path: st
     if is_converted(path):
         return cluster.run(import_converted_model, store, path, timeout=config.convert_timeout)
     if megatron_directory(path):
-        from penstock.stages.convert import to_megatron
+        from penstock.stages.convert import to_torch_dist
 
         return cluster.run(
-            to_megatron.import_megatron_checkpoint, store, path, export_origin(config), timeout=config.convert_timeout
+            to_torch_dist.import_megatron_checkpoint, store, path, export_origin(config), timeout=config.convert_timeout
         )
     return run_conversion(cluster, store, config.model_copy(update={"hf_checkpoint": path}), verify=True)
 
@@ -140,7 +140,7 @@ def run_export(
     report: ProgressCallback | None = None,
 ) -> CheckpointRef:
     """Export a checkpoint to `convert_save`, as Hugging Face files or, with `megatron_names`, as torch_dist."""
-    from penstock.stages.convert import to_hf, to_megatron
+    from penstock.stages.convert import to_hf, to_torch_dist
 
     assert config.convert_save, "an export has no default directory"
     origin = replace(export_origin(config), vocab_size=config.export_vocab_size)
@@ -148,7 +148,7 @@ def run_export(
         args = (store, checkpoint, origin, config.convert_save)
         if config.megatron_names:
             names = (config.megatron_names, reports[0], iteration_of_export(checkpoint, config))
-            return cluster.run(to_megatron.export_megatron, *args, *names, timeout=config.convert_timeout)
+            return cluster.run(to_torch_dist.export_megatron, *args, *names, timeout=config.convert_timeout)
         if config.convert_ranks == 1:
             return cluster.run(to_hf.export_to, *args, reports[0], timeout=config.convert_timeout)
         work = cluster.run(to_hf.prepare_export, *args, timeout=config.convert_timeout)

@@ -12,13 +12,10 @@ If this part does not fit into memory either, the comparison is skipped, and its
 from __future__ import annotations
 
 import re
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -33,7 +30,7 @@ from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, check
 from penstock.engines.megatron.parallel import device, init_parallel, shutdown_parallel
 from penstock.engines.weights.hf_headers import check_tensors
 from penstock.stages.convert.hf_checkpoint import HFWeights
-from penstock.stages.convert.torch_dist_reader import TorchDistWeights
+from penstock.stages.convert.torch_dist import TorchDistWeights
 from penstock.storage.commit import Commit
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import ModelError, PenstockError
@@ -121,14 +118,7 @@ def verify_conversion(
     source bit for bit.
 
     Verification is independent of writing: it reads torch's index of the checkpoint and uses `TensorLayout.to_hf`,
-    whereas writing uses `TensorLayout.to_megatron`.
-
-    Args:
-        weights: weights of the Hugging Face source.
-        directory: directory of the torch_dist checkpoint.
-        layout: mapping between the model's Hugging Face and Megatron tensors.
-        checkpoint: checkpoint layout of the model.
-        on_bytes: called with the size in bytes of every compared tensor.
+    whereas writing uses `TensorLayout.to_megatron`. `on_bytes` is called with the size of every compared tensor.
     """
     converted = TorchDistWeights(directory, checkpoint)
 
@@ -174,7 +164,6 @@ MAX_WHOLE_PARAMETERS = 100_000_000  # of larger models only a part is compared
 MAX_PARAMETERS = 1_000_000_000  # a larger part is compared without the last layer
 MAX_VOCABULARY = 4096
 BYTES_PER_PARAMETER = 10  # of memory: fp32 weight, source tensor (at most fp32), and 25% reserve
-UNUSED = {"sklearn.metrics": "roc_curve"}  # only for assisted generation; importing it takes 0.9 s of CPU time
 
 
 @dataclass(frozen=True)
@@ -207,17 +196,6 @@ class PartialModel:
         """Return the name in the whole model of a Megatron tensor of this partial model."""
         return re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(self.layers[int(match[0])]), name)
 
-    def hf_names_in_whole_model(self, whole: ModelShape) -> dict[str, str]:
-        """Return a map from the Hugging Face tensor names of this partial model to those of the whole model."""
-        layout, whole_layout = tensor_layout(self.shape), tensor_layout(whole)
-        return {
-            name: source
-            for megatron in layout.megatron_names()
-            for name, source in zip(
-                layout.hf_names_of(megatron), whole_layout.hf_names_of(self.name_in_whole_model(megatron)), strict=True
-            )
-        }
-
     def __str__(self) -> str:
         if self.is_whole:
             return "the whole model"
@@ -239,14 +217,8 @@ class _Pack:
 def compare_logits(
     converted: Path, hf_dir: Path, part: PartialModel | None = None, family_path: str | None = None
 ) -> LogitsComparison:
-    """Compare the logits of a converted model with those that transformers computes from its Hugging Face source.
-
-    Args:
-        converted: directory of the torch_dist checkpoint.
-        hf_dir: Hugging Face directory that it was converted from.
-        part: part of the model to compare; default: chosen by `choose_part_to_compare`.
-        family_path: `--model-family-path`.
-    """
+    """Compare the logits of a converted model with those that transformers computes from its Hugging Face source; by
+    default, of the part of the model that `choose_part_to_compare` chooses."""
     shape = read_shape(hf_dir, family_path)
     part = part or choose_part_to_compare(read_config(hf_dir / "config.json"), family_path=family_path)
     needed, available = part.shape.num_parameters * BYTES_PER_PARAMETER, psutil.virtual_memory().available
@@ -254,12 +226,11 @@ def compare_logits(
         return LogitsComparison(
             reason=f"the comparison takes {needed / 1e9:.1f} GB of memory, but only {available / 1e9:.1f} GB are free"
         )
-    with _hide_modules(UNUSED):
-        import transformers
-        from transformers.utils.logging import disable_progress_bar
+    import transformers
+    from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()
-        model_class = getattr(transformers, shape.architecture, None)
+    disable_progress_bar()
+    model_class = getattr(transformers, shape.architecture, None)
     if model_class is None:
         return LogitsComparison(reason=f"transformers does not have {shape.architecture}")
     token_ids = (torch.arange(NUM_TOKENS) * 7919 + 13) % part.shape.vocab_size  # [T], spread over the vocabulary
@@ -282,13 +253,8 @@ def compare_logits(
 def choose_part_to_compare(
     values: dict[str, Any], max_whole_parameters: int = MAX_WHOLE_PARAMETERS, family_path: str | None = None
 ) -> PartialModel:
-    """Return the part of a model whose logits are compared: the whole model if it is small.
-
-    Args:
-        values: entries of the model's config.json.
-        max_whole_parameters: maximum number of parameters of a model that is compared as a whole.
-        family_path: `--model-family-path`.
-    """
+    """Return the part of the model with the config.json entries `values` whose logits are compared: the whole model if
+    it has at most `max_whole_parameters` parameters."""
     values = {key: value for key, value in values.items() if key not in ("quantization_config", "auto_map")}
     values |= {"num_nextn_predict_layers": 0} if values.get("num_nextn_predict_layers") else {}
     whole = shape_from_config(values, family_path=family_path)
@@ -327,9 +293,15 @@ def _transformers_log_probs(
     """Return the log-probabilities that transformers computes, [T, V]."""
     # the class is chosen by architecture: transformers does not know some of the hub's model types (kimi_k2)
     config = model_class.config_class(**{key: value for key, value in part.values.items() if key != "model_type"})
-    sizes, sources = tensor_layout(part.shape).hf_shapes, part.hf_names_in_whole_model(shape)
+    layout, whole = tensor_layout(part.shape), tensor_layout(shape)
     with HFWeights(directory) as weights:
-        tensors = {name: weights.fetch(sources[name], size[0]).float() for name, size in sizes.items()}
+        tensors = {
+            name: weights.fetch(source, layout.hf_shapes[name][0]).float()
+            for megatron in layout.megatron_names()
+            for name, source in zip(
+                layout.hf_names_of(megatron), whole.hf_names_of(part.name_in_whole_model(megatron)), strict=True
+            )
+        }
     model, report = model_class.from_pretrained(
         None,
         config=config,
@@ -365,19 +337,3 @@ def _megatron_log_probs(directory: Path, shape: ModelShape, part: PartialModel, 
             return model.head(model.eval()(pack_stream(pack, device()))).log_softmax(-1).cpu()
         finally:
             shutdown_parallel()
-
-
-@contextmanager
-def _hide_modules(unused: dict[str, str]) -> Iterator[None]:
-    """Replace every module in `unused` (module -> name that others import from it) by an empty module in which that
-    name is None, so that the real module is not loaded. Modules that are already imported are kept."""
-    hidden = {name for name in unused if name not in sys.modules}
-    for name in hidden:
-        module: Any = ModuleType(name)
-        setattr(module, unused[name], None)
-        sys.modules[name] = module
-    try:
-        yield
-    finally:
-        for name in hidden:
-            sys.modules.pop(name, None)

@@ -30,7 +30,7 @@ from penstock.engines.lora import (
 )
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, ShardSlice
 from penstock.stages.convert.targets import DirectoryTarget
-from penstock.stages.convert.torch_dist_reader import TorchDistWeights
+from penstock.stages.convert.torch_dist import TorchDistWeights
 from penstock.stages.convert.work import WorkItems, write_files
 from penstock.storage.commit import ADAPTERS, CheckpointRef, Commit, commit_key
 from penstock.storage.errors import ModelError
@@ -106,14 +106,7 @@ def adapter_options(checkpoint: Commit | str | Path) -> LoraOptions | None:
 
 def export_peft(store: Store, checkpoint: Commit, shape: ModelShape, base_model: str, save: str) -> CheckpointRef:
     """Write the adapters of a checkpoint as a PEFT directory to `save`; return the existing result, if there is one.
-
-    Args:
-        store: store of `checkpoint`.
-        checkpoint: commit of a checkpoint with adapters.
-        shape: shape of the model.
-        base_model: Hugging Face directory or hub name of the base, which adapter_config.json names.
-        save: directory or URI of the export.
-    """
+    `base_model`: Hugging Face directory or hub name of the base, which adapter_config.json names."""
     options = adapter_options(checkpoint)
     if options is None:
         raise ModelError(f"{checkpoint.attempt} has no LoRA adapters: export it with --format hf")

@@ -61,13 +61,8 @@ class TensorInfo:
 
 
 class HFWeights:
-    """The weights of a Hugging Face directory, read on demand. Thread-safe. Used as a context manager: it keeps files
-    open.
-
-    Args:
-        directory: Hugging Face directory with config.json.
-        files: weight files to read; default: all weight files of the directory.
-    """
+    """The weights of a Hugging Face directory (default: of all its weight files), read on demand. Thread-safe. A
+    context manager: it keeps files open."""
 
     def __init__(self, directory: str | Path, files: list[Path] | None = None) -> None:
         self.directory = Path(directory)
@@ -93,11 +88,9 @@ class HFWeights:
     def fetch(self, name: str, num_rows: int | None = None) -> Tensor:
         """Return a tensor, or only its first `num_rows` rows."""
         info = self.info[name]
-        if num_rows is None or not info.shape:
-            return _tensor_from_chunks(info, self.read_rows(name))
-        return _tensor_from_chunks(
-            TensorInfo(info.dtype, (num_rows, *info.shape[1:])), self.read_rows(name, 0, num_rows)
-        )
+        if num_rows is not None and info.shape:
+            info = TensorInfo(info.dtype, (num_rows, *info.shape[1:]))
+        return _tensor_from_chunks(info, self.read_rows(name, 0, num_rows))
 
     def read_rows(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[memoryview]:
         """Yield the bytes of the rows [start, stop) of a tensor in chunks. Default: all rows."""
@@ -131,21 +124,15 @@ class HFWeights:
 
         threading.Thread(target=advise, name="read ahead", daemon=True).start()
 
-    def hash_weight_file(self, path: Path) -> str:
-        """Return the xxh3-128 of a weight file in hex. Equal to `penstock.storage.disk.hash_file`, but hashes mapped
-        memory without copying it."""
-        digest = xxhash.xxh3_128()
-        for chunk in self._file_chunks(path, 0, path.stat().st_size):
-            digest.update(chunk)
-        return digest.hexdigest()
-
     def _tensor_chunks(self, location: TensorLocation, start: int, num_bytes: int) -> Iterator[memoryview]:
-        return self._file_chunks(location.path, location.start + start, num_bytes)
-
-    def _file_chunks(self, path: Path, start: int, num_bytes: int) -> Iterator[memoryview]:
-        """Yield a byte range of a mapped file in chunks, without copies, and release the pages that were read."""
-        memory, end = self._memory_map(path), start + num_bytes
-        view = memoryview(memory)
+        """Yield a byte range of a tensor in chunks of the mapped file, and release the pages that were read."""
+        with self._opening:
+            if location.path not in self._open:
+                with open(location.path, "rb") as file:
+                    self._open[location.path] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            memory = self._open[location.path]
+        start += location.start
+        end, view = start + num_bytes, memoryview(memory)
         for low in range(start, end, RESIDENT):
             high = min(low + RESIDENT, end)
             for at in range(low, high, CHUNK):
@@ -153,13 +140,6 @@ class HFWeights:
             first, last = -(-low // mmap.PAGESIZE) * mmap.PAGESIZE, high // mmap.PAGESIZE * mmap.PAGESIZE
             if first < last:  # frees this process's memory; the pages stay in the page cache
                 memory.madvise(mmap.MADV_DONTNEED, first, last - first)
-
-    def _memory_map(self, path: Path) -> mmap.mmap:
-        with self._opening:
-            if path not in self._open:
-                with open(path, "rb") as file:
-                    self._open[path] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-            return self._open[path]
 
     def _pop_fp8_scales(self, block: tuple[int, int] | None) -> dict[str, tuple[TensorInfo, TensorLocation]]:
         """Remove the scales of fp8 weights from `info`, and return their dtype, shape and location by weight name.

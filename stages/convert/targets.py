@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import xxhash
 
@@ -41,20 +41,6 @@ NUM_HASH_THREADS = 4
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class Target(Protocol):
-    """The destination of a conversion's result."""
-
-    store: Store
-    attempt: str  # key prefix of the written files
-    records_prefix: str  # key prefix of the records of finished work items
-
-    def find_published(self, identity: str) -> CheckpointRef | None:
-        """Return the published result for `identity`, a name derived from source and options; None if there is none."""
-
-    def publish(self, identity: str, commit: Commit) -> CheckpointRef:
-        """Make the result visible under its final name. `commit` lists the result's files under `attempt`."""
-
-
 @dataclass
 class StoreTarget:
     """The model `models/<identity>` in a store, shared by all runs that start from the same source files."""
@@ -63,14 +49,16 @@ class StoreTarget:
     name: str  # of the attempt; equal for the same source and options
 
     def __post_init__(self) -> None:
-        self.attempt = f"models/attempt-{self.name}"
-        self.records_prefix = f"{self.attempt}.parts"
+        self.attempt = f"models/attempt-{self.name}"  # key prefix of the written files
+        self.records_prefix = f"{self.attempt}.parts"  # key prefix of the records of finished work items
 
     def find_published(self, identity: str) -> CheckpointRef | None:
+        """Return the published result for `identity`, a name derived from source and options; None if there is none."""
         commit = self.store.committed(f"models/{identity}")
         return None if commit is None else self._checkpoint_ref(identity, commit)
 
     def publish(self, identity: str, commit: Commit) -> CheckpointRef:
+        """Make the result visible under its final name. `commit` lists the result's files under `attempt`."""
         return self._checkpoint_ref(identity, self.store.commit(f"models/{identity}", commit))
 
     def may_have_model(self, header_hash: str) -> bool:
@@ -167,6 +155,9 @@ class DirectoryTarget:
     def _checkpoint_ref(self, commit: Commit) -> CheckpointRef:
         key = f"{self.final}/{RECORD}"
         return CheckpointRef(key=key, uri=self.uri, format=self.format, policy_version=commit.policy_version)
+
+
+Target = StoreTarget | DirectoryTarget
 
 
 def open_parent_store(uri: str, options: dict[str, Any] | None = None) -> tuple[Store, str]:

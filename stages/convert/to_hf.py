@@ -11,12 +11,12 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -52,7 +52,7 @@ from penstock.stages.convert.targets import (
     copy_assets,
     full_disk_as_store_error,
 )
-from penstock.stages.convert.torch_dist_reader import TorchDistWeights
+from penstock.stages.convert.torch_dist import TorchDistWeights
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
 from penstock.storage import disk
 from penstock.storage.commit import CheckpointRef, Commit
@@ -71,15 +71,7 @@ NUM_THREADS = 4  # that read a checkpoint; each holds up to three copies of a pa
 KEEPS_DTYPE = ("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias")
 
 
-class ParameterSource(Protocol):
-    """Full Megatron parameters that are read one at a time."""
-
-    @property
-    def meta(self) -> Mapping[str, Tensor]:
-        """Return parameter name -> full tensor on the meta device."""
-
-    def open_parameter(self, name: str) -> AbstractContextManager[Tensor]:
-        """Return a context with a full parameter on the CPU, valid inside the `with` block only."""
+ParameterSource = TorchDistWeights | MergedWeights  # of full Megatron parameters, read one at a time
 
 
 @dataclass(frozen=True)
@@ -132,11 +124,14 @@ class ExportPlan:
     """
 
     def __init__(self, meta: Mapping[str, Tensor], origin: Origin, shard_bytes: int = SHARD_BYTES) -> None:
-        self.meta, self.origin = meta, origin
+        self.origin = origin
         self.layout: TensorLayout = tensor_layout(origin.shape())
         self.carried = _open_carried_weights(origin, self.layout)
-        names = [*self.layout.megatron_names(), *(self.carried.info if self.carried else ())]
-        self.shards = plan_shards([self._plan_exported_tensors(name) for name in names], shard_bytes)
+        copied = self.carried.info if self.carried else {}
+        full = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in copied.items()}
+        full |= {name: meta[name] for name in self.layout.megatron_names()}
+        names = [*self.layout.megatron_names(), *copied]
+        self.shards = plan_shards([self._plan_exported_tensors(name, full[name]) for name in names], shard_bytes)
         remaining = iter(names)
         self.files = [ExportFile(shard, tuple(next(remaining) for _ in shard.groups)) for shard in self.shards]
         self.num_bytes = sum(shard.num_bytes for shard in self.shards)
@@ -197,17 +192,20 @@ class ExportPlan:
         if new != config:
             path.write_text(json.dumps(new, indent=2) + "\n")
 
-    def _plan_exported_tensors(self, source: str) -> list[NamedTensor]:
-        """Return names, dtypes and shapes of the exported tensors of `source`, which names a Megatron parameter or a
-        tensor that is copied from the origin's directory."""
-        if self.carried and source in self.carried.info:
-            return self._plan_tensor_and_scales(source, source, self.carried.info[source])
-        parts = self.layout.to_hf(source, self.meta[source])
-        infos = [(name, TensorInfo(part.dtype, tuple(part.shape))) for name, part in parts]
-        return [named for name, info in infos for named in self._plan_tensor_and_scales(source, name, info)]
+    def _split(self, source: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """Return names and values of the Hugging Face tensors of `source`, which names a Megatron parameter or a tensor
+        that is copied from the origin's directory."""
+        is_copied = self.carried is not None and source in self.carried.info
+        return [(source, tensor)] if is_copied else self.layout.to_hf(source, tensor)
 
-    def _plan_tensor_and_scales(self, source: str, name: str, info: TensorInfo) -> list[NamedTensor]:
+    def _plan_exported_tensors(self, source: str, full: Tensor) -> list[NamedTensor]:
+        """Return names, dtypes and shapes of the exported tensors of `source`."""
+        parts = self._split(source, full)
+        return [named for name, part in parts for named in self._plan_tensor_and_scales(source, name, part)]
+
+    def _plan_tensor_and_scales(self, source: str, name: str, tensor: Tensor) -> list[NamedTensor]:
         """Return name, dtype and shape of an exported tensor and, if it is quantized to fp8, of its scales."""
+        info = TensorInfo(tensor.dtype, tuple(tensor.shape))
         if self.origin.dtype is None or source.endswith(KEEPS_DTYPE):
             return [(name, info)]
         if self.origin.dtype != "fp8":
@@ -218,20 +216,14 @@ class ExportPlan:
         return [(name, replace(info, dtype=torch.float8_e4m3fn)), (name + SCALE, scales)]
 
     def _convert_parameter(self, source: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and values of the exported tensors of `source`, whose value is `parameter`."""
-        if self.carried and source in self.carried.info:
-            yield from self._convert_tensor(source, source, parameter)
-            return
-        for name, tensor in self.layout.to_hf(source, parameter):
-            yield from self._convert_tensor(source, name, tensor)
-
-    def _convert_tensor(self, source: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield a tensor in the dtype of the export and, if it is quantized to fp8, its scales."""
-        planned = self._plan_tensor_and_scales(source, name, TensorInfo(tensor.dtype, tuple(tensor.shape)))
-        if len(planned) == 1:
-            yield name, tensor.to(planned[0][1].dtype)
-        else:
-            yield from zip([planned_name for planned_name, _ in planned], quantize(tensor), strict=True)
+        """Yield names and values of the exported tensors of `source`, whose value is `parameter`, in the dtype of the
+        export; of tensors that are quantized to fp8, also the scales."""
+        for name, tensor in self._split(source, parameter):
+            planned = self._plan_tensor_and_scales(source, name, tensor)
+            if len(planned) == 1:
+                yield name, tensor.to(planned[0][1].dtype)
+            else:
+                yield from zip([planned_name for planned_name, _ in planned], quantize(tensor), strict=True)
 
     def _config_changes(self) -> dict[str, Any]:
         """Return the config.json entries that must change to describe the exported weights; None removes an entry."""
@@ -285,16 +277,10 @@ def export_hf(
     Args:
         store: store of the export.
         checkpoint: commit of a training checkpoint or converted model, or the path of its directory.
-        origin: model of the checkpoint, and options of the export.
         prefix: key of the export; if a commit exists under this key, it is returned.
-        shard_bytes: maximum size of a safetensors file in bytes.
         inputs: inputs to record in the commit; default: the checkpoint.
         weights: weights of a trainer that holds the policy of the checkpoint. They are exported without reading the
             checkpoint; the files are the same.
-
-    Raises:
-        ModelError: `checkpoint` is not a checkpoint, or does not match config.json.
-        StoreError: the disk is full.
     """
     if commit := store.committed(prefix):
         return commit
@@ -367,18 +353,7 @@ def export_to(
 ) -> CheckpointRef:
     """Export a checkpoint as a Hugging Face directory to `save`, in this process. Resumes an interrupted export.
 
-    Args:
-        store: store of `checkpoint`, if that is a commit.
-        checkpoint: commit, or path of a directory with a torch_dist checkpoint.
-        origin: model of the checkpoint, and options of the export.
-        save: directory or URI of the export.
-        on_progress: called with (bytes written, total bytes).
-        shard_bytes: maximum size of a safetensors file in bytes.
-
-    Raises:
-        ModelError: `checkpoint` is not a checkpoint, or does not match config.json.
-        OptionError: the directory `save` contains files that are not from this export.
-        StoreError: the disk is full.
+    `checkpoint` is a commit in `store`, or the path of a directory with a torch_dist checkpoint.
     """
     work = prepare_export(store, checkpoint, origin, save, shard_bytes)
     if isinstance(work, CheckpointRef):
@@ -390,8 +365,8 @@ def export_to(
 def prepare_export(
     store: Store, checkpoint: Commit | str, origin: Origin, save: str, shard_bytes: int = SHARD_BYTES
 ) -> HFExport | CheckpointRef:
-    """Return the existing result; if there is none, plan the export and check the free space. Arguments and errors as
-    in `export_to`."""
+    """Return the existing result; if there is none, plan the export and check the free space. Arguments as in
+    `export_to`."""
     form = replace(origin, directory=Path())
     content = f"{FORMAT} {checkpoint_fingerprint(checkpoint)} {origin.fingerprint()} {form} {shard_bytes}"
     identity = xxhash.xxh3_64_hexdigest(content.encode())
@@ -410,12 +385,9 @@ def write_export(work: HFExport, rank: int = 0, num_ranks: int = 1, on_progress:
         progress = Progress(plan.num_bytes, on_progress)
 
         def process_item(file: ExportFile) -> WorkRecord:
-            hashes: dict[str, str] = {}
-
-            def write(directory: Path) -> None:
-                hashes[file.name] = plan.write_file(file, directory, weights, progress)
-
-            files = write_files(work.target, write, lambda: hashes)
+            files = write_files(
+                work.target, lambda directory: {file.name: plan.write_file(file, directory, weights, progress)}
+            )
             return WorkRecord(files=tuple(files))
 
         items.run(process_item, progress, rank, num_ranks)

@@ -1,18 +1,23 @@
-"""Convert Hugging Face -> torch_dist, the format that runs start from. Bytes are copied from file to file, so the model
-need not fit into memory.
+"""Convert Hugging Face -> torch_dist, the format that runs start from, and torch_dist -> torch_dist with other tensor
+names. The model need not fit into memory.
 
 The result is `models/<fingerprint>` in the store, shared by all runs that start from the same files, or the directory
 of `--save`. A conversion has three steps: `prepare_conversion` plans it, `write_units` writes the weights (in any
 number of processes), and `finish_conversion` publishes the result.
+
+From torch_dist, a run's checkpoint is exported for Megatron, or a Megatron checkpoint is imported into a store. Only
+the model weights are copied, one parameter at a time; optimizer and RNG states are not.
 """
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 import xxhash
 
 from penstock.engines.families import read_shape, tensor_layout
@@ -21,12 +26,14 @@ from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.layout import (
     CheckpointLayout,
     MegatronNames,
+    ShardSlice,
     checkpoint_layout,
     write_common_files,
 )
 from penstock.engines.weights.hf_headers import check_finite
 from penstock.stages.convert.config import Mtp
 from penstock.stages.convert.conversion_check import check_source_tensors, compare_logits, verify_conversion
+from penstock.stages.convert.exported_adapters import adapter_options
 from penstock.stages.convert.hf_checkpoint import CODES, HFWeights, Shard, write_shard
 from penstock.stages.convert.targets import (
     ASSETS_DIRECTORY,
@@ -34,30 +41,38 @@ from penstock.stages.convert.targets import (
     DirectoryTarget,
     FingerprintMemo,
     StoreTarget,
+    Target,
+    assets_hash,
     check_free_space,
     copy_assets,
     fingerprint_key,
     header_hash,
+    megatron_directory,
     model_fingerprint,
     origin_of_copy,
     record_fingerprint,
     stat_hash,
 )
-from penstock.stages.convert.torch_dist_writer import (
+from penstock.stages.convert.to_hf import Origin, checkpoint_files, checkpoint_fingerprint
+from penstock.stages.convert.torch_dist import (
     UNIT_BYTES,
     Slice,
+    TorchDistWeights,
     WorkUnit,
+    group_units,
     plan_units,
     write_metadata,
     write_unit,
 )
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
-from penstock.storage.commit import CheckpointRef, Commit
-from penstock.storage.errors import ModelError
+from penstock.storage.commit import CheckpointRef, Commit, Frozen, commit_key
+from penstock.storage.disk import hash_file
+from penstock.storage.errors import ModelError, OptionError
 from penstock.storage.failpoints import failpoint
 from penstock.storage.store import Store
 
 FORMAT = 2  # version of unfinished conversions; those of another version are not resumed
+COPY_FORMAT = 1  # the same for copies of torch_dist checkpoints
 
 
 @dataclass(frozen=True)
@@ -93,21 +108,14 @@ class Conversion:
     hf_dir: Path
     shape: ModelShape
     checkpoint: CheckpointLayout
-    target: StoreTarget | DirectoryTarget
+    target: Target
     work_items: WorkItems[SourceHash | WorkUnit]
-    source: _Source
     options: ConversionOptions
-    started_at: float = field(default_factory=time.time)
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Hashes that identify the source files, and the source tensors that Megatron's model does not have."""
-
-    stat_hash: str
-    fingerprint: str | None  # None: computed during the conversion
-    untrained: tuple[str, ...]  # names of tensors that Megatron's model does not have
+    stat_hash: str  # of the source files
+    fingerprint: str | None  # of the source files; None: computed during the conversion
+    untrained: tuple[str, ...]  # names of source tensors that Megatron's model does not have
     untrained_bytes: int
+    started_at: float = field(default_factory=time.time)
 
 
 def convert_hf(
@@ -123,18 +131,10 @@ def convert_hf(
 
     Args:
         store: store of the result, unless `options.save` is set.
-        hf_dir: Hugging Face directory.
         on_progress: called with (bytes done, total bytes); with `verify`, each byte counts when written and when
             verified.
         verify: read the result back and compare it with the source bit for bit.
         check_logits: compare logits of a few tokens with transformers, which is then imported.
-        options: options that determine the result.
-
-    Raises:
-        ModelError: the architecture is unknown, files are damaged, tensors do not match config.json, or the logits
-            differ from transformers'.
-        OptionError: the directory `options.save` contains files that are not from this conversion.
-        StoreError: the disk is full.
     """
     work = prepare_conversion(store, hf_dir, options)
     if isinstance(work, CheckpointRef):
@@ -156,16 +156,11 @@ def prepare_conversion(
         form = f"{options.mtp if untrained else ''}{'' if options.names == 'local' else f' {options.names}'}"
         form += f" {source_hash(shape.family_path)}" if shape.family_path else ""
         name = xxhash.xxh3_64_hexdigest(f"{FORMAT} {options.unit_bytes} {stat} {form}".encode())
-        target: StoreTarget | DirectoryTarget = StoreTarget(store, name)
+        target: Target = StoreTarget(store, name)
         if options.save:
             target = DirectoryTarget(options.save, "torch_dist", name, store.options)
-        source = _Source(
-            stat_hash=stat,
-            fingerprint=_known_fingerprint(store, target, hf_dir, stat),
-            untrained=untrained,
-            untrained_bytes=sum(weights.info[name].num_bytes for name in untrained),
-        )
-        known = source.fingerprint and _identity(source.fingerprint, shape, bool(untrained), options)
+        fingerprint = _known_fingerprint(store, target, hf_dir, stat)
+        known = fingerprint and _identity(fingerprint, shape, bool(untrained), options)
         if known and (existing := target.find_published(known)):
             return existing
         weights.read_ahead()
@@ -173,10 +168,10 @@ def prepare_conversion(
         check_source_tensors(layout, checkpoint, weights)
         checkpoint = checkpoint.with_key_names(options.names)
         units = plan_units(layout, checkpoint, weights, options.unit_bytes)
-        items = _work_items(weights, units, with_hashes=source.fingerprint is None)
-    work = Conversion(hf_dir, shape, checkpoint, target, WorkItems(target, items), source, options)
-    check_free_space(target.store, work.work_items.num_bytes_left())
-    return work
+        items = WorkItems(target, _work_items(weights, units, with_hashes=fingerprint is None))
+        untrained_bytes = sum(weights.info[name].num_bytes for name in untrained)
+    check_free_space(target.store, items.num_bytes_left())
+    return Conversion(hf_dir, shape, checkpoint, target, items, options, stat, fingerprint, untrained, untrained_bytes)
 
 
 def _identity(fingerprint: str, shape: ModelShape, has_untrained: bool, options: ConversionOptions) -> str:
@@ -187,7 +182,7 @@ def _identity(fingerprint: str, shape: ModelShape, has_untrained: bool, options:
     return fingerprint + mtp + names + family
 
 
-def _known_fingerprint(store: Store, target: StoreTarget | DirectoryTarget, hf_dir: Path, stat: str) -> str | None:
+def _known_fingerprint(store: Store, target: Target, hf_dir: Path, stat: str) -> str | None:
     """Return the source's fingerprint if it is stored or needed before the conversion, otherwise None.
 
     Reading a large source twice, to hash it and to convert it, would take longer than converting it. So weight files
@@ -218,14 +213,8 @@ def _work_items(weights: HFWeights, units: list[WorkUnit], with_hashes: bool) ->
 
 
 def write_units(work: Conversion, rank: int = 0, num_ranks: int = 1, on_progress: OnBytes | None = None) -> None:
-    """Run this process's unfinished work items of a conversion.
-
-    Args:
-        work: plan that `prepare_conversion` returned.
-        rank: rank of this process.
-        num_ranks: number of processes.
-        on_progress: called with (bytes written by this process, total bytes).
-    """
+    """Run the unfinished work items of process `rank` of `num_ranks`. `on_progress` is called with (bytes written by
+    this process, total bytes)."""
     progress = Progress(work.work_items.num_bytes, on_progress)
     with HFWeights(work.hf_dir) as weights:
 
@@ -238,7 +227,7 @@ def write_units(work: Conversion, rank: int = 0, num_ranks: int = 1, on_progress
 
         def process_item(item: SourceHash | WorkUnit) -> WorkRecord:
             if isinstance(item, SourceHash):
-                return WorkRecord(xxh3=weights.hash_weight_file(item.path))
+                return WorkRecord(xxh3=hash_file(item.path))
             return write_unit(work.target, item, content, progress.add)
 
         work.work_items.run(process_item, progress, rank, num_ranks)
@@ -250,21 +239,18 @@ def finish_conversion(
 ) -> CheckpointRef:
     """Write index, config and tokenizer of a converted model, verify it, and publish it. See `convert_hf`."""
     records, written_at = work.work_items.items_with_records(), time.time()
-    if stat_hash(work.hf_dir) != work.source.stat_hash:
+    if stat_hash(work.hf_dir) != work.stat_hash:
         raise ModelError(
             f"files in {work.hf_dir} changed during the conversion: repeat the conversion while nothing writes there"
         )
     hashes = {item.path.name: record.xxh3 for item, record in records if isinstance(item, SourceHash)}
-    source_fingerprint = work.source.fingerprint or model_fingerprint(work.hf_dir, hashes)
+    source_fingerprint = work.fingerprint or model_fingerprint(work.hf_dir, hashes)
     keeps_mtp = work.options.mtp == "keep"
-    carried = work.source.untrained if keeps_mtp else ()
+    carried = work.untrained if keeps_mtp else ()
     spans = [(item, record.spans) for item, record in records if isinstance(item, WorkUnit)]
 
     def write_index_and_assets(directory: Path) -> None:
-        write_common_files(directory, work.shape)
-        in_store = isinstance(work.target, StoreTarget)  # only Penstock reads stores; it needs no extra states
-        objects = [] if in_store else work.checkpoint.extra_state_keys(work.options.names)
-        write_metadata(directory, work.checkpoint, spans, objects)
+        _write_index(directory, work.target, work.shape, work.checkpoint, work.options.names, spans)
         copy_assets(work.hf_dir, directory / ASSETS_DIRECTORY)
         if carried:
             with HFWeights(work.hf_dir) as weights:
@@ -285,48 +271,185 @@ def finish_conversion(
             "headers": header_hash(work.hf_dir),
             "carried": len(carried),
             "skipped": {
-                "count": len(work.source.untrained) - len(carried),
-                "bytes": 0 if keeps_mtp else work.source.untrained_bytes,
+                "count": len(work.untrained) - len(carried),
+                "bytes": 0 if keeps_mtp else work.untrained_bytes,
             },
         },
     )
     if verify or check_logits:
-        with work.target.store.reading(commit) as directory:
-            commit = _verify(work, commit, directory, on_progress) if verify else commit
-            commit = _compare_logits(work, commit, directory) if check_logits else commit
-    identity = _identity(source_fingerprint, work.shape, bool(work.source.untrained), work.options)
+        commit = _check_result(work, commit, verify, check_logits, on_progress)
+    identity = _identity(source_fingerprint, work.shape, bool(work.untrained), work.options)
     ref = work.target.publish(identity, commit)
     if isinstance(work.target, StoreTarget):
-        record_fingerprint(work.target.store, work.source.stat_hash, source_fingerprint)
+        record_fingerprint(work.target.store, work.stat_hash, source_fingerprint)
     work.work_items.delete_records()
     return ref
 
 
-def _verify(work: Conversion, commit: Commit, directory: Path, on_progress: OnBytes | None) -> Commit:
-    """Compare every tensor of the written checkpoint with its source. Return the checkpoint's commit record with the
-    number of compared tensors added to its summary."""
-    start, total = time.monotonic(), work.work_items.num_bytes
-    progress = Progress(2 * total, on_progress)
-    progress.add(total)
-    with HFWeights(work.hf_dir) as weights:
-        report = verify_conversion(weights, directory, tensor_layout(work.shape), work.checkpoint, progress.add)
-    return commit.model_copy(
-        update={
-            "seconds": {**commit.seconds, "verify": time.monotonic() - start},
-            "summary": {**commit.summary, "convert/num_tensors": report.num_tensors},
-        }
+def _write_index(
+    directory: Path,
+    target: Target,
+    shape: ModelShape,
+    checkpoint: CheckpointLayout,
+    names: MegatronNames,
+    spans: list[tuple[WorkUnit, tuple[tuple[int, int], ...]]],
+) -> None:
+    """Write the index of a checkpoint, and the files that it has in common with all others of the model."""
+    if isinstance(target, StoreTarget):  # only Penstock reads stores; it needs no extra states
+        iteration, objects = 0, []
+    else:
+        iteration, objects = target.iteration or 0, checkpoint.extra_state_keys(names)
+    write_common_files(directory, shape, iteration)
+    write_metadata(directory, checkpoint, spans, objects)
+
+
+def _check_result(
+    work: Conversion, commit: Commit, verify: bool, check_logits: bool, on_progress: OnBytes | None
+) -> Commit:
+    """Compare every tensor of the written checkpoint with its source, and its logits with those of transformers. Return
+    the checkpoint's commit with the results, so that later checks do not repeat the comparisons."""
+    seconds, summary, state = dict(commit.seconds), dict(commit.summary), dict(commit.state)
+    with work.target.store.reading(commit) as directory:
+        start = time.monotonic()
+        if verify:
+            progress = Progress(2 * work.work_items.num_bytes, on_progress)
+            progress.add(work.work_items.num_bytes)
+            with HFWeights(work.hf_dir) as weights:
+                layout = tensor_layout(work.shape)
+                report = verify_conversion(weights, directory, layout, work.checkpoint, progress.add)
+            summary["convert/num_tensors"] = report.num_tensors
+            seconds["verify"] = time.monotonic() - start
+        start = time.monotonic()
+        if check_logits:
+            result = compare_logits(directory, work.hf_dir, family_path=work.shape.family_path)
+            if result.difference is not None:
+                summary["convert/logits_difference"] = result.difference
+            state["logits"] = str(result)
+            seconds["logits"] = time.monotonic() - start
+    return commit.model_copy(update={"seconds": seconds, "summary": summary, "state": state})
+
+
+# ---- torch_dist -> torch_dist ----------------------------------------------------------------------------------------
+
+
+class ImportMemo(Frozen):
+    """Name of the converted model that was imported from a directory with a certain state."""
+
+    identity: str
+
+
+def export_megatron(
+    store: Store,
+    checkpoint: Commit | str,
+    origin: Origin,
+    save: str,
+    names: MegatronNames,
+    on_progress: OnBytes | None = None,
+    iteration: int | None = None,
+) -> CheckpointRef:
+    """Export the model weights of a checkpoint to `save`, as a directory that Megatron-core loads.
+
+    `checkpoint` is a commit in `store`, or the path of a directory with a torch_dist checkpoint. `iteration`: training
+    iteration whose checkpoint the directory has; None: an untrained one (`release`).
+    """
+    target, identity = export_target(store, checkpoint, origin, save, names, iteration)
+    if existing := target.find_published(identity):
+        return existing
+    with checkpoint_files(store, checkpoint) as source:
+        return copy_megatron_weights(source, origin, target, identity, names, on_progress)
+
+
+def export_target(
+    store: Store, checkpoint: Commit | str, origin: Origin, save: str, names: MegatronNames, iteration: int | None
+) -> tuple[DirectoryTarget, str]:
+    """Return the target of `export_megatron`, and the identity of its result."""
+    if adapter_options(checkpoint) is not None:
+        raise OptionError(
+            "the checkpoint has LoRA adapters, which are merged only in Hugging Face files: use --format hf, and "
+            "convert the result"
+        )
+    identity = _identity_of_copy(checkpoint, origin, names) + ("" if iteration is None else f"-{iteration}")
+    return DirectoryTarget(save, "torch_dist", identity, store.options, iteration), identity
+
+
+def import_megatron_checkpoint(store: Store, directory: str, origin: Origin) -> CheckpointRef:
+    """Copy the model weights of a Megatron checkpoint into the store, unless the store already has them. `origin` is a
+    model of the same shape; its config.json is used if the checkpoint has none."""
+    source = megatron_directory(directory)
+    assert source is not None, f"{directory} is not a torch_dist checkpoint"
+    assets = source / ASSETS_DIRECTORY
+    if (assets / "config.json").is_file():
+        origin = Origin(assets, family_path=origin.family_path)
+    name = _identity_of_copy(str(source), origin, "local")
+    target, memo = StoreTarget(store, name), f"models/sources/megatron-{name}.json"
+    known = store.read_record(ImportMemo, memo)
+    if known and (existing := target.find_published(known.identity)):
+        return existing
+    ref = copy_megatron_weights(source, origin, target, None, "local")
+    identity = ref.key.removeprefix("models/").removesuffix(commit_key(""))
+    store.create(memo, ImportMemo(identity=identity).model_dump_json().encode())
+    return ref
+
+
+def copy_megatron_weights(
+    source: Path,
+    origin: Origin,
+    target: Target,
+    identity: str | None,
+    names: MegatronNames,
+    on_progress: OnBytes | None = None,
+) -> CheckpointRef:
+    """Copy the model weights of a torch_dist directory to a target. Resumes an interrupted copy.
+
+    Args:
+        source: directory with `.metadata`; its tensors may have local or TransformerEngine names.
+        identity: name of the result; None: derived from a hash of its content.
+        names: tensor names of the result.
+    """
+    assets_dir, shape = origin.directory, origin.shape()
+    layout = checkpoint_layout(shape)
+    weights, result = TorchDistWeights(source, layout), layout.with_key_names(names)
+    slices: dict[Slice, tuple[str, ShardSlice]] = {
+        Slice(piece.key, piece.offset, piece.sizes, weights.dtype(name)): (name, piece)
+        for name, pieces in result.slices.items()
+        for piece in pieces
+    }
+    items = WorkItems(target, group_units(slices))
+    check_free_space(target.store, items.num_bytes_left())
+    progress = Progress(items.num_bytes, on_progress)
+
+    def content(piece: Slice) -> Iterator[memoryview]:
+        name, stored = slices[piece]
+        with weights.open_parameter(name) as tensor:
+            yield tensor[stored.part].contiguous().view(-1).view(torch.uint8).numpy().data
+
+    items.run(lambda unit: write_unit(target, unit, content, progress.add), progress)
+    records = items.items_with_records()
+
+    def write_index_and_assets(directory: Path) -> None:
+        _write_index(directory, target, shape, result, names, [(unit, record.spans) for unit, record in records])
+        copy_assets(assets_dir, directory / ASSETS_DIRECTORY)
+        if (assets_dir / CARRIED).is_file():
+            shutil.copyfile(assets_dir / CARRIED, directory / ASSETS_DIRECTORY / CARRIED)
+
+    files = collect_file_records(records)
+    content_hash = xxhash.xxh3_128_hexdigest(f"{[file.xxh3 for file in files]} {assets_hash(assets_dir)}".encode())
+    commit = Commit(
+        kind="model",
+        policy_version=0,
+        attempt=target.attempt,
+        files=files + write_files(target, write_index_and_assets),
+        inputs={"checkpoint": str(source)},
+        summary={"convert/num_bytes": items.num_bytes},
+        state={"shape": shape.model_dump(), "headers": "", "carried": 0, "skipped": {"count": 0, "bytes": 0}},
     )
+    ref = target.publish(identity or f"megatron-{content_hash}", commit)
+    items.delete_records()
+    return ref
 
 
-def _compare_logits(work: Conversion, commit: Commit, directory: Path) -> Commit:
-    """Compare the converted model's logits with those of transformers. Return the commit with the result added, so that
-    later checks do not repeat the comparison."""
-    start, result = time.monotonic(), compare_logits(directory, work.hf_dir, family_path=work.shape.family_path)
-    difference = {} if result.difference is None else {"convert/logits_difference": result.difference}
-    return commit.model_copy(
-        update={
-            "seconds": {**commit.seconds, "logits": time.monotonic() - start},
-            "summary": {**commit.summary, **difference},
-            "state": {**commit.state, "logits": str(result)},
-        }
+def _identity_of_copy(checkpoint: Commit | str, origin: Origin, names: MegatronNames) -> str:
+    """Return the name of the result: a hash of the checkpoint's files, the origin and the tensor names."""
+    return xxhash.xxh3_64_hexdigest(
+        f"{COPY_FORMAT} {checkpoint_fingerprint(checkpoint)} {origin.fingerprint()} {names}".encode()
     )

@@ -94,11 +94,8 @@ class WorkItems(Generic[W]):
     def run(self, process: Callable[[W], WorkRecord], progress: Progress, rank: int = 0, num_ranks: int = 1) -> None:
         """Run the unfinished items among `items[rank::num_ranks]`, in several threads.
 
-        Args:
-            process: processes one item and returns its record; it must add the item's bytes to `progress`.
-            progress: this method adds the bytes of the items that an earlier start of the conversion has finished.
-            rank: rank of this process among the processes that share the conversion.
-            num_ranks: number of these processes.
+        `process` returns the record of one item, and must add the item's bytes to `progress`; this method adds those of
+        the items that an earlier start of the conversion has finished.
         """
         items = self.items[rank::num_ranks]
         unfinished = {item.name for item in self.unfinished_items(items)}
@@ -122,7 +119,6 @@ class WorkItems(Generic[W]):
         return [item for item, record in zip(chosen, self._records(chosen), strict=True) if record is None]
 
     def num_bytes_left(self) -> int:
-        """Return the total size of the unfinished items in bytes."""
         return sum(item.num_bytes for item in self.unfinished_items())
 
     def items_with_records(self) -> list[tuple[W, WorkRecord]]:
@@ -163,20 +159,12 @@ def collect_file_records(records: Sequence[tuple[Any, WorkRecord]]) -> list[File
     return [file for _, record in records for file in record.files]
 
 
-def write_files(
-    target: Target, write: Callable[[Path], object], hashes: Callable[[], dict[str, str]] = dict
-) -> list[FileRecord]:
-    """Write files that belong to a conversion's result as a whole, such as the index and the tokenizer. Several
+def write_files(target: Target, write: Callable[[Path], dict[str, str] | None]) -> list[FileRecord]:
+    """Write files of a conversion's result under `target.attempt`; return path, size and hash of every file. Several
     processes may write the same files at the same time.
 
-    Args:
-        target: the destination; the files get keys under `target.attempt`.
-        write: called with a directory, into which it writes the files.
-        hashes: called after `write`; returns the hashes that `write` has computed, by relative file name. Files without
-            a hash are hashed here.
-
-    Returns:
-        path, size and hash of every written file.
+    `write` is called with a directory, into which it writes the files. It may return hashes by relative file name; the
+    other files are hashed here.
     """
     store = target.store
     if not store.is_local:
@@ -188,7 +176,7 @@ def write_files(
     disk.make_directory(top)
     disk.make_directory(scratch)
     try:
-        write(scratch)
+        hashes = write(scratch) or {}
         names = [path.relative_to(scratch) for path in disk.files_in(scratch)]
         for name in names:
             disk.fsync(scratch / name)
@@ -198,12 +186,11 @@ def write_files(
         shutil.rmtree(scratch)
     for directory in {(top / name).parent for name in names}:
         disk.fsync(directory)
-    known = hashes()
     return [
         FileRecord(
             path=f"{target.attempt}/{name.as_posix()}",
             bytes=(top / name).stat().st_size,
-            xxh3=known.get(name.as_posix()) or hash_file(top / name),
+            xxh3=hashes.get(name.as_posix()) or hash_file(top / name),
         )
         for name in names
     ]

@@ -11,6 +11,7 @@ import re
 import tomllib
 from typing import Any
 
+import yaml
 from pydantic import Field, ValidationError, field_validator
 
 from penstock.storage.commit import JOURNAL, commit_key
@@ -29,41 +30,18 @@ class DataSetSettings(StageConfig):
     """Sampling and scoring settings of a data set; None = the value in the file's [defaults], else of the
     --eval-* flag, else of the rollout's option."""
 
-    n_samples_per_eval_prompt: int | None = Field(default=None, ge=1)
-    """Responses per prompt."""
-
-    temperature: float | None = Field(default=None, ge=0)
-    """Sampling temperature, 0 is greedy."""
-
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    """Probability mass of nucleus sampling."""
-
-    top_k: int | None = Field(default=None, ge=-1)
-    """Number of most likely tokens to sample from; -1 means all."""
-
-    max_response_len: int | None = Field(default=None, ge=1)
-    """Maximum number of tokens of a response."""
-
-    input_key: str | None = None
-    """Column with the prompt."""
-
-    label_key: str | None = None
-    """Column with the label."""
-
-    metadata_key: str | None = None
-    """Column with the metadata."""
-
-    tool_key: str | None = None
-    """Column with tool definitions."""
-
-    rm_type: str | None = None
-    """Built-in reward."""
-
-    reward_key: str | None = None
-    """Key of the reward if the reward function returns a dictionary."""
-
-    pass_threshold: float | None = None
-    """A response passes if its reward is at least this."""
+    n_samples_per_eval_prompt: int | None = Field(default=None, ge=1)  # responses per prompt
+    temperature: float | None = Field(default=None, ge=0)  # sampling temperature, 0 is greedy
+    top_p: float | None = Field(default=None, gt=0, le=1)  # probability mass of nucleus sampling
+    top_k: int | None = Field(default=None, ge=-1)  # number of most likely tokens to sample from; -1 means all
+    max_response_len: int | None = Field(default=None, ge=1)  # maximum number of tokens of a response
+    input_key: str | None = None  # column with the prompt
+    label_key: str | None = None  # column with the label
+    metadata_key: str | None = None  # column with the metadata
+    tool_key: str | None = None  # column with tool definitions
+    rm_type: str | None = None  # built-in reward
+    reward_key: str | None = None  # key of the reward if the reward function returns a dictionary
+    pass_threshold: float | None = None  # a response passes if its reward is at least this
 
     @field_validator("*", mode="before")
     @classmethod
@@ -113,10 +91,8 @@ def read_eval_file(path: str) -> EvalFile:
 
 
 def _parse_eval_yaml(text: str) -> dict[str, Any]:
-    """Return the content of a YAML or JSON file as that of a TOML file. Everything may be below
-    `eval`, and `datasets` may map names to settings. Raises OptionError."""
-    import yaml
-
+    """Return the content of a YAML or JSON file as that of a TOML file. Everything may be below `eval`, and `datasets`
+    may map names to settings."""
     try:
         values = parse_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -170,7 +146,7 @@ def _describe_error(error: Any, data_sets: list[dict[str, Any]]) -> str:
 
 
 def check_data_set_names(names: list[str]) -> None:
-    """Check that data set names are valid and unique. Raises OptionError."""
+    """Check that data set names are valid and unique."""
     for name in names:
         if not _NAME.fullmatch(name):
             raise OptionError(
@@ -189,14 +165,8 @@ def check_data_set_names(names: list[str]) -> None:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML document. Aliases are allowed if the expanded value has at most MAX_YAML_VALUES parts.
-
-    Raises:
-        yaml.YAMLError: `text` is not YAML.
-        ValueError: the value is larger, or contains itself.
-    """
-    import yaml
-
+    """Return the value of a YAML document. Raises ValueError if it contains itself or, with aliases expanded, has more
+    than MAX_YAML_VALUES parts; YAMLError if it is not YAML."""
     value = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the C parser is 10x faster
     parts, count = [value], 0
     while parts:

@@ -80,10 +80,6 @@ def rescore_stage(
         scoring, grader: new scoring settings, whose hash names the new commit, and a grader with these settings.
         max_response_len: in tokens; decides whether a sample whose grading failed before is TRUNCATED or COMPLETED.
         require_pass_rate: raise OptionError if the rewards do not define pass@k.
-
-    Raises:
-        RunError, StoreError: the evaluation does not exist; its samples are damaged.
-        RewardError: the reward is invalid or fails for every sample.
     """
     old = store.committed(source.prefix)
     if old is None:
@@ -132,9 +128,8 @@ def _grade_again(samples: list[Sample], grader: Grader, max_response_len: int) -
         if sample.status is Status.FAILED:
             sample.metadata.pop("error", None)
             sample.status = Status.TRUNCATED if sum(sample.loss_mask) >= max_response_len else Status.COMPLETED
-    groups = group_by_prompt(answered)
-    submitted = [grader.submit_group(group) for group in groups]
-    for group, outcomes in zip(groups, submitted):
+    submitted = [(group, grader.submit_group(group)) for group in group_by_prompt(answered)]
+    for group, outcomes in submitted:
         for sample, outcome in zip(group, outcomes):
             outcome.result().apply(sample)
     failures = [sample for sample in answered if sample.status is Status.FAILED]

@@ -1,4 +1,5 @@
-r"""Compute the metrics of an evaluation from its graded samples, which the committed shards contain.
+r"""Compute the metrics of an evaluation from its graded samples, which the committed shards contain; compare
+evaluations, and decide on promotions.
 
 A sample whose grader timed out or raised counts as reward 0 and as not passed; `failed_ratio` is their fraction.
 
@@ -22,6 +23,11 @@ Responses are read after the last </think>, without end tokens. Answers are comp
 spelling, white space, case and a final full stop. A sample without an answer does not vote. The result of a vote is the
 fraction of passing samples among the samples with the most common answer; if several answers are equally common, it is
 the mean over these answers.
+
+`compare_rewards` is a paired comparison on the same prompts: the mean difference with its bootstrap interval. The
+bootstrap resamples the prompts' differences. The difficulty of a prompt cancels in its difference, so the interval is
+narrower than the intervals of the two evaluations suggest. The gate of a promotion: is a candidate better than the
+champion on one data set, and not worse on others?
 """
 
 from __future__ import annotations
@@ -31,13 +37,18 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.stages.rewards.builtin.math_answer import answer_text, last_boxed, normalize_answer
-from penstock.storage.errors import OptionError
+from penstock.stages.rewards.builtin import answer_text, last_boxed, normalize_answer
+from penstock.storage.champions import Condition
+from penstock.storage.commit import Commit
+from penstock.storage.errors import DataError, OptionError
 from penstock.storage.samples.sample import Sample, Status
+from penstock.storage.samples.shards import read_table
+from penstock.storage.store import Store
 
 NUM_RESAMPLES = 1000
 LEVEL = 0.95
@@ -47,15 +58,9 @@ LOW, HIGH = "-ci_low", "-ci_high"  # suffixes of the metrics with the bounds of 
 
 
 def bootstrap_intervals(sums: np.ndarray, weights: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bounds of the 95% confidence intervals of several metrics, each a mean over the same prompts.
-
-    Args:
-        sums: [prompts, metrics], the sum of each prompt's values.
-        weights: [prompts, metrics], the number of each prompt's values; None = 1.
-
-    Returns:
-        Lower and upper bounds, [metrics] each.
-    """
+    """Return the lower and upper bounds [metrics] of the 95% confidence intervals of several metrics, each a mean over
+    the same prompts, from the sum [prompts, metrics] and the number [prompts, metrics] (None = 1) of each prompt's
+    values."""
     num_prompts = len(sums)
     weights = np.ones_like(sums) if weights is None else weights
     random = np.random.default_rng(_SEED)
@@ -92,8 +97,8 @@ def compute_eval_metrics(
     lengths = [sum(sample.loss_mask) for sample in samples]
     rewards = [[reward_or_zero(sample) for sample in group] for group in groups]
     plain = {
-        f"eval/{name}-truncated_ratio": _fraction_with_status(samples, Status.TRUNCATED),
-        f"eval/{name}-failed_ratio": _fraction_with_status(samples, Status.FAILED),
+        f"eval/{name}-truncated_ratio": statistics.fmean(sample.status is Status.TRUNCATED for sample in samples),
+        f"eval/{name}-failed_ratio": statistics.fmean(sample.status is Status.FAILED for sample in samples),
         f"eval/{name}/response_len/mean": statistics.fmean(lengths),
         f"eval/{name}/response_len/median": float(statistics.median(lengths)),
         f"eval/{name}/response_len/max": float(max(lengths)),
@@ -141,36 +146,32 @@ def decide_passes(groups: Sequence[Sequence[Sample]], threshold: float | None) -
     """
     graded = [sample for group in groups for sample in group if sample.reward is not None]
     if threshold is not None:
-        return [[sample.reward is not None and sample.reward >= threshold for sample in group] for group in groups]
-    if graded and all(sample.rewards.get("correct") in (0.0, 1.0) for sample in graded):
-        return [
-            [sample.reward is not None and sample.rewards["correct"] == 1.0 for sample in group] for group in groups
-        ]
-    if all(sample.reward in (0.0, 1.0) for sample in graded):
-        return [[sample.reward == 1.0 for sample in group] for group in groups]
-    return None
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the probability that at least one of k samples, drawn from n without replacement, is among the c that
-    pass: 1 - C(n-c, k) / C(n, k), the unbiased estimator of arXiv 2107.03374."""
-    assert 0 <= c <= n and 1 <= k <= n
-    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+        passes = lambda sample: sample.reward >= threshold
+    elif graded and all(sample.rewards.get("correct") in (0.0, 1.0) for sample in graded):
+        passes = lambda sample: sample.rewards["correct"] == 1.0
+    elif all(sample.reward in (0.0, 1.0) for sample in graded):
+        passes = lambda sample: sample.reward == 1.0
+    else:
+        return None
+    return [[sample.reward is not None and passes(sample) for sample in group] for group in groups]
 
 
 def pass_rates(groups: Sequence[Sequence[bool]]) -> dict[int, np.ndarray]:
     """Return k -> pass@k of each prompt, [prompts], for k = 1, 2, 4, ... up to the smallest number of samples of a
-    prompt. `groups` holds, for each prompt, whether each of its samples passes."""
-    smallest = min(len(group) for group in groups)
-    ks = [2**power for power in range(smallest.bit_length())]
-    return {k: np.array([pass_at_k(len(group), sum(group), k) for group in groups]) for k in ks}
+    prompt. `groups` holds, for each prompt, whether each of its samples passes.
+
+    pass@k is the probability that at least one of k samples, drawn from n without replacement, is among the c that
+    pass: 1 - C(n-c, k) / C(n, k), the unbiased estimator of arXiv 2107.03374.
+    """
+    counts = [(len(group), sum(group)) for group in groups]  # n, c
+    ks = [2**power for power in range(min(n for n, _ in counts).bit_length())]
+    return {k: np.array([1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts]) for k in ks}
 
 
 def _means_with_intervals(sums: dict[str, np.ndarray], weights: dict[str, np.ndarray]) -> dict[str, float]:
     """Return the mean of each metric and, with at least two prompts, the bounds of its confidence interval.
 
-    `sums` holds the sum of each prompt's values, [prompts]; `weights` the number of each prompt's values, [prompts], or
-    1 for metrics without an entry.
+    `sums` holds the sum of each prompt's values, [prompts]; `weights` their number, [prompts] (default: 1).
     """
     values = np.stack(list(sums.values()), axis=1)  # [prompts, quantities]
     counts = np.stack([weights.get(name, np.ones(len(values))) for name in sums], axis=1)
@@ -181,10 +182,6 @@ def _means_with_intervals(sums: dict[str, np.ndarray], weights: dict[str, np.nda
     for name, mean, low, high in zip(sums, means, *bootstrap_intervals(values, counts)):
         out |= {name: float(mean), f"{name}{LOW}": float(low), f"{name}{HIGH}": float(high)}
     return out
-
-
-def _fraction_with_status(samples: Sequence[Sample], status: Status) -> float:
-    return sum(sample.status is status for sample in samples) / len(samples)
 
 
 # ---- majority@k ------------------------------------------------------------------------------------------------------
@@ -263,3 +260,109 @@ def _extract_answer(text: str, label: str) -> str | None:
     if answers:
         return str(answers[-1])
     return text if "\n" not in text else None
+
+
+# ---- comparisons and promotions --------------------------------------------------------------------------------------
+
+Evaluations = Mapping[str, Commit]  # name of a data set -> commit of a policy's evaluation on it
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Evaluation B compared with evaluation A on their common prompts. A prompt's reward is the mean over its
+    samples."""
+
+    num_prompts: int
+    mean_a: float
+    mean_b: float
+    low: float  # bounds of the 95% confidence interval of mean_b - mean_a
+    high: float
+    wins: int  # prompts on which B is better
+    losses: int  # prompts on which A is better
+    ties: int
+
+    @property
+    def difference(self) -> float:
+        return self.mean_b - self.mean_a
+
+
+def compare_rewards(a: Mapping[int, float], b: Mapping[int, float]) -> Comparison:
+    """Compare two evaluations, given as prompt number -> mean reward, on their common prompts (at least one)."""
+    common = sorted(a.keys() & b.keys())
+    assert common, "the evaluations have no common prompt"
+    differences = np.array([b[prompt] - a[prompt] for prompt in common])  # [prompts]
+    lower, upper = bootstrap_intervals(differences[:, None])
+    return Comparison(
+        num_prompts=len(common),
+        mean_a=statistics.fmean(a[prompt] for prompt in common),
+        mean_b=statistics.fmean(b[prompt] for prompt in common),
+        low=float(lower[0]),
+        high=float(upper[0]),
+        wins=int((differences > 0).sum()),
+        losses=int((differences < 0).sum()),
+        ties=int((differences == 0).sum()),
+    )
+
+
+def rewards_by_prompt(store: Store, commit: Commit) -> dict[int, float]:
+    """Return the mean reward of each prompt, by the prompt's number in the data set; a failed sample counts as 0."""
+    rows = read_table(store, commit).select(["sample_id", "group_id", "reward"]).to_pylist()
+    samples = [Sample(row["sample_id"], row["group_id"], "", commit.index, reward=row["reward"]) for row in rows]
+    return {
+        int(group[0].group_id.rpartition("-")[2]): statistics.fmean(map(reward_or_zero, group))
+        for group in group_by_prompt(samples)
+    }
+
+
+def check_same_data(name: str, a: Commit, b: Commit) -> None:
+    """Check that two evaluations on the data set `name` used the same prompts. Raises DataError."""
+    segments_a, segments_b = ((commit.state.get("data_source") or {}).get("segments", []) for commit in (a, b))
+    content_a, content_b = ([(s["rows"], s["digest"]) for s in segments] for segments in (segments_a, segments_b))
+    if content_a != content_b:
+        rows_a, rows_b = (sum(rows for rows, _ in content) for content in (content_a, content_b))
+        raise DataError(
+            f"the data set {name} had {rows_a} rows in the first evaluation, and {rows_b} rows with different content "
+            "in the second, but a comparison needs the same prompts: repeat one evaluation with the other's file"
+        )
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The conditions of a promotion."""
+
+    data_set: str
+    margin: float = 0.0  # the candidate must be better by more than this: lower bound of the difference's 95 % interval
+    guards: Mapping[str, float] = field(default_factory=dict)  # data set -> by how much the candidate may be worse
+    min_reward: float | None = None  # the mean reward of the first champion must be above this
+
+
+def check_gate(store: Store, gate: Gate, candidate: Evaluations, champion: Evaluations | None) -> list[Condition]:
+    """Return every condition of a promotion with its numbers."""
+    required = {gate.data_set: gate.margin} | {name: -tolerance for name, tolerance in gate.guards.items()}
+    for title, evaluations in (("candidate", candidate), ("champion", champion)):
+        if evaluations is not None and (missing := [name for name in required if name not in evaluations]):
+            raise DataError(
+                f"the {title} was evaluated on {', '.join(evaluations) or 'nothing'}, not on {', '.join(missing)}: "
+                "evaluate both on the data sets of the conditions"
+            )
+    if champion is None:
+        mean = candidate[gate.data_set].summary[f"eval/{gate.data_set}"]
+        holds = gate.min_reward is None or mean > gate.min_reward
+        return [Condition(data_set=gate.data_set, required=gate.min_reward, holds=holds, candidate_mean=mean)]
+    conditions = []
+    for name, least in required.items():
+        check_same_data(name, champion[name], candidate[name])
+        comparison = compare_rewards(*(rewards_by_prompt(store, commit[name]) for commit in (champion, candidate)))
+        conditions.append(
+            Condition(
+                data_set=name,
+                required=least,
+                holds=comparison.low > least,
+                candidate_mean=comparison.mean_b,
+                champion_mean=comparison.mean_a,
+                low=comparison.low,
+                high=comparison.high,
+                num_prompts=comparison.num_prompts,
+            )
+        )
+    return conditions

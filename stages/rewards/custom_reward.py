@@ -53,8 +53,7 @@ class CustomReward:
         return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004
 
     def build_reward_call(self, settings: RewardSettings) -> RewardCall:
-        """Return a function that takes samples and returns their rewards. Instantiates the reward if it is a class.
-        Raises PluginError."""
+        """Return a function that takes samples and returns their rewards. Instantiates the reward if it is a class."""
         if self.is_class:
             path = settings.rm_model_path
             try:
@@ -74,15 +73,8 @@ class CustomReward:
 def load_custom_reward(
     path: str, *, group_rm: bool = False, rm_model_path: str | None = None, required_package: str | None = None
 ) -> CustomReward:
-    """Load the user-defined reward at `path` and check its signature. Raises PluginError.
-
-    Args:
-        path: file.py, file.py:name, pkg.module:name or pkg.module.name.
-        group_rm: whether a function takes all samples of a prompt, instead of one sample.
-        rm_model_path: model path for the constructor of a reward class, if the constructor takes an argument.
-        required_package: package that must define the reward (a package that only imports the reward is refused);
-            None: any package.
-    """
+    """Load the user-defined reward at `path` (file.py, file.py:name, pkg.module:name or pkg.module.name) and check its
+    signature. `required_package` must define the reward; a package that only imports it is refused."""
     path = with_function_name(path, DEFAULT_NAMES["custom_rm_path"])
     target, name = load_function(path), describe_path(path)
     if required_package is not None and not f"{getattr(target, '__module__', '')}.".startswith(f"{required_package}."):
@@ -145,8 +137,7 @@ def check_custom_reward(
     required_package: str | None = None,
     timeout: float = 300.0,
 ) -> CheckedReward:
-    """Import a user-defined reward in a subprocess, and check its signature. Results are cached. See
-    `load_custom_reward` for the arguments. Raises PluginError."""
+    """Import a user-defined reward in a subprocess, and check its signature. Results are cached."""
     options = {"path": path, "group_rm": group_rm, "rm_model_path": rm_model_path, "required_package": required_package}
     worker = WorkerProcess(prepare_check, options, start_seconds=timeout)
     try:

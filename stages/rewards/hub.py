@@ -6,7 +6,7 @@ The reward of a sample is named by the first of these that is set: `custom_rm_pa
 
 A built-in reward is a function that takes a sample and returns a number, or a dictionary of numbers from which
 `--reward-key` selects one. A reward that waits for a server is async and gets `args` as its first argument, like a
-user-defined reward. To add a built-in reward, write a file in builtin/ and add an entry to REWARDS; user-defined
+user-defined reward. To add a built-in reward, write a function in builtin.py and add an entry to REWARDS; user-defined
 rewards (custom_reward.py) need no entry.
 """
 
@@ -17,15 +17,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.stages.rewards.builtin.dapo import dapo
-from penstock.stages.rewards.builtin.gpqa import gpqa
-from penstock.stages.rewards.builtin.ifbench import ifbench
-from penstock.stages.rewards.builtin.math_answer import deepscaler, last_boxed, math_answer
-from penstock.stages.rewards.builtin.remote import remote_rm
-from penstock.stages.rewards.builtin.simple import exact_number, random_reward, token_f1, zero_reward
+from penstock.stages.rewards.builtin import (
+    dapo,
+    deepscaler,
+    exact_number,
+    gpqa,
+    ifbench,
+    last_boxed,
+    math_answer,
+    random_reward,
+    remote_rm,
+    token_f1,
+    zero_reward,
+)
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import PluginError, RewardError, nearest_name
-from penstock.storage.samples.sample import Sample
 
 _DOTTED_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?::[A-Za-z_]\w*)?")
 
@@ -73,11 +79,8 @@ def builtin_reward_name(metadata: Mapping[str, Any], rm_type: str | None) -> str
 
 
 def row_reward_path(metadata: Mapping[str, Any], allowed: str | None) -> str | None:
-    """Return the path of the user-defined reward that a row's metadata names (`custom_rm_path`), or None.
-
-    Raises:
-        PluginError: rows may not name rewards (`allowed` is None), or the path is not inside the package `allowed`.
-    """
+    """Return the path of the user-defined reward that a row's metadata names (`custom_rm_path`), or None. It must be
+    inside the package `allowed`; if that is None, rows may not name rewards."""
     path = metadata.get("custom_rm_path")
     if not path:
         return None
@@ -93,16 +96,6 @@ def row_reward_path(metadata: Mapping[str, Any], allowed: str | None) -> str | N
             f"write {allowed}.module:name"
         )
     return path
-
-
-def custom_reward_path(sample: Sample, settings: RewardSettings) -> str | None:
-    """Return the path of the user-defined reward that grades a sample: `custom_rm_path` in the sample's metadata, else
-    --custom-rm-path (or None).
-
-    Raises:
-        PluginError: --allow-row-code does not allow the path in the metadata.
-    """
-    return row_reward_path(sample.metadata, settings.allow_row_code) or settings.custom_rm_path
 
 
 # ---- built-in rewards ------------------------------------------------------------------------------------------------
@@ -138,7 +131,7 @@ REWARDS: dict[str, BuiltinReward] = {
 
 def get_builtin_reward(name: str) -> BuiltinReward:
     """Return the built-in reward named `name` (--rm-type). The prefix `boxed_` selects a variant that grades only the
-    content of the last \\boxed{} in the response. Raises RewardError."""
+    content of the last \\boxed{} in the response."""
     if not name:
         raise RewardError(
             "no reward is given: give --rm-type or --custom-rm-path, or an rm_type in the metadata of every row"
@@ -160,7 +153,7 @@ def get_builtin_reward(name: str) -> BuiltinReward:
 
 
 def get_checked_builtin_reward(name: str, rm_url: str | None, reward_key: str | None) -> BuiltinReward:
-    """Return the built-in reward `name`. Raises RewardError if it is unknown, or a flag that it needs is missing."""
+    """Return the built-in reward `name`, if the flags that it needs are given."""
     reward = get_builtin_reward(name)
     if reward.keys and reward_key not in reward.keys:
         raise RewardError(

@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.stages.rewards.builtin.dapo import to_minerva_number
-from penstock.stages.rewards.builtin.gpqa import check_correct_option, specifies_correct_option
-from penstock.stages.rewards.builtin.ifbench import read_instructions
-from penstock.stages.rewards.builtin.simple import to_integer
+from penstock.stages.rewards.builtin import (
+    check_correct_option,
+    read_instructions,
+    specifies_correct_option,
+    to_integer,
+    to_minerva_number,
+)
 from penstock.stages.rewards.grading import Grader
 from penstock.stages.rewards.hub import (
     BOXED_PREFIX,
@@ -54,12 +57,7 @@ _CHECK_LABEL: dict[str, Callable[[RewardRow], object]] = {
 
 
 def check_reward_rows(options: RolloutConfig, rows: Iterable[RewardRow]) -> None:
-    """Check that every row has a reward that exists and is allowed, and a label if the reward needs a label.
-
-    Raises:
-        RewardError: a row has no reward, an unknown `rm_type`, or no label; the message names the row.
-        PluginError: --allow-row-code does not allow the `custom_rm_path` of a row.
-    """
+    """Check that every row has an existing and allowed reward, and a label if it needs one. Errors name the row."""
     for row in rows:
         try:
             _check_reward_of_row(options, row)
@@ -103,13 +101,7 @@ def _is_json_of_texts(label: str) -> bool:
 
 def unrequested_format_warning(options: RolloutConfig, rows: Sequence[RewardRow], template: str = "") -> str | None:
     r"""Return a warning if a built-in reward grades only the answer in \boxed{} (`dapo`: after "Answer:"), but neither
-    the prompts nor the chat template ask for it. Otherwise return None.
-
-    Args:
-        options: the rollout's configuration.
-        rows: rows of the prompt data.
-        template: source of the chat template, whose default system message may ask for the format.
-    """
+    the prompts nor the chat template (whose default system message may) ask for it. Otherwise return None."""
     graded = [row for row in rows if not (options.custom_rm_path or row.metadata.get("custom_rm_path"))]
     rewards = [builtin_reward_name(row.metadata, options.rm_type) for row in graded]
     for name in dict.fromkeys(rewards):
@@ -160,20 +152,9 @@ def try_reward_on_test_samples(
 ) -> list[tuple[str, Outcome]]:
     """Check the reward: call it on test samples made from the first row, or connect to the server at --rm-url.
 
-    The response of a test sample is empty, the label, or the label in \\boxed{}.
-
-    Args:
-        options: the rollout's configuration.
-        rows: rows of the prompt data; the first is used.
-        arguments: attributes of the `args` passed to a user-defined reward: `RolloutConfig.plugin_arguments()`.
-
-    Returns:
-        The response and the outcome of each test sample; none if the reward is a server's. An outcome may be an error:
-        test samples may differ from real ones.
-
-    Raises:
-        RewardError: no test sample got a finite reward, or the connection to --rm-url failed.
-        PluginError: the user-defined reward does not load, or has the wrong signature.
+    The response of a test sample is empty, the label, or the label in \\boxed{}. Return the response and the outcome of
+    each test sample; none if the reward is a server's. Not all outcomes may be errors, but some may: test samples may
+    differ from real ones. `arguments`: attributes of the `args` passed to a user-defined reward.
     """
     samples = _make_test_samples(rows, same_group=options.group_rm)
     if not samples:

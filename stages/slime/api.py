@@ -19,8 +19,7 @@ import httpx
 
 from penstock.engines.serving.endpoints import auth_headers
 from penstock.stages.plugins import load_function
-from penstock.stages.rewards.builtin.dapo import dapo, last_answer
-from penstock.stages.rewards.builtin.math_answer import deepscaler, grade_math, last_boxed
+from penstock.stages.rewards.builtin import dapo, deepscaler, grade_math, last_answer, last_boxed
 from penstock.stages.rewards.hub import builtin_reward_name, get_builtin_reward
 from penstock.stages.rollout.plugins.user_sample import ANSWERS, EngineAnswer, UserSample
 from penstock.storage.errors import PluginError

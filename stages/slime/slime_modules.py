@@ -41,7 +41,7 @@ _SOURCES = {
     name: f"penstock.stages.rollout.prompts.data_source:{name}"
     for name in ("RolloutDataSource", "RolloutDataSourceWithBuffer")
 }
-_BOXED = "penstock.stages.rewards.builtin.math_answer:last_boxed"
+_BOXED = "penstock.stages.rewards.builtin:last_boxed"
 _LOG = {"log": f"{_API}:log"}
 
 

@@ -17,8 +17,7 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.preflight import check_save_hf
 from penstock.stages.convert.targets import copy_export, is_published, megatron_directory
 from penstock.stages.convert.to_hf import Origin, export_hf, export_to
-from penstock.stages.convert.to_megatron import export_megatron, import_megatron_checkpoint
-from penstock.stages.convert.to_torch_dist import convert_hf
+from penstock.stages.convert.to_torch_dist import convert_hf, export_megatron, import_megatron_checkpoint
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import OptionError, RunError
 from penstock.storage.store import Store

@@ -27,9 +27,13 @@ from penstock.flows.runtime.preflight import check_algorithm
 from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.targets import config_directory, megatron_directory
 from penstock.stages.convert.to_hf import Origin, export_to
-from penstock.stages.convert.to_megatron import export_megatron, import_megatron_checkpoint
-from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
-from penstock.stages.convert.torch_dist_reader import TorchDistWeights
+from penstock.stages.convert.to_torch_dist import (
+    ConversionOptions,
+    convert_hf,
+    export_megatron,
+    import_megatron_checkpoint,
+)
+from penstock.stages.convert.torch_dist import TorchDistWeights
 from penstock.storage.errors import ModelError
 from penstock.storage.store import Store
 

@@ -13,7 +13,7 @@ from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import create_run_record, open_store
 from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.to_hf import Origin, export_hf
-from penstock.stages.convert.to_megatron import import_megatron_checkpoint
+from penstock.stages.convert.to_torch_dist import import_megatron_checkpoint
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
 from tests.engines.megatron_reference import OPTIMIZER

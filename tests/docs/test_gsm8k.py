@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.flows.options.flags import parse_config
-from penstock.stages.rewards.builtin.math_answer import grade_math
+from penstock.stages.rewards.builtin import grade_math
 
 ROOT = Path(__file__).parents[2]
 script = runpy.run_path(str(ROOT / "examples" / "gsm8k" / "prepare.py"))

@@ -8,8 +8,7 @@ import pytest
 from evaluated_run import config_of, evaluate, write_sums
 
 from penstock.flows import cli
-from penstock.stages.eval.comparison import compare_rewards
-from penstock.stages.eval.scores import bootstrap_intervals
+from penstock.stages.eval.scores import bootstrap_intervals, compare_rewards
 from penstock.storage.store import Store
 
 WORSE = [["0", "1"], ["1", "1"], ["4", "4"], ["5", "5"]]

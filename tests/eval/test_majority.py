@@ -70,13 +70,8 @@ def test_many_subsets_are_sampled_with_a_fixed_seed() -> None:
 
 def test_ties_and_missing_answers() -> None:
     assert majority_pass_rate([("a", True), ("b", False)]) == 0.5
-    assert majority_pass_rate([("a", True), ("a", False), ("b", False)]) == 0.5, (
-        "graders need not agree about an answer"
-    )
-    assert majority_pass_rate([(None, True), (None, True), ("b", False)]) == 0.0, (
-        "samples without an answer do not vote"
-    )
-    assert majority_pass_rate([(None, True)]) == 0.0
+    assert majority_pass_rate([("a", True), ("a", False), ("b", False)]) == 0.5  # graders need not agree
+    assert majority_pass_rate([(None, True), (None, True), ("b", False)]) == majority_pass_rate([(None, True)]) == 0.0
 
 
 def test_a_majority_can_be_right_where_half_of_the_samples_are() -> None:

@@ -1,21 +1,25 @@
-"""Metrics of an evaluation, compared with brute force."""
+"""Metrics of an evaluation, compared with brute force, and bootstrap intervals, compared with the theory."""
 
 import dataclasses
 import itertools
 import random
 
+import numpy as np
 import pytest
 
+from penstock.stages.eval import scores as module
 from penstock.stages.eval.config import EvalConfig, is_eval_metric
-from penstock.stages.eval.scores import compute_eval_metrics, pass_at_k, pass_rates
+from penstock.stages.eval.scores import bootstrap_intervals, compute_eval_metrics, pass_rates
 from penstock.storage.samples.sample import Sample, Status
 
 
 @pytest.mark.parametrize("n", range(1, 7))
 def test_pass_at_k_is_the_fraction_of_draws_with_a_pass(n: int) -> None:
-    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
-        draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
-        assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    for c in range(n + 1):
+        group = [True] * c + [False] * (n - c)
+        for k, rate in pass_rates([group]).items():
+            draws = list(itertools.combinations(group, k))
+            assert rate[0] == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
 def test_pass_rates_use_the_groups_own_size() -> None:
@@ -145,8 +149,36 @@ def test_means_of_uneven_groups_are_over_samples() -> None:
     assert (found["eval/x-ci_low"], found["eval/x-ci_high"]) == (0.0, 1.0)
 
 
-def test_pass_rates_go_up_to_the_sets_own_number_of_samples() -> None:
-    for n in (1, 3, 8):
-        found = compute_eval_metrics([make(f"{i}", 1.0) for i in range(2) for _ in range(n)], "x")
-        ks = [int(name.rpartition("@")[2]) for name in found if "pass@" in name and "ci_" not in name]
-        assert ks == [k for k in (1, 2, 4, 8) if k <= n]
+def test_intervals_of_many_prompts_match_the_normal_approximation() -> None:
+    values = np.random.default_rng(3).normal(2.0, 0.5, size=(500, 1))
+    low, high = bootstrap_intervals(values)
+    error = values.std(ddof=1) / np.sqrt(len(values))
+    assert low[0] == pytest.approx(values.mean() - 1.96 * error, abs=0.15 * error)
+    assert high[0] == pytest.approx(values.mean() + 1.96 * error, abs=0.15 * error)
+
+
+def test_intervals_have_their_nominal_coverage() -> None:
+    random = np.random.default_rng(0)
+    rounds = 80
+    inside = 0
+    for _ in range(rounds):
+        low, high = bootstrap_intervals((random.random((60, 1)) < 0.3).astype(float))
+        inside += bool(low[0] <= 0.3 <= high[0])
+    assert 0.86 <= inside / rounds < 1.0
+
+
+def test_prompts_are_resampled_with_all_of_their_samples() -> None:
+    """Eight equal samples of a prompt give the same interval as one."""
+    passes = (np.random.default_rng(1).random((50, 1)) < 0.5).astype(float)
+    one, eight = bootstrap_intervals(passes), bootstrap_intervals(8 * passes, np.full((50, 1), 8.0))
+    assert one[0] == pytest.approx(eight[0]) and one[1] == pytest.approx(eight[1])
+
+
+def test_equal_values_have_an_empty_interval_and_results_are_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    low, high = bootstrap_intervals(np.full((9, 1), 0.25))
+    assert low == pytest.approx(0.25) and high == pytest.approx(0.25)
+    values = np.random.default_rng(2).random((30, 3))
+    before = bootstrap_intervals(values)
+    monkeypatch.setattr(module, "_MAX_COUNTS", 30 * 7)  # in many pieces
+    after = bootstrap_intervals(values)
+    assert np.allclose(before, after, rtol=0, atol=1e-15)

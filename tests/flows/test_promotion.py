@@ -18,7 +18,7 @@ from penstock.flows.promotion import promote_policy
 from penstock.flows.runtime.preflight import check_promotion_options
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_run, read_flow_and_config
-from penstock.stages.eval.comparison import Gate
+from penstock.stages.eval.scores import Gate
 from penstock.storage.champions import Decision, champion, read_decisions, record_decision
 from penstock.storage.commit import Commit, RunKeys, commit_key
 from penstock.storage.errors import DataError, OptionError, PromotionRefused, RunError

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from penstock.stages.rewards.builtin.math_answer import MAX_LENGTH, same_answer
+from penstock.stages.rewards.builtin import MAX_LENGTH, same_answer
 from penstock.stages.rewards.hub import get_builtin_reward
 from penstock.stages.rewards.instructions.text import CHECKS, sentences
 from penstock.storage.errors import RewardError

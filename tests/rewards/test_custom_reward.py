@@ -79,6 +79,9 @@ class CustomRewardModel:
 """
 
 
+COMPUTE = "    def compute_reward(self, prompts, responses): ..."
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "rewards.py"
@@ -125,17 +128,13 @@ def test_hanging_group_reward_fails_only_its_group(file: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "category"),
-    [
-        ("two_of_three", "the reward function returned another number of rewards than samples: "),
-        ("not_a_list", "the reward function returned no list: "),
-    ],
+    ("name", "category"), [("two_of_three", "another number of rewards than samples: "), ("not_a_list", "no list: ")]
 )
 def test_group_reward_without_one_value_per_sample_fails_the_group(file: Path, name: str, category: str) -> None:
     with make_grader(custom_rm_path=f"{file}:{name}", group_rm=True) as grader:
         for outcome in outcomes(grader, group("a", "b", "c")):
-            assert outcome.reward is None
-            assert str(outcome.error).startswith(category) and f"{name} of {file}" in str(outcome.error)
+            assert outcome.reward is None and f"{name} of {file}" in str(outcome.error)
+            assert str(outcome.error).startswith(f"the reward function returned {category}")
 
 
 def test_value_that_is_not_a_number_fails_its_sample(file: Path) -> None:
@@ -266,14 +265,8 @@ def test_class_reward_is_constructed_once_per_process(tmp_path: Path) -> None:
         ("async def f(args, sample):\n    yield 1", "generator"),
         ("class F: ...", "compute_reward"),
         ("class F:\n    def compute_reward(self, prompts): ...", r"compute_reward.*\(self, prompts\)"),
-        (
-            "class F:\n    def __init__(self, model_path): ...\n    def compute_reward(self, prompts, responses): ...",
-            "'model_path'.*--rm-model-path",
-        ),
-        (
-            "class F:\n    def __init__(self, *, size): ...\n    def compute_reward(self, prompts, responses): ...",
-            "constructor.*size",
-        ),
+        (f"class F:\n    def __init__(self, model_path): ...\n{COMPUTE}", "'model_path'.*--rm-model-path"),
+        (f"class F:\n    def __init__(self, *, size): ...\n{COMPUTE}", "constructor.*size"),
     ],
 )
 def test_reward_with_a_wrong_signature_is_rejected_at_load(tmp_path: Path, source: str, part: str) -> None:
@@ -289,9 +282,9 @@ def test_reward_with_a_wrong_signature_is_rejected_at_load(tmp_path: Path, sourc
         "def f(args, sample): ...",
         "async def f(args, sample, **kwargs): ...",
         "f = lambda *args: 1.0",
-        "class F:\n    def compute_reward(self, prompts, responses): ...",
-        "class F:\n    def __init__(self, path='m'): ...\n    async def compute_reward(self, prompts, responses): ...",
-        "def load(): ...\nclass F:\n    def compute_reward(self, prompts, responses): ...",
+        f"class F:\n{COMPUTE}",
+        f"class F:\n    def __init__(self, path='m'): ...\n    async {COMPUTE.lstrip()}",
+        f"def load(): ...\nclass F:\n{COMPUTE}",
         "def helper(): ...\ndef reward_func(args, sample): ...",
     ],
 )
@@ -401,12 +394,6 @@ def one_by_one(forms: Path) -> Iterator[Grader]:
         yield grader
 
 
-@pytest.fixture(scope="module")
-def by_group(forms: Path) -> Iterator[Grader]:
-    with make_grader(custom_rm_path=f"{forms}:several", group_rm=True) as grader:
-        yield grader
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -438,10 +425,11 @@ def test_awaitable_of_none_fails_in_one_sentence(one_by_one: Grader) -> None:
     assert str(outcome.error).startswith("the reward function returned None")
 
 
-@pytest.mark.parametrize("name", ["group_coroutine", "group_list_of_coroutines", "coroutine_of_coroutines"])
-def test_group_reward_may_return_awaitables(by_group: Grader, name: str) -> None:
-    found = outcomes(by_group, group(name, "b", "c"))
-    assert [(outcome.reward, outcome.error) for outcome in found] == [(0.5, None)] * 3
+def test_group_reward_may_return_awaitables(forms: Path) -> None:
+    with make_grader(custom_rm_path=f"{forms}:several", group_rm=True) as grader:
+        for name in ("group_coroutine", "group_list_of_coroutines", "coroutine_of_coroutines"):
+            found = outcomes(grader, group(name, "b", "c"))
+            assert [(outcome.reward, outcome.error) for outcome in found] == [(0.5, None)] * 3, name
 
 
 @pytest.mark.parametrize(
@@ -457,9 +445,9 @@ def test_number_of_any_type_is_a_reward(value: Any) -> None:
     assert parse_reward({"score": value, "other": value}, "score", "f").rewards == {"score": 0.5, "other": 0.5}
 
 
-@pytest.mark.parametrize("value", [True, np.bool_(True), np.array([True]), torch.tensor(True)])
-def test_true_is_the_reward_1(value: Any) -> None:
-    assert parse_reward(value, None, "f") == Outcome(reward=1.0)
+def test_true_is_the_reward_1() -> None:
+    for value in (True, np.bool_(True), np.array([True]), torch.tensor(True)):
+        assert parse_reward(value, None, "f") == Outcome(reward=1.0)
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,9 @@ def test_rm_type_of_a_row_selects_its_reward() -> None:
     with make_grader("exact_number") as grader:
         grader.grade([boxed, plain])
         assert (boxed.reward, plain.reward) == (1.0, 0.0)
+        boxed.metadata["rm_type"] = "math"  # graded in a process
+        grader.grade([boxed])
+        assert boxed.reward == 1.0
         unknown.metadata["rm_type"] = "exactly"
         with pytest.raises(RewardError, match="exactly"):
             grader.grade([unknown])
@@ -199,13 +202,6 @@ time.sleep(3600)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
 
-def test_math_is_graded_in_a_process() -> None:
-    [sample] = samples(r"\boxed{\sqrt{8}}", label=r"2\sqrt{2}")
-    with make_grader("math") as grader:
-        grader.grade([sample])
-    assert sample.reward == 1.0
-
-
 def test_process_that_cannot_start_fails_the_pending_jobs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
         raise OSError("cannot allocate memory")
@@ -218,7 +214,7 @@ def test_process_that_cannot_start_fails_the_pending_jobs(file: Path, monkeypatc
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "penstock.stages.worker_process")
-GRADING = "penstock.stages.rewards.grading_process:prepare_grading"
+GRADING = "penstock.stages.rewards.grading:prepare_grading"
 RENDERING = "penstock.stages.rollout.text.templates:prepare_rendering"
 READY = (None, True, None)
 Worker = tuple[subprocess.Popen[str], Connection]

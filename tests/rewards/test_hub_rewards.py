@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from penstock.stages.rewards.builtin.math_answer import answer_text
+from penstock.stages.rewards.builtin import answer_text
 from penstock.stages.rewards.grading import check_reward_options
 from penstock.stages.rewards.hub import REWARDS, get_builtin_reward
-from penstock.stages.rewards.math.latex import ExpressionError, parse_expression
+from penstock.stages.rewards.math.expressions import ExpressionError, parse_expression
 from penstock.stages.rewards.math.tokens import tokenize
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import RewardError
@@ -24,14 +24,8 @@ def graded(name: str, response: str, label: str = "", **metadata: Any) -> Any:
 @pytest.mark.parametrize(
     ("response", "label", "reward"),
     [
-        ("45<|end|>", "45", 1),
-        ("the sum is 40, no, 45.", " 45 ", 1),
-        ("45 or 46", "45", 0),
-        ("-3", "-3", 1),
-        ("-3", "3", 0),
-        ("045", "45", 0),
-        ("none", "45", 0),
-        ("", "", 0),
+        *(("45<|end|>", "45", 1), ("the sum is 40, no, 45.", " 45 ", 1), ("45 or 46", "45", 0), ("-3", "-3", 1)),
+        *(("-3", "3", 0), ("045", "45", 0), ("none", "45", 0), ("", "", 0)),
     ],
 )
 def test_exact_number_compares_the_last_integer(response: str, label: str, reward: float) -> None:
@@ -106,26 +100,13 @@ def test_deepscaler_grades_the_box_after_the_thought(response: str, label: str, 
 @pytest.mark.parametrize(
     ("response", "label", "score"),
     [
-        ("so\nAnswer: 34", "34", 1),
-        ("answer :34", "34", 1),
-        ("Answer: 33\nAnswer: 34<|im_end|>", "34", 1),
-        ("Answer: 34\nAnswer: 33", "34", -1),
-        ("the answer is 34", "34", -1),
-        (r"Answer: $\boxed{34}$", "34", 1),
-        (r"Answer: $x = 34$", "34", 1),
-        (r"Answer: $34$.", "34", 1),
-        (r"Answer: 1,234 dollars", "1234", 1),
-        (r"Answer: \$34", "34", 1),
-        (r"Answer: 34^\circ", "34", 1),
-        (r"Answer: 34 \text{ cm}", "34", 1),
-        (r"Answer: \text{34}", "34", 1),
-        ("Answer: -5", "-5", 1),
-        ("Answer: 34", "34.0", 1),
-        ("Answer: 34.0", "34", -1),
-        ("Answer: thirty", "34", -1),
-        ("Answer: 3.5", "3.5", 1),
-        ("Answer: 3", "3.5", -1),
-        ("Answer: -0.25", "-0.25", 1),
+        *(("so\nAnswer: 34", "34", 1), ("answer :34", "34", 1), ("Answer: 33\nAnswer: 34<|im_end|>", "34", 1)),
+        *(("Answer: 34\nAnswer: 33", "34", -1), ("the answer is 34", "34", -1), (r"Answer: $\boxed{34}$", "34", 1)),
+        *((r"Answer: $x = 34$", "34", 1), (r"Answer: $34$.", "34", 1), (r"Answer: 1,234 dollars", "1234", 1)),
+        *((r"Answer: \$34", "34", 1), (r"Answer: 34^\circ", "34", 1), (r"Answer: 34 \text{ cm}", "34", 1)),
+        *((r"Answer: \text{34}", "34", 1), ("Answer: -5", "-5", 1), ("Answer: 34", "34.0", 1)),
+        *(("Answer: 34.0", "34", -1), ("Answer: thirty", "34", -1), ("Answer: 3.5", "3.5", 1)),
+        *(("Answer: 3", "3.5", -1), ("Answer: -0.25", "-0.25", 1)),
         ("Answer: 12345678901234567891", "12345678901234567891", 1),  # more digits than a float has
         ("Answer: 12345678901234567168", "12345678901234567891", -1),
         ("Answer: 34" + "\n" + "x" * 300, "34", -1),  # too far from the end
@@ -147,17 +128,11 @@ def test_dapo_without_a_number_as_label_or_a_reward_key_is_rejected() -> None:
 @pytest.mark.parametrize(
     ("response", "label", "f1"),
     [
-        ("The Eiffel Tower!", "eiffel tower", 1),
         ("the tower", "Eiffel tower", 2 / 3),  # precision 1, recall 1/2
         ("red red blue", "red green", 2 / 5),  # one of three, one of two
-        ("Paris", "London", 0),
-        ("yes", "Yes.", 1),
-        ("yes it is", "yes", 0),
-        ("no", "no way", 0),
-        ("noanswer", "noanswer", 1),
-        ("", "Paris", 0),
         ("the", "a", 0),  # only articles
-        ("Paris<|im_end|>", "Paris", 1),
+        *(("The Eiffel Tower!", "eiffel tower", 1), ("Paris", "London", 0), ("yes", "Yes.", 1), ("", "Paris", 0)),
+        *(("yes it is", "yes", 0), ("no", "no way", 0), ("noanswer", "noanswer", 1), ("Paris<|im_end|>", "Paris", 1)),
     ],
 )
 def test_f1_compares_normalized_words(response: str, label: str, f1: float) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.stages.rewards.builtin.ifbench import ifbench
+from penstock.stages.rewards.builtin import ifbench
 from penstock.stages.rewards.hub import REWARDS
 from penstock.stages.rewards.instructions.text import CHECKS, LANGUAGES, count_syllables, language_of, sentences, words
 from penstock.storage.errors import RewardError

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.stages.rewards.builtin.math_answer import MAX_LENGTH, grade_math, last_boxed, same_answer
+from penstock.stages.rewards.builtin import MAX_LENGTH, grade_math, last_boxed, same_answer
 from penstock.stages.rewards.hub import get_builtin_reward
 from penstock.storage.samples.sample import Sample
 from tests.rewards.answer_near_misses import KINDS as NEAR_MISSES

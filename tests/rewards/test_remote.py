@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.stages.rewards.builtin import remote
+from penstock.stages.rewards import builtin as remote
 from penstock.stages.rewards.grading import check_reward_options
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.storage.errors import RewardError

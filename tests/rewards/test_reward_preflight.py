@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.stages.rewards import grading_process
-from penstock.stages.rewards.builtin.gpqa import gpqa
-from penstock.stages.rewards.builtin.simple import exact_number
+from penstock.stages.rewards import grading
+from penstock.stages.rewards.builtin import exact_number, gpqa
 from penstock.stages.rewards.reward_preflight import (
     RewardRow,
     check_reward_rows,
@@ -180,7 +179,7 @@ def test_allow_row_code_that_is_not_a_package_name_is_rejected(package: str) -> 
 def test_reward_that_fails_every_test_sample_is_rejected(
     tmp_path: Path, body: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grading_process, "GRACE_PERIOD", 0.0)
+    monkeypatch.setattr(grading, "GRACE_PERIOD", 0.0)
     path = tmp_path / "mine.py"
     path.write_text(f"def reward_func(args, sample):\n    {body}\n")
     with pytest.raises(RewardError) as error:

@@ -2,7 +2,7 @@
 and detect their language, without a model or a download.
 
 To add an instruction, write a function with the decorator `register_check`, or a row of CHECKS, in a module of this
-folder that builtin/ifbench.py imports. The published checkers use NLTK's trained splitter, a syllable dictionary and an
+folder that builtin.py imports. The published checkers use NLTK's trained splitter, a syllable dictionary and an
 n-gram model (langdetect); the rules here give other results for unusual punctuation and rare words, and detect only the
 languages that IFEval uses, in texts of at least one sentence: by script, and by common words and letters for scripts
 that several languages share (Latin, Cyrillic, Arabic and Devanagari).
@@ -26,12 +26,7 @@ def register_check(instruction_id: str) -> Callable[[Check], Check]:
     The function takes the answer's text and, under their names in the data set, the arguments of the instruction; it
     returns whether the answer follows the instruction.
     """
-
-    def register(function: Check) -> Check:
-        CHECKS[instruction_id] = function
-        return function
-
-    return register
+    return lambda function: CHECKS.setdefault(instruction_id, function)
 
 
 # ---- sentences, words and syllables ----------------------------------------------------------------------------------
@@ -163,12 +158,10 @@ _LETTERS = {
     "de": "äöüß", "fr": "éèêàçùœ", "es": "ñ¿¡áíóú", "it": "èòàù", "pt": "ãõçáê", "pl": "ąęłńśźżć", "fi": "äö",
     "vi": "ăđơưạảấầậếềệọồộớờợụủứừựị", "uk": "іїєґ", "ru": "ыэё", "bg": "ъ", "ur": "ٹڈڑںھہے", "fa": "پچژگکی", "mr": "ळ",
 }  # fmt: skip
-_COMMON = {code: text.split() for code, text in _COMMON_TEXT.items()}
 _LANGUAGES_OF_SCRIPT = {
     "latin": ("en", "de", "fr", "es", "it", "pt", "pl", "fi", "vi", "sw"),
     "devanagari": ("hi", "mr", "ne"),
     "cyrillic": ("ru", "uk", "bg"),
-    "arabic": ("ar", "ur", "fa"),
 }
 
 
@@ -182,35 +175,21 @@ def language_of(text: str) -> str | None:
     script = max(counts, key=lambda name: counts[name])
     if script in _LANGUAGE_OF_SCRIPT:
         return _LANGUAGE_OF_SCRIPT[script]
+    letters = Counter(text.lower())
     if script == "arabic":
-        return _detect_by_letters(text, {"ar": 0.0, "ur": 4.0, "fa": 1.0}) or "ar"
-    return _detect_by_words(text, _LANGUAGES_OF_SCRIPT.get(script, ()))
+        urdu, persian = (sum(letters[letter] for letter in _LETTERS[code]) for code in ("ur", "fa"))
+        return "ar" if not urdu and not persian else "ur" if 4 * urdu >= persian else "fa"
+    found = Counter(re.findall(r"[^\s\d.,;:!?\"'’()\[\]*|।-]+", text.lower()))
+    scores = {
+        code: sum(found[word] for word in _COMMON_TEXT[code].split())
+        + 0.5 * sum(letters[letter] for letter in _LETTERS.get(code, ""))
+        for code in _LANGUAGES_OF_SCRIPT.get(script, ())
+    }
+    best = max(scores.values(), default=0)
+    languages = [code for code, score in scores.items() if score == best > 0]
+    return languages[0] if len(languages) == 1 else None
 
 
 def is_latin(text: str) -> bool:
     """Return whether the text contains Latin letters, and no letters of other scripts."""
     return all(bool(re.search(pattern, text)) == (name == "latin") for name, pattern in _SCRIPTS.items())
-
-
-def _detect_by_letters(text: str, weight_by_language: dict[str, float]) -> str | None:
-    letters = Counter(text.lower())
-    scores = {
-        code: weight * sum(letters[letter] for letter in _LETTERS.get(code, ""))
-        for code, weight in weight_by_language.items()
-    }
-    best = max(scores, key=lambda code: scores[code])
-    return best if scores[best] else None
-
-
-def _detect_by_words(text: str, language_codes: tuple[str, ...]) -> str | None:
-    counts = Counter(re.findall(r"[^\s\d.,;:!?\"'’()\[\]*|।-]+", text.lower()))
-    letters = Counter(text.lower())
-    scores = {
-        code: sum(counts[word] for word in _COMMON[code])
-        + 0.5 * sum(letters[letter] for letter in _LETTERS.get(code, ""))
-        for code in language_codes
-    }
-    best = max(scores, key=lambda code: scores[code], default=None)
-    if best is None or not scores[best] or list(scores.values()).count(scores[best]) > 1:
-        return None
-    return best

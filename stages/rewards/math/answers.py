@@ -8,8 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from penstock.stages.rewards.math.latex import ExpressionError, parse_expression
-from penstock.stages.rewards.math.numeric import is_integer, is_less, sign_of_constant_ratio
+from penstock.stages.rewards.math.expressions import (
+    ExpressionError,
+    is_less,
+    parse_expression,
+    same_value,
+    sign_of_constant_ratio,
+)
 from penstock.stages.rewards.math.tokens import WORD, commands, words
 from penstock.stages.rewards.math.units import join_compound, known_unit, same_quantity, split_unit
 
@@ -582,7 +587,8 @@ def _equal_residues(left: ParsedAnswer, right: ParsedAnswer) -> bool:
         )
     except ExpressionError:
         return False
-    return is_integer(("/", ("-", left_value, right_value), modulus))
+    quotient = ("/", ("-", left_value, right_value), modulus)
+    return same_value(quotient, ("floor", quotient))
 
 
 def _equal_unordered(left: Sequence[Item], right: Sequence[Item], equal: Callable[[Item, Item], bool]) -> bool:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 
-from penstock.stages.rewards.math.latex import Node, TokenReader
-from penstock.stages.rewards.math.numeric import same_value
+from penstock.stages.rewards.math.expressions import Node, TokenReader, same_value
 from penstock.stages.rewards.math.tokens import DEGREE, FUNCTIONS, WORD
 
 _UNITS = (  # "names = size base units"

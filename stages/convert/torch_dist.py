@@ -1,40 +1,64 @@
-"""Read the parameters of torch_dist checkpoints, one at a time and without copies where possible.
+"""Read and write torch_dist checkpoints: files in the format of torch.distributed.checkpoint, and their index.
 
-`torch.load` copies every tensor into new memory, which takes three quarters of an export's time (measured). The files
-that it reads are zip archives of uncompressed members: a pickle with dtype, shape and strides, and the tensor's bytes.
-`tensor_view` reads the pickle without executing code from it, and returns a view of the bytes. Tensors that are not
-plain and contiguous are still read by `torch.load`.
+Reading: one parameter at a time and without copies where possible. `torch.load` copies every tensor into new memory,
+which takes three quarters of an export's time (measured). The files that it reads are zip archives of uncompressed
+members: a pickle with dtype, shape and strides, and the tensor's bytes. `tensor_view` reads the pickle without
+executing code from it, and returns a view of the bytes. Tensors that are not plain and contiguous are still read by
+`torch.load`.
+
+Writing: plan which rows of the source make up each slice, write the files, and write their index. `TensorLayout` only
+moves whole rows between Hugging Face and Megatron tensors. A plan is therefore made by converting row numbers in place
+of weights, and writing copies bytes from file to file. The plan is split into work units of one file each, in the order
+of the source, so that disks read sequentially. torch's own writer needs every tensor in memory and does not support
+several independent processes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 import mmap
 import pickle
+import re
 import struct
 import threading
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from penstock.engines.families.tensor_rows import TensorLayout
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, ShardSlice
-from penstock.engines.megatron.checkpoints.safe_load import read_metadata
+from penstock.engines.megatron.checkpoints.safe_load import METADATA, read_metadata
+from penstock.engines.megatron.checkpoints.writer import ArchiveFile, disable_crc
+from penstock.stages.convert.hf_checkpoint import HFWeights, TensorInfo
+from penstock.stages.convert.targets import Target
+from penstock.stages.convert.work import WorkRecord, write_files
 from penstock.storage.errors import ModelError
 
+UNIT_BYTES = 512 << 20  # so small that a unit is synced to disk while others are written
+EMPTY_OBJECT = "extra_state.distcp"  # the file of the empty `_extra_state` objects
+_STRIDE = 1 << 40  # offset between the row numbers of two source tensors of a parameter
 LOCAL_HEADER = 30  # bytes of a zip member's local header, without its name and extra field
 
 
@@ -119,7 +143,7 @@ class TorchDistWeights:
         """Return the read items (torch's term: parts of stored chunks) that a slice consists of."""
         chunk = ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=torch.Size(piece.sizes))
         stacked = piece.offset[: piece.num_stacking_axes]
-        stored = dataclasses.replace(self.tensors[piece.key], chunks=self._chunks[piece.key, stacked])
+        stored = replace(self.tensors[piece.key], chunks=self._chunks[piece.key, stacked])
         items = create_read_items_for_chunk_list(piece.key, stored, [chunk])
         if sum(item.lengths.numel() for item in items) != torch.Size(piece.sizes).numel():
             raise ModelError(
@@ -171,13 +195,7 @@ class TorchDistWeights:
 
 def tensor_view(memory: mmap.mmap, start: int, length: int) -> Tensor | None:
     """Return a view of a tensor that `torch.save` wrote into a byte range of a file; None if the range needs
-    `torch.load`.
-
-    Args:
-        memory: map of the whole file; private, so that writing to the tensor does not change the file.
-        start: first byte of the range.
-        length: length of the range in bytes.
-    """
+    `torch.load`. The map of the file is private, so that writing to the tensor does not change the file."""
     if start + length > len(memory):
         return None
     try:
@@ -259,3 +277,194 @@ class _MappedRange(io.RawIOBase):
         data = self.memory[self.start + self.at : self.start + end]
         self.at = end
         return data
+
+
+# ---- plan of a conversion --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """The rows [start, stop) of a Hugging Face tensor."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A slice of a checkpoint tensor, and the rows of the Hugging Face tensors that are written to it."""
+
+    key: str
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    rows: tuple[RowRange, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.sizes).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class WorkUnit:
+    """A work item: one file of the checkpoint, written by one thread."""
+
+    index: int
+    slices: tuple[Slice, ...]
+
+    @property
+    def name(self) -> str:
+        return f"share-{self.index:05d}"  # name of its record in the store
+
+    @property
+    def file(self) -> str:
+        """File name in the pattern that Megatron and torch use for the files of a rank."""
+        return f"__{self.index}_0.distcp"
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.slices)
+
+
+def plan_units(
+    layout: TensorLayout, checkpoint: CheckpointLayout, weights: HFWeights, unit_bytes: int = UNIT_BYTES
+) -> list[WorkUnit]:
+    """Plan the work units of a conversion from names, shapes and locations of the source's tensors. Deterministic:
+    every process plans the same units for the same source."""
+    runs = _RunFinder(layout, weights.info)
+    files = {path: index for index, path in enumerate(weights.files)}
+    placed: list[tuple[tuple[int, int], Slice]] = []  # with the (file, offset) of the rows that come last in the source
+    for name, pieces in checkpoint.slices.items():
+        dtype, shape = weights.info[layout.hf_names_of(name)[0]].dtype, checkpoint.shape(name)
+        whole = runs.find_source_rows(name)
+        for piece in pieces:
+            columns = [(part.start, part.stop) for part in piece.part[1:]]
+            assert columns == [(0, size) for size in shape[1:]], (
+                f"{piece.key} is split by columns, but only splits by rows are supported"
+            )
+            rows = _slice_source_ranges(whole, piece.part[0].start, piece.part[0].stop)
+            ends = [(weights.locations[run.name], run.stop * weights.info[run.name].row_bytes) for run in rows]
+            last = max(((files[location.path], location.start + end) for location, end in ends), default=(0, 0))
+            placed.append((last, Slice(piece.key, piece.offset, piece.sizes, dtype, rows)))
+    placed.sort(key=lambda entry: (entry[0], entry[1].key, entry[1].offset))
+    return group_units([piece for _, piece in placed], unit_bytes)
+
+
+def group_units(slices: Iterable[Slice], unit_bytes: int = UNIT_BYTES) -> list[WorkUnit]:
+    """Group slices, in order, into units of at most `unit_bytes` bytes. A unit of a single slice may be larger."""
+    groups: list[list[Slice]] = [[]]
+    filled = 0
+    for piece in slices:
+        if groups[-1] and filled + piece.num_bytes > unit_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(piece)
+        filled += piece.num_bytes
+    return [WorkUnit(index, tuple(group)) for index, group in enumerate(groups)]
+
+
+class _RunFinder:
+    """Finds the source rows that a parameter is joined from. Results are cached for all layers and experts with the
+    same shapes."""
+
+    def __init__(self, layout: TensorLayout, info: dict[str, TensorInfo]) -> None:
+        self.layout, self.info = layout, info
+        self._known: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
+
+    def find_source_rows(self, name: str) -> tuple[RowRange, ...]:
+        """Return the source rows that the Megatron parameter `name` is joined from, in order."""
+        sources = self.layout.hf_names_of(name)
+        shapes = tuple(self.info[source].shape for source in sources)
+        kind = (re.sub(r"\d+", "#", name), shapes)
+        if kind not in self._known:
+            self._known[kind] = self._find_consecutive_rows(name, dict(zip(sources, shapes, strict=True)))
+        return tuple(RowRange(sources[source], start, stop) for source, start, stop in self._known[kind])
+
+    def _find_consecutive_rows(self, name: str, shapes: dict[str, tuple[int, ...]]) -> list[tuple[int, int, int]]:
+        """Return the runs of consecutive source rows as (index of the source tensor, first row, end row)."""
+        sources = list(shapes)
+
+        def row_numbers(source: str) -> Tensor:
+            """Return the row numbers of a source tensor. Two columns stand for all columns, to check that whole rows
+            are moved."""
+            rows = torch.arange(shapes[source][0], dtype=torch.int64) + sources.index(source) * _STRIDE
+            return rows if len(shapes[source]) == 1 else torch.stack([2 * rows, 2 * rows + 1], dim=1)
+
+        rows = self.layout.to_megatron(name, row_numbers)
+        if rows.ndim > 1:
+            joined, rows = rows, rows[:, 0] // 2
+            moves_rows = torch.equal(joined, torch.stack([2 * rows, 2 * rows + 1], dim=1))
+            assert moves_rows, f"{sources}: `TensorLayout` must only move whole rows"
+        starts = [0, *(torch.nonzero(rows[1:] != rows[:-1] + 1).flatten() + 1).tolist(), len(rows)]
+        first = [int(rows[at]) for at in starts[:-1]]
+        return [
+            (row // _STRIDE, row % _STRIDE, row % _STRIDE + end - start)
+            for row, start, end in zip(first, starts, starts[1:], strict=False)
+        ]
+
+
+def _slice_source_ranges(source_ranges: tuple[RowRange, ...], start_row: int, stop_row: int) -> tuple[RowRange, ...]:
+    """Return the source rows of the rows [start_row, stop_row) of a parameter whose source rows are `source_ranges`."""
+    out, at = [], 0
+    for rows in source_ranges:
+        low, high = max(start_row - at, 0), min(stop_row - at, rows.stop - rows.start)
+        if low < high:
+            out.append(RowRange(rows.name, rows.start + low, rows.start + high))
+        at += rows.stop - rows.start
+    return tuple(out)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_unit(
+    target: Target, unit: WorkUnit, content: Callable[[Slice], Iterable[memoryview]], on_bytes: Callable[[int], object]
+) -> WorkRecord:
+    """Write one file of a checkpoint into a target. Return the work record: the file, and the (first byte, length) in
+    the file of each slice."""
+    spans: list[tuple[int, int]] = []
+
+    def write(directory: Path) -> dict[str, str]:
+        disable_crc()
+        with open(directory / unit.file, "wb") as file:
+            out = ArchiveFile(file, on_bytes)
+            for piece in unit.slices:
+                start = out.length
+                out.save(piece.sizes, piece.dtype, content(piece))
+                spans.append((start, out.length - start))
+        return {unit.file: out.digest.hexdigest()}
+
+    return WorkRecord(files=tuple(write_files(target, write)), spans=tuple(spans))
+
+
+def write_metadata(
+    directory: Path,
+    checkpoint: CheckpointLayout,
+    units: Sequence[tuple[WorkUnit, Sequence[tuple[int, int]]]],
+    objects: Sequence[str] = (),
+) -> None:
+    """Write the index (`.metadata`) of a checkpoint's slices. Deterministic: equal units give equal bytes.
+
+    Args:
+        units: work units, each with the (first byte, length) of its slices.
+        objects: keys of the empty `_extra_state` objects that Megatron's loader expects; all share one stored object.
+    """
+    shapes = {piece.key: piece.stored_shape for piece in checkpoint.all_slices()}
+    tensors: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for unit, spans in units:
+        for piece, (start, length) in zip(unit.slices, spans, strict=True):
+            offset, sizes = torch.Size(piece.offset), torch.Size(piece.sizes)
+            entry = TensorStorageMetadata(TensorProperties(dtype=piece.dtype), torch.Size(shapes[piece.key]), [])
+            tensors.setdefault(piece.key, entry).chunks.append(ChunkStorageMetadata(offset, sizes))
+            storage[MetadataIndex(piece.key, offset)] = _StorageInfo(unit.file, start, length)
+    if objects:
+        torch.save([None], directory / EMPTY_OBJECT)
+        info = _StorageInfo(EMPTY_OBJECT, 0, (directory / EMPTY_OBJECT).stat().st_size)
+        tensors |= {key: BytesStorageMetadata() for key in objects}
+        storage |= {MetadataIndex(key): info for key in objects}
+    # an empty `storage_meta`: torch's has a random number and the directory's path, which may change later
+    metadata = Metadata(tensors, storage_data=storage, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
+    with open(directory / METADATA, "wb") as file:
+        pickle.dump(metadata, file)
