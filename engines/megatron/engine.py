@@ -43,7 +43,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from penstock.engines.megatron import weights
 from penstock.engines.megatron.checkpoints.torch_dist import RankState
-from penstock.engines.megatron.lora_layers import adapters_disabled, add_adapters, put_adapters
+from penstock.engines.megatron.lora_layers import adapters_disabled, add_adapters
 from penstock.engines.megatron.optimizer import (
     ParamGather,
     build_optimizer,
@@ -213,9 +213,6 @@ class MegatronEngine(TrainEngine):
 
     # ---- weights and checkpoints -------------------------------------------------------------------------------------
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return weights.named_weights(self._synced_chunks("weights"))
-
     def gather_weights(self) -> weights.GatheredWeights:
         return weights.gather_weights(self._synced_chunks("weights"))
 
@@ -228,7 +225,7 @@ class MegatronEngine(TrainEngine):
             return weights.hash_weights(chunks)
         # The frozen base of adapters is hashed once after it is loaded.
         self._base_hashes = self._base_hashes or weights.hash_weights(chunks)
-        return self._base_hashes | weights.hash_adapters(chunks)
+        return self._base_hashes | weights.hash_weights(chunks, of_adapters=True)
 
     def optimizer_state_digest(self) -> dict[str, str]:
         self._synced_chunks("weights", "optimizer")
@@ -249,18 +246,15 @@ class MegatronEngine(TrainEngine):
             if snapshot is not None:
                 weights.swap_weights(chunks, snapshot)
 
-    def save(self, directory: str | Path, step_state: dict[str, Any]) -> dict[str, str]:
-        self._synced_chunks("weights", "optimizer")
+    def save(self, directory: str | Path, step_state: dict[str, Any] | None) -> dict[str, str]:
+        self._synced_chunks("weights", *(() if step_state is None else ("optimizer",)))
         return self._state.save(directory, step_state)
 
     def load_adapters(self, matrices_of: Callable[[str], tuple[Tensor, Tensor]]) -> None:
         self._synced_chunks("weights", "optimizer")
-        put_adapters(self.chunks, matrices_of)
+        for adapter in (adapter for chunk in self.chunks for adapter in chunk.adapters):
+            adapter.put(matrices_of)
         self.optimizer.reload_model_params()
-
-    def save_weights(self, directory: str | Path) -> dict[str, str]:
-        self._synced_chunks("weights")
-        return self._state.save_weights(directory)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         self._synced_chunks("weights", "optimizer")

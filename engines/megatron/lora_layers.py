@@ -43,7 +43,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 
 from penstock.engines.families import tensor_layout
-from penstock.engines.lora import LoraOptions, adapter_targets, merge, part_of_row, stored_matrix
+from penstock.engines.lora import LoraOptions, adapter_targets, part_of_row, stored_matrix
 from penstock.engines.megatron.model.gpt import PolicyModel, is_routed_expert_parameter
 from penstock.engines.megatron.model.grouped_experts import StackedWeight
 from penstock.engines.megatron.weights import (
@@ -196,10 +196,6 @@ class Adapter(nn.Module):
                     set_tensor_model_parallel_attributes(matrix, is_parallel=True, dim=axis - 1, stride=1)
                 yield layer, kind, matrix
 
-    def merge(self, weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """Return W + scale * B A of full matrices (see `engines.lora.merge`)."""
-        return merge(weight, first, second, self.part_of_row, self.scale)
-
     def _per_expert(self, param: Tensor) -> Sequence[Tensor]:
         return param.detach().unbind() if param.dim() == 3 else [param]
 
@@ -301,12 +297,6 @@ def _build_adapter(chunk: PolicyModel, name: str, linear: Any, parts: Tensor | N
     else:
         linear.register_forward_hook(partial(_add_adapter, adapter))
     return adapter
-
-
-def put_adapters(chunks: list[PolicyModel], matrices_of: Callable[[str], tuple[Tensor, Tensor]]) -> None:
-    """Copy full matrices to this rank's shards: `matrices_of` returns A and B of a layer by its global name."""
-    for adapter in (adapter for chunk in chunks for adapter in chunk.adapters):
-        adapter.put(matrices_of)
 
 
 def reset_adapters(chunks: list[PolicyModel], seed: int) -> None:
