@@ -24,15 +24,14 @@ from torch import Tensor
 
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.lora import LoraOptions
-from penstock.engines.megatron.model.attention_kernel import (
+from penstock.engines.megatron.model.gpt import PolicyModel, ValueModel, build_model
+from penstock.engines.megatron.model.transformer_config import (
     FA4,
     choose_attention_kernel,
     prepare_fa4,
     torch_attention_kernel,
 )
-from penstock.engines.megatron.model.expert_routing import RoutingRecord, StreamRouting
-from penstock.engines.megatron.model.gpt import PolicyModel, ValueModel, build_model
-from penstock.engines.megatron.packing import PackedStream, pack_stream
+from penstock.engines.megatron.packing import PackedStream, StreamRouting, pack_stream
 from penstock.engines.megatron.parallel import DEFAULT_SEED, ParallelLayout, device, device_name, peak_flops
 from penstock.engines.megatron.patches import MEGATRON_VERSION, has_transformer_engine
 
@@ -177,12 +176,12 @@ class MegatronEngine(TrainEngine):
         stream: PackedStream = replace(packed.stream or self.pack_stream(packed))  # a pass adds RoPE and routing
         if routing is not None:
             packed.routing = {} if packed.routing is None else packed.routing
-            record = RoutingRecord(len(packed.token_ids), packed.routing)
             ranks = self.layout.tensor if self.config.sequence_parallel else 1
             all_tokens = ranks == self.layout.context == 1  # of the micro-batch, in order, for each router
             rank = parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0
             rows = None if all_tokens else stream.router_rows(rank, ranks)
-            stream.routing = StreamRouting(record, rows, recording=routing == "record")
+            num_tokens, recording = len(packed.token_ids), routing == "record"
+            stream.routing = StreamRouting(packed.routing, num_tokens, rows, recording)
         hidden = chunk(stream)
         if chunk.module.post_process:
             self._param_gather.wait_for_module(chunk.module.output_layer)  # `head` reads its weight directly

@@ -4,20 +4,31 @@ parallel sizes, split it over context-parallel ranks, and group its sequences by
 A stream is built once per micro-batch and used by every layer. Callers pack without padding; the padding that tensor
 and context parallelism need is added here, and the engine removes it from the results. `stages/train/batching.py`
 decides which samples are packed together.
+
+Routing replay: reuse recorded expert ids in the training forward pass. The ids were selected in the forward pass
+that computed the old log-probs (R2, the GSPO report, arXiv 2507.18071 section 5.3), or by the inference engine (R3,
+arXiv 2510.11370). Only the expert ids are replayed; the weights of the experts' outputs are computed from the current
+router's logits, so that the router gets gradients. The record belongs to one micro-batch and is passed to the routers
+in its `PackedStream`. A global variable would not work: pipeline parallelism interleaves micro-batches, and
+recomputation calls a layer again much later.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engines.megatron.model.attention_kernel import AttentionKernel
-from penstock.engines.megatron.model.expert_routing import UNKNOWN, StreamRouting
 from penstock.engines.training import EnginePack
+
+if TYPE_CHECKING:
+    from penstock.engines.megatron.model.transformer_config import AttentionKernel
+
+UNKNOWN = -1  # stands for an expert id that was not recorded: the router selects the expert
 
 
 @dataclass
@@ -146,3 +157,39 @@ def round_up_to_bucket_length(length: int) -> int:
             return size + size // 2
         size *= 2
     return size
+
+
+@dataclass
+class StreamRouting:
+    """The recorded expert ids of the T tokens of one micro-batch, for the routers of this rank, which process only some
+    of them, and padding. Layers may be missing; tokens may be UNKNOWN."""
+
+    # layer number in the whole model, from 0 -> expert ids, [T, top_k] int16 on the CPU
+    choices: dict[int, Tensor]
+    num_tokens: int  # T
+    rows: Tensor | None  # [n] index in the micro-batch of each router row, on the CPU; -1: padding; None: all tokens
+    recording: bool  # whether `replay` also adds the expert ids that it returns to `choices`
+
+    def replay(self, layer: int, selected: Tensor) -> Tensor:
+        """Return the expert ids that a layer must use: the recorded ids, or those in `selected` for tokens without a
+        record. [n, top_k]
+
+        Args:
+            layer: layer number in the whole model, from 0.
+            selected: [n, top_k] expert ids that the current router selected.
+        """
+        experts, recorded = selected, self.choices.get(layer)
+        if recorded is not None:
+            if self.rows is not None:
+                recorded = torch.where(self.rows[:, None] >= 0, recorded[self.rows.clamp_min(0)], UNKNOWN)
+            recorded = recorded.to(selected.device, selected.dtype)
+            experts = torch.where(recorded >= 0, recorded, selected)  # all top_k ids of a token are recorded, or none
+        if self.recording:
+            used = experts.to("cpu", torch.int16)
+            if self.rows is None:
+                self.choices[layer] = used
+            else:
+                unknown = torch.full((self.num_tokens, used.shape[1]), UNKNOWN, dtype=torch.int16)
+                real = self.rows >= 0
+                self.choices.setdefault(layer, unknown)[self.rows[real]] = used[real]
+        return experts

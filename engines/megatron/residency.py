@@ -19,8 +19,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
-from penstock.engines.megatron.optimizer import inner_optimizers
-from penstock.engines.megatron.optimizer_offload import on_stream, optimizer_tensors_on_device
+from penstock.engines.megatron.optimizer import inner_optimizers, on_stream, optimizer_tensors_on_device
 from penstock.engines.training import STATE_KINDS, MemorySwitch, StateKind
 
 BUFFER_BYTES = 2**28  # of a host buffer: torch rounds pinned allocations up to a power of two

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.frozen_parameters import check_frozen_layers, frozen_parameters
+from penstock.engines.megatron.train_backend import check_frozen_layers, frozen_parameters
 from penstock.engines.training import STATE_KINDS
 from penstock.storage.errors import OptionError
 from tests.engines import megatron_reference

@@ -14,17 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engines.megatron.compat import import_megatron
-from penstock.engines.megatron.model import attention_kernel
-from penstock.engines.megatron.model.attention_kernel import FA4, AttentionKernel, choose_attention_kernel
 from penstock.storage.errors import OptionError
 from tests.engines.megatron_reference import LENGTHS, make_pack
 
 import_megatron()
 
 from penstock.engines.families.shape import Rotary  # noqa: E402
-from penstock.engines.megatron.model import attention  # noqa: E402
+from penstock.engines.megatron.model import attention, transformer_config  # noqa: E402
 from penstock.engines.megatron.model.attention import bucketed_attention, causal_attention, packed_attention  # noqa: E402
 from penstock.engines.megatron.model.norm_and_rope import apply_rope_unfused, rope_cos_sin  # noqa: E402
+from penstock.engines.megatron.model.transformer_config import FA4, AttentionKernel, choose_attention_kernel  # noqa: E402
 from penstock.engines.megatron.packing import make_buckets, pack_stream  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -180,7 +179,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    monkeypatch.setattr(attention_kernel, "distributions", lambda name: iter([name]))
+    monkeypatch.setattr(transformer_config, "distributions", lambda name: iter([name]))
 
 
 @pytest.mark.parametrize("backend", [None, "auto", "flash", "fused", "unfused", "local"])
@@ -205,7 +204,7 @@ def test_fa4_is_refused_for_other_heads_and_torch_is_chosen_without_it(
 ) -> None:
     with pytest.raises(OptionError, match=r"or \(192, 128\) \(keys, values\); found heads of \(80, 80\): use auto"):
         choose_attention_kernel("fa4", "bf16", shape_with_heads(80, 80))
-    monkeypatch.setattr(attention_kernel, "distributions", lambda name: iter([]))
+    monkeypatch.setattr(transformer_config, "distributions", lambda name: iter([]))
     assert choose_attention_kernel("auto", "bf16", HEADS) == "torch"
     with pytest.raises(OptionError, match="found no such package: use auto"):
         choose_attention_kernel("fa4", "bf16", HEADS)

@@ -47,10 +47,10 @@ from penstock.engines.megatron.model.gpt import VALUE_HEAD, PolicyModel, ValueMo
 from penstock.engines.megatron.optimizer import (
     inner_optimizers,
     load_moments_and_steps,
+    main_param,
     set_scheduler_to_step,
     zero_adam_state,
 )
-from penstock.engines.megatron.optimizer_offload import main_param
 from penstock.engines.megatron.parallel import ParallelLayout, device
 from penstock.storage.errors import ModelError, PenstockError
 from penstock.storage.failpoints import failpoint
