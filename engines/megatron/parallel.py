@@ -20,6 +20,10 @@ from penstock.engines.network import serve_store
 from penstock.engines.parallel_layout import ParallelLayout
 from penstock.storage.errors import LayoutError
 
+import_megatron()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+
 DEFAULT_SEED = 1234
 
 
@@ -47,9 +51,6 @@ def init_parallel(
         backend: "nccl" or "gloo"; by default nccl on machines with CUDA, otherwise gloo.
         timeout: timeout of collectives.
     """
-    import_megatron()
-    from megatron.core import parallel_state, tensor_parallel
-
     layout = layout or ParallelLayout()
     layout.data_parallel_size(world_size)
     torch.set_num_threads(threads)
@@ -83,8 +84,6 @@ def init_parallel(
 
 def shutdown_parallel() -> None:
     """Destroy the process groups; `init_parallel` may be called again afterwards."""
-    from megatron.core import parallel_state
-
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+if torch.cuda.is_available():
+    from penstock.engines.megatron import triton_kernels
+
 MEGATRON_VERSION = "0.16.1"
 
 
@@ -58,8 +61,6 @@ def has_transformer_engine() -> bool:
 def _replace_kernels(module: str, names: dict[str, Any]) -> None:
     """Replace functions of a module by faster ones."""
     if module == "fusions.fused_bias_swiglu":
-        from penstock.engines.megatron import triton_kernels
-
         for name in ("swiglu", "weighted_swiglu", "swiglu_back", "weighted_swiglu_back"):
             names[name] = getattr(triton_kernels, name)
     elif module == "tensor_parallel.layers":

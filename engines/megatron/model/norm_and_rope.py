@@ -23,6 +23,9 @@ from torch import Tensor, nn
 
 from penstock.engines.families.shape import Llama3Scaling, ModelShape, Rotary, YarnScaling
 
+if torch.cuda.is_available():
+    from penstock.engines.megatron.triton_kernels import normalize_and_rotate
+
 
 def rope_dim(shape: ModelShape) -> int:
     """Return the number of dimensions of a query or key head to which RoPE is applied. In MLA these are among
@@ -115,8 +118,6 @@ def apply_rope(x: Tensor, cos_sin: tuple[Tensor, Tensor], interleaved: bool) -> 
     dim = cos_sin[0].shape[-1]
     if not x.is_cuda:
         return apply_rope_unfused(x, *cos_sin, interleaved)
-    from penstock.engines.megatron.triton_kernels import normalize_and_rotate
-
     rotated = normalize_and_rotate(x[..., :dim], cos_sin=cos_sin, interleaved=interleaved)
     return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), dim=-1)
 
@@ -148,8 +149,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
-            from penstock.engines.megatron.triton_kernels import normalize_and_rotate
-
             return normalize_and_rotate(x.reshape(-1, 1, x.shape[-1]), self.weight, self.eps).view(x.shape)
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
@@ -164,7 +163,5 @@ class HeadNorm(RMSNorm):
     def normalize_and_rotate(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
         """Return RoPE(x / rms(x) * weight). [t, heads, head_dim]; arguments as of `apply_rope`"""
         if x.is_cuda and cos_sin[0].shape[-1] == x.shape[-1]:
-            from penstock.engines.megatron.triton_kernels import normalize_and_rotate
-
             return normalize_and_rotate(x, self.weight, self.eps, cos_sin, interleaved)
         return apply_rope(super().forward(x), cos_sin, interleaved)
