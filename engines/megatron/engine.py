@@ -123,10 +123,8 @@ class MegatronEngine(TrainEngine):
         tensor, context = self.layout.tensor > 1, self.layout.context > 1
         self.tensor_group = parallel_state.get_tensor_model_parallel_group() if tensor else None
         self.context_group = parallel_state.get_context_parallel_group() if context else None
-        self.data_parallel_rank_and_size = (
-            parallel_state.get_data_parallel_rank(),
-            parallel_state.get_data_parallel_world_size(),
-        )
+        rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        self.data_parallel_rank_and_size = rank, size
         self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self.peak_flops = peak_flops(dtype)
 
@@ -298,8 +296,7 @@ class MegatronEngine(TrainEngine):
             # only if they differ from the first release's, so that its runs still replay bit for bit
             **({"attention": kernel} if kernel != torch_attention_kernel(self.dtype) else {}),
             **({"experts": "grouped"} if self.shape.experts and self.config.moe_grouped_gemm else {}),
-            **({"norms": f"triton {version('triton')}"} if self.device.type == "cuda" else {}),
-            **({"swiglu": "triton"} if self.device.type == "cuda" else {}),
+            **({"norms": f"triton {version('triton')}", "swiglu": "triton"} if self.device.type == "cuda" else {}),
             **({"clipping": "foreach"} if self.device.type == "cuda" and not has_transformer_engine() else {}),
             **({"gradients": "accumulated in place"} if self.config.gradient_accumulation_fusion else {}),
             **({"head": "fp32"} if self.chunks[0].fp32_head else {}),

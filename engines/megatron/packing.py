@@ -59,13 +59,8 @@ class PackedStream:
         return slice(self.first_token, self.first_token + self.num_tokens)
 
     def router_rows(self, rank: int, ranks: int) -> Tensor:
-        """Return the index in the micro-batch of each token that the routers of one rank process, -1 for padding.
-        [t / ranks], on the CPU
-
-        Args:
-            rank: index in the sequence-parallel group, over which the stream is split equally.
-            ranks: size of that group.
-        """
+        """Return the index in the micro-batch of each token that the routers of one rank of a sequence-parallel group
+        process, -1 for padding. [t / ranks], on the CPU"""
         rows = torch.arange(self.first_token, self.first_token + len(self.token_ids))
         rows[self.num_tokens :] = UNKNOWN
         return rows.chunk(ranks)[rank]
@@ -92,17 +87,9 @@ def pack_stream(
     context_rank: int = 0,
     kernel: AttentionKernel = "padded",
 ) -> PackedStream:
-    """Return the tokens of a packed micro-batch that this rank processes, padded and split.
-
-    Args:
-        packed: the whole micro-batch, the same on every tensor- and context-parallel rank.
-        device: device of the stream's tensors.
-        tensor: sequence-parallel size (1 without sequence parallelism).
-        context: context-parallel size. The micro-batch is padded to a multiple of `tensor` * `context` tokens, with one
-            additional sequence.
-        context_rank: this rank's index in its context-parallel group.
-        kernel: attention kernel that the model uses; `buckets` are computed only for "padded".
-    """
+    """Return the tokens of a packed micro-batch that this rank processes: padded to a multiple of `tensor` (the
+    sequence-parallel size) * `context` tokens, with one additional sequence, and split over the `context` ranks. The
+    micro-batch is the same on every tensor- and context-parallel rank."""
     total = len(packed.token_ids)
     padding = -total % (tensor * context)
     size = (total + padding) // context  # of each rank
@@ -126,14 +113,8 @@ def pack_stream(
 
 def make_buckets(starts: list[int], device: torch.device) -> list[Bucket]:
     """Group the sequences of a micro-batch by length (`round_up_to_bucket_length`), so that padding each group is
-    cheap.
-
-    For example, 256 sequences of about 10 tokens become one bucket: one attention call per layer instead of 256.
-
-    Args:
-        starts: [S + 1] index of each sequence's first token, and the number of tokens.
-        device: device of the buckets' tensors.
-    """
+    cheap: 256 sequences of about 10 tokens become one bucket, one attention call per layer instead of 256. `starts` are
+    the indices of each sequence's first token, and the number of tokens."""
     groups: dict[int, list[tuple[int, int]]] = {}
     for start, end in pairwise(starts):
         if end > start:
@@ -171,13 +152,8 @@ class StreamRouting:
     recording: bool  # whether `replay` also adds the expert ids that it returns to `choices`
 
     def replay(self, layer: int, selected: Tensor) -> Tensor:
-        """Return the expert ids that a layer must use: the recorded ids, or those in `selected` for tokens without a
-        record. [n, top_k]
-
-        Args:
-            layer: layer number in the whole model, from 0.
-            selected: [n, top_k] expert ids that the current router selected.
-        """
+        """Return the expert ids that a layer (numbered in the whole model, from 0) must use: the recorded ids, or those
+        that the current router selected for tokens without a record. [n, top_k]"""
         experts, recorded = selected, self.choices.get(layer)
         if recorded is not None:
             if self.rows is not None:

@@ -101,7 +101,7 @@ def device_name() -> str:
 
 
 def device() -> torch.device:
-    """Return the torch device of this rank: the current CUDA device, or the CPU on a machine without CUDA."""
+    """Return the torch device of this rank."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

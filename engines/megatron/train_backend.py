@@ -116,13 +116,8 @@ class MegatronBackend(TrainBackend):
 
 
 def frozen_parameters(shape: ModelShape, freeze: Sequence[str] | None, only_train: Sequence[str] | None) -> set[str]:
-    """Return the names (of Megatron's local layers) of the parameters that are not trained.
-
-    Args:
-        shape: shape of the model.
-        freeze: patterns of parameters to freeze; None if not given.
-        only_train: patterns of parameters to train, all others are frozen; None if not given.
-    """
+    """Return the names (of Megatron's local layers) of the parameters that are not trained: those that match a pattern
+    in `freeze`, or those that match none in `only_train`."""
     flag, patterns = (FREEZE, freeze) if freeze else (ONLY_TRAIN, only_train)
     if not patterns:
         return set()
@@ -142,13 +137,13 @@ def frozen_parameters(shape: ModelShape, freeze: Sequence[str] | None, only_trai
                 "tied LM head is part of embedding.word_embeddings.weight)"
             )
         matched |= found
-    frozen = matched if freeze else set(names) - matched
+    frozen, given = matched if freeze else set(names) - matched, f"{flag} {' '.join(patterns)}"
     if len(frozen) == len(names):
-        raise OptionError(f"{flag} {' '.join(patterns)} freezes every parameter: leave some to train")
+        raise OptionError(f"{given} freezes every parameter: leave some to train")
     of_layer = {name: EXPERT.sub(r".local_experts.*.\2.weight", name) for name in names}
     if split := sorted({of_layer[name] for name in frozen} & {of_layer[name] for name in set(names) - frozen}):
         raise OptionError(
-            f"{flag} {' '.join(patterns)} freezes some of {split[0]}: the experts of a layer are frozen together; give "
+            f"{given} freezes some of {split[0]}: the experts of a layer are frozen together; give "
             "a pattern without the number of an expert"
         )
     return frozen
@@ -177,11 +172,10 @@ def _names_of(shape: ModelShape, name: str) -> list[str]:
         names.append(EXPERT.sub(rf".{expert[2]}.weight{expert[1]}", name))
     match = re.match(r"(decoder\.layers\.(\d+)\.)(.+)", name)
     if match and (fused := FUSED_NORMS.get(match[3])):
-        is_latent = shape.latent is not None
-        has_experts = shape.experts is not None and int(match[2]) >= shape.experts.num_dense_layers
-        is_fused = {
-            "input_layernorm.weight": not is_latent,
-            "pre_mlp_layernorm.weight": not has_experts,
-        }.get(match[3], is_latent)
+        is_fused = shape.latent is not None
+        if match[3] == "input_layernorm.weight":
+            is_fused = shape.latent is None
+        elif match[3] == "pre_mlp_layernorm.weight":
+            is_fused = shape.experts is None or int(match[2]) < shape.experts.num_dense_layers
         names += [match[1] + fused] if is_fused else []
     return names
