@@ -92,15 +92,9 @@ def build_optimizer(
     options: dict[str, Any],
     overrides: dict[str, Any],
 ) -> MegatronOptimizer:
-    """Return Megatron's distributed optimizer with AdamW, with zero moments and step counts.
-
-    Args:
-        wrapped: wrapped pipeline chunks of the model.
-        config: Megatron's configuration of the model.
-        options: values of the options in `ADAM` and `SCHEDULE`.
-        overrides: Megatron options. With `optimizer_cpu_offload` the moments and main parameters are offloaded: all of
-            them, or the fraction `optimizer_offload_fraction`.
-    """
+    """Return Megatron's distributed optimizer with AdamW, with zero moments and step counts. `options` has the values
+    of the options in `ADAM` and `SCHEDULE`. With the Megatron option `optimizer_cpu_offload` the moments and main
+    parameters are offloaded: all of them, or the fraction `optimizer_offload_fraction`."""
     overrides = dict(overrides)  # without the options for offloading, which would enable Megatron's own
     fraction = overrides.pop("optimizer_offload_fraction", 1.0)
     fraction = fraction if overrides.pop("optimizer_cpu_offload", False) else 0.0

@@ -36,17 +36,15 @@ def init_parallel(
     backend: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
 ) -> None:
-    """Initialize torch.distributed and create Megatron's process groups. Call it once per process.
-
-    Random number generators are seeded with DEFAULT_SEED; `MegatronEngine` seeds them again.
+    """Initialize torch.distributed and create Megatron's process groups. Call it once per process. Random number
+    generators are seeded with DEFAULT_SEED; `MegatronEngine` seeds them again.
 
     Args:
-        rank: rank of this process.
-        world_size: number of processes.
+        rank, world_size: number of this process, and of processes.
         rendezvous: torch.distributed URL (`tcp://127.0.0.1:1234`, `file:///...`). For a `tcp://` URL rank 0 may instead
             pass the socket that listens at this address (from `listen_at`), because a socket created by torch would
             listen on all interfaces.
-        layout: parallel sizes; None means that all are 1.
+        layout: parallel sizes; None: all are 1.
         threads: CPU threads of this process; on a CPU the results of fp32 sums depend on this number.
         backend: "nccl" or "gloo"; by default nccl on machines with CUDA, otherwise gloo.
         timeout: timeout of collectives.

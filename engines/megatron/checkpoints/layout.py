@@ -126,13 +126,9 @@ class CheckpointLayout:
 
     def extra_state_keys(self, names: MegatronNames) -> list[str]:
         """Return the keys of the empty `_extra_state` objects that Megatron's loader expects, one for each module that
-        may have extra state.
-
-        Args:
-            names: whether this layout has the keys of Megatron's local modules ("local"), which need one object per
-                projection, or of TransformerEngine's ("te"), which depending on the version also need one per norm and
-                attention module: all of them are returned, because the loader ignores superfluous objects.
-        """
+        may have extra state: with the keys of Megatron's local modules one per projection; with TransformerEngine's,
+        depending on the version, also one per norm and attention module. All of them are returned, because the loader
+        ignores superfluous objects."""
         keys = set()
         for piece in self.all_slices():
             modules = []
@@ -197,10 +193,8 @@ def to_transformer_engine_key(shape: ModelShape, key: str) -> str:
 
 def write_common_files(directory: Path, shape: ModelShape, iteration: int = 0) -> None:
     """Write `metadata.json` and `common.pt`, without which Megatron does not accept a directory as a checkpoint.
-
-    `common.pt` contains what training scripts and converters read: the model as Megatron command-line arguments, and
-    whether layers are stacked, and the number of training iterations.
-    """
+    `common.pt` contains what training scripts and converters read: the model as Megatron command-line arguments,
+    whether layers are stacked, and the number of training iterations."""
     common = {
         "args": argparse.Namespace(**training_args(shape)),
         "iteration": iteration,

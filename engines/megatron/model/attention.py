@@ -171,10 +171,8 @@ def bucketed_attention(query: Tensor, key: Tensor, value: Tensor, buckets: list[
 
 
 class _CopyRows(torch.autograd.Function):
-    """Computes out[places] = x[rows], with zeros in all other rows of `out` [num_places, ...].
-
-    `rows` and `places` each have unique indices, so the gradient is the reverse copy.
-    """
+    """Computes out[places] = x[rows], with zeros in all other rows of `out` [num_places, ...]. `rows` and `places` each
+    have unique indices, so the gradient is the reverse copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor, num_places: int) -> Tensor:
@@ -234,10 +232,8 @@ def side_stream(device: torch.device) -> SideStream:
 
 
 class SideStream:
-    """Runs functions on a stream of their own. On a CPU (`stream` None) they run at once.
-
-    autograd runs the backward pass of each function on the same stream, and waits where gradients cross streams.
-    """
+    """Runs functions on a stream of their own; on a CPU (`stream` None) at once. autograd runs the backward pass of
+    each function on the same stream, and waits where gradients cross streams."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.stream = stream
@@ -302,15 +298,9 @@ class MLASelfAttention(MegatronModule):
     def _column_parallel(self, size: int, out: int) -> ColumnParallelLinear:
         """Return a linear layer whose output rows are sharded over tensor-parallel ranks: each rank has the rows of its
         attention heads."""
-        config = self.config
+        config, init = self.config, self.config.init_method
         return ColumnParallelLinear(
-            size,
-            out,
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            gather_output=False,
-            tp_group=self.tensor_group,
+            size, out, config=config, init_method=init, bias=False, gather_output=False, tp_group=self.tensor_group
         )
 
     def forward(
@@ -347,11 +337,8 @@ class MLASelfAttention(MegatronModule):
     def _up_project(
         self, cos_sin: tuple[Tensor, Tensor], down_q: Tensor, down_kv: Tensor, rope_key: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project the low-rank vectors up to queries, keys and values of this rank's heads, and apply RoPE.
-
-        Returns:
-            queries and keys, [t, heads, nope + rope], and values, [t, heads, value_dim].
-        """
+        """Project the low-rank vectors up to queries and keys, [t, heads, nope + rope], and values, [t, heads,
+        value_dim], of this rank's heads, and apply RoPE."""
         latent = self.latent
         up_q, _ = (self.linear_q_proj if latent.q_lora_rank is None else self.linear_q_up_proj)(down_q)
         up_kv, _ = self.linear_kv_up_proj(down_kv)
@@ -366,11 +353,9 @@ class MLASelfAttention(MegatronModule):
 
 
 class ReplicatedLinear(nn.Module):
-    """A linear layer without bias whose weight is replicated on all tensor-parallel ranks.
-
-    Under sequence parallelism each rank processes only its own tokens; `weight.sequence_parallel = True` makes Megatron
-    all-reduce the weight's gradient over the tensor-parallel ranks.
-    """
+    """A linear layer without bias whose weight is replicated on all tensor-parallel ranks. Under sequence parallelism
+    each rank processes only its own tokens; `weight.sequence_parallel = True` makes Megatron all-reduce the weight's
+    gradient over the tensor-parallel ranks."""
 
     def __init__(self, config: Any, size: int, out: int) -> None:
         super().__init__()

@@ -198,10 +198,8 @@ VALUE_HEAD = "value_head.weight"  # the value head's name in a checkpoint, so th
 
 
 class ValueModel(PolicyModel):
-    """One pipeline chunk of a critic. `forward` is that of `PolicyModel`; `head` returns values instead of logits.
-
-    The embeddings are not shared with the head, even if the policy's embeddings are tied.
-    """
+    """One pipeline chunk of a critic. `forward` is that of `PolicyModel`; `head` returns values instead of logits. The
+    embeddings are not shared with the head, even if the policy's embeddings are tied."""
 
     has_lm_head = False
 
@@ -217,10 +215,8 @@ class ValueModel(PolicyModel):
         super().setup_embeddings_and_output_layer()
 
     def initial_head(self) -> Tensor:
-        """Return the initial weight of the value head, drawn from N(0, init_method_std^2). [1, H]
-
-        It depends only on the seed, not on the parallel layout or the state of other random generators.
-        """
+        """Return the initial weight of the value head, drawn from N(0, init_method_std^2). It depends only on the seed,
+        not on the parallel layout or the state of other random generators. [1, H]"""
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randn(1, self.config.hidden_size, generator=generator, device="cpu") * self.config.init_method_std
 

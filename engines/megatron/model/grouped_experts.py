@@ -53,12 +53,8 @@ class StackedWeight(nn.Module):
         self.adapter: Callable[[Tensor, Tensor], Tensor | None] | None = None  # see `lora_layers.py`
 
     def multiply(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Return x W^T of each row's expert, plus the output of its adapter. [n, in] -> [n, out]
-
-        Args:
-            x: [n, in], sorted by expert.
-            ends: [E] index after the last row of each expert.
-        """
+        """Return x W^T of each row's expert, plus the output of its adapter. The rows are sorted by expert; `ends` [E]
+        are the indices after the last row of each. [n, in] -> [n, out]"""
         out = F.grouped_mm(x, self(), offs=ends)
         added = self.adapter(x, ends) if self.adapter is not None else None
         return out if added is None else out + added
@@ -91,13 +87,8 @@ class GroupedExperts(MegatronModule):
                     config.output_layer_init_method(fc2)
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, router_weights: Tensor) -> tuple[Tensor, None]:
-        """Return the outputs of the experts, multiplied by the router's weights. [n, H]
-
-        Args:
-            tokens: [n, H], sorted by expert.
-            tokens_per_expert: [E] number of tokens of each expert.
-            router_weights: [n], fp32.
-        """
+        """Return the outputs of the experts, multiplied by the router's weights, fp32. The tokens are sorted by expert.
+        [n, H], [E], [n] -> [n, H]"""
         ends = tokens_per_expert.to(tokens.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         gate_up = self.linear_fc1.multiply(tokens, ends)
         recomputation = CheckpointWithoutOutput() if self.recomputes_activation else None
@@ -119,13 +110,8 @@ class GroupedExperts(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the weights as `SequentialMLP` saves them: one tensor [..., all experts, out, in] per projection, with
-        one chunk per expert, and gate and up projection as two chunks.
-
-        Args:
-            prefix: name of this module.
-            sharded_offsets: Megatron's (axis, index, number) of the axes before that of the experts.
-            metadata: unused.
-        """
+        one chunk per expert, and gate and up projection as two chunks. `sharded_offsets` are Megatron's (axis, index,
+        number) of the axes before that of the experts."""
         axis = len(sharded_offsets)  # of the experts
         first_expert = self.expert_group.rank() * self.num_local_experts
         num_experts = self.expert_group.size() * self.num_local_experts
@@ -169,14 +155,8 @@ class TokenDispatcher(MoETokenDispatcher):
         self.num_local_experts = config.num_moe_experts // self.ep_size
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return one copy of each token per selected expert, [n * top_k, H], and its weight, [n * top_k], in the order
-        of the experts.
-
-        Args:
-            tokens: [..., H], n tokens.
-            routing_map: [n, experts] whether the router selected an expert.
-            probs: [n, experts] weights of the experts' outputs.
-        """
+        """Return one copy of each of the n tokens [..., H] per selected expert, [n * top_k, H], and its weight,
+        [n * top_k], in the order of the experts. Selection and weights of the experts' outputs are [n, experts]."""
         self.shape, top_k = tokens.shape, self.config.moe_router_topk
         num_tokens = routing_map.shape[0]
         pairs = torch.nonzero_static(routing_map.T.flatten(), size=num_tokens * top_k)[:, 0]  # expert * n + token

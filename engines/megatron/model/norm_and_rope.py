@@ -34,16 +34,8 @@ def rope_dim(shape: ModelShape) -> int:
 
 
 def rope_cos_sin(positions: Tensor, dim: int, rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """Return the RoPE cosines and sines for these token positions.
-
-    Args:
-        positions: [t] position of each token in its sequence.
-        dim: number of dimensions to which RoPE is applied.
-        rotary: RoPE settings of the model.
-
-    Returns:
-        cosines and sines, [t, 1, dim] each, fp32, multiplied by YaRN's attention factor.
-    """
+    """Return the RoPE cosines and sines for `dim` dimensions and the position of each token in its sequence, multiplied
+    by YaRN's attention factor. [t] -> [t, 1, dim] each, fp32"""
     angles = torch.outer(positions.float(), rope_frequencies(rotary, dim, positions.device))
     angles = torch.cat((angles, angles), dim=-1)[:, None]
     factor = yarn_attention_factor(rotary.scaling) if isinstance(rotary.scaling, YarnScaling) else 1.0

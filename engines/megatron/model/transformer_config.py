@@ -82,15 +82,8 @@ def transformer_config(
     dtype: str = "fp32",
     overrides: dict[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Return Megatron's `TransformerConfig` of a model.
-
-    Args:
-        shape: shape of the model.
-        layout: parallel sizes; None means that all are 1.
-        dtype: "fp32" or "bf16".
-        overrides: Megatron options, which replace Penstock's defaults; those that are not fields of this configuration
-            are ignored, and the checkpoint and the layout win.
-    """
+    """Return Megatron's `TransformerConfig` of a model. `overrides` are Megatron options, which replace Penstock's
+    defaults; those that are not fields of this configuration are ignored, and the checkpoint and the layout win."""
     layout, overrides = layout or ParallelLayout(), dict(overrides or {})
     check_pipeline(shape, layout.pipeline, layout.virtual_pipeline, overrides)
     check_model_parallel(shape, layout.tensor, layout.expert, layout.expert_tensor, layout.sequence_parallel)
@@ -145,11 +138,8 @@ def uses_grouped_experts(shape: ModelShape, expert_tensor: int, dtype: str, over
 def merge_overrides(
     config_class: type, defaults: dict[str, Any], overrides: dict[str, Any], fixed: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments for one of Megatron's configuration dataclasses.
-
-    `overrides` replace `defaults`, and `fixed` values always apply; names that are not fields of the dataclass are left
-    out.
-    """
+    """Return the arguments for one of Megatron's configuration dataclasses: `overrides` replace `defaults`, and `fixed`
+    values always apply; names that are not fields of the dataclass are left out."""
     known = {field.name for field in dataclasses.fields(config_class)}
     return {name: value for name, value in {**defaults, **overrides, **fixed}.items() if name in known}
 
