@@ -183,10 +183,6 @@ class TrainEngine(ABC):
     # ---- weights and checkpoints -------------------------------------------------------------------------------------
 
     @abstractmethod
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the global name and the full tensor of every weight."""
-
-    @abstractmethod
     def gather_weights(self) -> Weights:
         """Return shapes, dtypes and full tensors of all weights."""
 
@@ -209,19 +205,15 @@ class TrainEngine(ABC):
         weights."""
 
     @abstractmethod
-    def save(self, directory: str | Path, step_state: dict[str, Any]) -> dict[str, str]:
+    def save(self, directory: str | Path, step_state: dict[str, Any] | None) -> dict[str, str]:
         """Save model, optimizer, learning-rate scheduler and RNG states as a checkpoint. Return the hashes (xxh3-128)
         of the files that this rank writes, by name.
 
         Args:
             directory: one for all ranks, or one per rank.
-            step_state: JSON values of the caller, which `load` returns.
+            step_state: JSON values of the caller, which `load` returns. None: save only the weights, for
+                `load_weights`; inside `using_weights` those of the snapshot.
         """
-
-    @abstractmethod
-    def save_weights(self, directory: str | Path) -> dict[str, str]:
-        """Save only the weights, for `load_weights`. Inside `using_weights`, the snapshot's weights are saved. Return
-        the hashes as `save`."""
 
     @abstractmethod
     def load(self, directory: str | Path) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def measure(
     start = time.perf_counter()
     engine.digest()
     digest_seconds, start = time.perf_counter() - start, time.perf_counter()
-    num_bytes = sum(tensor.nbytes for _, tensor in engine.named_weights())
+    num_bytes = sum(tensor.nbytes for _, tensor in engine.gather_weights().tensors)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     merge_seconds, start = time.perf_counter() - start, time.perf_counter()

@@ -43,11 +43,9 @@ TYPE_NAMES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Fl
 
 
 class CpuLoader(importlib.machinery.SourceFileLoader):
-    """Rewrites and compiles a module of `megatron.core`, and caches the bytecode, which saves 2 s per process.
-
-    The cache file's name contains a hash of the module's source and of this file, so a change of either invalidates the
-    cache.
-    """
+    """Rewrites and compiles a module of `megatron.core`, and caches the bytecode, which saves 2 s per process. The
+    cache file's name contains a hash of the module's source and of this file, so a change of either invalidates the
+    cache."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)

@@ -24,15 +24,14 @@ from torch import Tensor
 
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.lora import LoraOptions
-from penstock.engines.megatron.model.attention_kernel import (
+from penstock.engines.megatron.model.gpt import PolicyModel, ValueModel, build_model
+from penstock.engines.megatron.model.transformer_config import (
     FA4,
     choose_attention_kernel,
     prepare_fa4,
     torch_attention_kernel,
 )
-from penstock.engines.megatron.model.expert_routing import RoutingRecord, StreamRouting
-from penstock.engines.megatron.model.gpt import PolicyModel, ValueModel, build_model
-from penstock.engines.megatron.packing import PackedStream, pack_stream
+from penstock.engines.megatron.packing import PackedStream, StreamRouting, pack_stream
 from penstock.engines.megatron.parallel import DEFAULT_SEED, ParallelLayout, device, device_name, peak_flops
 from penstock.engines.megatron.patches import MEGATRON_VERSION, has_transformer_engine
 
@@ -43,7 +42,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from penstock.engines.megatron import weights
 from penstock.engines.megatron.checkpoints.torch_dist import RankState
-from penstock.engines.megatron.lora_layers import adapters_disabled, add_adapters, put_adapters
+from penstock.engines.megatron.lora_layers import adapters_disabled, add_adapters
 from penstock.engines.megatron.optimizer import (
     ParamGather,
     build_optimizer,
@@ -124,10 +123,8 @@ class MegatronEngine(TrainEngine):
         tensor, context = self.layout.tensor > 1, self.layout.context > 1
         self.tensor_group = parallel_state.get_tensor_model_parallel_group() if tensor else None
         self.context_group = parallel_state.get_context_parallel_group() if context else None
-        self.data_parallel_rank_and_size = (
-            parallel_state.get_data_parallel_rank(),
-            parallel_state.get_data_parallel_world_size(),
-        )
+        rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        self.data_parallel_rank_and_size = rank, size
         self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self.peak_flops = peak_flops(dtype)
 
@@ -177,12 +174,12 @@ class MegatronEngine(TrainEngine):
         stream: PackedStream = replace(packed.stream or self.pack_stream(packed))  # a pass adds RoPE and routing
         if routing is not None:
             packed.routing = {} if packed.routing is None else packed.routing
-            record = RoutingRecord(len(packed.token_ids), packed.routing)
             ranks = self.layout.tensor if self.config.sequence_parallel else 1
             all_tokens = ranks == self.layout.context == 1  # of the micro-batch, in order, for each router
             rank = parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0
             rows = None if all_tokens else stream.router_rows(rank, ranks)
-            stream.routing = StreamRouting(record, rows, recording=routing == "record")
+            num_tokens, recording = len(packed.token_ids), routing == "record"
+            stream.routing = StreamRouting(packed.routing, num_tokens, rows, recording)
         hidden = chunk(stream)
         if chunk.module.post_process:
             self._param_gather.wait_for_module(chunk.module.output_layer)  # `head` reads its weight directly
@@ -213,9 +210,6 @@ class MegatronEngine(TrainEngine):
 
     # ---- weights and checkpoints -------------------------------------------------------------------------------------
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return weights.named_weights(self._synced_chunks("weights"))
-
     def gather_weights(self) -> weights.GatheredWeights:
         return weights.gather_weights(self._synced_chunks("weights"))
 
@@ -228,7 +222,7 @@ class MegatronEngine(TrainEngine):
             return weights.hash_weights(chunks)
         # The frozen base of adapters is hashed once after it is loaded.
         self._base_hashes = self._base_hashes or weights.hash_weights(chunks)
-        return self._base_hashes | weights.hash_adapters(chunks)
+        return self._base_hashes | weights.hash_weights(chunks, of_adapters=True)
 
     def optimizer_state_digest(self) -> dict[str, str]:
         self._synced_chunks("weights", "optimizer")
@@ -249,18 +243,15 @@ class MegatronEngine(TrainEngine):
             if snapshot is not None:
                 weights.swap_weights(chunks, snapshot)
 
-    def save(self, directory: str | Path, step_state: dict[str, Any]) -> dict[str, str]:
-        self._synced_chunks("weights", "optimizer")
+    def save(self, directory: str | Path, step_state: dict[str, Any] | None) -> dict[str, str]:
+        self._synced_chunks("weights", *(() if step_state is None else ("optimizer",)))
         return self._state.save(directory, step_state)
 
     def load_adapters(self, matrices_of: Callable[[str], tuple[Tensor, Tensor]]) -> None:
         self._synced_chunks("weights", "optimizer")
-        put_adapters(self.chunks, matrices_of)
+        for adapter in (adapter for chunk in self.chunks for adapter in chunk.adapters):
+            adapter.put(matrices_of)
         self.optimizer.reload_model_params()
-
-    def save_weights(self, directory: str | Path) -> dict[str, str]:
-        self._synced_chunks("weights")
-        return self._state.save_weights(directory)
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         self._synced_chunks("weights", "optimizer")
@@ -305,8 +296,7 @@ class MegatronEngine(TrainEngine):
             # only if they differ from the first release's, so that its runs still replay bit for bit
             **({"attention": kernel} if kernel != torch_attention_kernel(self.dtype) else {}),
             **({"experts": "grouped"} if self.shape.experts and self.config.moe_grouped_gemm else {}),
-            **({"norms": f"triton {version('triton')}"} if self.device.type == "cuda" else {}),
-            **({"swiglu": "triton"} if self.device.type == "cuda" else {}),
+            **({"norms": f"triton {version('triton')}", "swiglu": "triton"} if self.device.type == "cuda" else {}),
             **({"clipping": "foreach"} if self.device.type == "cuda" and not has_transformer_engine() else {}),
             **({"gradients": "accumulated in place"} if self.config.gradient_accumulation_fusion else {}),
             **({"head": "fp32"} if self.chunks[0].fp32_head else {}),

@@ -43,7 +43,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 
 from penstock.engines.families import tensor_layout
-from penstock.engines.lora import LoraOptions, adapter_targets, merge, part_of_row, stored_matrix
+from penstock.engines.lora import LoraOptions, adapter_targets, part_of_row, stored_matrix
 from penstock.engines.megatron.model.gpt import PolicyModel, is_routed_expert_parameter
 from penstock.engines.megatron.model.grouped_experts import StackedWeight
 from penstock.engines.megatron.weights import (
@@ -101,18 +101,16 @@ class Adapter(nn.Module):
         if part_of_row is not None:
             mask = F.one_hot(self._shard_of_rows(part_of_row, rows), num_parts).to(weight)
         self.register_buffer("part_mask", mask, persistent=False)  # [out / ranks, parts]
-        self._mark_parameters(is_expert, len(stacked))
 
-    def _mark_parameters(self, is_expert: bool, num_stacked: int) -> None:
-        """Set the attributes from which Megatron derives how gradients are reduced and norms are summed."""
+        # Megatron derives from these attributes how gradients are reduced and norms are summed.
         sharded = {"lora_A": self.is_row, "lora_B": self.is_column}
         for name, param in self.named_parameters():
             if sharded[name] or (is_expert and self.group.size() == 1):
-                axis = num_stacked + (name == "lora_A") if sharded[name] else -1
+                axis = len(stacked) + (name == "lora_A") if sharded[name] else -1
                 set_tensor_model_parallel_attributes(param, is_parallel=True, dim=axis, stride=1)
             if is_expert:
                 param.allreduce = False  # type: ignore[attr-defined]
-            elif self.sequence_parallel and not self.is_dispatched and not sharded[name]:
+            elif sequence_parallel and not self.is_dispatched and not sharded[name]:
                 param.sequence_parallel = True  # type: ignore[attr-defined] # summed over tensor-parallel ranks
 
     def _shard_of_rows(self, full: Tensor, rows: int) -> Tensor:
@@ -134,11 +132,10 @@ class Adapter(nn.Module):
         """
         if not self.enabled:
             return output
-        if output is not None:
-            if self.group.size() == 1:
-                return AddAdapter.apply(output, x, self.lora_A, self.lora_B, self.part_mask, self.scale)
-            return output + self._product(x, ends)
-        return self._product(x, ends)
+        if output is not None and self.group.size() == 1:
+            return AddAdapter.apply(output, x, self.lora_A, self.lora_B, self.part_mask, self.scale)
+        added = self._product(x, ends)
+        return added if output is None else output + added
 
     def _product(self, x: Tensor, ends: Tensor | None) -> Tensor:
         first: Tensor = self.lora_A
@@ -196,10 +193,6 @@ class Adapter(nn.Module):
                     set_tensor_model_parallel_attributes(matrix, is_parallel=True, dim=axis - 1, stride=1)
                 yield layer, kind, matrix
 
-    def merge(self, weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """Return W + scale * B A of full matrices (see `engines.lora.merge`)."""
-        return merge(weight, first, second, self.part_of_row, self.scale)
-
     def _per_expert(self, param: Tensor) -> Sequence[Tensor]:
         return param.detach().unbind() if param.dim() == 3 else [param]
 
@@ -212,17 +205,7 @@ class AddAdapter(torch.autograd.Function):
     def forward(
         ctx: Any, output: Tensor, x: Tensor, first: Tensor, second: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
-        """Return `output`, changed in place.
-
-        Args:
-            ctx: autograd's context.
-            output: [..., out] y.
-            x: [..., in].
-            first: [parts * r, in] A.
-            second: [out, r] B.
-            mask: see `_spread`.
-            scale: factor of the adapter's output.
-        """
+        """Return y, changed in place. `output` y [..., out], x [..., in], A [parts * r, in], B [out, r]"""
         rows = x.reshape(-1, x.shape[-1])
         low_rank = rows @ first.t()
         spread = _spread(second, mask)
@@ -247,25 +230,14 @@ class AddAdapter(torch.autograd.Function):
 
 
 def _spread(second: Tensor, mask: Tensor | None) -> Tensor:
-    """Return B for the stacked A of joined layers. [..., out, r] -> [..., out, parts * r]
-
-    Args:
-        second: B.
-        mask: [out, parts] 1 where a row belongs to a part; None: there is only one.
-    """
+    """Return B for the stacked A of joined layers. [..., out, r] -> [..., out, parts * r]. `mask` [out, parts] is 1
+    where a row belongs to a part; None: there is only one part."""
     return second if mask is None else (second[..., None, :] * mask[:, :, None]).flatten(-2)
 
 
 def _multiply(x: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
     """Return x W^T, per expert if `ends` is given."""
     return F.linear(x, weight) if ends is None else F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-
-
-def _add_adapter(adapter: Adapter, layer: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
-    """Add the adapter's output to that of its layer (a forward hook)."""
-    if isinstance(output, tuple):  # Megatron's layers return (output, bias)
-        return adapter(inputs[0], output=output[0]), *output[1:]
-    return adapter(inputs[0], output=output)
 
 
 def add_adapters(chunks: list[PolicyModel], options: LoraOptions, seed: int) -> None:
@@ -281,32 +253,31 @@ def add_adapters(chunks: list[PolicyModel], options: LoraOptions, seed: int) -> 
             local = STACKED_LAYER.sub(r".mlp.experts.local_experts.0.\1", name)
             target = targets.get(global_name(chunk, local).removesuffix(".weight"))
             if target is not None:
-                parts = part_of_row(layout, target)
-                adapters.append(_build_adapter(chunk, name, module, parts, options))
+                adapters.append(_connect_adapter(chunk, name, module, part_of_row(layout, target), options))
         chunk.adapters = adapters
         require_activation_gradients(chunk)
     reset_adapters(chunks, seed)
 
 
-def _build_adapter(chunk: PolicyModel, name: str, linear: Any, parts: Tensor | None, options: LoraOptions) -> Adapter:
+def _connect_adapter(chunk: PolicyModel, name: str, linear: Any, parts: Tensor | None, options: LoraOptions) -> Adapter:
     """Return the adapter of the layer `name` of a chunk, connected to the layer."""
-    layers = [name]
-    if isinstance(linear, StackedWeight):
+    layers, is_stacked = [name], isinstance(linear, StackedWeight)
+    if is_stacked:
         experts = range(len(linear.weight))
         layers = [STACKED_LAYER.sub(rf".mlp.experts.local_experts.{expert}.\1", name) for expert in experts]
     names = [global_name(chunk, layer) for layer in layers]
     adapter = Adapter(layers, names, linear, options, parts, bool(chunk.config.sequence_parallel))
-    if isinstance(linear, StackedWeight):
+
+    def add_output(layer: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
+        if isinstance(output, tuple):  # Megatron's layers return (output, bias)
+            return adapter(inputs[0], output=output[0]), *output[1:]
+        return adapter(inputs[0], output=output)
+
+    if is_stacked:
         linear.adapter = adapter.__call__
     else:
-        linear.register_forward_hook(partial(_add_adapter, adapter))
+        linear.register_forward_hook(add_output)
     return adapter
-
-
-def put_adapters(chunks: list[PolicyModel], matrices_of: Callable[[str], tuple[Tensor, Tensor]]) -> None:
-    """Copy full matrices to this rank's shards: `matrices_of` returns A and B of a layer by its global name."""
-    for adapter in (adapter for chunk in chunks for adapter in chunk.adapters):
-        adapter.put(matrices_of)
 
 
 def reset_adapters(chunks: list[PolicyModel], seed: int) -> None:

@@ -4,7 +4,7 @@ All others are fixed by the checkpoint, by Penstock's own options or by its kern
 A field is None if it is not given: `transformer_config.py` and `optimizer.py` have the defaults. The mutability
 "placement" means that an option only moves, delays or recomputes data and changes no bit of a result, so a resumed run
 may change it. Evidence: tests/engines/test_megatron_optimizer.py and gather_ranks.py; offloaded optimizer states are
-updated on the GPU by the ordinary kernel (`optimizer_offload.py`). `overlap_grad_reduce` and `bucket_size` can
+updated on the GPU by the ordinary kernel (`optimizer.OptimizerOffload`). `overlap_grad_reduce` and `bucket_size` can
 change the order in which gradients are summed over more than two ranks.
 """
 

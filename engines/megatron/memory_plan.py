@@ -81,15 +81,6 @@ class TrainerMemory:
         return self.resident_bytes + max(self.activations + self.temporary, self.update) + RUNTIME
 
 
-@dataclass(frozen=True)
-class LayerActivations:
-    """Activation memory of consecutive layers on one rank, in bytes per token that the rank processes."""
-
-    stored: float  # kept from the forward pass to the backward pass
-    recomputed: float  # additional peak while a part of the layers is recomputed
-    largest: float  # activations of the layer that has most, without recomputation
-
-
 def estimate_trainer_memory(
     shape: ModelShape, layout: ParallelLayout, num_ranks: int, options: TrainerOptions | None = None
 ) -> TrainerMemory:
@@ -124,16 +115,18 @@ def estimate_stage_memory(
     state_size = (FP32 if options.dtype != "fp32" else 0) + MOMENTS
     replicas = num_ranks // (layout.tensor * layout.pipeline)
     expert_replicas = num_ranks // ((layout.expert_tensor or layout.tensor) * layout.expert * layout.pipeline)
-    shards = [
-        model.dense / replicas + model.expert / expert_replicas for model in trained
-    ]  # parameters of an optimizer
+    # parameters of each model's optimizer
+    shards = [model.dense / replicas + model.expert / expert_replicas for model in trained]
     state = state_size * sum(shards)
     # models are updated one after another, and each frees the copies of its gradients
     update = FP32 * max(shards) if gradient_size < FP32 else 0.0
     if offloaded:
         largest = max(shape.vocab_size, 2 * shape.ffn_hidden_size) * shape.hidden_size // layout.tensor
-        if has_grouped_experts(shape, megatron, default=options.dtype == "bf16"):
-            largest = max(largest, largest_stack(shape, layout) // expert_replicas)
+        if shape.experts and has_grouped_experts(shape, megatron, default=options.dtype == "bf16"):
+            # gate and up projections of all experts of a rank are one parameter
+            width = shape.experts.ffn_hidden_size // (layout.expert_tensor or layout.tensor)
+            stack = shape.experts.num_experts // layout.expert * 2 * width * shape.hidden_size
+            largest = max(largest, stack // expert_replicas)
         update += state_size * min(max(shards), CHUNK_NUMEL + max(CHUNK_NUMEL, largest))
     activations, temporary = activation_bytes(shape, layout, options, layers, stage)
     return TrainerMemory(
@@ -161,41 +154,20 @@ def count_adapter_parameters(
     return RankParameters(counts[False], counts[True] // expert)
 
 
-def largest_stack(shape: ModelShape, layout: ParallelLayout) -> int:
-    """Return the number of elements of gate and up projections of all experts of a rank, which are one parameter if
-    they are computed by grouped GEMMs."""
-    assert shape.experts is not None
-    width = shape.experts.ffn_hidden_size // (layout.expert_tensor or layout.tensor)
-    return shape.experts.num_experts // layout.expert * 2 * width * shape.hidden_size
-
-
 def count_stage_parameters(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], stage: int, critic: bool = False
 ) -> RankParameters:
-    """Return the number of parameters of a rank of a pipeline stage.
-
-    Args:
-        shape: shape of the model.
-        layout: parallel sizes.
-        layers: indices of the stage's layers.
-        stage: index of the pipeline stage. The first has the embedding; the last has the final norm and the head, which
-            is a copy of the embedding if both are tied and on different stages.
-        critic: count a critic, which has a value head of one row instead of the LM head.
-    """
+    """Return the number of parameters of a rank of a pipeline stage with these layers. The first stage has the
+    embedding; the last has the final norm and the head, which is a copy of the embedding if both are tied and on
+    different stages. A critic has a value head of one row instead of the LM head."""
     first, last = stage == 0, stage == layout.pipeline - 1
     outer = {EMBEDDING} if first else set()
     if last:
         outer.add("decoder.final_layernorm.weight")
         if not critic:
             outer.add(EMBEDDING if shape.tied_embeddings else HEAD)
-    count = count_rank_parameters(
-        shape,
-        layers,
-        tensor=layout.tensor,
-        expert=layout.expert,
-        expert_tensor=layout.expert_tensor,
-        outer=outer,
-    )
+    tensor, expert, expert_tensor = layout.tensor, layout.expert, layout.expert_tensor
+    count = count_rank_parameters(shape, layers, tensor=tensor, expert=expert, expert_tensor=expert_tensor, outer=outer)
     return RankParameters(count.dense + (shape.hidden_size if critic and last else 0), count.expert)
 
 
@@ -229,10 +201,9 @@ def activation_bytes(
     chunks per stage it keeps p + (p - 1) / m (Korthikanti et al. 2022, section 4.2).
     """
     size, tokens, virtual = BYTES[options.dtype], options.max_tokens, layout.virtual_pipeline or 1
-    activations = layer_activations(shape, layers, layout, size, options.megatron)
+    stored, temporary = (tokens * x for x in layer_activations(shape, layers, layout, size, options.megatron))
     later = layout.pipeline - 1 - stage
-    in_flight = later + 1 if virtual == 1 else (2 * later + (virtual - 1) * layout.pipeline + 1) / virtual
-    stored, temporary = tokens * activations.stored * in_flight, tokens * (activations.recomputed + activations.largest)
+    stored *= later + 1 if virtual == 1 else (2 * later + (virtual - 1) * layout.pipeline + 1) / virtual
     if stage == layout.pipeline - 1:
         vocabulary = -(-shape.vocab_size // layout.tensor)
         chunk = min(tokens, options.log_probs_chunk_size)
@@ -246,16 +217,10 @@ def activation_bytes(
 
 def layer_activations(
     shape: ModelShape, layers: Sequence[int], layout: ParallelLayout, bytes_per_element: int, megatron: dict[str, Any]
-) -> LayerActivations:
-    """Return the activation memory of the layers of a pipeline stage, per token.
-
-    Args:
-        shape: shape of the model.
-        layers: indices of the layers.
-        layout: parallel sizes.
-        bytes_per_element: bytes of an activation's element.
-        megatron: a dump of `MegatronOptions`; only the recomputation options are used.
-    """
+) -> tuple[float, float]:
+    """Return the activation memory of consecutive layers (indices `layers`) of a rank in bytes per token that the rank
+    processes: kept from the forward pass to the backward pass; and the additional peak in the backward pass, while a
+    part of the layers is recomputed and the largest layer is processed. `megatron` has the recomputation options."""
     parts = {layer: activation_bytes_by_module(shape, layer, layout, bytes_per_element) for layer in layers}
     full = [sum(parts[layer].values()) for layer in layers]
     largest = max(full, default=0.0)
@@ -263,14 +228,14 @@ def layer_activations(
     if granularity == "full":
         inputs = [parts[layer]["input"] for layer in layers]
         if megatron.get("recompute_method") == "block":
-            return LayerActivations(sum(inputs[:group]) + sum(full[group:]), largest, largest)
-        return LayerActivations(sum(inputs[::group]), group * largest, largest)
+            return sum(inputs[:group]) + sum(full[group:]), 2 * largest
+        return sum(inputs[::group]), (group + 1) * largest
     if granularity == "selective":
         modules = megatron.get("recompute_modules") or ["core_attn"]
         dropped = {*modules, *(MLP_PARTS if "moe" in modules else ())}
         stored = [sum(size for name, size in parts[layer].items() if name not in dropped) for layer in layers]
-        return LayerActivations(sum(stored), max((a - b for a, b in zip(full, stored)), default=0.0), largest)
-    return LayerActivations(sum(full), 0.0, largest)
+        return sum(stored), max((a - b for a, b in zip(full, stored)), default=0.0) + largest
+    return sum(full), largest
 
 
 def activation_bytes_by_module(
@@ -278,58 +243,43 @@ def activation_bytes_by_module(
 ) -> dict[str, float]:
     """Return the activation memory of one layer in bytes per token, by module. Keys that are values of
     --recompute-modules ("core_attn", "mlp", ...) can be recomputed selectively; the other keys ("input", "attention",
-    ...) cannot, except "router" as a part of "moe"."""
-    residual = bytes_per_element * shape.hidden_size / _sequence_ranks(layout)
+    ...) cannot, except "router" as a part of "moe".
+
+    Flash attention pads the values of latent attention to the width of queries and keys. All experts are assumed to
+    get equally many tokens.
+    """
+    sequence = layout.tensor if layout.sequence_parallel else 1  # ranks over which norms and residuals are split
+    heads, size, exchanged = shape.num_attention_heads / layout.tensor, bytes_per_element, 0.0
+    residual = size * shape.hidden_size / sequence
     parts = {"input": residual, "residual": residual, "layernorm": 2 * residual}
     if shape.sandwich_norms:
         parts["sandwich"] = 2 * residual
-    if shape.latent:
-        parts |= _latent_parts(shape, layout, bytes_per_element)
+    if latent := shape.latent:
+        width, padding = shape.head_dim, max(0, shape.head_dim - latent.v_head_dim)
+        low_rank = 2 * (latent.q_lora_rank or 0) + 2 * latent.kv_lora_rank + latent.qk_rope_head_dim
+        padded = padding + (width if padding else 0)  # values, and the output before it is cut
+        if layout.context > 1:
+            exchanged = 2 * (width + latent.v_head_dim)  # queries, keys, values and output
+        parts["attention"] = size * (low_rank / sequence + heads * latent.v_head_dim)
+        parts["mla_up_proj"] = size * heads * (2 * width + latent.v_head_dim)
+        parts["core_attn"] = size * heads * (padded + exchanged) + FP32 * heads
     else:
-        query = shape.num_attention_heads * shape.head_dim / layout.tensor
+        query = heads * shape.head_dim
         key = max(1.0, shape.num_query_groups / layout.tensor) * shape.head_dim
         stored = (query + 2 * key) + (query if shape.qk_layernorm else 0) + (query + key) + query
-        exchanged = query if layout.context > 1 else 0.0  # the output before and after the exchange of heads
-        log_sums = FP32 * shape.num_attention_heads / layout.tensor
-        parts["attention"] = bytes_per_element * stored
-        parts["core_attn"] = bytes_per_element * exchanged + log_sums
-    if shape.experts is None or layer < shape.experts.num_dense_layers:
-        return {**parts, "mlp": 3 * bytes_per_element * shape.ffn_hidden_size / layout.tensor}
-    return {**parts, **_expert_parts(shape, layout, bytes_per_element)}
-
-
-def _latent_parts(shape: ModelShape, layout: ParallelLayout, bytes_per_element: int) -> dict[str, float]:
-    """Return the activation memory of latent attention, in bytes per token, by module. Flash attention pads values to
-    the width of queries and keys."""
-    latent, heads = shape.latent, shape.num_attention_heads / layout.tensor
-    assert latent is not None
-    width, padding = shape.head_dim, max(0, shape.head_dim - latent.v_head_dim)
-    low_rank = 2 * (latent.q_lora_rank or 0) + 2 * latent.kv_lora_rank + latent.qk_rope_head_dim
-    padded = padding + (width if padding else 0)  # values, and the output before it is cut
-    exchanged = 2 * (width + latent.v_head_dim) if layout.context > 1 else 0  # queries, keys, values and output
-    return {
-        "attention": bytes_per_element * (low_rank / _sequence_ranks(layout) + heads * latent.v_head_dim),
-        "mla_up_proj": bytes_per_element * heads * (2 * width + latent.v_head_dim),
-        "core_attn": bytes_per_element * heads * (padded + exchanged) + FP32 * heads,
-    }
-
-
-def _expert_parts(shape: ModelShape, layout: ParallelLayout, bytes_per_element: int) -> dict[str, float]:
-    """Return the activation memory of a mixture of experts, in bytes per token, by module, if all experts get equally
-    many tokens."""
-    experts, sequence = shape.experts, _sequence_ranks(layout)
-    assert experts is not None
+        if layout.context > 1:
+            exchanged = query  # the output before and after the exchange of heads
+        parts["attention"], parts["core_attn"] = size * stored, size * exchanged + FP32 * heads
+    experts = shape.experts
+    if experts is None or layer < experts.num_dense_layers:
+        return {**parts, "mlp": 3 * size * shape.ffn_hidden_size / layout.tensor}
     ranks = layout.expert_tensor or layout.tensor
     copies = experts.top_k * ranks / sequence  # of each token, over the rank's experts
-    width = experts.ffn_hidden_size / ranks
+    expert_width = experts.ffn_hidden_size / ranks
     return {
+        **parts,
         "router": 3 * FP32 * experts.num_experts / sequence,
-        "moe": bytes_per_element * copies * (shape.hidden_size + 2 * width),
-        "moe_act": bytes_per_element * copies * width,
-        "shared_experts": 3 * bytes_per_element * experts.shared_ffn_hidden_size / layout.tensor,
+        "moe": size * copies * (shape.hidden_size + 2 * expert_width),
+        "moe_act": size * copies * expert_width,
+        "shared_experts": 3 * size * experts.shared_ffn_hidden_size / layout.tensor,
     }
-
-
-def _sequence_ranks(layout: ParallelLayout) -> int:
-    """Return the number of ranks over which sequence parallelism splits norms and residuals."""
-    return layout.tensor if layout.sequence_parallel else 1

@@ -4,20 +4,31 @@ parallel sizes, split it over context-parallel ranks, and group its sequences by
 A stream is built once per micro-batch and used by every layer. Callers pack without padding; the padding that tensor
 and context parallelism need is added here, and the engine removes it from the results. `stages/train/batching.py`
 decides which samples are packed together.
+
+Routing replay: reuse recorded expert ids in the training forward pass. The ids were selected in the forward pass
+that computed the old log-probs (R2, the GSPO report, arXiv 2507.18071 section 5.3), or by the inference engine (R3,
+arXiv 2510.11370). Only the expert ids are replayed; the weights of the experts' outputs are computed from the current
+router's logits, so that the router gets gradients. The record belongs to one micro-batch and is passed to the routers
+in its `PackedStream`. A global variable would not work: pipeline parallelism interleaves micro-batches, and
+recomputation calls a layer again much later.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engines.megatron.model.attention_kernel import AttentionKernel
-from penstock.engines.megatron.model.expert_routing import UNKNOWN, StreamRouting
 from penstock.engines.training import EnginePack
+
+if TYPE_CHECKING:
+    from penstock.engines.megatron.model.transformer_config import AttentionKernel
+
+UNKNOWN = -1  # stands for an expert id that was not recorded: the router selects the expert
 
 
 @dataclass
@@ -48,13 +59,8 @@ class PackedStream:
         return slice(self.first_token, self.first_token + self.num_tokens)
 
     def router_rows(self, rank: int, ranks: int) -> Tensor:
-        """Return the index in the micro-batch of each token that the routers of one rank process, -1 for padding.
-        [t / ranks], on the CPU
-
-        Args:
-            rank: index in the sequence-parallel group, over which the stream is split equally.
-            ranks: size of that group.
-        """
+        """Return the index in the micro-batch of each token that the routers of one rank of a sequence-parallel group
+        process, -1 for padding. [t / ranks], on the CPU"""
         rows = torch.arange(self.first_token, self.first_token + len(self.token_ids))
         rows[self.num_tokens :] = UNKNOWN
         return rows.chunk(ranks)[rank]
@@ -81,17 +87,9 @@ def pack_stream(
     context_rank: int = 0,
     kernel: AttentionKernel = "padded",
 ) -> PackedStream:
-    """Return the tokens of a packed micro-batch that this rank processes, padded and split.
-
-    Args:
-        packed: the whole micro-batch, the same on every tensor- and context-parallel rank.
-        device: device of the stream's tensors.
-        tensor: sequence-parallel size (1 without sequence parallelism).
-        context: context-parallel size. The micro-batch is padded to a multiple of `tensor` * `context` tokens, with one
-            additional sequence.
-        context_rank: this rank's index in its context-parallel group.
-        kernel: attention kernel that the model uses; `buckets` are computed only for "padded".
-    """
+    """Return the tokens of a packed micro-batch that this rank processes: padded to a multiple of `tensor` (the
+    sequence-parallel size) * `context` tokens, with one additional sequence, and split over the `context` ranks. The
+    micro-batch is the same on every tensor- and context-parallel rank."""
     total = len(packed.token_ids)
     padding = -total % (tensor * context)
     size = (total + padding) // context  # of each rank
@@ -115,14 +113,8 @@ def pack_stream(
 
 def make_buckets(starts: list[int], device: torch.device) -> list[Bucket]:
     """Group the sequences of a micro-batch by length (`round_up_to_bucket_length`), so that padding each group is
-    cheap.
-
-    For example, 256 sequences of about 10 tokens become one bucket: one attention call per layer instead of 256.
-
-    Args:
-        starts: [S + 1] index of each sequence's first token, and the number of tokens.
-        device: device of the buckets' tensors.
-    """
+    cheap: 256 sequences of about 10 tokens become one bucket, one attention call per layer instead of 256. `starts` are
+    the indices of each sequence's first token, and the number of tokens."""
     groups: dict[int, list[tuple[int, int]]] = {}
     for start, end in pairwise(starts):
         if end > start:
@@ -146,3 +138,34 @@ def round_up_to_bucket_length(length: int) -> int:
             return size + size // 2
         size *= 2
     return size
+
+
+@dataclass
+class StreamRouting:
+    """The recorded expert ids of the T tokens of one micro-batch, for the routers of this rank, which process only some
+    of them, and padding. Layers may be missing; tokens may be UNKNOWN."""
+
+    # layer number in the whole model, from 0 -> expert ids, [T, top_k] int16 on the CPU
+    choices: dict[int, Tensor]
+    num_tokens: int  # T
+    rows: Tensor | None  # [n] index in the micro-batch of each router row, on the CPU; -1: padding; None: all tokens
+    recording: bool  # whether `replay` also adds the expert ids that it returns to `choices`
+
+    def replay(self, layer: int, selected: Tensor) -> Tensor:
+        """Return the expert ids that a layer (numbered in the whole model, from 0) must use: the recorded ids, or those
+        that the current router selected for tokens without a record. [n, top_k]"""
+        experts, recorded = selected, self.choices.get(layer)
+        if recorded is not None:
+            if self.rows is not None:
+                recorded = torch.where(self.rows[:, None] >= 0, recorded[self.rows.clamp_min(0)], UNKNOWN)
+            recorded = recorded.to(selected.device, selected.dtype)
+            experts = torch.where(recorded >= 0, recorded, selected)  # all top_k ids of a token are recorded, or none
+        if self.recording:
+            used = experts.to("cpu", torch.int16)
+            if self.rows is None:
+                self.choices[layer] = used
+            else:
+                unknown = torch.full((self.num_tokens, used.shape[1]), UNKNOWN, dtype=torch.int16)
+                real = self.rows >= 0
+                self.choices.setdefault(layer, unknown)[self.rows[real]] = used[real]
+        return experts

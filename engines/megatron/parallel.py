@@ -20,6 +20,10 @@ from penstock.engines.network import serve_store
 from penstock.engines.parallel_layout import ParallelLayout
 from penstock.storage.errors import LayoutError
 
+import_megatron()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+
 DEFAULT_SEED = 1234
 
 
@@ -32,24 +36,19 @@ def init_parallel(
     backend: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
 ) -> None:
-    """Initialize torch.distributed and create Megatron's process groups. Call it once per process.
-
-    Random number generators are seeded with DEFAULT_SEED; `MegatronEngine` seeds them again.
+    """Initialize torch.distributed and create Megatron's process groups. Call it once per process. Random number
+    generators are seeded with DEFAULT_SEED; `MegatronEngine` seeds them again.
 
     Args:
-        rank: rank of this process.
-        world_size: number of processes.
+        rank, world_size: number of this process, and of processes.
         rendezvous: torch.distributed URL (`tcp://127.0.0.1:1234`, `file:///...`). For a `tcp://` URL rank 0 may instead
             pass the socket that listens at this address (from `listen_at`), because a socket created by torch would
             listen on all interfaces.
-        layout: parallel sizes; None means that all are 1.
+        layout: parallel sizes; None: all are 1.
         threads: CPU threads of this process; on a CPU the results of fp32 sums depend on this number.
         backend: "nccl" or "gloo"; by default nccl on machines with CUDA, otherwise gloo.
         timeout: timeout of collectives.
     """
-    import_megatron()
-    from megatron.core import parallel_state, tensor_parallel
-
     layout = layout or ParallelLayout()
     layout.data_parallel_size(world_size)
     torch.set_num_threads(threads)
@@ -83,8 +82,6 @@ def init_parallel(
 
 def shutdown_parallel() -> None:
     """Destroy the process groups; `init_parallel` may be called again afterwards."""
-    from megatron.core import parallel_state
-
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -102,7 +99,7 @@ def device_name() -> str:
 
 
 def device() -> torch.device:
-    """Return the torch device of this rank: the current CUDA device, or the CPU on a machine without CUDA."""
+    """Return the torch device of this rank."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -1,23 +1,56 @@
-"""Patches for megatron-core 0.16.1: faster kernels, and fixes for modules that fail without
-TransformerEngine."""
+"""Patches for megatron-core 0.16.1: faster kernels, and fixes for modules that fail without TransformerEngine.
+
+`l2_norm` and `scale` process the gradients of all parameters in one launch. Without them Megatron processes tensor by
+tensor, and waits for the GPU at every norm. The arguments are those of apex's functions.
+
+The `wgrad_gemm_*` functions, named as in apex's extension `fused_weight_gradient_mlp_cuda`, add weight gradients of
+linear layers to the gradient buffer in the matrix product (`gradient_accumulation_fusion`). Without them a bf16
+gradient is written, read again and added to the fp32 buffer.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from types import ModuleType
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
+
+if torch.cuda.is_available():
+    from penstock.engines.megatron import triton_kernels
 
 MEGATRON_VERSION = "0.16.1"
 
 
 def patch_module(module: ModuleType) -> None:
     """Patch a module of `megatron.core` right after its import."""
+    names: dict[str, Any] = vars(module)
+    name = module.__name__.removeprefix("megatron.core.")
     if torch.cuda.is_available():
-        _replace_kernels(module.__name__, vars(module))
-    if not has_transformer_engine():
-        _fix(module)
+        _replace_kernels(name, names)
+    if has_transformer_engine():
+        return
+    if name == "transformer.moe.moe_utils":
+        names.setdefault("te_general_gemm", None)  # otherwise setting moe_router_dtype raises a NameError
+    elif name == "transformer.multi_latent_attention":
+        names["HAVE_TE"] = False  # Megatron sets True, mistaking its import placeholders for TransformerEngine
+    elif name == "tensor_parallel.random":
+        # Megatron treats the default fp8=False like enabled fp8, so that recomputing norms raises a NameError.
+        module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+    elif name == "optimizer.distrib_optimizer":
+        # Loading raises a KeyError: torch's AdamW has `step` in every parameter's state, but a checkpoint does not.
+        optimizer: Any = module.DistributedOptimizer
+        load_state = optimizer._set_main_param_and_optimizer_states
+
+        def load_with_step(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+            group, order = self.model_param_group_index_map[model_param]
+            state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+            step = {"step": state["step"].clone()} if "step" in state else {}
+            load_state(self, model_param, {**step, **tensors})
+
+        optimizer._set_main_param_and_optimizer_states = load_with_step
 
 
 def has_transformer_engine() -> bool:
@@ -26,43 +59,47 @@ def has_transformer_engine() -> bool:
 
 
 def _replace_kernels(module: str, names: dict[str, Any]) -> None:
-    """Replace functions by faster ones."""
-    if module == "megatron.core.fusions.fused_bias_swiglu":
-        from penstock.engines.megatron import triton_kernels
-
+    """Replace functions of a module by faster ones."""
+    if module == "fusions.fused_bias_swiglu":
         for name in ("swiglu", "weighted_swiglu", "swiglu_back", "weighted_swiglu_back"):
             names[name] = getattr(triton_kernels, name)
-    elif module == "megatron.core.tensor_parallel.layers":
-        from penstock.engines.megatron import torch_kernels
-
-        names["fused_weight_gradient_mlp_cuda"] = torch_kernels
+    elif module == "tensor_parallel.layers":
+        names["fused_weight_gradient_mlp_cuda"] = SimpleNamespace(
+            wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32, wgrad_gemm_accum_fp16=wgrad_gemm_accum_fp16
+        )
         names["_grad_accum_fusion_available"] = True
-    elif module == "megatron.core.optimizer.clip_grads" and not has_transformer_engine():
-        from penstock.engines.megatron import torch_kernels
-
-        names["l2_norm_impl"] = torch_kernels.l2_norm
-        names["multi_tensor_scale_impl"] = torch_kernels.scale
+    elif module == "optimizer.clip_grads" and not has_transformer_engine():
+        names["l2_norm_impl"], names["multi_tensor_scale_impl"] = l2_norm, scale
 
 
-def _fix(module: ModuleType) -> None:
-    """Fix a module that fails without TransformerEngine."""
-    names: dict[str, Any] = vars(module)
-    if module.__name__ == "megatron.core.transformer.moe.moe_utils":
-        names.setdefault("te_general_gemm", None)  # otherwise setting moe_router_dtype raises a NameError
-    elif module.__name__ == "megatron.core.transformer.multi_latent_attention":
-        names["HAVE_TE"] = False  # Megatron sets True, mistaking its import placeholders for TransformerEngine
-    elif module.__name__ == "megatron.core.tensor_parallel.random":
-        # Megatron treats the default fp8=False like enabled fp8, so that recomputing norms raises a NameError.
-        module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
-    elif module.__name__ == "megatron.core.optimizer.distrib_optimizer":
-        # Loading raises a KeyError: torch's AdamW has `step` in every parameter's state, but a checkpoint does not.
-        optimizer: Any = module.DistributedOptimizer
-        load_state = optimizer._set_main_param_and_optimizer_states
+def l2_norm(chunk_size: int, flag: Tensor, tensors: Sequence[Sequence[Tensor]], *_: Any) -> tuple[Tensor, None]:
+    """Return the L2 norm of all elements of `tensors[0]`, fp32. [1]"""
+    norms = torch._foreach_norm(list(tensors[0]))
+    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
 
-        def load_with_step(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-            group, order = self.model_param_group_index_map[model_param]
-            state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-            step = {"step": state["step"].clone()} if "step" in state else {}
-            load_state(self, model_param, {**step, **tensors})
 
-        optimizer._set_main_param_and_optimizer_states = load_with_step
+def scale(chunk_size: int, flag: Tensor, tensors: Sequence[Sequence[Tensor]], factor: float) -> None:
+    """Set tensors[1][i] = tensors[0][i] * factor. The two lists may have the same tensors."""
+    sources, targets = map(list, tensors)
+    if any(source is not target for source, target in zip(sources, targets, strict=True)):
+        torch._foreach_copy_(targets, sources)
+    torch._foreach_mul_(targets, factor)
+
+
+def wgrad_gemm_accum_fp32(tokens: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+    """Add grad_output^T @ tokens to `main_grad`, without rounding the product to bf16.
+
+    Args:
+        tokens: [t, in] input of the layer.
+        grad_output: [t, out] gradient of its output.
+        main_grad: [out, in] gradient buffer of its weight, fp32.
+    """
+    if tokens.dtype == main_grad.dtype:
+        main_grad.addmm_(grad_output.t(), tokens)
+    else:
+        torch.ops.aten.addmm.dtype_out(main_grad, grad_output.t(), tokens, main_grad.dtype, out=main_grad)
+
+
+def wgrad_gemm_accum_fp16(tokens: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+    """Add grad_output^T @ tokens to `main_grad`, which has the same dtype; shapes as of `wgrad_gemm_accum_fp32`."""
+    main_grad.addmm_(grad_output.t(), tokens)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 
 import psutil
 import torch
@@ -19,8 +18,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
-from penstock.engines.megatron.optimizer import inner_optimizers
-from penstock.engines.megatron.optimizer_offload import on_stream, optimizer_tensors_on_device
+from penstock.engines.megatron.optimizer import inner_optimizers, on_stream, optimizer_tensors_on_device
 from penstock.engines.training import STATE_KINDS, MemorySwitch, StateKind
 
 BUFFER_BYTES = 2**28  # of a host buffer: torch rounds pinned allocations up to a power of two
@@ -35,23 +33,21 @@ class DeviceMemory:
         self._buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         # not in the buffers, which have only trained parameters
         self._frozen = [param for chunk in wrapped for param in chunk.parameters() if not param.requires_grad]
-        self._host: dict[StateKind, list[Tensor]] = {}  # allocated at the first offload and kept; uint8
+        self._host: dict[StateKind, list[Tensor]] = {}  # buffers, uint8: allocated at the first offload and kept
         self._offloaded: dict[StateKind, list[tuple[UntypedStorage, int]]] = {}  # emptied; with their sizes in bytes
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def offload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
         """Move these kinds of state to host memory; the content of gradients is discarded. Return the duration and
         memory use of the move, or None if all these kinds were offloaded before."""
-        return self._move_and_measure(
-            "offload", [kind for kind in kinds if kind not in self._offloaded], self._move_to_host
-        )
+        missing = [kind for kind in STATE_KINDS if kind in kinds and kind not in self._offloaded]
+        return self._move_and_measure("offload", missing, self._move_to_host)
 
     def onload(self, kinds: Collection[StateKind]) -> MemorySwitch | None:
         """Move these kinds of state back to the device; gradients are zero afterwards. Return the duration and memory
         use of the move, or None if none of these kinds was offloaded."""
-        return self._move_and_measure(
-            "onload", [kind for kind in kinds if kind in self._offloaded], self._move_to_device
-        )
+        offloaded = [kind for kind in STATE_KINDS if kind in kinds and kind in self._offloaded]
+        return self._move_and_measure("onload", offloaded, self._move_to_device)
 
     def require_on_device(self, *kinds: StateKind) -> None:
         """Check that these kinds of state are on the device."""
@@ -63,12 +59,11 @@ class DeviceMemory:
     ) -> MemorySwitch | None:
         if not kinds:
             return None
-        ordered = [kind for kind in STATE_KINDS if kind in kinds]
         start, (device_before, host_before) = time.perf_counter(), device_and_host_bytes_used()
-        move(ordered)
+        move(kinds)
         seconds, (device_after, host_after) = time.perf_counter() - start, device_and_host_bytes_used()
         return MemorySwitch(
-            name=f"{self._name}: {action} {', '.join(ordered)}",
+            name=f"{self._name}: {action} {', '.join(kinds)}",
             seconds=seconds,
             device_bytes_before=device_before,
             device_bytes_after=device_after,
@@ -78,11 +73,13 @@ class DeviceMemory:
 
     def _move_to_host(self, kinds: list[StateKind]) -> None:
         moved = {kind: [(storage, storage.nbytes()) for storage in self._storages(kind)] for kind in kinds}
-        with self._copies_on_side_stream():
+        with on_stream(self._stream):
             for kind in kinds:
                 if kind != "gradients":
                     for on_device, on_host in self._device_and_host_bytes(kind, moved[kind]):
                         on_host.copy_(on_device, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
         for storages in moved.values():
             for storage, _ in storages:
                 storage.resize_(0)
@@ -93,7 +90,7 @@ class DeviceMemory:
         for kind in kinds:
             for storage, num_bytes in self._offloaded[kind]:
                 storage.resize_(num_bytes)
-        with self._copies_on_side_stream():
+        with on_stream(self._stream):
             for kind in kinds:
                 if kind == "gradients":
                     for storage, _ in self._offloaded[kind]:
@@ -101,16 +98,10 @@ class DeviceMemory:
                 else:
                     for on_device, on_host in self._device_and_host_bytes(kind, self._offloaded[kind]):
                         on_device.copy_(on_host, non_blocking=True)
-        for kind in kinds:
-            del self._offloaded[kind]
-
-    @contextmanager
-    def _copies_on_side_stream(self) -> Iterator[None]:
-        """Run the block's copies on the side stream, after all earlier work, and wait until they are finished."""
-        with on_stream(self._stream):
-            yield
         if self._stream is not None:
             self._stream.synchronize()
+        for kind in kinds:
+            del self._offloaded[kind]
 
     def _storages(self, kind: StateKind) -> list[UntypedStorage]:
         """Return the storages of a kind of state, each once. Empty storages are left out, and for the optimizer also
@@ -135,26 +126,20 @@ class DeviceMemory:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the bytes of the storages, in order, paired with the host memory to which they are copied: (device,
         host), both uint8 [n]. A storage may span several host buffers and is then yielded in pieces."""
-        buffers, offset = self._host_buffers(kind, sum(num_bytes for _, num_bytes in storages)), 0
+        num_bytes, offset = sum(size for _, size in storages), 0
+        if sum(map(len, self._host.setdefault(kind, []))) != num_bytes:
+            pinned = torch.cuda.is_available()
+            self._host[kind] = [
+                torch.empty(min(BUFFER_BYTES, num_bytes - start), dtype=torch.uint8, pin_memory=pinned)
+                for start in range(0, num_bytes, BUFFER_BYTES)
+            ]
         for storage, _ in storages:
             rest = _view_as_bytes(storage)
             while len(rest):
-                place = buffers[offset // BUFFER_BYTES][offset % BUFFER_BYTES :]
+                place = self._host[kind][offset // BUFFER_BYTES][offset % BUFFER_BYTES :]
                 count = min(len(place), len(rest))
                 yield rest[:count], place[:count]
                 rest, offset = rest[count:], offset + count
-
-    def _host_buffers(self, kind: StateKind, num_bytes: int) -> list[Tensor]:
-        """Return the host buffers for a kind of state of `num_bytes` bytes in total: uint8 tensors of BUFFER_BYTES;
-        the last one may be shorter."""
-        if sum(map(len, self._host.setdefault(kind, []))) != num_bytes:
-            self._host[kind] = [
-                torch.empty(
-                    min(BUFFER_BYTES, num_bytes - start), dtype=torch.uint8, pin_memory=torch.cuda.is_available()
-                )
-                for start in range(0, num_bytes, BUFFER_BYTES)
-            ]
-        return self._host[kind]
 
 
 def _view_as_bytes(storage: UntypedStorage) -> Tensor:
@@ -164,8 +149,5 @@ def _view_as_bytes(storage: UntypedStorage) -> Tensor:
 
 def device_and_host_bytes_used() -> tuple[int, int]:
     """Return the used bytes of the whole device (0 without CUDA), and the resident set size of this process."""
-    used = 0
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        used = total - free
-    return used, psutil.Process().memory_info().rss
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+    return total - free, psutil.Process().memory_info().rss

@@ -199,39 +199,31 @@ def backward_kernel(out, grad, inputs, cos_sin, sizes, eps, TILE: tl.constexpr):
 BLOCK, NUM_WARPS = 1024, 4
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up, computed in fp32. [..., 2 * F] -> [..., F]"""
-    return _swiglu(gate_up, None)
-
-
-def weighted_swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
-    """Return silu(gate) * up * weight, computed in fp32. [n, 2 * F], [n, 1] -> [n, F]"""
-    return _swiglu(gate_up, weights.contiguous())
-
-
-def _swiglu(gate_up: Tensor, weights: Tensor | None) -> Tensor:
+def swiglu(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return silu(gate) * up * weight, computed in fp32; None: all weights are 1. [..., 2 * F], [..., 1] -> [..., F]"""
     gate_up, ffn = gate_up.contiguous(), gate_up.shape[-1] // 2
+    if weights is not None:
+        weights = weights.contiguous()
     out = gate_up.new_empty(*gate_up.shape[:-1], ffn)
     if out.numel():
         swiglu_kernel[(out.numel() // ffn,)](out, gate_up, weights, ffn, BLOCK=BLOCK, num_warps=NUM_WARPS)
     return out
 
 
+weighted_swiglu = swiglu
+
+
 def swiglu_back(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Return the gradient of silu(gate) * up. [..., F], [..., 2 * F] -> [..., 2 * F]"""
-    return _swiglu_back(grad, gate_up, None)[0]
+    return weighted_swiglu_back(grad, gate_up, None)[0]
 
 
-def weighted_swiglu_back(grad: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def weighted_swiglu_back(grad: Tensor, gate_up: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of silu(gate) * up * weight with respect to [gate, up] and the weights.
     [n, F], [n, 2 * F], [n, 1] -> [n, 2 * F], [n, 1]"""
-    gate_up_grad, weight_grads = _swiglu_back(grad, gate_up, weights.contiguous())
-    assert weight_grads is not None
-    return gate_up_grad, weight_grads
-
-
-def _swiglu_back(grad: Tensor, gate_up: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
     grad, gate_up = grad.contiguous(), gate_up.contiguous()
+    if weights is not None:
+        weights = weights.contiguous()
     out, weight_grads = torch.empty_like(gate_up), None if weights is None else torch.empty_like(weights)
     ffn = grad.shape[-1]
     if grad.numel():

@@ -2,15 +2,16 @@
 with the recorded policy), and copies in host memory (for a reference model that shares the actor's modules).
 
 "Weights" are the parameters and the MoE routers' frozen correction biases. `engines/families` maps their names and
-shapes to Hugging Face's. Of a policy with LoRA adapters, `named_weights` yields the merged weights; snapshots have the
-base weights, and hashes both apart (`lora_layers.py`).
+shapes to Hugging Face's. Of a policy with LoRA adapters, `gather_weights` returns the merged weights; snapshots have
+the base weights, and hashes both apart (`lora_layers.py`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from penstock.engines.families.tensor_rows import EMBEDDING, HEAD
+from penstock.engines.lora import merge
 from penstock.engines.megatron.host_memory import hash_tensors
 from penstock.engines.megatron.model.gpt import PolicyModel, is_routed_expert_parameter
 
@@ -40,30 +42,10 @@ class GlobalTensor:
     dtype: torch.dtype
     stage: int  # pipeline rank that has the tensor
 
-    @classmethod
-    def of_shard(cls, chunk: PolicyModel, name: str, shard: Tensor, stage: int) -> GlobalTensor:
-        """Return names, shape, dtype and pipeline rank of the full tensor to which a local shard belongs.
-
-        Args:
-            chunk: pipeline chunk that has the shard.
-            name: local name of the parameter in the chunk.
-            shard: this rank's shard.
-            stage: pipeline rank of this process.
-        """
-        ranks = parallel_state.get_expert_model_parallel_world_size() if is_routed_expert_parameter(name) else 1
-        names = tuple(global_name(chunk, name, rank) for rank in range(ranks))
-        sizes, axis = list(shard.shape), sharded_axis(shard)
-        if axis is not None:
-            sizes[axis] *= sharding_group(name).size()
-        return cls(names, tuple(sizes), shard.dtype, stage)
-
 
 def local_parameters(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (global name, shard) of this rank's weights in a pipeline chunk.
-
-    Global names number layers and experts over the whole model. A tied LM head is omitted: it is a copy of the
-    embedding.
-    """
+    """Yield (global name, shard) of this rank's weights in a pipeline chunk, without a tied LM head, which is a copy of
+    the embedding."""
     for name, tensor in _local_tensors(chunk):
         yield global_name(chunk, name), tensor
 
@@ -74,13 +56,9 @@ def base_parameters(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def freeze_parameters(chunks: list[PolicyModel], frozen: Collection[str]) -> None:
-    """Exclude parameters from training: they get no gradient, no optimizer state, and keep their bits. Call this before
-    the chunks are wrapped in DistributedDataParallel.
-
-    Args:
-        chunks: this rank's pipeline chunks.
-        frozen: global names; of the experts of a layer, all or none.
-    """
+    """Exclude the parameters with these global names (of the experts of a layer, all or none) from training: they get
+    no gradient, no optimizer state, and keep their bits. Call this before the chunks are wrapped in
+    DistributedDataParallel."""
     for chunk in chunks if frozen else ():
         for name, param in chunk.named_parameters():
             if name == HEAD and chunk.share_embeddings_and_output_weights:
@@ -107,41 +85,36 @@ class GatheredWeights:
     """The weights of a sharded model as full tensors, gathered one at a time."""
 
     meta: dict[str, Tensor]  # global name -> tensor on the meta device: shape and dtype of the weight
-    tensors: Iterator[tuple[str, Tensor]]  # from `named_weights`; every rank must consume it whole
+    tensors: Iterator[tuple[str, Tensor]]  # (global name, full tensor)
 
 
 def gather_weights(chunks: list[PolicyModel]) -> GatheredWeights:
-    """Return the shapes, dtypes and full tensors of all weights. A collective, as `named_weights`."""
-    meta = {}
+    """Return the shapes, dtypes and full tensors of all weights, on every rank in the same order; weights of layers
+    with adapters are merged. Global names number layers and experts over the whole model.
+
+    This is a collective over tensor-, expert- and pipeline-parallel ranks: every rank must consume all `tensors`. A
+    tensor may share memory with the model's weight: copy it to keep it.
+    """
+    meta, gathered = {}, []
     for chunk in chunks:
-        stage = parallel_state.get_pipeline_model_parallel_group().rank()
-        own = [GlobalTensor.of_shard(chunk, name, tensor, stage) for name, tensor in _local_tensors(chunk)]
-        for entry in (entry for entries in _entries_of_stages(own) for entry in entries):
+        local = dict(_local_tensors(chunk))
+        tensors = _tensors_of_stages(chunk, local)
+        for entry in tensors:
             for name in entry.names:
                 full = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
                 meta[name] = full[: chunk.shape.vocab_size] if name in VOCABULARY else full
-    return GatheredWeights(meta, named_weights(chunks))
-
-
-def named_weights(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (global name, full tensor) of every weight of the model, on every rank in the same order; weights of layers
-    with adapters are merged. Global names number layers and experts over the whole model.
-
-    This is a collective over tensor-, expert- and pipeline-parallel ranks: every rank must consume the whole iterator.
-    A yielded tensor may share memory with the model's weight: copy it to keep it.
-    """
-    for chunk in chunks:
         adapters = {f"{layer}.weight": adapter for adapter in chunk.adapters for layer in adapter.layers}
-        yield from _gather_tensors(chunk, dict(_local_tensors(chunk)), adapters)
+        gathered.append(_gather_tensors(chunk, local, tensors, adapters))
+    return GatheredWeights(meta, chain.from_iterable(gathered))
 
 
 def named_adapters(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield (global name of a layer, full A, full B) of every adapter of the model: [parts * r, in] and [out, r]. A
-    collective, as `named_weights`."""
+    collective, as `gather_weights`."""
     for chunk in chunks:
-        matrices = _gather_tensors(chunk, dict(_local_adapter_tensors(chunk)), {})
+        local = dict(_local_adapter_tensors(chunk))
         waiting: dict[str, Tensor] = {}
-        for name, tensor in matrices:
+        for name, tensor in _gather_tensors(chunk, local, _tensors_of_stages(chunk, local), {}):
             layer, _, kind = name.rpartition(".")
             if kind == "lora_A":
                 waiting[layer] = tensor
@@ -149,39 +122,40 @@ def named_adapters(chunks: list[PolicyModel]) -> Iterator[tuple[str, Tensor, Ten
                 yield layer, waiting.pop(layer), tensor
 
 
-def _gather_tensors(
-    chunk: PolicyModel, local: dict[str, Tensor], adapters: dict[str, Any]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (global name, full tensor) of the tensors of all ranks in their chunks with the same index.
-
-    Args:
-        chunk: this rank's pipeline chunk.
-        local: local name -> shard of this rank.
-        adapters: local name -> adapter that is merged into the tensor.
-    """
+def _tensors_of_stages(chunk: PolicyModel, local: dict[str, Tensor]) -> dict[GlobalTensor, str | None]:
+    """Return the tensors of all pipeline ranks in their chunks with the same index, and the local names of this rank's
+    (otherwise None). A collective. `local` maps local names to this rank's shards."""
     group = parallel_state.get_pipeline_model_parallel_group()
-    stage, device = group.rank(), next(chunk.parameters()).device
-    names = {GlobalTensor.of_shard(chunk, name, tensor, stage): name for name, tensor in local.items()}
-    for entry in (entry for entries in _entries_of_stages(list(names)) for entry in entries):
-        if entry.stage == stage:
-            name = names[entry]
+    own: dict[GlobalTensor, str] = {}
+    for name, shard in local.items():
+        ranks = parallel_state.get_expert_model_parallel_world_size() if is_routed_expert_parameter(name) else 1
+        names = tuple(global_name(chunk, name, rank) for rank in range(ranks))
+        sizes, axis = list(shard.shape), sharded_axis(shard)
+        if axis is not None:
+            sizes[axis] *= sharding_group(name).size()
+        own[GlobalTensor(names, tuple(sizes), shard.dtype, group.rank())] = name
+    stages: list[list[GlobalTensor]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(stages, list(own), group=group)
+    return {entry: own.get(entry) for entries in stages for entry in entries}
+
+
+def _gather_tensors(
+    chunk: PolicyModel, local: dict[str, Tensor], tensors: dict[GlobalTensor, str | None], adapters: dict[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (global name, full tensor) of `tensors` (from `_tensors_of_stages`); an adapter in `adapters`, by the local
+    name of its layer's weight, is merged into it."""
+    group, device = parallel_state.get_pipeline_model_parallel_group(), next(chunk.parameters()).device
+    for entry, name in tensors.items():
+        if name is None:
+            gathered = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for _ in entry.names]
+        else:
             gathered = gather_shards(entry.names, local[name])
             if name in adapters:
                 gathered = _merge_adapter(adapters[name], name, entry.names, gathered)
-        else:
-            gathered = [torch.empty(entry.shape, dtype=entry.dtype, device=device) for _ in entry.names]
         for global_, full in zip(entry.names, gathered, strict=True):
             if group.size() > 1:
                 dist.broadcast(full, dist.get_global_rank(group, entry.stage), group=group)
             yield global_, full[: chunk.shape.vocab_size] if global_ in VOCABULARY else full
-
-
-def _entries_of_stages(own: list[GlobalTensor]) -> list[list[GlobalTensor]]:
-    """Return the lists `own` of all pipeline ranks. A collective."""
-    group = parallel_state.get_pipeline_model_parallel_group()
-    stages: list[list[GlobalTensor]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(stages, own, group=group)
-    return stages
 
 
 def sharding_group(name: str) -> dist.ProcessGroup:
@@ -202,7 +176,7 @@ def _local_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     """Yield (local name, shard) of this rank's weights in a pipeline chunk, without a tied LM head. Stacked experts are
     yielded one by one, under the names that they have without stacking, and a router's correction bias after its
     weight."""
-    biases = dict(_correction_biases(chunk))
+    buffers = dict(chunk.named_buffers())
     for name, param in base_parameters(chunk):
         if STACKED.search(name):
             weight: Any
@@ -214,8 +188,8 @@ def _local_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
         elif name != HEAD or not chunk.share_embeddings_and_output_weights:
             yield name, param
             bias = name.replace("router.weight", "router.expert_bias")
-            if bias in biases:
-                yield bias, biases[bias]
+            if bias in buffers:
+                yield bias, buffers[bias]
 
 
 def _local_adapter_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
@@ -225,22 +199,13 @@ def _local_adapter_tensors(chunk: PolicyModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _merge_adapter(adapter: Any, name: str, names: tuple[str, ...], weights: list[Tensor]) -> list[Tensor]:
-    """Return W + scale * B A of a layer. A collective over tensor- and expert-parallel ranks.
-
-    Args:
-        adapter: the adapter that has this rank's matrices of the layer.
-        name: local name of the weight.
-        names: global names of the weights: one, or for an expert one per expert-parallel rank.
-        weights: the full weights.
-    """
+    """Return W + scale * B A of a layer: `weights` are the full W under the global names `names`. A collective over
+    tensor- and expert-parallel ranks."""
     shards = {kind: matrix for layer, kind, matrix in adapter.shards() if f"{layer}.weight" == name}
     first, second = (gather_shards(names, shards[kind]) for kind in ("lora_A", "lora_B"))
-    return [adapter.merge(*matrices) for matrices in zip(weights, first, second, strict=True)]
-
-
-def _correction_biases(chunk: PolicyModel) -> list[tuple[str, Tensor]]:
-    """Return (local name, buffer) of the routers' frozen correction biases, which are buffers, not parameters."""
-    return [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")]
+    return [
+        merge(*matrices, adapter.part_of_row, adapter.scale) for matrices in zip(weights, first, second, strict=True)
+    ]
 
 
 def global_name(chunk: PolicyModel, name: str, expert_rank: int | None = None) -> str:
@@ -256,16 +221,9 @@ def global_name(chunk: PolicyModel, name: str, expert_rank: int | None = None) -
 
 
 def gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
-    """Return the full tensors of which this rank has a shard: all-gather over tensor- and expert-parallel ranks.
-
-    Args:
-        names: global names of the tensors (`GlobalTensor.names`).
-        tensor: this rank's shard.
-
-    Returns:
-        one full tensor per name: for an expert's weight, one of each expert-parallel rank, from the expert with the
-        same local index.
-    """
+    """Return the full tensors, one per global name (`GlobalTensor.names`), of which this rank has the shard `tensor`:
+    all-gather over tensor- and expert-parallel ranks. For an expert's weight there is one of each expert-parallel rank,
+    from the expert with the same local index."""
     full, axis, group = tensor.detach(), sharded_axis(tensor), sharding_group(names[0])
     if group.size() > 1 and axis is not None:
         shards = [torch.empty_like(full) for _ in range(group.size())]
@@ -281,30 +239,20 @@ def gather_shards(names: tuple[str, ...], tensor: Tensor) -> list[Tensor]:
     return experts
 
 
-def hash_weights(chunks: list[PolicyModel]) -> dict[str, str]:
-    """Return the xxh3-64 hash of every weight shard of this rank, without adapters.
+def hash_weights(chunks: list[PolicyModel], of_adapters: bool = False) -> dict[str, str]:
+    """Return the xxh3-64 hash of every weight shard of this rank, without adapters; `of_adapters`: of adapters only.
 
     Keys are names that number layers and experts over the whole model; the key of a sharded weight ends with
     "@<tensor-parallel rank>/<size>". Different hashes prove different weights; equal hashes make different weights very
     unlikely.
     """
-    return _hash_shards(entry for chunk in chunks for entry in local_parameters(chunk))
-
-
-def hash_adapters(chunks: list[PolicyModel]) -> dict[str, str]:
-    """Return the xxh3-64 hash of every shard of this rank's adapters, with keys as those of `hash_weights`."""
-    return _hash_shards(
-        (global_name(chunk, name), matrix) for chunk in chunks for name, matrix in _local_adapter_tensors(chunk)
-    )
-
-
-def _hash_shards(entries: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return the hashes of (global name, shard) pairs, with the position of a shard in its key."""
+    local_tensors = _local_adapter_tensors if of_adapters else _local_tensors
     tensors = {}
-    for name, tensor in entries:
-        group = sharding_group(name)
-        is_shard = sharded_axis(tensor) is not None and group.size() > 1
-        tensors[name + (f"@{group.rank()}/{group.size()}" if is_shard else "")] = tensor
+    for chunk in chunks:
+        for name, tensor in local_tensors(chunk):
+            group = sharding_group(name)
+            is_shard = sharded_axis(tensor) is not None and group.size() > 1
+            tensors[global_name(chunk, name) + (f"@{group.rank()}/{group.size()}" if is_shard else "")] = tensor
     return hash_tensors(tensors.items())
 
 
@@ -331,6 +279,8 @@ def swap_weights(chunks: list[PolicyModel], other: Snapshot) -> None:
 
 def _snapshot_tensors(chunks: list[PolicyModel]) -> list[Tensor]:
     """Return this rank's weights (parameters and correction biases) in the order of the copies in a `Snapshot`."""
-    biases = [[buffer for _, buffer in _correction_biases(chunk)] for chunk in chunks]
-    parameters = [[param for _, param in base_parameters(chunk)] for chunk in chunks]
-    return [tensor for base, own in zip(parameters, biases) for tensor in (*base, *own)]
+    tensors: list[Tensor] = []
+    for chunk in chunks:
+        tensors += [param for _, param in base_parameters(chunk)]
+        tensors += [buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")]
+    return tensors

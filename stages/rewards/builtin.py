@@ -18,14 +18,13 @@ from typing import Any
 
 import aiohttp
 import xxhash
-from penstock.storage.near_names import nearest_name
 
 from penstock.stages.rewards.instructions import ifbench as _ifbench_checks  # noqa: F401 - registers CHECKS
 from penstock.stages.rewards.instructions import ifeval as _ifeval_checks  # noqa: F401 - registers CHECKS
 from penstock.stages.rewards.instructions.text import CHECKS
 from penstock.stages.rewards.math.answers import equal_answers, is_evaluated_integer
 from penstock.stages.rewards.math.tokens import WORD, possible_tokenizations
-from penstock.storage.errors import RewardError
+from penstock.storage.errors import RewardError, nearest_name
 from penstock.storage.samples.sample import Sample
 from penstock.storage.secrets import redact
 

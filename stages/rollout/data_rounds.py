@@ -17,8 +17,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from penstock.storage.samples.unicode_text import escape_invalid_text
-
 from penstock.stages.rewards.outcome import parse_reward
 from penstock.stages.rollout.collect import record_seconds
 from penstock.stages.rollout.config import RolloutConfig
@@ -30,7 +28,7 @@ from penstock.stages.rollout.rollout import ResumePoint, RolloutContext, commit_
 from penstock.stages.rollout.text.loss_masks import Piece, drops_reasoning, join_pieces, split_trained_text
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.stages.torch_files import load_torch_file, save_torch_file
-from penstock.storage.commit import DEBUG_DATA, Commit
+from penstock.storage.commit import DEBUG_DATA, Commit, escape_invalid_text
 from penstock.storage.errors import DataError
 from penstock.storage.samples.sample import Sample, Status
 from penstock.storage.samples.shards import read_samples

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.backends import engine_backend
 from penstock.engines.scratch import end_with_parent, own_temp_directory, print_stacks_on_signal
-from penstock.engines.training import MemorySwitch, StateKind, train_backend
+from penstock.engines.training import MemorySwitch, StateKind, TrainEngine, train_backend
 from penstock.stages.train.diagnostics.rank import RankDiagnostics
 from penstock.stages.train.spec import (
     NEEDED_ON_DEVICE,
@@ -42,6 +42,7 @@ from penstock.storage.store import Store
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from penstock.engines.families.shape import ModelShape
     from penstock.engines.generation import EngineClient, EngineGone, EngineRefused, WeightTransport
     from penstock.stages.train.step import Models
 
@@ -63,6 +64,8 @@ class TrainActor:
         self._joined = False
         self._listener: socket.socket | None = None  # rendezvous socket, to which the other ranks connect
         self._urls: list[str] = []  # of the engines that get the weights
+        # kept, because it holds process groups
+        self._engines: EngineClient = engine_backend(self.spec.engine).connect(lambda: self._urls)
         self._state = PolicyState(run=self.spec.run, incarnation=incarnation, version=0, clean=False)
         self._memory_switches: list[MemorySwitch] = []  # since they were last taken
         self.diagnostics = RankDiagnostics(self.spec.diagnostics, self.spec.run, rank)
@@ -88,9 +91,21 @@ class TrainActor:
         return getattr(self, method)(*args)
 
     def adopt(self, owner: str) -> RankInfo:
-        """Accept only calls of the driver with the token `owner` from now on, and return the identity of this rank."""
+        """Accept only calls of the driver with the token `owner` from now on. Return this rank's number, Ray node,
+        process id, log path, and the hash of its options and code (`Build`)."""
+        import ray
+
         self._owner = owner
-        return self.info()
+        return RankInfo(
+            rank=self.rank,
+            build=self.build.hash,
+            incarnation=self._state.incarnation,
+            joined=self._joined,
+            node=ray.get_runtime_context().get_node_id(),
+            pid=os.getpid(),
+            gpu_ids=tuple(map(str, ray.get_runtime_context().get_accelerator_ids()["GPU"])),
+            log=os.path.realpath("/proc/self/fd/2"),  # Ray redirects stderr to a file
+        )
 
     def import_libraries(self) -> None:
         """Import torch, the training engine, the training code and the engines' client, and create the CUDA context, so
@@ -105,10 +120,6 @@ class TrainActor:
             torch.zeros(1, device="cuda")
         if self.spec.config.loss_type != "sft_loss":
             self._engines.prepare_weight_updates()
-
-    @cached_property
-    def _engines(self) -> EngineClient:  # kept, because it holds process groups
-        return engine_backend(self.spec.engine).connect(lambda: self._urls)
 
     def connect_and_build(self, init_method: str) -> None:
         """Connect to the other ranks at the rendezvous URL `init_method`, and build the models with random weights."""
@@ -135,21 +146,6 @@ class TrainActor:
     def state(self) -> PolicyState:
         """Return the policy version that this rank holds, and whether its weights are complete."""
         return self._state
-
-    def info(self) -> RankInfo:
-        """Return this rank's number, Ray node, process id, log path, and the hash of its options and code (`Build`)."""
-        import ray
-
-        return RankInfo(
-            rank=self.rank,
-            build=self.build.hash,
-            incarnation=self._state.incarnation,
-            joined=self._joined,
-            node=ray.get_runtime_context().get_node_id(),
-            pid=os.getpid(),
-            gpu_ids=tuple(map(str, ray.get_runtime_context().get_accelerator_ids()["GPU"])),
-            log=os.path.realpath("/proc/self/fd/2"),  # Ray redirects stderr to a file
-        )
 
     def path_exists(self, path: str) -> bool:
         """Return whether a path exists on this rank's machine."""
@@ -345,7 +341,8 @@ class TrainActor:
         if transport.host is None:
             transport = replace(transport, host=node_address(self.spec.network_interface))
         try:
-            self._engines.update_weights(self._published_tensors(transport), version, transport)
+            named = published_tensors(self.models.policy, self.spec.shape, transport)
+            self._engines.update_weights(named, version, transport)
         except (EngineGone, EngineRefused) as error:
             return error
         return None
@@ -372,15 +369,18 @@ class TrainActor:
         yield
         self._state = self._state.model_copy(update={"version": version, "clean": True})
 
-    def _published_tensors(self, transport: WeightTransport) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's weights under their Hugging Face names, or its adapters under PEFT's."""
-        from penstock.engines.families import tensor_layout
-        from penstock.engines.lora import to_peft
 
-        layout, policy = tensor_layout(self.spec.shape), self.models.policy
-        if transport.adapter is None:
-            for name, tensor in policy.named_weights():
-                yield from layout.to_hf(name, tensor)
-        else:
-            for layer, first, second in policy.named_adapters():
-                yield from to_peft(layout, layer, first, second)
+def published_tensors(
+    policy: TrainEngine, shape: ModelShape, transport: WeightTransport
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the policy's weights under their Hugging Face names, or its adapters under PEFT's. A collective."""
+    from penstock.engines.families import tensor_layout
+    from penstock.engines.lora import to_peft
+
+    layout = tensor_layout(shape)
+    if transport.adapter is None:
+        for name, tensor in policy.gather_weights().tensors:
+            yield from layout.to_hf(name, tensor)
+    else:
+        for layer, first, second in policy.named_adapters():
+            yield from to_peft(layout, layer, first, second)

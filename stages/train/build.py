@@ -149,7 +149,7 @@ def save_models(models: Models, directory: Path, step_state: dict[str, Any]) -> 
         hashes |= {f"critic/{name}": value for name, value in critic.items()}
     if models.refreshed and models.reference is not None:
         with models.policy.using_weights(models.reference):
-            reference = models.policy.save_weights(directory / "reference")
+            reference = models.policy.save(directory / "reference", None)
         hashes |= {f"reference/{name}": value for name, value in reference.items()}
     return hashes
 

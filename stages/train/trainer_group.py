@@ -85,7 +85,7 @@ class TrainerGroup:
 
             from penstock.stages.train.actor import TrainActor
 
-            build, incarnation = self._current_build(), uuid.uuid4().hex[:12]
+            build, incarnation = current_build(self.spec), uuid.uuid4().hex[:12]
             actor = ray.remote(TrainActor)
             actors: list[Any] = []
             for rank, slot in enumerate(self.cluster.place_when_nodes_are_back(build.num_ranks)):
@@ -108,7 +108,7 @@ class TrainerGroup:
             self.start_processes()
             if self._built:
                 return
-            self._ranks = self._call("info")
+            self._ranks = self._call("adopt", self._owner)
             store = Store(self.spec.store, self.spec.store_options, probe=False)
             nodes = [rank.node for rank in self._ranks]
             check_store_is_shared(store, lambda path: self._call("path_exists", path), nodes)
@@ -117,36 +117,19 @@ class TrainerGroup:
             self._call("connect_and_build", rendezvous)
             self._built = True
 
-    def kill(self) -> None:
-        """Kill every rank immediately. A call for which another thread is waiting fails."""
-        self._kill_and_forget(self._actors)
-
-    def _kill_and_forget(self, actors: list[Any]) -> None:
-        """Kill the ranks `actors`, unless another driver owns them. Remove them from this group, unless the group has
-        been restarted meanwhile."""
+    def kill(self, actors: list[Any] | None = None) -> None:
+        """Kill every rank (or those in `actors`, which a call used) immediately, unless another driver owns them. A
+        call for which another thread is waiting fails. A group that was restarted meanwhile keeps its new ranks."""
         import ray
 
+        actors = self._actors if actors is None else actors
         if self._actors is actors:
             self._actors = []
-        if actors and not self._is_owned_by_other_driver(actors[0]):
+        # only on an external Ray cluster can another driver own the ranks
+        if actors and (self.cluster.owned or not _is_fenced(actors[0], self._owner)):
             with suppress(ClusterLost):  # the ranks ended with the cluster
                 for actor in actors:
                     self.cluster.call_ray(ray.kill, actor)
-
-    def _is_owned_by_other_driver(self, actor: Any) -> bool:
-        """Return whether another driver has taken over the rank `actor`, which is possible on an external Ray cluster
-        only. This driver must then not kill the ranks."""
-        import ray
-
-        if self.cluster.owned:
-            return False
-        try:
-            ray.get(actor.call.remote(self._owner, "state"), timeout=FAILURE_QUERY_TIMEOUT)
-        except ray.exceptions.RayTaskError as error:
-            return isinstance(error.cause, FencedError)
-        except (ray.exceptions.RayError, TimeoutError):
-            return False  # dead or busy
-        return False
 
     def _take_over_ranks(self) -> bool:
         """Take over the ranks of the run's previous driver if all answer and have this driver's options, size and code
@@ -156,11 +139,11 @@ class TrainerGroup:
 
         if self._fenced is not None:
             raise self._fenced
-        existing = self._existing_actors()
+        existing = _find_actors(self.cluster, self.spec)
         alive = [actor for actor in existing if actor is not None]
         if not alive:
             return False
-        build = self._current_build()
+        build = current_build(self.spec)
         try:
             ranks: list[RankInfo] = ray.get([actor.adopt.remote(self._owner) for actor in alive], timeout=QUERY_TIMEOUT)
         except (ray.exceptions.RayError, TimeoutError):
@@ -173,7 +156,7 @@ class TrainerGroup:
         for actor in alive:
             self.cluster.call_ray(ray.kill, actor)
         deadline = time.monotonic() + QUERY_TIMEOUT
-        while any(self._existing_actors()):  # Ray frees a name only after it has noticed the death
+        while any(_find_actors(self.cluster, self.spec)):  # Ray frees a name only after it has noticed the death
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"trainer ranks of an earlier driver of run {self.spec.run!r} were killed but did not exit within "
@@ -181,21 +164,6 @@ class TrainerGroup:
                 )
             time.sleep(0.05)
         return False
-
-    def _existing_actors(self) -> list[Any]:
-        """Return the running actor of each rank, or None for a rank that is not running. The list may be longer than
-        `num_ranks`, because an earlier driver may have started more ranks."""
-        actors: list[Any] = []
-        while (actor := self.cluster.find_actor(f"trainer-{len(actors)}")) is not None or len(
-            actors
-        ) < self.spec.config.num_ranks:
-            actors.append(actor)
-        return actors
-
-    def _current_build(self) -> Build:
-        config = self.spec.config
-        threads = cpu_threads_per_process(config.trainer_threads, num_processes=config.actor_num_gpus_per_node)
-        return Build(spec=self.spec, num_ranks=config.num_ranks, threads=threads, code=_source_hash())
 
     # ---- queries -----------------------------------------------------------------------------------------------------
 
@@ -343,13 +311,43 @@ class TrainerGroup:
                     self._fenced, self._actors = cause, []
                     raise cause from error
                 dead = _find_dead_rank(self.cluster, calls)
-                self._kill_and_forget(actors)
+                self.kill(actors)
                 if dead is not None:
                     raise RankDied(_death_message(self._ranks, dead, method, error)) from error
                 raise (error.cause if isinstance(error, ray.exceptions.RayTaskError) else error) from error
             except BaseException:
-                self._kill_and_forget(actors)
+                self.kill(actors)
                 raise
+
+
+def _find_actors(cluster: Cluster, spec: TrainerSpec) -> list[Any]:
+    """Return the running actor of each rank, or None for a rank that is not running. The list may be longer than
+    `num_ranks`, because an earlier driver may have started more ranks."""
+    actors: list[Any] = []
+    while (actor := cluster.find_actor(f"trainer-{len(actors)}")) is not None or len(actors) < spec.config.num_ranks:
+        actors.append(actor)
+    return actors
+
+
+def _is_fenced(actor: Any, owner: str) -> bool:
+    """Return whether the rank `actor` is known to refuse calls of the driver with the token `owner`, because another
+    driver has taken it over."""
+    import ray
+
+    try:
+        ray.get(actor.call.remote(owner, "state"), timeout=FAILURE_QUERY_TIMEOUT)
+    except ray.exceptions.RayTaskError as error:
+        return isinstance(error.cause, FencedError)
+    except (ray.exceptions.RayError, TimeoutError):
+        return False  # dead or busy
+    return False
+
+
+def current_build(spec: TrainerSpec) -> Build:
+    """Return the build of ranks that this driver would start."""
+    config = spec.config
+    threads = cpu_threads_per_process(config.trainer_threads, num_processes=config.actor_num_gpus_per_node)
+    return Build(spec=spec, num_ranks=config.num_ranks, threads=threads, code=_source_hash())
 
 
 @cache

@@ -54,7 +54,7 @@ def save_run(model: Path, store: Store, overrides: dict[str, Any]) -> Any:
         store,
         resolve("sft", config_of(model, Path(store.root), "old", "--lora-rank", "8", "--lora-alpha", "12"), store),
     )
-    commit_checkpoint(store, "models/base", engine.save_weights, kind="model")
+    commit_checkpoint(store, "models/base", lambda path: engine.save(path, None), kind="model")
     commit_checkpoint(
         store,
         KEYS.checkpoint_prefix(3),

@@ -51,7 +51,7 @@ def rank_main(rank: int, world_size: int, scratch: Path, layout: ParallelLayout,
     names = tensor_layout(shape)
     with HFWeights(source) as weights:
         seen = []
-        for name, tensor in engine.named_weights():
+        for name, tensor in engine.gather_weights().tensors:
             assert torch.equal(tensor, names.to_megatron(name, weights.fetch)), f"{name} differs on rank {rank}"
             seen.append(name)
     assert seen == names.megatron_names()

@@ -50,8 +50,7 @@ def built_bytes(
 ) -> tuple[int, int, int]:
     """Return the bytes of this rank's weights, gradients, and optimizer tensors that are not model weights and not
     offloaded."""
-    from penstock.engines.megatron.optimizer import inner_optimizers
-    from penstock.engines.megatron.optimizer_offload import optimizer_tensors_on_device
+    from penstock.engines.megatron.optimizer import inner_optimizers, optimizer_tensors_on_device
 
     weights = gradients = optimizer = 0
     for role in ("policy", "value") if critic else ("policy",):

@@ -150,13 +150,13 @@ def run(case_name: str, case: Case, family: str, directory: Path) -> None:
     shape = read_shape(directory / family)
     engine = make_engine(shape, layout=case.layout, optimizer=OPTIMIZER, overrides=case.overrides)
     engine.load_weights(directory / family / "saved")
-    gathered = dict(engine.named_weights())
+    gathered = dict(engine.gather_weights().tensors)
     assert gathered.keys() == reference["weights"].keys(), gathered.keys() ^ reference["weights"].keys()
     for key, tensor in gathered.items():
         assert torch.equal(tensor, reference["weights"][key]), f"{key} was changed by loading and gathering"
 
     if case_name.startswith("uneven"):  # checkpoints do not depend on how the layers are split
-        engine.save_weights(directory / f"{case_name} {family}")
+        engine.save(directory / f"{case_name} {family}", None)
         assert_same_checkpoints(directory / f"{case_name} {family}", directory / family / "saved")
 
     packs, loss_fn = packs_and_loss(engine)
@@ -214,7 +214,9 @@ def packs_and_loss(engine: Any) -> tuple[list[Any], Any]:
 def gradients_of(engine: Any) -> dict[str, Tensor]:
     """Return full gradients under global names, in place of the weights."""
     replace_by_gradients(engine, (param for chunk in engine.chunks for param in chunk.parameters()))
-    return {name: tensor.clone() for name, tensor in engine.named_weights() if not name.endswith("expert_bias")}
+    return {
+        name: tensor.clone() for name, tensor in engine.gather_weights().tensors if not name.endswith("expert_bias")
+    }
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def main(rank: int, directory: Path) -> None:
         init_parallel(0, 1, f"file://{directory}/alone-{name}-{rank}")
         alone = policy(name, ParallelLayout())
         base = directory / f"base-{name}-{rank}"
-        alone.save_weights(base)
+        alone.save(base, None)
         chunk = alone.chunks[0]
         tied = SHAPES[name].tied_embeddings
         weight = (chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight).detach().clone()

@@ -159,7 +159,9 @@ def run(case: str, family: str, directory: Path) -> None:
     put_adapters(engine, reference["adapters"])
     assert all(torch.equal(x, reference["adapters"][key]) for key, x in full_adapters(engine).items())
     merged = {
-        name: tensor for key, full in engine.named_weights() for name, tensor in tensor_layout(shape).to_hf(key, full)
+        name: tensor
+        for key, full in engine.gather_weights().tensors
+        for name, tensor in tensor_layout(shape).to_hf(key, full)
     }
     assert_close(merged, {name: reference["merged"][name] for name in merged}, "merged weights")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.model.expert_routing import UNKNOWN
+from penstock.engines.megatron.packing import UNKNOWN
 from penstock.engines.megatron.parallel import ParallelLayout, init_parallel, shutdown_parallel
 from tests.engines import megatron_reference
 from tests.engines.megatron_reference import FULL, SELECTIVE, Pack, full_logits, make_pack, targets_of

@@ -69,7 +69,7 @@ def test_scale_is_pefts() -> None:
 def test_adapters_train_and_resume_bit_for_bit_while_the_base_keeps_its_bits(world: None, tmp_path: Path) -> None:
     lora = LoraOptions(rank=4, alpha=8, target_modules=("attention", "linear_fc2"))
     full = make_engine(dtype="bf16", seed=3)
-    full.save_weights(tmp_path / "base")
+    full.save(tmp_path / "base", None)
     engine = make_engine(dtype="bf16", optimizer={**OPTIMIZER, "lora": lora}, seed=3)
     engine.load_weights(tmp_path / "base")
     start = engine.digest()

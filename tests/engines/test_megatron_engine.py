@@ -72,11 +72,11 @@ def test_gradients_are_sums_and_equal_hugging_face(engine: Any, hf: Any) -> None
 
 
 def test_first_step_is_adamw(engine: Any) -> None:
-    before = {name: tensor.clone() for name, tensor in engine.named_weights()}
+    before = {name: tensor.clone() for name, tensor in engine.gather_weights().tensors}
     engine.forward_backward(PACKS, cross_entropy)
     grads = {name: param.main_grad.clone() for name, param in engine.chunks[0].named_parameters()}
     _, norm, _ = engine.optimizer_step()
-    for name, after in engine.named_weights():
+    for name, after in engine.gather_weights().tensors:
         grad = grads[name] / (norm + 1e-6)  # clipped to 1
         decay = OPTIMIZER["lr"] * OPTIMIZER["weight_decay"] if grad.ndim > 1 else 0.0
         expected = before[name] * (1 - decay) - OPTIMIZER["lr"] * grad / (grad.abs() + OPTIMIZER["adam_eps"])
@@ -146,9 +146,9 @@ def test_using_a_snapshot_restores_the_weights_afterwards(engine: Any) -> None:
     assert engine.digest() == trained != start
 
 
-def test_named_weights_are_all_weights_under_global_names(engine: Any, hf: Any) -> None:
+def test_gathered_weights_are_all_weights_under_global_names(engine: Any, hf: Any) -> None:
     expected = to_megatron(dict(hf.state_dict()))
-    weights = {name: tensor.cpu() for name, tensor in engine.named_weights()}
+    weights = {name: tensor.cpu() for name, tensor in engine.gather_weights().tensors}
     assert set(weights) == set(expected) == set(engine.digest())
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
@@ -217,5 +217,7 @@ def test_meta_model_has_every_name_but_no_data() -> None:
 
     model = build_meta_model(SHAPE)
     assert all(param.is_meta for param in model.parameters())
-    assert {name for name, _ in model.named_parameters()} == {name for name, _ in make_engine().named_weights()}
+    assert {name for name, _ in model.named_parameters()} == {
+        name for name, _ in make_engine().gather_weights().tensors
+    }
     assert dist.get_world_size() == 1

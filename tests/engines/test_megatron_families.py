@@ -110,7 +110,7 @@ def test_norms_can_be_recomputed(world: None, shapes: dict[str, ModelShape]) -> 
 def test_mixture_in_bf16_resumes_bit_for_bit(world: None, shapes: dict[str, ModelShape], tmp_path: Path) -> None:
     plain = make_engine(shapes["deepseek-v3"])
     engine = make_engine(shapes["deepseek-v3"], dtype="bf16", optimizer={**OPTIMIZER, "lr": 1e-3})
-    weights = dict(engine.named_weights())
+    weights = dict(engine.gather_weights().tensors)
     assert {name for name, tensor in weights.items() if tensor.dtype == torch.float32} == {
         name for name in weights if name.endswith("expert_bias")
     }
@@ -120,7 +120,7 @@ def test_mixture_in_bf16_resumes_bit_for_bit(world: None, shapes: dict[str, Mode
     expected = train(engine, range(2))
     assert engine.load(tmp_path) == {"version": 1}
     assert train(engine, range(2)) == expected
-    after = dict(engine.named_weights())
+    after = dict(engine.gather_weights().tensors)
     assert all(torch.equal(after[name], tensor) for name, tensor in corrections.items()), "a frozen correction moved"
 
 
@@ -201,8 +201,8 @@ def test_grouped_experts_are_the_default_where_they_were_tested(monkeypatch: pyt
 def test_snapshot_and_digest_include_router_corrections(world: None, shapes: dict[str, ModelShape]) -> None:
     engine = make_engine(shapes["deepseek-v3"])
     start, held = engine.digest(), engine.snapshot_weights()
-    assert set(start) == {name for name, _ in engine.named_weights()}
-    correction = dict(engine.named_weights())["decoder.layers.1.mlp.router.expert_bias"]
+    assert set(start) == {name for name, _ in engine.gather_weights().tensors}
+    correction = dict(engine.gather_weights().tensors)["decoder.layers.1.mlp.router.expert_bias"]
     correction += 1
     changed = engine.digest()
     assert [name for name in start if changed[name] != start[name]] == ["decoder.layers.1.mlp.router.expert_bias"]

@@ -11,7 +11,7 @@ from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from penstock.engines.families.shape import Experts, Rotary, YarnScaling
-from penstock.engines.megatron.model.expert_routing import select_experts
+from penstock.engines.megatron.compat import import_megatron
 from penstock.engines.megatron.model.norm_and_rope import (
     apply_rope_unfused,
     rope_cos_sin,
@@ -20,6 +20,10 @@ from penstock.engines.megatron.model.norm_and_rope import (
     yarn_attention_factor,
 )
 from tests.engines.megatron_reference import LATENT, LATENT_ATTENTION
+
+import_megatron()
+
+from penstock.engines.megatron.model.layers import select_experts  # noqa: E402
 
 
 @pytest.mark.parametrize(

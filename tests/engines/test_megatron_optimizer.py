@@ -49,7 +49,7 @@ def share_of_freed_main_params(engine: Any) -> float:
 def test_offloaded_state_gives_the_same_results(
     dtype: str, fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.engines.megatron import optimizer_offload as offload
+    from penstock.engines.megatron import optimizer as offload
 
     monkeypatch.setattr(offload, "CHUNK_NUMEL", 3000)  # several chunks, and parameters larger than a chunk
     plain = make_engine(MIXTURE, dtype)
@@ -81,7 +81,7 @@ def test_offloaded_state_gives_the_same_results(
 
 def test_step_moves_state_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most two chunks of main parameters are on the device at a time, and every parameter is stepped once."""
-    from penstock.engines.megatron import optimizer_offload as offload
+    from penstock.engines.megatron import optimizer as offload
     from penstock.engines.megatron.optimizer import inner_optimizers
 
     monkeypatch.setattr(offload, "CHUNK_NUMEL", 3000)

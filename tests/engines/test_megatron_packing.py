@@ -14,17 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engines.megatron.compat import import_megatron
-from penstock.engines.megatron.model import attention_kernel
-from penstock.engines.megatron.model.attention_kernel import FA4, AttentionKernel, choose_attention_kernel
 from penstock.storage.errors import OptionError
 from tests.engines.megatron_reference import LENGTHS, make_pack
 
 import_megatron()
 
 from penstock.engines.families.shape import Rotary  # noqa: E402
-from penstock.engines.megatron.model import attention  # noqa: E402
+from penstock.engines.megatron.model import attention, transformer_config  # noqa: E402
 from penstock.engines.megatron.model.attention import bucketed_attention, causal_attention, packed_attention  # noqa: E402
 from penstock.engines.megatron.model.norm_and_rope import apply_rope_unfused, rope_cos_sin  # noqa: E402
+from penstock.engines.megatron.model.transformer_config import FA4, AttentionKernel, choose_attention_kernel  # noqa: E402
 from penstock.engines.megatron.packing import make_buckets, pack_stream  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -136,23 +135,16 @@ def test_attention_over_context_parallel_ranks_equals_one_rank(
         torch.testing.assert_close(ours, naive)
 
 
-def test_sequence_parallel_padding_is_a_sequence_of_its_own() -> None:
+def test_padding_is_a_sequence_of_its_own_and_routers_process_a_part_of_the_tokens() -> None:
     stream = pack_stream(make_pack([5, 6]), CPU, tensor=4)
-    assert len(stream.token_ids) == 12 and stream.num_tokens == 11
-    assert stream.pack_slice == slice(0, 11)
+    assert (len(stream.token_ids), stream.num_tokens, stream.pack_slice) == (12, 11, slice(0, 11))
     assert stream.cu_seqlens.tolist() == [0, 5, 11, 12]
-
-
-def test_routers_process_a_part_of_a_ranks_tokens() -> None:
     stream = pack_stream(make_pack([3, 4]), CPU, tensor=2)
     assert [stream.router_rows(rank, 2).tolist() for rank in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, -1]]
     second = pack_stream(make_pack([3, 4]), CPU, tensor=2, context=2, context_rank=1)
     assert [second.router_rows(rank, 2).tolist() for rank in (0, 1)] == [[4, 5], [6, -1]]
-
-
-def test_a_rank_may_have_only_padding() -> None:
-    stream = pack_stream(make_pack([1, 1]), CPU, context=4, context_rank=3)
-    assert len(stream.token_ids) == 1 and stream.num_tokens == 0
+    padding = pack_stream(make_pack([1, 1]), CPU, context=4, context_rank=3)
+    assert (len(padding.token_ids), padding.num_tokens) == (1, 0)
 
 
 def test_rotate_is_a_complex_rotation_of_pairs() -> None:
@@ -180,13 +172,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    monkeypatch.setattr(attention_kernel, "distributions", lambda name: iter([name]))
+    monkeypatch.setattr(transformer_config, "distributions", lambda name: iter([name]))
 
 
 @pytest.mark.parametrize("backend", [None, "auto", "flash", "fused", "unfused", "local"])
 def test_names_of_megatron_choose_the_padded_kernel_on_a_cpu(backend: str | None) -> None:
     assert torch.cuda.is_available() or choose_attention_kernel(backend, "bf16", HEADS) == "padded"
-    assert choose_attention_kernel("local", "bf16", HEADS) == "padded"
     assert choose_attention_kernel(backend, "fp32", HEADS) == "padded"
 
 
@@ -194,27 +185,32 @@ def test_names_of_megatron_choose_the_padded_kernel_on_a_cpu(backend: str | None
 @pytest.mark.parametrize(("keys", "values", "kernel"), [(128, 128, "fa4"), (192, 128, "fa4"), (80, 80, "torch")])
 def test_fa4_is_chosen_for_tested_heads(hopper: None, backend: str | None, keys: int, values: int, kernel: str) -> None:
     heads = shape_with_heads(keys, values)
-    assert choose_attention_kernel(backend, "bf16", heads) == kernel
-    assert choose_attention_kernel("torch", "bf16", heads) == "torch"
-    assert choose_attention_kernel("unfused", "bf16", heads) == "padded"
-    assert choose_attention_kernel(backend, "fp32", heads) == "padded"
+    for name, dtype, expected in (
+        (backend, "bf16", kernel),
+        ("torch", "bf16", "torch"),
+        ("unfused", "bf16", "padded"),
+        (backend, "fp32", "padded"),
+    ):
+        assert choose_attention_kernel(name, dtype, heads) == expected
 
 
-def test_fa4_is_refused_for_other_heads_and_torch_is_chosen_without_it(
-    hopper: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(OptionError, match=r"or \(192, 128\) \(keys, values\); found heads of \(80, 80\): use auto"):
-        choose_attention_kernel("fa4", "bf16", shape_with_heads(80, 80))
-    monkeypatch.setattr(attention_kernel, "distributions", lambda name: iter([]))
+def test_a_kernel_that_does_not_work_here_is_refused(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for backend, dtype, heads, message in (
+        (
+            "fa4",
+            "bf16",
+            shape_with_heads(80, 80),
+            r"or \(192, 128\) \(keys, values\); found heads of \(80, 80\): use auto",
+        ),
+        ("fa4", "fp32", HEADS, "--attention-backend fa4 needs bf16 on a .*GPU.*; found fp32 on"),
+        ("torch", "fp32", HEADS, "--attention-backend torch needs bf16 on a .*GPU.*; found fp32 on"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            choose_attention_kernel(backend, dtype, heads)
+    monkeypatch.setattr(transformer_config, "distributions", lambda name: iter([]))
     assert choose_attention_kernel("auto", "bf16", HEADS) == "torch"
     with pytest.raises(OptionError, match="found no such package: use auto"):
         choose_attention_kernel("fa4", "bf16", HEADS)
-
-
-@pytest.mark.parametrize("backend", ["torch", "fa4"])
-def test_a_kernel_that_does_not_work_here_is_refused(backend: str) -> None:
-    with pytest.raises(OptionError, match=f"--attention-backend {backend} needs bf16 on a .*GPU.*; found fp32 on"):
-        choose_attention_kernel(backend, "fp32", HEADS)
 
 
 WIDTHS = [(128, 128), (64, 64), (192, 128)]  # of keys, of values

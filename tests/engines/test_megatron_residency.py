@@ -85,15 +85,15 @@ def test_reloaded_gradients_are_zero() -> None:
 def test_weights_are_published_while_the_rest_is_offloaded(dtype: str) -> None:
     engine = make_engine(MIXTURE, dtype)
     train(engine, range(1))
-    expected = {name: tensor.clone() for name, tensor in engine.named_weights()}
+    expected = {name: tensor.clone() for name, tensor in engine.gather_weights().tensors}
     state = engine.optimizer_state_digest()
     assert engine.offload([OPTIMIZER, GRADIENTS]).name == "policy: offload gradients, optimizer"
     assert sizes(engine) == {**sizes(make_engine(MIXTURE, dtype)), GRADIENTS: {0}, OPTIMIZER: {0}}
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in engine.named_weights())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in engine.gather_weights().tensors)
 
     assert engine.offload(STATE_KINDS).name == "policy: offload weights"
     assert engine.onload([WEIGHTS]).name == "policy: onload weights"
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in engine.named_weights())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in engine.gather_weights().tensors)
     with pytest.raises(AssertionError, match=r"optimizer .*are offloaded"):
         engine.optimizer_state_digest()
     engine.onload(STATE_KINDS)
@@ -127,6 +127,6 @@ def test_methods_refuse_offloaded_state(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="gradients"):
         train(engine, range(1))
     engine.offload([WEIGHTS])
-    for read in (engine.digest, engine.named_weights, engine.snapshot_weights, lambda: engine.save_weights(tmp_path)):
+    for read in (engine.digest, engine.gather_weights, engine.snapshot_weights, lambda: engine.save(tmp_path, None)):
         with pytest.raises(AssertionError, match="weights"):
             read()

@@ -34,7 +34,7 @@ def base(world: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Pa
     hf, directory = hf_model(), tmp_path_factory.mktemp("base")
     policy = make_engine(role="policy")
     put_weights(policy, to_megatron(dict(hf.state_dict())))
-    policy.save_weights(directory)
+    policy.save(directory, None)
     return hf, directory
 
 
@@ -75,7 +75,7 @@ def test_head_is_initialized_by_the_seed_unless_the_checkpoint_has_one(base: tup
     for engine in (first, again):
         train(engine)
     assert again.digest() == first.digest()
-    first.save_weights(tmp_path)
+    first.save(tmp_path, None)
     other.load_weights(tmp_path)
     assert other.digest() == first.digest()
     first.load_weights(base[1])
@@ -103,11 +103,11 @@ def test_policy_and_critic_in_one_process_do_not_affect_each_other(base: tuple[A
     expected = train(single), train(single)
     first = train(critic)
     with torch.no_grad():
-        for _, weight in policy.named_weights():
+        for _, weight in policy.gather_weights().tensors:
             weight.mul_(1.5)
     digest = policy.digest()
     with policy.using_weights(reference):
-        policy.save_weights(tmp_path / "reference")
+        policy.save(tmp_path / "reference", None)
     critic.save(tmp_path / "critic", {"version": 1})
     policy.save(tmp_path, {"version": 1})
     assert policy.digest() == digest

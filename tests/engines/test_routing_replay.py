@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.engines.families import read_shape
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.model.expert_routing import UNKNOWN, RoutingRecord, StreamRouting
+from penstock.engines.megatron.packing import UNKNOWN, StreamRouting
 from tests.engines.megatron_reference import FULL, SELECTIVE
 from tests.engines.replay_ranks import make_engine, random_record, replay_packs
 from tests.families import hf_model, make_family
@@ -59,15 +59,15 @@ def forward_only(engine: Any, packs: list[Any], routing: Any) -> list[Tensor]:
 
 def test_record_gets_the_rows_of_a_rank() -> None:
     rows = torch.tensor([5, 2, 4, UNKNOWN])  # the last row is padding
-    record = RoutingRecord(6, {7: torch.tensor([[1, 2]] * 3 + [[UNKNOWN] * 2] * 3, dtype=torch.int16)})
+    choices = {7: torch.tensor([[1, 2]] * 3 + [[UNKNOWN] * 2] * 3, dtype=torch.int16)}
     free = torch.tensor([[10, 11], [12, 13], [14, 15], [16, 17]])
     chosen = torch.tensor([[10, 11], [1, 2], [14, 15], [16, 17]])
-    assert torch.equal(StreamRouting(record, rows, recording=False).replay(7, free), chosen)
-    assert record.choices[7][5].tolist() == [UNKNOWN] * 2, "a replay must not record"
-    assert torch.equal(StreamRouting(record, rows, recording=True).replay(7, free), chosen)
-    assert record.choices[7].tolist() == [[1, 2], [1, 2], [1, 2], [-1, -1], [14, 15], [10, 11]]
-    assert torch.equal(StreamRouting(record, rows, recording=True).replay(8, free), free)
-    assert record.choices[8].tolist() == [[-1, -1], [-1, -1], [12, 13], [-1, -1], [14, 15], [10, 11]]
+    assert torch.equal(StreamRouting(choices, 6, rows, recording=False).replay(7, free), chosen)
+    assert choices[7][5].tolist() == [UNKNOWN] * 2, "a replay must not record"
+    assert torch.equal(StreamRouting(choices, 6, rows, recording=True).replay(7, free), chosen)
+    assert choices[7].tolist() == [[1, 2], [1, 2], [1, 2], [-1, -1], [14, 15], [10, 11]]
+    assert torch.equal(StreamRouting(choices, 6, rows, recording=True).replay(8, free), free)
+    assert choices[8].tolist() == [[-1, -1], [-1, -1], [12, 13], [-1, -1], [14, 15], [10, 11]]
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])

@@ -43,14 +43,14 @@ def step(engine: Any) -> tuple[float, float]:
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.named_weights()}
+    return {name: tensor.clone() for name, tensor in engine.gather_weights().tensors}
 
 
 def run_one_rank(rank: int, directory: Path) -> dict[str, Any]:
     """Return the results of four steps from a policy's weights, in a world of one rank."""
     init_parallel(0, 1, f"file://{directory}/alone-{rank}")
     base = directory / f"base-{rank}"
-    make_engine(MIXTURE, overrides={"init_method_std": 0.15}, **OPTIONS).save_weights(base)
+    make_engine(MIXTURE, overrides={"init_method_std": 0.15}, **OPTIONS).save(base, None)
     engine = make_engine(MIXTURE, role="value", **OPTIONS)
     engine.load_weights(base)
     initial, first, after = weights(engine), step(engine), weights(engine)

@@ -126,7 +126,7 @@ def test_recorded_experts_reach_trainer(world: None, checkpoint: Path, tmp_path:
     )
 
     with torch.no_grad():  # a trainer that would choose otherwise follows all the same
-        for name, tensor in engine.named_weights():
+        for name, tensor in engine.gather_weights().tensors:
             if name.endswith("router.weight"):
                 tensor.add_(0.02 * torch.randn_like(tensor))
     pack.routing = None

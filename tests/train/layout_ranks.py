@@ -267,7 +267,7 @@ class Trainer:
         return {
             f"{name}.{key}": tensor.clone()
             for name, engine in self.engines.items()
-            for key, tensor in engine.named_weights()
+            for key, tensor in engine.gather_weights().tensors
         }
 
     def save(self, directory: Path) -> None:
@@ -287,7 +287,9 @@ def gradients_of(engine: Any) -> dict[str, Tensor]:
     """Return full gradients under global names."""
     with engine.using_weights(engine.snapshot_weights()), torch.no_grad():
         replace_by_gradients(engine, [param for chunk in engine.chunks for param in chunk.parameters()])
-        return {name: tensor.clone() for name, tensor in engine.named_weights() if not name.endswith("expert_bias")}
+        return {
+            name: tensor.clone() for name, tensor in engine.gather_weights().tensors if not name.endswith("expert_bias")
+        }
 
 
 # ---- references ------------------------------------------------------------------------------------------------------
@@ -323,7 +325,7 @@ def save_base(directory: Path, model: str) -> None:
         for _, tensor in local_parameters(engine.chunks[0]):
             if tensor.ndim == 1:
                 tensor.add_(0.2 * torch.randn(tensor.shape, generator=generator).to(tensor.device))
-    engine.save_weights(directory)
+    engine.save(directory, None)
 
 
 def check_rounds(rounds: list[dict[str, Any]]) -> None:

@@ -44,7 +44,7 @@ def answer(group: TrainerGroup, store: Store, base: CheckpointRef, command: str,
         return {"error": type(error).__name__, "told": str(error)}
     if state is None:
         return {"state": None}
-    ranks = group._call("info")
+    ranks = group._call("adopt", group._owner)
     pids = [rank.pid for rank in ranks]
     return {"version": state.version, "clean": state.clean, "pids": pids, "told": told, "digest": group.digest()}
 

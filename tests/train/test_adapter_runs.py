@@ -19,7 +19,7 @@ from penstock.stages.convert.exported_adapters import export_peft, import_peft
 from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.to_hf import Origin, export_hf
 from penstock.stages.convert.to_torch_dist import convert_hf
-from penstock.stages.train.actor import TrainActor
+from penstock.stages.train.actor import TrainActor, published_tensors
 from penstock.stages.train.build import build_models
 from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.restore import PolicyRestorer
@@ -125,7 +125,8 @@ def test_adapter_run_resumes_replays_and_exports(place: SimpleNamespace) -> None
             merged["model.layers.0.mlp.up_proj.weight"], start.fetch("model.layers.0.mlp.up_proj.weight")
         )
         assert torch.equal(merged["model.embed_tokens.weight"], start.fetch("model.embed_tokens.weight"))
-    published = dict(group.actor._published_tensors(SimpleNamespace(adapter=None)))  # what `publish` sends
+    transport: Any = SimpleNamespace(adapter=None)
+    published = dict(published_tensors(group.actor.models.policy, group.spec.shape, transport))  # what `publish` sends
     assert published.keys() == merged.keys()
     assert all(torch.equal(merged[name], gathered[name]) for name in merged)
     assert all(torch.equal(merged[name], published[name]) for name in merged)

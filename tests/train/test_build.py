@@ -100,7 +100,7 @@ def test_offloads_with_critic_reference_and_teacher_change_no_bit(world: None, t
     """All device memory of policy and critic is freed between the rounds; reference and teacher have none."""
     names = ("initial", "reference", "teacher")
     for seed, name in enumerate(names):
-        models(seed=seed, params_dtype="bf16").policy.save_weights(tmp_path / name)
+        models(seed=seed, params_dtype="bf16").policy.save(tmp_path / name, None)
     store, keys = Store(str(tmp_path / "store")), RunKeys("run")
     commit_rollouts(store, keys, 2)
 
@@ -144,7 +144,7 @@ def test_reset_optimizer_states_starts_every_round_with_new_moments(world: None,
         config = TrainConfig(lr=1e-3, params_dtype="fp32", **options)
         own, fresh = models(lr=1e-3), models(lr=1e-3)
         train_rollout(own, batches[0], config)
-        own.policy.save_weights(tmp_path / f"saved-{len(options)}")
+        own.policy.save(tmp_path / f"saved-{len(options)}", None)
         train_rollout(own, batches[1], config)
         load_initial(fresh, tmp_path / f"saved-{len(options)}")
         train_rollout(fresh, batches[1], config)

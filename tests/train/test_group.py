@@ -136,7 +136,7 @@ def test_reference_equals_policy_at_the_start_and_differs_later(world: SimpleNam
 def test_rank_killed_during_a_step_is_restored_bit_for_bit(world: SimpleNamespace) -> None:
     store, base, group = world.store, world.base, world.trainer
     PolicyRestorer(store, KEYS, group, base).restore(0)
-    (rank,) = group._call("info")
+    (rank,) = group._call("adopt", group._owner)
     with open(rank.log, "a") as log:
         log.write("end of the log\n")
     threading.Timer(0.05, os.kill, (rank.pid, signal.SIGKILL)).start()

@@ -249,7 +249,7 @@ def test_replay_round_reports_verdict_and_difference(trained: Store) -> None:
 
 
 def actor_of(store: Store) -> TrainActor:
-    spec = SimpleNamespace(diagnostics=DiagnosticsConfig(), run="run", store=store.uri, store_options={})
+    spec = SimpleNamespace(diagnostics=DiagnosticsConfig(), run="run", engine=None, store=store.uri, store_options={})
     return TrainActor(SimpleNamespace(spec=spec, hash="h"), 0, "i", "first driver")
 
 

@@ -18,16 +18,20 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.megatron.checkpoints.safe_load import COMMON
-from penstock.engines.megatron.compat import import_megatron
+from penstock.engines.megatron.model.gpt import build_meta_model
 from penstock.engines.megatron.model.transformer_config import training_args
 from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
+
+# isort: split
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 MegatronNames = Literal["local", "te"]
 LAYER = re.compile(r"^decoder\.layers\.(?:(\d+)\.)?(.+)$")  # no layer index: the tensor stacks all layers
@@ -122,13 +126,9 @@ class CheckpointLayout:
 
     def extra_state_keys(self, names: MegatronNames) -> list[str]:
         """Return the keys of the empty `_extra_state` objects that Megatron's loader expects, one for each module that
-        may have extra state.
-
-        Args:
-            names: whether this layout has the keys of Megatron's local modules ("local"), which need one object per
-                projection, or of TransformerEngine's ("te"), which depending on the version also need one per norm and
-                attention module: all of them are returned, because the loader ignores superfluous objects.
-        """
+        may have extra state: with the keys of Megatron's local modules one per projection; with TransformerEngine's,
+        depending on the version, also one per norm and attention module. All of them are returned, because the loader
+        ignores superfluous objects."""
         keys = set()
         for piece in self.all_slices():
             modules = []
@@ -152,17 +152,27 @@ def checkpoint_layout(shape: ModelShape) -> CheckpointLayout:
     """Return the checkpoint layout of a model of this shape, with the keys of Megatron's local modules. Builds the
     model on the meta device, for which process groups of one rank are initialized temporarily if there are none."""
     with _single_rank_process_groups():
-        from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-
-        from penstock.engines.megatron.model.gpt import build_meta_model
-
         slices: dict[str, list[ShardSlice]] = {}
         for name, entry in build_meta_model(shape).sharded_state_dict().items():
             tensors = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
             assert all(isinstance(tensor, ShardedTensor) for tensor in tensors), (
                 f"{name} is not saved as ShardedTensors"
             )
-            slices[name] = [_to_shard_slice(tensor) for tensor in tensors]
+            # With one rank the offset in the checkpoint tensor is equal to the offset in the parameter.
+            slices[name] = [
+                ShardSlice(
+                    key=tensor.key,
+                    offset=tuple(tensor.global_offset),
+                    sizes=(1,) * tensor.prepend_axis_num + tuple(tensor.local_shape),
+                    stored_shape=tuple(tensor.global_shape),
+                    padded=tensor.allow_shape_mismatch,
+                    part=tuple(
+                        slice(at, at + size)
+                        for at, size in zip(tensor.global_offset[tensor.prepend_axis_num :], tensor.local_shape)
+                    ),
+                )
+                for tensor in tensors
+            ]
     te_keys = {piece.key: to_transformer_engine_key(shape, piece.key) for pieces in slices.values() for piece in pieces}
     return CheckpointLayout(slices, te_keys, shape.num_layers)
 
@@ -183,13 +193,8 @@ def to_transformer_engine_key(shape: ModelShape, key: str) -> str:
 
 def write_common_files(directory: Path, shape: ModelShape, iteration: int = 0) -> None:
     """Write `metadata.json` and `common.pt`, without which Megatron does not accept a directory as a checkpoint.
-
-    `common.pt` contains what training scripts and converters read: the model as Megatron command-line arguments, and
-    whether layers are stacked, and the number of training iterations.
-    """
-    import_megatron()
-    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-
+    `common.pt` contains what training scripts and converters read: the model as Megatron command-line arguments,
+    whether layers are stacked, and the number of training iterations."""
     common = {
         "args": argparse.Namespace(**training_args(shape)),
         "iteration": iteration,
@@ -198,20 +203,6 @@ def write_common_files(directory: Path, shape: ModelShape, iteration: int = 0) -
     }
     torch.save(common, directory / COMMON)
     save_config(CheckpointingConfig("torch_dist", 1), str(directory))
-
-
-def _to_shard_slice(tensor: Any) -> ShardSlice:
-    """Convert a ShardedTensor of Megatron to a ShardSlice. Needs a single rank: the offset in the checkpoint tensor is
-    then equal to the offset in the parameter."""
-    stacked = tensor.prepend_axis_num
-    return ShardSlice(
-        key=tensor.key,
-        offset=tuple(tensor.global_offset),
-        sizes=(1,) * stacked + tuple(tensor.local_shape),
-        stored_shape=tuple(tensor.global_shape),
-        padded=tensor.allow_shape_mismatch,
-        part=tuple(slice(at, at + size) for at, size in zip(tensor.global_offset[stacked:], tensor.local_shape)),
-    )
 
 
 @contextmanager

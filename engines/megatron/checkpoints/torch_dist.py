@@ -47,10 +47,10 @@ from penstock.engines.megatron.model.gpt import VALUE_HEAD, PolicyModel, ValueMo
 from penstock.engines.megatron.optimizer import (
     inner_optimizers,
     load_moments_and_steps,
+    main_param,
     set_scheduler_to_step,
     zero_adam_state,
 )
-from penstock.engines.megatron.optimizer_offload import main_param
 from penstock.engines.megatron.parallel import ParallelLayout, device
 from penstock.storage.errors import ModelError, PenstockError
 from penstock.storage.failpoints import failpoint
@@ -140,9 +140,10 @@ class RankState:
     scheduler: Any
     adapter_seed: int | None = None  # of the adapters' initial values; None: the model has no adapters
 
-    def save(self, directory: str | Path, step_state: dict[str, Any]) -> dict[str, str]:
+    def save(self, directory: str | Path, step_state: dict[str, Any] | None) -> dict[str, str]:
         """Write a checkpoint with all state that the next training step depends on. Ranks may write to one shared
-        directory, or each to its own. `step_state` are JSON values of the caller, which `load` returns.
+        directory, or each to its own. `step_state` are JSON values of the caller, which `load` returns; None: write
+        only the model weights.
 
         The files of a rank are named `__<rank>_<n>.distcp`; rank 0 also writes `common.pt`, `.metadata` and, last,
         `metadata.json`. `load` needs the files of all ranks in one directory.
@@ -152,19 +153,18 @@ class RankState:
         """
         Path(directory).mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        state = self._training_state(is_loading=False)
-        state["num_scheduled_steps"] = self.scheduler.num_steps
-        state["random_layout"] = self._describe_ranks_and_devices()
-        state["step_state"] = json.dumps(step_state)
-        state["random"] = _sharded_rng_states(_rng_states())
-        return _save_sharded(state, directory)
-
-    def save_weights(self, directory: str | Path) -> dict[str, str]:
-        """Write a checkpoint with only the model weights, to files of the same names as `save`. Return the hashes of
-        this rank's `.distcp` files."""
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        return _save_sharded(self._model_state(), directory)
+        if step_state is None:
+            state = self._model_state()
+        else:
+            state = self._training_state(is_loading=False) | {
+                "num_scheduled_steps": self.scheduler.num_steps,
+                "random_layout": self._describe_ranks_and_devices(),
+                "step_state": json.dumps(step_state),
+                "random": _sharded_rng_states(_rng_states()),
+            }
+        writer = PlainWriter()
+        dist_checkpointing.save(state, str(directory), writer, content_metadata=_content_metadata())
+        return writer.hashes
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Load a checkpoint that `save` wrote and return its `step_state`."""
@@ -291,13 +291,6 @@ def _check_complete(directory: str | Path) -> None:
             f"{directory} is not a torch_dist checkpoint (metadata.json is missing): use a converted model or a "
             "completely saved training checkpoint"
         )
-
-
-def _save_sharded(state: dict[str, Any], directory: str | Path) -> dict[str, str]:
-    """Write a sharded state dict and return the hashes of this rank's `.distcp` files."""
-    writer = PlainWriter()
-    dist_checkpointing.save(state, str(directory), writer, content_metadata=_content_metadata())
-    return writer.hashes
 
 
 def _load_sharded(state: dict[str, Any], directory: str | Path) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class PolicyModel(GPTModel):
     """
 
     fp32_head = False  # --fp32-lm-head: logits in fp32, also of a model in bf16
+    has_lm_head = True  # with one row per vocabulary entry
 
     def __init__(self, *args: Any, shape: ModelShape, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -81,15 +82,10 @@ class PolicyModel(GPTModel):
     def zero_vocab_padding(self) -> None:
         """Set the padding rows of the vocabulary in embedding and LM head to zero: they are unused, but are part of
         checkpoints and weight digests, which must be reproducible."""
-        for weight in self._vocabulary_weights() if self.num_padded else ():
-            weight[-self.num_padded :].zero_()
-
-    def _vocabulary_weights(self) -> list[Tensor]:
-        """Return those weights of this chunk that have one row per vocabulary entry (embedding, LM head)."""
-        weights = [self.embedding.word_embeddings.weight] if self.pre_process else []
-        if self.post_process and self.output_layer.weight is not None:
-            weights.append(self.output_layer.weight)
-        return weights
+        if self.num_padded and self.pre_process:
+            self.embedding.word_embeddings.weight[-self.num_padded :].zero_()
+        if self.num_padded and self.post_process and self.has_lm_head and self.output_layer.weight is not None:
+            self.output_layer.weight[-self.num_padded :].zero_()
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits of this rank's vocabulary shard for n hidden states. [n, H] -> [n, V / tensor-parallel
@@ -202,10 +198,10 @@ VALUE_HEAD = "value_head.weight"  # the value head's name in a checkpoint, so th
 
 
 class ValueModel(PolicyModel):
-    """One pipeline chunk of a critic. `forward` is that of `PolicyModel`; `head` returns values instead of logits.
+    """One pipeline chunk of a critic. `forward` is that of `PolicyModel`; `head` returns values instead of logits. The
+    embeddings are not shared with the head, even if the policy's embeddings are tied."""
 
-    The embeddings are not shared with the head, even if the policy's embeddings are tied.
-    """
+    has_lm_head = False
 
     def __init__(self, *args: Any, seed: int, **kwargs: Any) -> None:
         self.seed = seed
@@ -219,10 +215,8 @@ class ValueModel(PolicyModel):
         super().setup_embeddings_and_output_layer()
 
     def initial_head(self) -> Tensor:
-        """Return the initial weight of the value head, drawn from N(0, init_method_std^2). [1, H]
-
-        It depends only on the seed, not on the parallel layout or the state of other random generators.
-        """
+        """Return the initial weight of the value head, drawn from N(0, init_method_std^2). It depends only on the seed,
+        not on the parallel layout or the state of other random generators. [1, H]"""
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randn(1, self.config.hidden_size, generator=generator, device="cpu") * self.config.init_method_std
 
@@ -244,9 +238,6 @@ class ValueModel(PolicyModel):
     def head(self, hidden: Tensor) -> Tensor:
         """Return the values of hidden states, in float32 for every dtype of the model. [n, H] -> [n, 1]"""
         return F.linear(hidden.float(), self.output_layer.weight.float())
-
-    def _vocabulary_weights(self) -> list[Tensor]:
-        return [self.embedding.word_embeddings.weight] if self.pre_process else []
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return Megatron's sharded state dict, with the value head named VALUE_HEAD; a load requires its exact

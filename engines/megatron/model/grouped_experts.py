@@ -53,12 +53,8 @@ class StackedWeight(nn.Module):
         self.adapter: Callable[[Tensor, Tensor], Tensor | None] | None = None  # see `lora_layers.py`
 
     def multiply(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Return x W^T of each row's expert, plus the output of its adapter. [n, in] -> [n, out]
-
-        Args:
-            x: [n, in], sorted by expert.
-            ends: [E] index after the last row of each expert.
-        """
+        """Return x W^T of each row's expert, plus the output of its adapter. The rows are sorted by expert; `ends` [E]
+        are the indices after the last row of each. [n, in] -> [n, out]"""
         out = F.grouped_mm(x, self(), offs=ends)
         added = self.adapter(x, ends) if self.adapter is not None else None
         return out if added is None else out + added
@@ -91,13 +87,8 @@ class GroupedExperts(MegatronModule):
                     config.output_layer_init_method(fc2)
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, router_weights: Tensor) -> tuple[Tensor, None]:
-        """Return the outputs of the experts, multiplied by the router's weights. [n, H]
-
-        Args:
-            tokens: [n, H], sorted by expert.
-            tokens_per_expert: [E] number of tokens of each expert.
-            router_weights: [n], fp32.
-        """
+        """Return the outputs of the experts, multiplied by the router's weights, fp32. The tokens are sorted by expert.
+        [n, H], [E], [n] -> [n, H]"""
         ends = tokens_per_expert.to(tokens.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         gate_up = self.linear_fc1.multiply(tokens, ends)
         recomputation = CheckpointWithoutOutput() if self.recomputes_activation else None
@@ -119,13 +110,8 @@ class GroupedExperts(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the weights as `SequentialMLP` saves them: one tensor [..., all experts, out, in] per projection, with
-        one chunk per expert, and gate and up projection as two chunks.
-
-        Args:
-            prefix: name of this module.
-            sharded_offsets: Megatron's (axis, index, number) of the axes before that of the experts.
-            metadata: unused.
-        """
+        one chunk per expert, and gate and up projection as two chunks. `sharded_offsets` are Megatron's (axis, index,
+        number) of the axes before that of the experts."""
         axis = len(sharded_offsets)  # of the experts
         first_expert = self.expert_group.rank() * self.num_local_experts
         num_experts = self.expert_group.size() * self.num_local_experts
@@ -169,14 +155,8 @@ class TokenDispatcher(MoETokenDispatcher):
         self.num_local_experts = config.num_moe_experts // self.ep_size
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return one copy of each token per selected expert, [n * top_k, H], and its weight, [n * top_k], in the order
-        of the experts.
-
-        Args:
-            tokens: [..., H], n tokens.
-            routing_map: [n, experts] whether the router selected an expert.
-            probs: [n, experts] weights of the experts' outputs.
-        """
+        """Return one copy of each of the n tokens [..., H] per selected expert, [n * top_k, H], and its weight,
+        [n * top_k], in the order of the experts. Selection and weights of the experts' outputs are [n, experts]."""
         self.shape, top_k = tokens.shape, self.config.moe_router_topk
         num_tokens = routing_map.shape[0]
         pairs = torch.nonzero_static(routing_map.T.flatten(), size=num_tokens * top_k)[:, 0]  # expert * n + token
@@ -184,7 +164,7 @@ class TokenDispatcher(MoETokenDispatcher):
         # The copies of each token, in the order of the experts, so that sums are deterministic.
         self.copies_of = self.token_of.argsort(stable=True).view(num_tokens, top_k)
         self.tokens_per_expert = routing_map.sum(dim=0)
-        copies = CopyRows.apply(tokens.reshape(num_tokens, -1), self.token_of, self.copies_of)
+        copies = TakeRows.apply(tokens.reshape(num_tokens, -1), self.token_of, self.copies_of)
         return copies, probs.T.flatten()[pairs]
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,7 +180,9 @@ class TokenDispatcher(MoETokenDispatcher):
         self.received = counts[:, rank]  # [sender, local expert]
         sizes = counts.sum(dim=2).tolist()  # waits for the GPU: NCCL needs the sizes
         self.num_sent, self.num_received = sizes[rank], [row[rank] for row in sizes]
-        return self._exchange(hidden_states), self._exchange(probs)
+        counts_of_ranks = self.num_received, self.num_sent
+        copies = all_to_all(self.ep_group, hidden_states, *counts_of_ranks)
+        return copies, all_to_all(self.ep_group, probs, *counts_of_ranks)
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sort the received copies by expert; return them, their number per expert, and their weights."""
@@ -211,14 +193,14 @@ class TokenDispatcher(MoETokenDispatcher):
         self.order = of_row.argsort(stable=True)
         self.inverse = torch.empty_like(self.order)
         self.inverse[self.order] = torch.arange(len(self.order), device=probs.device)
-        sorted_states = PermuteRows.apply(hidden_states, self.order, self.inverse)
-        return sorted_states, self.received.sum(dim=0), PermuteRows.apply(probs, self.order, self.inverse)
+        sorted_states = TakeRows.apply(hidden_states, self.order, self.inverse)
+        return sorted_states, self.received.sum(dim=0), TakeRows.apply(probs, self.order, self.inverse)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Undo `dispatch_postprocess`. [m, H]"""
         if self.ep_size == 1:
             return hidden_states
-        received = PermuteRows.apply(hidden_states, self.inverse, self.order)
+        received = TakeRows.apply(hidden_states, self.inverse, self.order)
         del self.order, self.inverse, self.received
         return received
 
@@ -230,57 +212,29 @@ class TokenDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Sum the outputs of each token's experts. [n * top_k, H] -> [..., H]"""
-        summed = SumRows.apply(hidden_states, self.copies_of, self.token_of).view(self.shape)
+        summed = TakeRows.apply(hidden_states, self.copies_of, self.token_of).view(self.shape)
         del self.token_of, self.copies_of, self.tokens_per_expert
         return summed
 
-    def _exchange(self, rows: Tensor) -> Tensor:
-        return all_to_all(self.ep_group, rows, self.num_received, self.num_sent)
 
+class TakeRows(torch.autograd.Function):
+    """Computes `take_rows(x, rows)`; its gradient is `take_rows(grad, back)`, where `back` is the reverse of `rows`.
 
-class CopyRows(torch.autograd.Function):
-    """Computes x[row_of]: row i of the result is a copy of row `row_of[i]` of x. [n, H] -> [n * k, H]
-
-    `copies_of` [n, k] has the rows of the result that are copies of each row of x. The gradient sums them in this
-    order.
+    Rows of x are copied with rows [n * k], the row of x of each row of the result, and back [n, k], the copies of each
+    row of x; exchanged they sum the copies, in this order. Rows are permuted with a permutation and its inverse.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row_of: Tensor, copies_of: Tensor) -> Tensor:
-        ctx.save_for_backward(copies_of)
-        return x.index_select(0, row_of)
+    def forward(ctx: Any, x: Tensor, rows: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return take_rows(x, rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _sum_rows(grads[0], ctx.saved_tensors[0]), None, None
+        return take_rows(grads[0], ctx.saved_tensors[0]), None, None
 
 
-class SumRows(torch.autograd.Function):
-    """The transpose of `CopyRows`: row i of the result is the sum of rows `copies_of[i]` of x. [n * k, H] -> [n, H]"""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, copies_of: Tensor, row_of: Tensor) -> Tensor:
-        ctx.save_for_backward(row_of)
-        return _sum_rows(x, copies_of)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
-
-
-class PermuteRows(torch.autograd.Function):
-    """Computes x[order], where `inverse` is the inverse permutation of `order`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
-
-
-def _sum_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Return the sums of `rows` [n, k] of x [m, H], accumulated in fp32 in one kernel. [n, H]"""
-    return F.embedding_bag(rows, x, mode="sum")
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows of x with the indices `rows` [n], or for `rows` [n, k] sums of k rows of x each, accumulated in
+    fp32 in one kernel. [m, H] -> [n, H]"""
+    return x.index_select(0, rows) if rows.dim() == 1 else F.embedding_bag(rows, x, mode="sum")

@@ -1,5 +1,8 @@
 """Transformer layers that Megatron-core does not have or implements differently from Hugging Face: sandwich norms
-(GLM-4), and MoE layers with Hugging Face's routing and routing replay (`expert_routing.py`).
+(GLM-4), and MoE layers with Hugging Face's expert selection (routing) and routing replay (`packing.StreamRouting`).
+
+Megatron-core's own router differs: it ranks a group of experts by the sum of its highest `top_k / top_groups` scores
+instead of its two highest, always normalizes sigmoid scores, and does not compute the softmax over all experts.
 
 `transformer_block_spec` combines these layers, `norm_and_rope.RMSNorm` and `attention.CoreAttention` with
 Megatron's local layers.
@@ -11,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -19,21 +23,17 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from penstock.engines.families.shape import Experts, ModelShape
-from penstock.engines.megatron.model.attention import CoreAttention, HeadNormAttention
-from penstock.engines.megatron.model.expert_routing import StreamRouting, select_experts
+from penstock.engines.megatron.model.attention import CoreAttention, HeadNormAttention, MLASelfAttention
 from penstock.engines.megatron.model.grouped_experts import GroupedExperts, set_token_dispatcher
-from penstock.engines.megatron.model.mla import MLASelfAttention
 from penstock.engines.megatron.model.norm_and_rope import HeadNorm, RMSNorm
+from penstock.engines.megatron.packing import StreamRouting
+
+TINY = 1e-20  # avoids division by zero if all scores are zero; same value as in Hugging Face
 
 
 def transformer_block_spec(shape: ModelShape, config: TransformerConfig, stage: int | None) -> Any:
-    """Return Megatron's specification of the transformer layers of one pipeline chunk.
-
-    Args:
-        shape: shape of the model.
-        config: Megatron's configuration of the model.
-        stage: index of the pipeline chunk on this rank under virtual pipeline parallelism, otherwise None.
-    """
+    """Return Megatron's specification of the transformer layers of one pipeline chunk; `stage` is its index on this
+    rank under virtual pipeline parallelism, otherwise None."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
     for layer in block.layer_specs:
         parts = layer.submodules
@@ -125,3 +125,39 @@ class ExpertRouter(TopKRouter):
         record = self.stream_routing
         replay = None if record is None else partial(record.replay, self.layer_number - 1)
         return select_experts(logits.view(-1, self.experts.num_experts), self.experts, self.expert_bias, replay)
+
+
+def select_experts(
+    logits: Tensor,
+    experts: Experts,
+    correction: Tensor | None = None,
+    replay: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Select the top-k experts of every token, and compute the weights with which the experts' outputs are summed.
+
+    Args:
+        logits: [t, experts] router logits, fp32.
+        experts: routing settings of the model (top_k, groups, score function, normalization).
+        correction: [experts] bias added to the scores for selecting experts, but not for the weights.
+        replay: maps the selected expert ids, [t, top_k], to the expert ids to use instead (`StreamRouting.replay`).
+
+    Returns:
+        weights (0 for unselected experts) and selection (bool), both [t, experts]. The weights are scores times the
+        selection mask instead of a scatter, so that gradients are deterministic.
+    """
+    scores = logits.sigmoid() if experts.score == "sigmoid" else logits.softmax(dim=-1)
+    with torch.no_grad():
+        biased = scores if correction is None else scores + correction
+        if experts.num_groups > 1:
+            by_group = biased.unflatten(-1, (experts.num_groups, -1))  # [t, groups, experts of a group]
+            best = by_group.topk(2, dim=-1).values.sum(dim=-1).topk(experts.top_groups, dim=-1).indices
+            allowed = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, True)
+            biased = by_group.masked_fill(~allowed[..., None], -torch.inf).flatten(-2)
+        indices = biased.topk(experts.top_k, dim=-1).indices
+        if replay is not None:
+            indices = replay(indices)
+        selection = torch.zeros_like(biased, dtype=torch.bool).scatter(-1, indices, True)
+    weights = scores * selection
+    if experts.normalized:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
+    return weights * experts.scaling, selection

@@ -23,6 +23,9 @@ from torch import Tensor, nn
 
 from penstock.engines.families.shape import Llama3Scaling, ModelShape, Rotary, YarnScaling
 
+if torch.cuda.is_available():
+    from penstock.engines.megatron.triton_kernels import normalize_and_rotate
+
 
 def rope_dim(shape: ModelShape) -> int:
     """Return the number of dimensions of a query or key head to which RoPE is applied. In MLA these are among
@@ -31,16 +34,8 @@ def rope_dim(shape: ModelShape) -> int:
 
 
 def rope_cos_sin(positions: Tensor, dim: int, rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """Return the RoPE cosines and sines for these token positions.
-
-    Args:
-        positions: [t] position of each token in its sequence.
-        dim: number of dimensions to which RoPE is applied.
-        rotary: RoPE settings of the model.
-
-    Returns:
-        cosines and sines, [t, 1, dim] each, fp32, multiplied by YaRN's attention factor.
-    """
+    """Return the RoPE cosines and sines for `dim` dimensions and the position of each token in its sequence, multiplied
+    by YaRN's attention factor. [t] -> [t, 1, dim] each, fp32"""
     angles = torch.outer(positions.float(), rope_frequencies(rotary, dim, positions.device))
     angles = torch.cat((angles, angles), dim=-1)[:, None]
     factor = yarn_attention_factor(rotary.scaling) if isinstance(rotary.scaling, YarnScaling) else 1.0
@@ -115,8 +110,6 @@ def apply_rope(x: Tensor, cos_sin: tuple[Tensor, Tensor], interleaved: bool) -> 
     dim = cos_sin[0].shape[-1]
     if not x.is_cuda:
         return apply_rope_unfused(x, *cos_sin, interleaved)
-    from penstock.engines.megatron.triton_kernels import normalize_and_rotate
-
     rotated = normalize_and_rotate(x[..., :dim], cos_sin=cos_sin, interleaved=interleaved)
     return rotated if dim == x.shape[-1] else torch.cat((rotated, x[..., dim:]), dim=-1)
 
@@ -148,8 +141,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
-            from penstock.engines.megatron.triton_kernels import normalize_and_rotate
-
             return normalize_and_rotate(x.reshape(-1, 1, x.shape[-1]), self.weight, self.eps).view(x.shape)
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
@@ -164,7 +155,5 @@ class HeadNorm(RMSNorm):
     def normalize_and_rotate(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
         """Return RoPE(x / rms(x) * weight). [t, heads, head_dim]; arguments as of `apply_rope`"""
         if x.is_cuda and cos_sin[0].shape[-1] == x.shape[-1]:
-            from penstock.engines.megatron.triton_kernels import normalize_and_rotate
-
             return normalize_and_rotate(x, self.weight, self.eps, cos_sin, interleaved)
         return apply_rope(super().forward(x), cos_sin, interleaved)

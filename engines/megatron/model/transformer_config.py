@@ -1,4 +1,5 @@
-"""Build Megatron-core's `TransformerConfig` of a model.
+"""Build Megatron-core's `TransformerConfig` of a model, and choose the kernel of causal attention over packed sequences
+(`--attention-backend`).
 
 The configuration's fields come from the checkpoint and the parallel layout (fixed), from Penstock's defaults, and from
 `MegatronOptions`, which may change the defaults. `gpt.py` builds the model, `optimizer.py` the optimizer.
@@ -7,14 +8,15 @@ The configuration's fields come from the checkpoint and the parallel layout (fix
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import os
+from importlib.metadata import distributions
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
 from penstock.engines.families.shape import Llama3Scaling, ModelShape, YarnScaling
 from penstock.engines.megatron.compat import import_megatron
-from penstock.engines.megatron.model.attention_kernel import runs_hopper_kernels
 from penstock.engines.parallel_layout import (
     ParallelLayout,
     can_group_experts,
@@ -29,6 +31,11 @@ import_megatron()
 
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
 
+# "padded": batches of sequences of similar length, any device and dtype; "torch": torch's variable-length
+# FlashAttention-2; "fa4": FlashAttention-4
+AttentionKernel = Literal["padded", "torch", "fa4"]
+FA4 = "flash-attn-4"  # package
+FA4_WIDTHS = ((64, 64), (128, 128), (192, 128))  # of keys, of values; those tested
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # MoE fields with which the trained model would differ from the engine's (dropped tokens, noise), and load-balancing
 # losses, which Megatron scales for means over tokens, while Penstock's losses are plain sums.
@@ -75,15 +82,8 @@ def transformer_config(
     dtype: str = "fp32",
     overrides: dict[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Return Megatron's `TransformerConfig` of a model.
-
-    Args:
-        shape: shape of the model.
-        layout: parallel sizes; None means that all are 1.
-        dtype: "fp32" or "bf16".
-        overrides: Megatron options, which replace Penstock's defaults; those that are not fields of this configuration
-            are ignored, and the checkpoint and the layout win.
-    """
+    """Return Megatron's `TransformerConfig` of a model. `overrides` are Megatron options, which replace Penstock's
+    defaults; those that are not fields of this configuration are ignored, and the checkpoint and the layout win."""
     layout, overrides = layout or ParallelLayout(), dict(overrides or {})
     check_pipeline(shape, layout.pipeline, layout.virtual_pipeline, overrides)
     check_model_parallel(shape, layout.tensor, layout.expert, layout.expert_tensor, layout.sequence_parallel)
@@ -138,11 +138,8 @@ def uses_grouped_experts(shape: ModelShape, expert_tensor: int, dtype: str, over
 def merge_overrides(
     config_class: type, defaults: dict[str, Any], overrides: dict[str, Any], fixed: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments for one of Megatron's configuration dataclasses.
-
-    `overrides` replace `defaults`, and `fixed` values always apply; names that are not fields of the dataclass are left
-    out.
-    """
+    """Return the arguments for one of Megatron's configuration dataclasses: `overrides` replace `defaults`, and `fixed`
+    values always apply; names that are not fields of the dataclass are left out."""
     known = {field.name for field in dataclasses.fields(config_class)}
     return {name: value for name, value in {**defaults, **overrides, **fixed}.items() if name in known}
 
@@ -256,3 +253,59 @@ def _moe_options(shape: ModelShape) -> dict[str, Any]:
         moe_router_enable_expert_bias=experts.bias,
         moe_router_bias_update_rate=0.0,  # the checkpoint's correction bias is frozen
     )
+
+
+def choose_attention_kernel(backend: str | None, dtype: str, shape: ModelShape) -> AttentionKernel:
+    """Return the kernel for a value of `--attention-backend`, on this machine.
+
+    "auto", "flash", "fused" and None: in bf16 on a GPU "fa4" if it is installed and supports the GPU and the widths of
+    the heads, else "torch"; without a GPU or in fp32 "padded". "unfused" and "local": "padded". "torch" and "fa4" name
+    a kernel.
+    """
+    if backend in ("unfused", "local"):
+        return "padded"
+    kernel = torch_attention_kernel(dtype)
+    if backend == "torch":
+        if kernel == "padded":
+            raise OptionError(
+                f"--attention-backend torch needs bf16 on a GPU; found {dtype} on {_device_name()}: use auto"
+            )
+        return kernel
+    problem = _fa4_problem(dtype, shape)
+    if backend == "fa4" and problem:
+        raise OptionError(
+            f"--attention-backend fa4 needs bf16 on a Hopper GPU, the package {FA4}, and heads "
+            f"of {' or '.join(map(str, FA4_WIDTHS))} (keys, values); found {problem}: use auto"
+        )
+    return kernel if problem else "fa4"
+
+
+def runs_hopper_kernels(dtype: str) -> bool:
+    """Return whether FlashAttention-4 and torch's grouped GEMM run here. They were tested in bf16 on Hopper only."""
+    return torch.cuda.is_available() and dtype == "bf16" and torch.cuda.get_device_capability()[0] == 9
+
+
+def torch_attention_kernel(dtype: str) -> AttentionKernel:
+    """Return the best kernel of torch on this machine."""
+    return "torch" if torch.cuda.is_available() and dtype == "bf16" else "padded"
+
+
+def prepare_fa4() -> None:
+    """Pass the GPU's number of processors to FlashAttention-4, which otherwise asks the driver in every forward pass:
+    10 % of the host's time in a step of a 0.6B model on an H100."""
+    processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    os.environ.setdefault("FLASH_ATTENTION_NUM_SMS", str(processors))
+
+
+def _fa4_problem(dtype: str, shape: ModelShape) -> str:
+    """Return why FlashAttention-4 does not work with this model on this machine, or "" if it does."""
+    widths = (shape.head_dim, shape.latent.v_head_dim if shape.latent else shape.head_dim)
+    if not runs_hopper_kernels(dtype):
+        return f"{dtype} on {_device_name()}"
+    if not any(distributions(name=FA4)):
+        return "no such package"
+    return "" if widths in FA4_WIDTHS else f"heads of {widths}"
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"

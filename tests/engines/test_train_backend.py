@@ -1,5 +1,5 @@
-"""--freeze-params-name-list and --only-train-params-name-list: which parameters they choose, and that these keep their
-bits."""
+"""The training engine's backend: --freeze-params-name-list and --only-train-params-name-list choose parameters, which
+keep their bits; environment variables of the trainer's processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.frozen_parameters import check_frozen_layers, frozen_parameters
+from penstock.engines.megatron.train_backend import MegatronBackend, check_frozen_layers, frozen_parameters
+from penstock.engines.parallel_layout import ParallelLayout
 from penstock.engines.training import STATE_KINDS
 from penstock.storage.errors import OptionError
 from tests.engines import megatron_reference
@@ -129,3 +130,22 @@ def test_gradients_of_trained_parameters_do_not_depend_on_frozen_ones() -> None:
         engine = megatron_reference.make_engine(optimizer=options, seed=3)
         digests.append(train(engine, range(1))[2])
     assert {name for name in digests[0] if digests[0][name] != digests[1][name]} == frozen
+
+
+NAMES = ("NCCL_CUMEM_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rank_environment_keeps_the_variables_of_the_driver(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in NAMES:
+        monkeypatch.delenv(other, raising=False)
+
+    def environment(**sizes: int) -> dict[str, str]:
+        return MegatronBackend().rank_environment(ParallelLayout(**sizes), 3)
+
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environment(context=2, pipeline=2)
+    assert environment(tensor=2)["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert "pinned" in environment()["PYTORCH_ALLOC_CONF"]
+    monkeypatch.setenv(name, "7")
+    assert environment(tensor=2).items() >= {name: "7", "OMP_NUM_THREADS": "3"}.items()
+    assert ("PYTORCH_ALLOC_CONF" in environment()) == (name != "PYTORCH_CUDA_ALLOC_CONF")  # the older name
