@@ -78,9 +78,6 @@ class EngineBackend(ABC):
     def check_args(self, args: Mapping[str, Any], *, router: bool = False) -> dict[str, Any]:
         """Check the names of the engine's own flags, or of those of its router. Return the flags with underscores in
         their names, as the installed release spells them.
-
-        Raises:
-            EngineError: the engine does not have a flag (the message names the nearest), or Penstock sets it itself.
         """
         return {name.lstrip("-").replace("-", "_"): value for name, value in args.items()}
 
@@ -119,12 +116,7 @@ class EngineBackend(ABC):
         """Return the class that starts and stops one server process."""
 
     def server_args(self, options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
-        """Return the server's command-line flags: `options.spec.args`, and the flags that other options imply.
-
-        Raises:
-            EngineError: an option needs a server flag that the installed engine does not have.
-            OptionError: an option needs GPUs, but `has_gpus` is False.
-        """
+        """Return the server's command-line flags: `options.spec.args`, and the flags that other options imply."""
         return dict(options.spec.args)
 
     def create_router(self, options: EngineOptions) -> RequestRouter | None:
@@ -132,88 +124,43 @@ class EngineBackend(ABC):
         return None
 
     def check_options(self, options: EngineOptions) -> None:
-        """Check the engine options before any process is started.
-
-        Raises:
-            EngineError: an option is unknown or contradicts another option, or the engine does not support the model.
-        """
+        """Check the engine options before any process is started."""
         self.check_args(options.spec.args)
         if options.router is not None:
             raise EngineError(f"--use-router cannot be used, because {self.title} has no router: omit the option")
 
     def check_gpus(self, options: EngineOptions, *, has_gpus: bool) -> None:  # noqa: B027
-        """Check that the machines of the engines have GPUs if an option needs them. External engines are not checked.
-
-        Raises:
-            OptionError: an option needs GPUs, but `has_gpus` is False.
-        """
+        """Check that the machines of the engines that the run starts have GPUs if an option needs them."""
 
     def check_sharding(self, options: EngineOptions, shape: ModelShape) -> None:  # noqa: B027
         """Check that the weights of a model can be sharded over the GPUs of an engine. Raises LayoutError."""
 
     def check_weight_updates(self, options: EngineOptions, capabilities: list[tuple[int, int]] | None) -> None:  # noqa: B027
         """Check that weight updates can replace the engines' weights. The trainer sends bf16 or fp32 weights; those
-        that the checkpoint stores in block fp8 are quantized before they are sent.
-
-        Args:
-            options: options of the engines.
-            capabilities: compute capability of each GPU of the engines; None: unknown, because they are elsewhere.
-
-        Raises:
-            EngineError: an option makes the engines quantize weights while they load them, or the GPUs do not support
-                updates of such weights.
-            ModelError: the checkpoint has another quantization.
+        that the checkpoint stores in block fp8 are quantized before they are sent. `capabilities`: compute capability
+        of each GPU of the engines; None: unknown, because they are elsewhere.
         """
 
     @abstractmethod
     def estimate_memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
-        """Estimate how an engine divides the memory of one of its GPUs between weights and KV cache.
-
-        Args:
-            options: options of the engines.
-            shape: shape of the model.
-            gpu_bytes: total memory of the GPU.
-
-        Raises:
-            EngineError: an option about memory has an invalid value.
-        """
+        """Estimate how an engine divides the memory of one of its GPUs between weights and KV cache."""
 
     def graph_warning(self, options: EngineOptions, num_samples: int, gpu_bytes: int) -> str | None:
         """Return a warning if the engines may decode larger batches than they capture CUDA graphs for by default, which
-        makes them slow; else None.
-
-        Args:
-            options: options of the engines.
-            num_samples: maximum number of samples in flight on one engine.
-            gpu_bytes: total memory of each of their GPUs.
+        makes them slow; else None. `num_samples`: maximum number in flight on one engine.
         """
         return None
 
     def reason_against_adapters(
         self, options: EngineOptions, shape: ModelShape, layers: Iterable[str], *, compare: bool
     ) -> str | None:
-        """Return why the engine cannot serve LoRA adapters beside the weights, or None if it can.
-
-        Args:
-            options: options of the engines.
-            shape: shape of the model.
-            layers: global Megatron names of the layers with adapters.
-            compare: whether the engine must compare checksums of the matrices that it receives.
-        """
+        """Return why the engine cannot serve LoRA adapters of these layers (global Megatron names) beside the weights,
+        or None if it can. `compare`: the engine must compare checksums of the matrices that it receives."""
         return f"{self.title} cannot serve adapters"
 
     def check_external_server(self, url: str, model_path: str, args: Mapping[str, Any]) -> None:  # noqa: B027
         """Check that the external engine at `url` can load the weights of the model in `model_path`, or the run's
         adapters of this model.
-
-        Args:
-            url: address of the engine.
-            model_path: Hugging Face directory.
-            args: flags with which the run would start the engine itself.
-
-        Raises:
-            EngineError: the engine serves a different model, or cannot load the adapters.
-            RuntimeError: the engine's release is too old.
         """
 
     def find_biasing_params(self, params: Mapping[str, Any]) -> list[str]:
@@ -224,11 +171,7 @@ class EngineBackend(ABC):
 
 @cache
 def engine_backend(name: str | None = None) -> EngineBackend:
-    """Return the backend that `BACKENDS` lists under `name` (None: the default), or that `name` gives as module:class.
-
-    Raises:
-        OptionError: the backend does not exist or cannot be imported.
-    """
+    """Return the backend that `name` names (None: the default): a key of `BACKENDS`, or module:class."""
     module, colon, cls = BACKENDS.get(name := DEFAULT if name is None else name, name).partition(":")
     try:
         if not colon:

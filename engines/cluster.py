@@ -80,10 +80,6 @@ class Cluster:
             num_cpus: CPUs of a local Ray; by default the cores that this process may use.
             num_gpus: GPUs of a local Ray; detected by Ray by default.
             options: how processes are placed on nodes.
-
-        Raises:
-            EngineError: no Ray cluster answers at `address`, or it does not accept this process's token.
-            ClusterLost: the local Ray did not start in START_TRIES tries.
         """
         import_ray_with_settings(is_local=address is None)
         import ray
@@ -181,12 +177,7 @@ class Cluster:
                 return done, waiting
 
     def get(self, call: Any, timeout: float | None = None) -> Any:
-        """Wait for the object reference `call` and return its result (`ray.get`).
-
-        Raises:
-            ray.exceptions.GetTimeoutError: the result does not arrive within `timeout` seconds.
-            ClusterLost: see `wait`.
-        """
+        """Wait for the object reference `call` and return its result (`ray.get`)."""
         import ray
 
         self.wait([call], timeout)
@@ -197,9 +188,6 @@ class Cluster:
         """Call a Ray function that may block forever (create or kill an actor, count GPUs), and return its result.
 
         The function runs in a thread; if the local Ray dies before it returns, the thread is abandoned.
-
-        Raises:
-            ClusterLost: see `wait`.
         """
         result: Future[T] = Future()
 
@@ -262,11 +250,6 @@ class Cluster:
         nodes gets the first GPUs of the second node instead. Without GPUs in the cluster, or with `gpus_per_process=0`,
         a placement reserves no resources, and the caller divides the CPU threads (`cpu_threads_per_process`); on an
         external cluster the processes are then distributed over its nodes in order.
-
-        Args:
-            num_processes: number of processes.
-            gpus_per_process: number of GPUs of one process, at most those of a node.
-            first_gpu: index of the first GPU.
 
         Raises:
             LayoutError: the cluster has too few GPUs or nodes, or a process needs more GPUs than a node has.
@@ -400,11 +383,6 @@ def check_ray_answers(address: str) -> None:
 
     Ray 2.60 tries 20 times for 40 s to connect to a service that does not answer or does not accept the token. An
     address "ray://..." is not checked: Ray's client has a timeout.
-
-    Raises:
-        OSError: nothing listens at the address, or what listens does not answer like Ray.
-        EngineError: the cluster does not accept the token.
-        ray.exceptions.RayError: the cluster does not answer a request.
     """
     import ray
     from ray._private.services import canonicalize_bootstrap_address, parse_address

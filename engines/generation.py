@@ -233,18 +233,12 @@ class EngineClient(ABC):
         name of the tensor in the engine -> checksum.
 
         Engines shard, fuse and convert the tensors that they load, so only checksums of the same engine are comparable.
-
-        Raises:
-            EngineGone, EngineRefused: an engine failed, or cannot compute checksums.
         """
 
     @abstractmethod
     def overwrite_weights(self) -> None:
         """Overwrite all weights in the memory of the engines with random values, so that a check finds tensors which
         the next `update_weights` misses. Until then the engines report a weight version that is not a policy version.
-
-        Raises:
-            EngineGone, EngineRefused: an engine failed.
         """
 
     @abstractmethod
@@ -253,9 +247,6 @@ class EngineClient(ABC):
         requests are aborted.
 
         `update_weights` allocates the memory of the weights again, `resume_kv_cache` that of the KV cache.
-
-        Raises:
-            EngineGone, EngineRefused: an engine failed.
         """
 
     @abstractmethod
@@ -272,9 +263,6 @@ class EngineClient(ABC):
     def weight_version(self, url: str, timeout: float = 30) -> str:
         """Return the weight version that the engine at `url` reports or, if requests of this process use an adapter
         that the engine has loaded, the policy version of the adapter.
-
-        Raises:
-            EngineGone: the engine does not answer.
         """
 
     @abstractmethod

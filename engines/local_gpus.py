@@ -127,10 +127,6 @@ def all_counters() -> Counters:
 def read_counters(gpus: Iterable[tuple[str, str]], node: str) -> Counters:
     """Return the energy counters of GPUs of this machine.
 
-    Args:
-        gpus: (Ray node id, GPU id) of each GPU.
-        node: Ray's node id of this machine.
-
     Returns:
         {} if there are no GPUs, or if one is on another node, has no counter or is not named by a number (MIG): the sum
         of the others would look like the energy of all.

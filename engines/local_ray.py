@@ -56,9 +56,6 @@ def start_ray(**options: Any) -> None:
     """Start a local Ray and connect to it; retry if the start fails. `options` are passed to `ray.init`.
 
     If one of Ray's daemons is killed during the start, `ray.init` fails after 30 to 50 s.
-
-    Raises:
-        ClusterLost: Ray did not start in START_TRIES tries.
     """
     import ray
 

@@ -85,11 +85,6 @@ class EngineOptions:
         Otherwise "nccl" is chosen, and for external engines "disk", because nothing is known about their network.
         Adapters are sent over "tensor" through host memory if all engines run on the node of trainer rank 0, else over
         "disk".
-
-        Args:
-            engines: URL -> place (node and GPUs) of the engines that get the weights.
-            ranks: place of each trainer rank.
-            directory: directory to which the transport "disk" writes.
         """
         if self.external:
             on_cpu = not any(place.gpu_ids for place in ranks)

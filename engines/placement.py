@@ -146,12 +146,7 @@ class Gpu:
 
 
 class Placement:
-    """Places the processes of one run. Not thread-safe.
-
-    Args:
-        ray_calls: the connection to Ray.
-        options: how the run uses the nodes.
-    """
+    """Places the processes of one run. Not thread-safe."""
 
     def __init__(self, ray_calls: RayCalls, options: PlacementOptions) -> None:
         self._ray = ray_calls

@@ -29,9 +29,6 @@ def reserve_free_port(highest: int = HIGHEST, extra_offsets: Sequence[int] = (),
         highest: largest allowed port, at least LOWEST.
         extra_offsets: offsets (port + offset) of further ports that the server binds; these ports are reserved, too.
         host: address of this machine on which the port must be free.
-
-    Raises:
-        RuntimeError: no free port was found in 100 tries.
     """
     below = first_outgoing_port() - 1
     highest = min(highest, below) if below >= LOWEST + 1_000 else highest
@@ -44,11 +41,7 @@ def reserve_free_port(highest: int = HIGHEST, extra_offsets: Sequence[int] = (),
 
 def reserve_ports(ports: Sequence[int], host: str = LOOPBACK) -> bool:
     """Reserve all these TCP ports of the address `host` of this machine against other Penstock processes, or none.
-
-    Returns:
-        True if all ports are reserved now; False if one is in use, or already reserved by any process, this one
-        included.
-    """
+    Return False if one is in use, or already reserved by any process, this one included."""
     locks: dict[int, socket.socket] = {}
     for port in ports:
         lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

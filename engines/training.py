@@ -212,10 +212,6 @@ class TrainEngine(ABC):
     def save(self, directory: str | Path, step_state: dict[str, Any]) -> dict[str, str]:
         """Save model, optimizer, learning-rate scheduler and RNG states as a checkpoint. Return the hashes (xxh3-128)
         of the files that this rank writes, by name.
-
-        Args:
-            directory: one for all ranks, or one per rank.
-            step_state: JSON values of the caller, which `load` returns.
         """
 
     @abstractmethod
@@ -293,16 +289,7 @@ class TrainBackend(ABC):
         threads: int,
         timeout: timedelta,
     ) -> None:
-        """Initialize torch.distributed and the process groups of a layout, once per process.
-
-        Args:
-            rank: rank of this process.
-            num_ranks: number of processes.
-            rendezvous: URL for torch.distributed, or rank 0's socket that listens at it.
-            layout: parallel sizes.
-            threads: CPU threads of this process.
-            timeout: of collectives.
-        """
+        """Initialize torch.distributed and the process groups of a layout, once per process."""
 
     @abstractmethod
     def build(self, build: EngineBuild) -> TrainEngine:

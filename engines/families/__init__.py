@@ -34,17 +34,7 @@ FROZEN = ".expert_bias"  # suffix of the names of frozen buffers, which are not 
 
 
 def read_shape(directory: str | Path, family_path: str | None = None) -> ModelShape:
-    """Return the model shape that the config.json of a Hugging Face directory describes.
-
-    Args:
-        directory: Hugging Face directory with config.json.
-        family_path: `--model-family-path`, the file or module of an external family; None: built-in families only.
-
-    Raises:
-        ModelError: config.json is missing, names an unknown architecture, or has an entry that Penstock does not
-            support.
-        PluginError: the external family fails to import or to read config.json.
-    """
+    """Return the model shape that the config.json of a Hugging Face directory describes."""
     path = Path(directory) / "config.json"
     return shape_from_config(read_config(path), str(path), family_path)
 

@@ -143,12 +143,7 @@ def check_not_hub_id(flag: str, path: str | Path) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the entries of a config.json.
-
-    Raises:
-        ModelError: the file is missing or does not contain a JSON object. If its directory looks like a Hugging Face
-            hub id, the message has the download command.
-    """
+    """Return the entries of a config.json."""
     check_not_hub_id("--hf-checkpoint", path.parent)
     if not path.exists():
         check_not_gguf(path.parent)
@@ -196,13 +191,8 @@ def check_model_files(directory: Path) -> None:
 
 class ConfigEntries:
     """The entries of one config.json, with type checks. `entries[name]` returns the value of an entry; for an absent
-    entry it returns the family's default, or None without a default.
-
-    Args:
-        values: parsed config.json.
-        source: path of config.json, for error messages.
-        defaults: values of absent entries, equal to the defaults of transformers' config class.
-        types: types of entries that only this family has.
+    entry it returns the family's default (equal to that of transformers' config class), or None without a default.
+    `types` are those of entries that only this family has.
     """
 
     def __init__(

@@ -28,18 +28,10 @@ from penstock.storage.secret_references import resolve_secrets
 
 
 class EnginePool:
-    """A pool of inference engines in Ray actors, or of external engines. Thread-safe.
+    """A pool of inference engines in Ray actors, or of external engines (host:port). Thread-safe.
 
     The constructor starts the engines without waiting; methods that need running engines wait until they have started.
-
-    Args:
-        cluster: the Ray connection that runs the actors.
-        spec: model and settings of every server.
-        num_engines: number of engines, each with `spec.tensor_parallel` GPUs if the cluster has GPUs.
-        first_gpu: index of the engines' first GPU in the cluster; 0 to share GPUs with the trainer, which starts at 0.
-        health: health-check settings within `serving`.
-        external: host:port of external engines; if given, the pool starts no engines itself.
-        backend: the engine implementation.
+    Each engine has `spec.tensor_parallel` GPUs if the cluster has GPUs, from GPU `first_gpu` of the cluster on.
 
     Attributes:
         listener: called with the addresses of the live engines whenever these addresses change.
@@ -151,12 +143,7 @@ class EnginePool:
 
     @property
     def urls(self) -> list[str]:
-        """Wait until all engines have started, and return their addresses.
-
-        Raises:
-            RuntimeError: an engine could not start; the message has the tail of its log. The next access starts it
-            again.
-        """
+        """Wait until all engines have started, and return their addresses."""
         with self._lock:
             for replica in self._replicas:
                 replica.finish_adoption()
@@ -242,12 +229,7 @@ class EnginePool:
 
 
 def start_pool(cluster: Cluster, options: EngineOptions) -> EnginePool:
-    """Create the engine pool of a run, on the GPUs that the options assign to engines, without waiting for their start.
-
-    Raises:
-        EngineError, OptionError: the engine or this machine does not support an option.
-        LayoutError: the cluster has too few GPUs.
-    """
+    """Create the engine pool of a run, without waiting for the start of the engines."""
     has_gpus = cluster.num_gpus > 0
     options = options.replace_spec_fields(args=resolve_secrets(options.spec.args))
     spec = options.spec.model_copy(

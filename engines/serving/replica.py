@@ -399,14 +399,7 @@ def kill_surplus_replicas(cluster: Cluster, index: int, num_nodes: int = 1, role
 
 
 class ExternalReplica(Replica):
-    """A `Replica` for an engine that Penstock does not start or stop.
-
-    Args:
-        address: host:port of the engine.
-        spec: the model that the engine must serve, its API key, and the time to wait for it (`start_timeout`).
-        index: position in the pool.
-        backend: the engine implementation.
-    """
+    """A `Replica` for an engine that Penstock does not start or stop."""
 
     def __init__(self, address: str, spec: ServerSpec, index: int, backend: EngineBackend) -> None:
         super().__init__(spec, index, backend)

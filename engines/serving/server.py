@@ -152,17 +152,8 @@ class EngineServer(ABC):
         return join_address(host, reserve_free_port(HIGHEST - 8, range(1, 8), host))
 
     def start(self, rendezvous: str = "") -> str:
-        """Start the server, wait until it is ready, and return its URL.
-
-        Args:
-            rendezvous: the result of `choose_rendezvous` of node rank 0, for an engine over several nodes.
-
-        Raises:
-            EngineError: this node does not have the network interface `spec.network_interface`, or `spec.port` is in
-                use.
-            RuntimeError: the server died, could not bind its port, or was not ready within `spec.start_timeout`
-                seconds; the message has the tail of its log.
-        """
+        """Start the server, wait until it is ready, and return its URL. `rendezvous`: the result of `choose_rendezvous`
+        of node rank 0, for an engine over several nodes."""
         assert self._process is None, "the server has already been started"
         end_with_parent()
         deadline = time.monotonic() + self.spec.start_timeout
@@ -212,25 +203,13 @@ class EngineServer(ABC):
 
     def alive(self, owner: str | None = None) -> bool:
         """Return whether the server's main process is running, which must end when one of its child processes dies.
-
-        Raises:
-            RuntimeError: `owner` is given, but another driver of the run has taken over the server.
-        """
+        Raises RuntimeError if `owner` is given, but another driver of the run has taken over the server."""
         if owner is not None and owner != self.owner:
             raise RuntimeError("another driver now uses the engines of this run: start only one driver per run")
         return self._process is not None and self._process.poll() is None
 
     def download(self, store: str, store_options: dict[str, Any], commit: Commit) -> str:
-        """Download the files of `commit` to this machine and return their directory; `remove_download` deletes it.
-
-        Args:
-            store: URI of the store.
-            store_options: options of its file system.
-            commit: lists the files with their sizes and hashes; need not be in the store as a commit record.
-
-        Raises:
-            StoreError: a file is missing, or differs from the commit.
-        """
+        """Download the files of `commit` to this machine and return their directory; `remove_download` deletes it."""
         self.remove_download()  # files that a trainer left when it died
         return str(self._download.enter_context(Store(store, store_options, probe=False).reading(commit)))
 

@@ -126,13 +126,7 @@ class Supervisor:
                     live = healthy
 
     def live_urls(self) -> list[str]:
-        """Return the addresses of the engines that serve the policy version; empty while all engines are restarting.
-
-        Raises:
-            RuntimeError: an engine died after `health.max_restarts` restarts; the message has the tail of its log.
-            ConnectionError: sending the weights to a restarted engine failed although the engine is healthy.
-            ClusterLost: the local Ray died.
-        """
+        """Return the addresses of the engines that serve the policy version; empty while all engines are restarting."""
         self.check()
         if self._failure is not None:
             raise self._failure
@@ -167,13 +161,7 @@ class Supervisor:
                 self._failure = error
 
     def _restart(self, replica: Replica, cause: str) -> None:
-        """Restart an engine and send it the weights, with retries, until it serves the policy version.
-
-        Raises:
-            StartCancelled: the supervisor exited. A server that is starting is not killed; the next supervisor uses it.
-            RuntimeError: all `health.max_restarts` restarts are used up.
-            ConnectionError: the weight update failed although the engine is healthy.
-        """
+        """Restart an engine and send it the weights, with retries, until it serves the policy version."""
         self._set_live({index: url for index, url in self._live.items() if index != replica.index})
         start = time.monotonic()
         while True:
@@ -223,14 +211,7 @@ class Supervisor:
 
 
 def restart_dead_engines(replicas: Sequence[Replica]) -> list[Replica]:
-    """Wait until all engines have started, then restart in parallel the engines that do not answer.
-
-    Returns:
-        The restarted engines.
-
-    Raises:
-        RuntimeError: an engine could not start; the message has the tail of its log.
-    """
+    """Wait until all engines have started, then restart in parallel the engines that do not answer."""
     for replica in replicas:
         replica.finish_adoption()
     for replica in replicas:

@@ -322,12 +322,6 @@ class _RetryableError(Exception):
 def unload_other_adapters(urls: list[str], name: str, *, also_current: bool = False, wait: bool = False) -> None:
     """Unload from each server the adapters of the same run as `name` that no request of this process uses, except
     `name`, in a thread. Adapters that are in use, or of a server that does not answer, stay loaded until the next call.
-
-    Args:
-        urls: addresses of the servers.
-        name: an adapter.
-        also_current: unload `name`, too.
-        wait: return when all servers have answered.
     """
 
     def unload(url: str) -> None:
@@ -370,9 +364,6 @@ def parse_generation(
         num_prompt_tokens: number of prompt tokens; routed experts, if requested, are returned for these, too.
         adapter_version: policy version of the adapter that the request named; None: the request named none. SGLang
             reports the version of the base weights only, and a request keeps its adapter to its end.
-
-    Raises:
-        RuntimeError: routed experts were requested, but are missing or have the wrong size.
     """
     meta = answer["meta_info"]
     pairs = meta.get("output_token_logprobs") or []

@@ -60,13 +60,7 @@ def release_name(release: Release) -> str:
 
 
 def to_current_flag(name: str, value: Any, known: set[str]) -> tuple[str, Any]:
-    """Return a flag and its value as the installed release spells them.
-
-    Args:
-        name: the flag, with underscores and without prefix.
-        value: its value.
-        known: all flags of the installed release.
-    """
+    """Return a flag and its value as the installed release spells them."""
     successor, new_value = RENAMED.get(name, (name, ...))
     if name in known or successor not in known:
         return name, value

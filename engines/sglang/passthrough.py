@@ -88,9 +88,6 @@ def package_directory(package: str) -> Path | None:
 def sglang_flags(root: Path | None = None) -> dict[str, ServerFlag]:
     """Return the flags of SGLang's server by name, under each of their spellings, with underscores and without leading
     dashes; {} if SGLang is not installed.
-
-    Args:
-        root: directory of the `sglang` package to read; by default the installed package.
     """
     return _parse_flags(root or package_directory("sglang"), "srt/server_args.py", "srt/arg_groups/fields/*.py")
 
@@ -218,10 +215,6 @@ def to_command_line(args: Mapping[str, Any], known: dict[str, ServerFlag] | None
 
     `True` becomes a flag without a value; `False` and `None` are omitted; a list becomes several values, a dictionary
     JSON.
-
-    Args:
-        args: flag name with underscores -> value.
-        known: all flags of the program by name; by default those of SGLang's server.
     """
 
     def text(value: Any) -> str:
@@ -275,12 +268,7 @@ INTERNAL = frozenset(
 
 
 def check_sampling(params: Mapping[str, Any], *, routed: bool) -> None:
-    """Check the parameters of `--rollout-sampling`.
-
-    Args:
-        params: parameter name -> value.
-        routed: whether generation requests are sent through SGLang's router.
-    """
+    """Check the parameters of `--rollout-sampling`."""
     known = sampling_parameter_names()
     for name in params:
         if name in RESERVED_SAMPLING:
@@ -327,9 +315,6 @@ def sampling_parameter_names(root: Path | None = None) -> frozenset[str]:
     """Return the names of SGLang's sampling parameters that a request may set; empty if SGLang is not installed.
 
     SGLang declares them as fields of `SamplingParams`, together with the INTERNAL fields.
-
-    Args:
-        root: directory of the `sglang` package to read; by default the installed package.
     """
     root = root or package_directory("sglang")
     if root is None:

@@ -49,13 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class SGLangRouter:
-    """Runs SGLang's router. A context manager; entering starts the router without waiting until it is ready.
-
-    Args:
-        args: flags of sglang-router with underscored names.
-        log_dir: directory of the router's log; the system's temporary directory by default.
-        max_restarts: maximum number of restarts.
-    """
+    """Runs SGLang's router. A context manager; entering starts the router without waiting until it is ready."""
 
     def __init__(self, args: dict[str, Any], log_dir: str | None = None, max_restarts: int = 3) -> None:
         self.args = args
@@ -94,11 +88,7 @@ class SGLangRouter:
         self._changed.set()
 
     def address(self) -> str | None:
-        """Return the router's URL; None while the router is down or still routes requests to dead engines.
-
-        Raises:
-            RuntimeError: the router failed after `max_restarts` restarts; the message has the tail of its log.
-        """
+        """Return the router's URL; None while the router is down or still routes requests to dead engines."""
         if self._failure is not None:
             raise self._failure
         return self._address
@@ -121,10 +111,7 @@ class SGLangRouter:
 
     def _run_process_until_exit(self) -> str:
         """Run one router process, and update its list of engines, until the router dies, hangs or is stopped.
-
-        Returns:
-            Why it ended, with the tail of its log.
-        """
+        Return why it ended, with the tail of its log."""
         port = reserve_free_port()
         url = f"http://127.0.0.1:{port}"
         endpoints.set_api_key(url, self._key)
@@ -165,10 +152,7 @@ class SGLangRouter:
 
     def _check_and_update_engine_list(self, router_url: str) -> bool:
         """Register the live engines with the router at `router_url`, and remove all other engines from its list.
-
-        Returns:
-            Whether the router already listed exactly the live engines.
-        """
+        Return whether the router already listed exactly the live engines."""
         engines = self._engines
         workers = control.call_server(router_url, "/workers", timeout=CALL_TIMEOUT)["workers"]
         # With the router's health checks off, "healthy" means registered.

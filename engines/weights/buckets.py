@@ -71,14 +71,7 @@ def write_weights(
     target: Path, named: Iterable[tuple[str, Tensor]], model_path: Path, shard_bytes: int, *, verify: bool = False
 ) -> None:
     """Write weights as safetensors shards with an index, and copy the JSON files of `model_path` (config, tokenizer).
-
-    Args:
-        target: directory to write to; created if it does not exist.
-        named: pairs of Hugging Face name and full tensor.
-        model_path: Hugging Face directory of the same model.
-        shard_bytes: maximum size of one safetensors file in bytes; a larger tensor gets a file of its own.
-        verify: read every file back and compare it with the tensors bit for bit.
-    """
+    `verify`: read every file back and compare it with the tensors bit for bit."""
     target.mkdir(parents=True, exist_ok=True)
     for file in model_path.glob("*.json"):
         if not file.name.endswith(".index.json"):

@@ -202,14 +202,7 @@ def check_first_values(tensors: Mapping[str, StoredTensor]) -> None:
 
 
 def check_finite(path: Path, name: str, values: bytes | memoryview, dtype: str) -> None:
-    """Check that numbers of a tensor are finite.
-
-    Args:
-        path: file of the tensor, for the error message.
-        name: name of the tensor, for the error message.
-        values: the bytes of the numbers.
-        dtype: dtype code of safetensors; integers are always finite.
-    """
+    """Check that numbers of a tensor are finite."""
     if dtype not in NOT_FINITE:
         return
     word, magnitude, limit = NOT_FINITE[dtype]
@@ -230,13 +223,7 @@ def unsupported_dtype_error(location: TensorLocation, name: str) -> ModelError:
 
 
 def check_tensors(directory: Path, shapes: Mapping[str, tuple[int, ...]], layout: TensorLayout) -> None:
-    """Check that a checkpoint has exactly the tensors of its model, in the expected shapes.
-
-    Args:
-        directory: directory of the checkpoint, for error messages.
-        shapes: shape of every tensor except fp8 scales, by Hugging Face name.
-        layout: mapping between the model's Hugging Face and Megatron tensors.
-    """
+    """Check that a checkpoint has exactly the tensors of its model, in the expected shapes."""
     needed = layout.hf_names()
     if missing := sorted(needed - shapes.keys()):
         raise ModelError(

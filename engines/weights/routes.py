@@ -112,14 +112,6 @@ def add_upload(
 def upload_weights(write: Callable[[Path], None], upload: WeightUpload) -> Iterator[Mapping[str, str]]:
     """Upload a directory and let the actor of every engine download it. Yield URL -> directory on the engine's machine.
     All copies are removed after the block.
-
-    Args:
-        write: writes the weights into an empty local directory.
-        upload: where to upload, and the engines' actors.
-
-    Raises:
-        EngineGone: an actor died, or did not finish the download in time.
-        StoreError: the store failed, or a downloaded file differs from the uploaded one.
     """
     options = dict(upload.store_options)
     store = Store(upload.store, options, probe=False)

@@ -36,21 +36,12 @@ def update_and_check(
     *,
     is_initial: bool,
 ) -> tuple[int, float]:
-    """Send the trainer's weights to all engines of a client and check that every tensor arrived.
-
-    Args:
-        client: client of the engines.
-        publish: sends the trainer's weights under the given version and over the given transport.
-        version: policy version of the weights.
-        transport: the transport to check.
-        is_initial: whether the weights are those of --hf-checkpoint. Engines that report `INITIAL`, which loaded them
-            without the trainer, are then compared, too.
+    """Send the trainer's weights to all engines of a client and check that every tensor arrived. If the weights are those of
+    --hf-checkpoint (`is_initial`), engines that report `INITIAL`, which loaded them without the trainer, are compared,
+    too.
 
     Returns:
         The number of compared tensors, over all ranks of all engines, and the seconds of the update itself.
-
-    Raises:
-        WeightMismatch: a tensor differs. The engines then report no policy version, so that the weights are sent again.
     """
     initial: Checksums = {}
     if is_initial and any(client.weight_version(url) == INITIAL for url in client.urls):

@@ -55,12 +55,7 @@ def reason_against_adapters(
 
 
 def check_external_adapters(url: str, args: Mapping[str, Any]) -> None:
-    """Check that an external server can load the run's adapters, and that only clients with its API key can.
-
-    Args:
-        url: address of the server.
-        args: the flags that the server needs (`lora_args`).
-    """
+    """Check that an external server can load the run's adapters, and that only clients with its API key can."""
     info = control.call_server(url, "/server_info")
     modules = info.get("lora_target_modules") or []
     missing = [] if "all" in modules else sorted(set(args["lora_target_modules"]) - set(modules))

@@ -29,11 +29,7 @@ OTHER_SHARDING = {"enable_dp_attention", "ep_size", "expert_parallel_size", "moe
 
 
 def check_model(values: dict[str, Any]) -> None:
-    """Check that the installed SGLang implements the model that a config.json describes, with its RoPE scaling.
-
-    Args:
-        values: entries of config.json, from `families.read_config`.
-    """
+    """Check that the installed SGLang implements the model that a config.json describes, with its RoPE scaling."""
     architecture = values["architectures"][0]
     check_architecture(architecture)
     name = "original_max_position_embeddings"

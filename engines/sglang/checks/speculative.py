@@ -36,12 +36,7 @@ def drafts_with_mtp_layer(args: Mapping[str, Any]) -> bool:
 
 
 def check_speculative(args: Mapping[str, Any], options: EngineOptions) -> None:
-    """Check the flags of speculative decoding against the model and the other options.
-
-    Args:
-        args: server flags, underscores in their names.
-        options: options of the engines.
-    """
+    """Check the flags of speculative decoding against the model and the other options."""
     if not is_speculative(args):
         if unused := sorted(name for name in args if name.startswith(PREFIX)):
             raise EngineError(f"{_flag(unused[0])} has no effect without --sglang-speculative-algorithm: give NEXTN")

@@ -213,16 +213,6 @@ class EngineGroup:
     `sizes`.
 
     The constructor blocks until every server has joined.
-
-    Args:
-        sizes: URL -> tensor-parallel size of the server.
-        host: address of this machine that the servers can reach.
-        device: device of the tensors that are sent: CUDA uses NCCL, CPU uses gloo.
-        submit: runs a call in a thread.
-        call: sends one request.
-
-    Raises:
-        ConnectionError, RuntimeError: a server did not join.
     """
 
     def __init__(

@@ -143,11 +143,7 @@ class WeightUpdate:
         self._call_all(leave)
 
     def load_from_disk(self, directories: Mapping[str, str]) -> None:
-        """Make every server load the weights of a Hugging Face directory.
-
-        Args:
-            directories: URL -> path that the server can read.
-        """
+        """Make every server load the weights of a Hugging Face directory (URL -> path that the server can read)."""
 
         def load(url: str) -> None:
             self.post(
@@ -219,23 +215,13 @@ class WeightUpdate:
         return self._pool.submit(fn, *args)
 
     def post(self, url: str, path: str, body: dict[str, Any]) -> None:
-        """Send one HTTP request of the weight update to a server.
-
-        Raises:
-            EngineGone: the server did not answer.
-            EngineRefused: the server rejected the request.
-        """
+        """Send one HTTP request of the weight update to a server."""
         answer = control.call_server(url, path, body, CALL_TIMEOUT)
         if not answer.get("success", True):
             raise EngineRefused(f"the weight update failed: {url}{path} answered {answer.get('message')!r}")
 
     def _call_all(self, fn: Callable[[str], Any], urls: list[str] | None = None) -> list[Any]:
-        """Call `fn` for every URL in parallel and return the results; wait for all calls, then raise the first error.
-
-        Args:
-            fn: called with a URL.
-            urls: by default all servers.
-        """
+        """Call `fn` for every URL in parallel, wait for all calls, and return the results or raise the first error."""
         futures = [self._pool.submit(fn, url) for url in (self.urls if urls is None else urls)]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
