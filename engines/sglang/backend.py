@@ -17,30 +17,9 @@ from penstock.engines.options import EngineOptions
 from penstock.engines.ports import HIGHEST, reserve_free_port
 from penstock.engines.serving.endpoints import engine_url
 from penstock.engines.serving.server import EngineServer
-from penstock.engines.sglang import control, older_release
-from penstock.engines.sglang.checks.cuda_graphs import graph_warning, without_prefill_graphs
-from penstock.engines.sglang.checks.lora_support import (
-    check_external_adapters,
-    lora_args,
-    reason_against_adapters,
-)
-from penstock.engines.sglang.checks.model_support import check_fp8_hardware, check_fp8_widths, check_model
-from penstock.engines.sglang.checks.speculative import (
-    DRAFT_MODEL,
-    check_speculative,
-    draft_model,
-    drafts_with_mtp_layer,
-    is_speculative,
-)
-from penstock.engines.sglang.passthrough import (
-    check_router_args,
-    check_sampling,
-    check_sampling_seeds,
-    check_sglang_args,
-    find_biasing_params,
-    flag_tables,
-    to_command_line,
-)
+from penstock.engines.sglang import checks, control, older_release, passthrough
+from penstock.engines.sglang.checks import draft_model, is_speculative
+from penstock.engines.sglang.passthrough import check_router_args, check_sglang_args, to_command_line
 from penstock.engines.weights.fp8_blocks import BLOCK, find_unsupported_entry, mean_bytes_per_weight
 from penstock.storage.errors import EngineError, ModelError, OptionError
 from penstock.storage.secret_references import resolve_secrets
@@ -135,7 +114,7 @@ class SGLangBackend(EngineBackend):
     )
     context_flag = "--sglang-context-length"
     speculation_flag = "--sglang-speculative-algorithm"
-    path_flags = DRAFT_MODEL
+    path_flags = checks.DRAFT_MODEL
 
     def facts(self, args: Mapping[str, Any]) -> EngineFacts:
         length = args.get("context_length")
@@ -151,7 +130,7 @@ class SGLangBackend(EngineBackend):
         return check_router_args(args) if router else check_sglang_args(args)
 
     def flag_tables(self) -> Mapping[str, Mapping[str, str]]:
-        return flag_tables()
+        return passthrough.flag_tables()
 
     def start_check(self) -> tuple[list[str], str]:
         advice = f"without CUDA torchvision must be in {sys.prefix}/sglang-site, not in site-packages"
@@ -188,8 +167,8 @@ class SGLangBackend(EngineBackend):
             if options.adapters is not None:  # nothing else restores the weights
                 args["enable_weights_cpu_backup"] = True
         if options.adapters is not None:
-            args = lora_args(options.adapters) | args
-        return without_prefill_graphs(args) if has_gpus and options.spec.python is None else args
+            args = checks.lora_args(options.adapters) | args
+        return checks.without_prefill_graphs(args) if has_gpus and options.spec.python is None else args
 
     def create_router(self, options: EngineOptions) -> RequestRouter | None:
         if options.router is None:
@@ -202,7 +181,7 @@ class SGLangBackend(EngineBackend):
     def check_options(self, options: EngineOptions) -> None:
         spec, routed = options.spec, options.router is not None
         if not options.external and spec.python is None:  # otherwise the server's SGLang is not the one installed here
-            check_model(read_config(Path(spec.model_path) / "config.json"))
+            checks.check_model(read_config(Path(spec.model_path) / "config.json"))
             if options.in_flight:
                 older_release.check_streaming()
         if options.external and options.in_flight == "in_place":
@@ -214,9 +193,9 @@ class SGLangBackend(EngineBackend):
         args = check_sglang_args(spec.args)
         if options.router is not None:
             check_router_args(options.router)
-        check_sampling(options.sampling, routed=routed)
-        check_speculative(args, options)
-        check_sampling_seeds(options.sampling_seeds, options.sampling, spec.args)
+        passthrough.check_sampling(options.sampling, routed=routed)
+        checks.check_speculative(args, options)
+        passthrough.check_sampling_seeds(options.sampling_seeds, options.sampling, spec.args)
         for address in options.external:
             engine_url(address)
         if options.return_experts and routed:
@@ -250,7 +229,7 @@ class SGLangBackend(EngineBackend):
             )
 
     def check_sharding(self, options: EngineOptions, shape: ModelShape) -> None:
-        check_fp8_widths(options, shape)
+        checks.check_fp8_widths(options, shape)
 
     def check_weight_updates(self, options: EngineOptions, capabilities: list[tuple[int, int]] | None) -> None:
         directory = Path(options.spec.model_path)
@@ -273,7 +252,7 @@ class SGLangBackend(EngineBackend):
                 f"and dynamic activation scales: use a bf16 checkpoint, or {copy}"
             )
         if capabilities is not None:
-            check_fp8_hardware(options, capabilities)
+            checks.check_fp8_hardware(options, capabilities)
 
     def estimate_memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
         from penstock.engines.serving.engine_memory import estimate_engine_memory
@@ -295,23 +274,23 @@ class SGLangBackend(EngineBackend):
             round((share or STATIC_SHARE) * gpu_bytes),
             bytes_per_weight=bytes_per_weight,
             bytes_per_kv_element=1 if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else bytes_per_element,
-            num_draft_layers=shape.num_mtp_layers if drafts_with_mtp_layer(args) else 0,
+            num_draft_layers=shape.num_mtp_layers if is_speculative(args) and draft_model(args) is None else 0,
             share_flag="--sglang-mem-fraction-static",
         )
 
     def graph_warning(self, options: EngineOptions, num_samples: int, gpu_bytes: int) -> str | None:
-        return graph_warning(options, num_samples, gpu_bytes)
+        return checks.graph_warning(options, num_samples, gpu_bytes)
 
     def reason_against_adapters(
         self, options: EngineOptions, shape: ModelShape, layers: Iterable[str], *, compare: bool
     ) -> str | None:
-        return reason_against_adapters(options, shape, layers, compare=compare)
+        return checks.reason_against_adapters(options, shape, layers, compare=compare)
 
     def check_external_server(self, url: str, model_path: str, args: Mapping[str, Any]) -> None:
         release, _ = control.release_and_tp_size(url)
         older_release.check_external_release(url, release)
         if args.get("enable_lora"):
-            check_external_adapters(url, args)
+            checks.check_external_adapters(url, args)
         if args.get("enable_fp32_lm_head") and not control.call_server(url, "/server_info").get("enable_fp32_lm_head"):
             raise EngineError(
                 f"the external engine at {url} computes its logits in the model's data type, but --fp32-lm-head needs "
@@ -339,4 +318,4 @@ class SGLangBackend(EngineBackend):
                 )
 
     def find_biasing_params(self, params: Mapping[str, Any]) -> list[str]:
-        return find_biasing_params(params)
+        return passthrough.find_biasing_params(params)

@@ -149,9 +149,9 @@ def check_sglang_args(args: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in args.items():
         name = key.lstrip("-").replace("-", "_")
         if reason := reason_for_refusal(name):
-            raise EngineError(f"{_flag(name)} is not allowed: {reason}; omit it")
+            raise EngineError(f"{flag_name(name)} is not allowed: {reason}; omit it")
         if name in DROPPED and name not in known:
-            raise EngineError(f"{_flag(name)} is not allowed: {DROPPED[name]}")
+            raise EngineError(f"{flag_name(name)} is not allowed: {DROPPED[name]}")
         name, value = to_current_flag(name, value, set(known))
         _check_known("--sglang-", name, known, "SGLang", "sglang.launch_server")
         checked[name] = value
@@ -166,7 +166,7 @@ def check_router_args(args: Mapping[str, Any]) -> dict[str, Any]:
     checked = {key.lstrip("-").replace("-", "_"): value for key, value in args.items()}
     for name in checked:
         if name in ROUTER_RESERVED:
-            raise EngineError(f"{_flag(name, '--router-')} is not allowed: {ROUTER_RESERVED[name]}; omit it")
+            raise EngineError(f"{flag_name(name, '--router-')} is not allowed: {ROUTER_RESERVED[name]}; omit it")
         _check_known("--router-", name, known, "sglang-router", "sglang_router.launch_router")
     return checked
 
@@ -175,8 +175,8 @@ def _check_known(prefix: str, name: str, known: Collection[str], program: str, m
     """Check that a program has the flag `name`; without a list of its flags (it is not installed) every name passes."""
     if known and name not in known:
         near = nearest_name(name, known)
-        hint = f"did you mean {_flag(near, prefix)}?" if near else f"see `python -m {module} --help`"
-        raise EngineError(f"{_flag(name, prefix)} is not a flag of the installed {program}: {hint}")
+        hint = f"did you mean {flag_name(near, prefix)}?" if near else f"see `python -m {module} --help`"
+        raise EngineError(f"{flag_name(name, prefix)} is not a flag of the installed {program}: {hint}")
 
 
 def reason_for_refusal(name: str) -> str:
@@ -189,24 +189,25 @@ def reason_for_refusal(name: str) -> str:
     return REFUSED.get(name) or next((REFUSED[key] for key in beginnings), "")
 
 
-def _flag(name: str, prefix: str = "--sglang-") -> str:
+def flag_name(name: str, prefix: str = "--sglang-") -> str:
+    """Return how a flag (`name`, with underscores) is spelled on Penstock's command line."""
     return prefix + name.strip("_").replace("_", "-")
 
 
 def flag_tables() -> dict[str, dict[str, str]]:
     """Return the tables of flags for the reference page; see `EngineBackend.flag_tables`."""
-    refused = {_flag(name): f"set from {source}" for name, source in RESERVED.items()}
-    refused |= {_flag(name) + ("..." if name.endswith("_") else ""): text for name, text in REFUSED.items()}
-    refused |= {_flag(name, "--router-"): text for name, text in ROUTER_RESERVED.items()}
+    refused = {flag_name(name): f"set from {source}" for name, source in RESERVED.items()}
+    refused |= {flag_name(name) + ("..." if name.endswith("_") else ""): text for name, text in REFUSED.items()}
+    refused |= {flag_name(name, "--router-"): text for name, text in ROUTER_RESERVED.items()}
     renamed = {
-        _flag(name): f"means {_flag(new)}{'' if value is ... else f' {value}'}"
+        flag_name(name): f"means {flag_name(new)}{'' if value is ... else f' {value}'}"
         for name, (new, value) in RENAMED.items()
     }
     return {
         "All flags of the installed SGLang are passed on with the prefix `--sglang-`, and those of its router with "
         "`--router-`, except:": refused,
         "Names of older releases, if the installed one does not have them:": renamed
-        | {_flag(name): f"refused: {text}" for name, text in DROPPED.items()},
+        | {flag_name(name): f"refused: {text}" for name, text in DROPPED.items()},
     }
 
 
@@ -228,7 +229,7 @@ def to_command_line(args: Mapping[str, Any], known: dict[str, ServerFlag] | None
             value = value.lower() == "true"  # Penstock's command line passes values as text
         if value is None or value is False:
             continue
-        argv.append(flag.flag if flag else _flag(name, "--"))
+        argv.append(flag.flag if flag else flag_name(name, "--"))
         if isinstance(value, (list, tuple)):
             argv += map(text, value)
         elif value is not True:
@@ -295,7 +296,7 @@ def check_sampling_seeds(use_seeds: bool, params: Mapping[str, Any], server_flag
     for name in ("enable_deterministic_inference", "rl_on_policy_target"):
         if flags.get(name) not in (None, False) and not use_seeds:
             raise EngineError(
-                f"{_flag(name)} makes SGLang sample every request with the same seed, so all "
+                f"{flag_name(name)} makes SGLang sample every request with the same seed, so all "
                 "samples of a prompt would be equal: add --rollout-sampling-seeds"
             )
 

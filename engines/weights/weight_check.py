@@ -36,9 +36,9 @@ def update_and_check(
     *,
     is_initial: bool,
 ) -> tuple[int, float]:
-    """Send the trainer's weights to all engines of a client and check that every tensor arrived. If the weights are those of
-    --hf-checkpoint (`is_initial`), engines that report `INITIAL`, which loaded them without the trainer, are compared,
-    too.
+    """Send the trainer's weights to all engines of a client and check that every tensor arrived. If the weights are
+    those of --hf-checkpoint (`is_initial`), engines that report `INITIAL`, which loaded them without the trainer, are
+    compared, too.
 
     Returns:
         The number of compared tensors, over all ranks of all engines, and the seconds of the update itself.

@@ -24,7 +24,7 @@ from penstock.engines.serving import adapter_requests
 from penstock.engines.serving.adapter_requests import BASE, AdapterNames
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang import control
-from penstock.engines.sglang.checks.lora_support import check_external_adapters, lora_args, reason_against_adapters
+from penstock.engines.sglang.checks import check_external_adapters, lora_args, reason_against_adapters
 from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.sglang.weights.payload import FlatBucket
 from penstock.engines.sglang.weights.update import sha256_of_tensors
