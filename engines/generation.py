@@ -265,14 +265,6 @@ class EngineClient(ABC):
         that the engine has loaded, the policy version of the adapter.
         """
 
-    @abstractmethod
-    def pause(self) -> None:
-        """Pause generation in all engines; requests in flight wait until `resume` is called."""
-
-    @abstractmethod
-    def resume(self) -> None:
-        """Resume generation in all engines after `pause`."""
-
     async def close(self) -> None:  # noqa: B027
         """Close the HTTP connections to the engines; engines abort the requests that are in flight on these
         connections."""

@@ -35,7 +35,7 @@ from penstock.storage.samples.routed_experts import ExpertsFormat
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.engines.sglang.weights.sender import WeightSender
+    from penstock.engines.sglang.weight_sender import WeightSender
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,14 +54,11 @@ class SGLangClient(EngineClient):
     """An `EngineClient` that sends each request to the engine with the fewest samples in flight.
 
     Args:
-        urls: the engines' addresses, or a function that returns the addresses of the live engines. With a function, a
-            request waits while no engine is live, and is sent again if its engine is no longer in the list.
-        timeout: seconds for one request, including the time spent waiting for an engine.
+        urls, timeout: see `EngineBackend.connect`. With a function, a request waits while no engine is live, and is
+            sent again if its engine is no longer in the list.
         num_tries: maximum number of tries of a request. Tries that ended with a retryable HTTP status count; those that
             ended with a connection error count only if `urls` is a fixed list.
-        experts: if given, request the routed expert ids and encode them in this format.
-        router: if given, returns the router's address, or None while the router is down. Generation requests are then
-            sent to the router, which chooses the engine; all other requests are sent directly to the engines.
+        experts, router: see `EngineBackend.connect`. All requests except generation are sent directly to the engines.
     """
 
     def __init__(
@@ -116,17 +113,33 @@ class SGLangClient(EngineClient):
 
     async def abort(self) -> None:
         self._aborted = True
+        gate = asyncio.Semaphore(MAX_CONCURRENT_ABORTS)
+
+        async def abort_sample(request: str, url: str, sample: str) -> None:
+            async with gate:
+                if request in self._running:
+                    with suppress(
+                        aiohttp.ClientError, _RetryableError
+                    ):  # `_request_with_retries` handles a dead engine
+                        await self._post(url, "/abort_request", {"rid": sample})
+
         while self._running:
-            await self._abort_running()
+            calls = [
+                abort_sample(request, url, f"{request}_{index}")  # SGLang appends the sample's index to the request id
+                for request, (sent_to, n) in self._running.items()
+                for index in range(n)
+                for url in ([sent_to] if self.router is None else self.urls)
+            ]
+            await asyncio.gather(*calls)
             await asyncio.sleep(POLL_ABORTS)  # repeated: an engine ignores aborts of requests that have not arrived yet
 
     def prepare_weight_updates(self) -> None:
-        import penstock.engines.sglang.weights.sender  # noqa: F401
+        import penstock.engines.sglang.weight_sender  # noqa: F401
 
     def update_weights(
         self, named: Iterable[tuple[str, Tensor]], version: str, transport: WeightTransport = OVER_MEMORY
     ) -> None:
-        from penstock.engines.sglang.weights.sender import WeightSender  # local import, because it imports torch
+        from penstock.engines.sglang.weight_sender import WeightSender  # local import, because it imports torch
 
         if self._weight_sender is None:
             self._weight_sender = WeightSender()
@@ -165,35 +178,7 @@ class SGLangClient(EngineClient):
             return version
         return adapter_requests.version_of(adapter) if adapter in control.loaded_adapters(url, timeout) else version
 
-    def pause(self) -> None:
-        for url in self.urls:
-            control.pause_generation(url)
-
-    def resume(self) -> None:
-        for url in self.urls:
-            control.resume_generation(url)
-
     # ---- inside ------------------------------------------------------------------------------------------------------
-
-    async def _abort_running(self) -> None:
-        """Send an abort for every sample of the running requests; with a router, to every engine."""
-        gate = asyncio.Semaphore(MAX_CONCURRENT_ABORTS)
-
-        async def abort_sample(request: str, url: str, sample: str) -> None:
-            async with gate:
-                if request in self._running:
-                    with suppress(
-                        aiohttp.ClientError, _RetryableError
-                    ):  # `_request_with_retries` handles a dead engine
-                        await self._post(url, "/abort_request", {"rid": sample})
-
-        calls = [
-            abort_sample(request, url, f"{request}_{index}")  # SGLang appends the index of the sample to the request id
-            for request, (sent_to, n) in self._running.items()
-            for index in range(n)
-            for url in ([sent_to] if self.router is None else self.urls)
-        ]
-        await asyncio.gather(*calls)
 
     async def _request_with_retries(
         self, prompts: list[list[int]], sampling: dict[str, Any] | list[dict[str, Any]], session: str | None
@@ -214,7 +199,12 @@ class SGLangClient(EngineClient):
                     self._backoff.pop(url, None)
                     return generations
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _RetryableError) as error:
-                    self._back_off_from_engine(url)
+                    failures, until = self._backoff.get(url, (0, 0.0))
+                    if (
+                        until <= time.monotonic()
+                    ):  # failures during a backoff (requests that failed together) count once
+                        seconds = min(MAX_BACKOFF, 0.25 * 2**failures) * random.uniform(0.75, 1.25)
+                        self._backoff[url] = (failures + 1, time.monotonic() + seconds)
                     num_failures += isinstance(error, _RetryableError) or not callable(self._urls)
                     if num_failures >= self.num_tries and not self._aborted:
                         raise ConnectionError(
@@ -269,16 +259,6 @@ class SGLangClient(EngineClient):
             next_try = min((self._backoff[url][1] - now for url in urls), default=POLL_ENGINES)
             await asyncio.sleep(min(POLL_ENGINES, max(0.01, next_try)))
         return None
-
-    def _back_off_from_engine(self, url: str) -> None:
-        """Exclude a failed engine from new requests for a time that doubles with every failure.
-
-        Failures during a backoff (requests that failed together) do not count.
-        """
-        num_failures, until = self._backoff.get(url, (0, 0.0))
-        if until <= time.monotonic():
-            seconds = min(MAX_BACKOFF, 0.25 * 2**num_failures) * random.uniform(0.75, 1.25)
-            self._backoff[url] = (num_failures + 1, time.monotonic() + seconds)
 
     async def _await_while_engine_listed(self, url: str, call: Coroutine[Any, Any, Any]) -> Any:
         """Await the request `call`, but raise ClientConnectionError as soon as the engine at `url` is no longer in the

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.storage.errors import EngineError
 
 if TYPE_CHECKING:
-    from penstock.engines.sglang.weights.payload import FlatBucket
+    from penstock.engines.sglang.weight_update import FlatBucket
 
 Release = tuple[int, ...]  # for instance (0, 5, 21)
 OLDEST: Release = (0, 5, 15)  # the first with /model_info

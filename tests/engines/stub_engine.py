@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-state = {"version": "default", "paused": False}  # of the server's process
+state = {"version": "default"}  # of the server's process
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -133,12 +133,6 @@ class StubClient(EngineClient):
 
     def weight_version(self, url: str, timeout: float = 30) -> str:
         return str(call(url, timeout=timeout)["version"])
-
-    def pause(self) -> None:
-        self._set_all(paused=True)
-
-    def resume(self) -> None:
-        self._set_all(paused=False)
 
     def _set_all(self, **changes: Any) -> None:
         for url in self.urls:

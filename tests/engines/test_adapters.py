@@ -26,8 +26,7 @@ from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang import control
 from penstock.engines.sglang.checks import check_external_adapters, lora_args, reason_against_adapters
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.sglang.weights.payload import FlatBucket
-from penstock.engines.sglang.weights.update import sha256_of_tensors
+from penstock.engines.sglang.weight_update import FlatBucket, sha256_of_tensors
 from penstock.engines.weights.routes import ProcessPlace
 from penstock.storage.errors import EngineError
 from tests.engines.megatron_reference import SHAPE

@@ -20,8 +20,7 @@ from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang.checks import DRAFT_MODEL, SIZES, THRESHOLDS
 from penstock.engines.sglang.client import parse_generation
 from penstock.engines.sglang.passthrough import sglang_flags
-from penstock.engines.sglang.weights.payload import FlatBucket
-from penstock.engines.sglang.weights.update import WeightUpdate
+from penstock.engines.sglang.weight_update import FlatBucket, WeightUpdate
 from penstock.storage.errors import EngineError, ModelError, OptionError
 
 NEXTN = {"speculative_algorithm": "NEXTN"}

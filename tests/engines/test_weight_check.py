@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from penstock.engines.generation import REFERENCE, Transport, WeightTransport
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.sglang.weights.payload import FlatBucket
-from penstock.engines.sglang.weights.update import WeightUpdate
+from penstock.engines.sglang.weight_update import FlatBucket, WeightUpdate
 from penstock.engines.weights import buckets
 from penstock.engines.weights.buckets import write_weights
 from penstock.engines.weights.weight_check import INITIAL, update_and_check

@@ -1,31 +1,157 @@
 """One update of several SGLang servers: of their weights (`WeightUpdate`: pause them, make them load, resume them), or
-of the LoRA adapters beside them (`AdapterUpdate`, --lora-publish adapter).
+of the LoRA adapters beside them (`AdapterUpdate`, --lora-publish adapter); and its wire format: buckets of tensors as
+one byte tensor, and payloads with handles to it.
 
-For adapters SGLang has routes for tensors in shared memory (CUDA IPC on a GPU) and for PEFT directories, but none for
-broadcasts. Generation continues during the update: requests name their adapter (`serving/adapter_requests.py`).
+A payload is a pickle that may contain only classes on SGLang's allowlist. Tensor data is not sent over HTTP: the
+payload has a handle (CUDA IPC on a GPU, shared memory on CPU), and the server copies the data from the memory of the
+trainer rank.
+
+For adapters SGLang has routes for tensors in shared memory and for PEFT directories, but none for broadcasts.
+Generation continues during the update: requests name their adapter (`serving/adapter_requests.py`).
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import itertools
 import logging
+import shutil
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from types import TracebackType
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
+from torch.multiprocessing import reductions
 
 from penstock.engines.generation import EngineGone, EngineRefused, PauseMode, PublishedAdapter
 from penstock.engines.serving.adapter_requests import BASE
 from penstock.engines.sglang import control, older_release
-from penstock.engines.sglang.weights.payload import FlatBucket
+from penstock.engines.weights.buckets import NamedTensor, num_bytes
 from penstock.storage.errors import EngineError
 from penstock.storage.failpoints import failpoint
 
 GROUP_NAME = "penstock-weights"  # of the process group over which weights are broadcast
 CALL_TIMEOUT = 600.0  # seconds for a server to pause, or to load a bucket
+NEVER_UPDATED = (BASE, "default")  # weight versions of servers that have the weights of their model directory
+DEVICE = 6  # index of the GPU's number in the arguments of torch's `rebuild_cuda_tensor`
+SHARING_TIMEOUT = 60.0  # seconds for torch's shared-memory manager to answer
 logger = logging.getLogger(__name__)
+
+
+class UuidPickler(ForkingPickler):
+    """Pickles tensors as torch does, with the UUID of a GPU in place of its number: SGLang's schedulers look for it
+    among their own GPUs. SGLang's function for this would import SGLang, which takes seconds."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not (isinstance(value, torch.Tensor) and value.is_cuda):
+            return NotImplemented
+        rebuild, arguments = reductions.reduce_tensor(value)
+        uuid = str(torch.cuda.get_device_properties(arguments[DEVICE]).uuid)
+        return rebuild, (*arguments[:DEVICE], uuid, *arguments[DEVICE + 1 :])
+
+
+class FlatBucket:
+    """A bucket of tensors of any dtypes, concatenated into one byte tensor.
+
+    Attributes:
+        flat: [bytes], uint8.
+        metadata: name, shape, dtype and byte range of each tensor, from which SGLang restores the tensors.
+    """
+
+    def __init__(self, bucket: list[NamedTensor]) -> None:
+        self.device = bucket[0][1].device
+        # SGLang creates views of the bytes, which must be aligned: widest dtypes first, so that for instance a float32
+        # does not start at an odd multiple of 2 bytes after a bfloat16.
+        aligned = sorted(bucket, key=lambda item: -item[1].element_size())
+        parts = [tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in aligned]
+        ends = list(itertools.accumulate(len(part) for part in parts))
+        self.flat = torch.cat(parts)
+        self._in_shared_memory = False
+        # Same fields as SGLang's `FlattenedTensorMetadata`, whose import takes 3 s on CPU.
+        self.metadata = [
+            SimpleNamespace(
+                name=name,
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                start_idx=end - len(part),
+                end_idx=end,
+                numel=len(part),
+            )
+            for (name, tensor), part, end in zip(aligned, parts, ends)
+        ]
+
+    def description(self) -> dict[str, Any]:
+        """Return names, dtypes and shapes of the tensors in the order of their bytes, for a JSON request."""
+        return {
+            "names": [entry.name for entry in self.metadata],
+            "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in self.metadata],
+            "shapes": [list(entry.shape) for entry in self.metadata],
+        }
+
+    def serialize(self, *, by_uuid: bool = True) -> str:
+        """Return a base64-encoded pickle with a handle to the bucket, for one tensor-parallel rank of one server.
+
+        Unpickling a payload twice would corrupt the sender's reference counts, so each receiver needs its own.
+
+        On CPU torch's shared-memory manager must answer within a second, which a busy machine may exceed; such timeouts
+        are retried for SHARING_TIMEOUT seconds.
+
+        Args:
+            by_uuid: identify the GPU by its UUID, because sender and server may number their GPUs differently;
+                otherwise by its number (older_release.py).
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the server reads the tensor on another stream
+        self._in_shared_memory = self.device.type == "cpu"
+        pickler = UuidPickler if by_uuid else ForkingPickler
+        content = {"flattened_tensor": self.flat, "metadata": self.metadata}
+        # The default sharing strategy for CPU tensors passes file descriptors through a socket that is authenticated
+        # with this process's secret, which crashes SGLang's scheduler. Names in /dev/shm need no secret.
+        strategy = torch.multiprocessing.get_sharing_strategy()
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        deadline = time.monotonic() + SHARING_TIMEOUT
+        try:
+            while True:
+                try:
+                    return base64.b64encode(pickler.dumps(content)).decode()
+                except RuntimeError as error:
+                    if "has timed out" not in str(error) or time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.1)
+        finally:
+            torch.multiprocessing.set_sharing_strategy(strategy)
+
+    def free(self) -> None:
+        """Free the byte tensor. Call it once every receiver has opened or copied it.
+
+        torch deletes the file in /dev/shm when the last receiver frees its tensor, which a receiver that is killed or
+        was not called never does. So the name is deleted here; the receivers' mappings stay valid. The additional
+        reference prevents that the last receiver fails because it cannot delete the name.
+        """
+        if self._in_shared_memory:
+            storage = self.flat.untyped_storage()
+            storage._shared_incref()
+            Path(f"/dev/shm{storage._share_filename_cpu_()[1].decode()}").unlink(missing_ok=True)
+        del self.flat
+        if self.device.type == "cuda":
+            torch.cuda.ipc_collect()
+
+
+def check_shared_memory(bucket: list[NamedTensor]) -> None:
+    """Check that a bucket on CPU fits into /dev/shm; full shared memory would kill this process with SIGBUS."""
+    if bucket[0][1].device.type != "cpu":
+        return
+    needed, free = num_bytes(bucket), shutil.disk_usage("/dev/shm").free
+    if needed > free:
+        raise EngineError(
+            f"/dev/shm has {free >> 20} MiB free, but a bucket of weights needs {needed >> 20} MiB: enlarge "
+            "/dev/shm (docker run --shm-size), or give --update-weight-transport disk"
+        )
 
 
 class WeightUpdate:
@@ -92,34 +218,18 @@ class WeightUpdate:
             url: handles.get(url) or [flat.serialize() for _ in range(tp_size)]
             for url, (_, tp_size) in self.facts.items()
         }
+        path = "/update_weights_from_tensor"
         self._call_all(
             lambda url: self.post(
-                url,
-                "/update_weights_from_tensor",
-                {
-                    "serialized_named_tensors": payloads[url],
-                    "load_format": "flattened_bucket",
-                    "flush_cache": self._flushes_prefix_cache(url, last),
-                    **self._only_target_model(url, "/update_weights_from_tensor"),
-                },
+                url, path, {"serialized_named_tensors": payloads[url], **self._fields(url, path, last)}
             )
         )
 
     def load_broadcast(self, flat: FlatBucket, *, last: bool) -> list[Future[Any]]:
         """Make every server wait for the broadcast of a bucket and load it. Pass the result to `wait_until_loaded`."""
         self._begin_sessions()
-        body = {**flat.description(), "group_name": GROUP_NAME, "load_format": "flattened_bucket"}
-        return [
-            self.run_in_thread(
-                self.post,
-                url,
-                "/update_weights_from_distributed",
-                body
-                | {"flush_cache": self._flushes_prefix_cache(url, last)}
-                | self._only_target_model(url, "/update_weights_from_distributed"),
-            )
-            for url in self.urls
-        ]
+        path, body = "/update_weights_from_distributed", {**flat.description(), "group_name": GROUP_NAME}
+        return [self.run_in_thread(self.post, url, path, body | self._fields(url, path, last)) for url in self.urls]
 
     def wait_until_loaded(self, loading: list[Future[Any]]) -> None:
         """Wait until every server has loaded the bucket. After an error, wait at most 5 s for the other servers,
@@ -144,40 +254,43 @@ class WeightUpdate:
 
     def load_from_disk(self, directories: Mapping[str, str]) -> None:
         """Make every server load the weights of a Hugging Face directory (URL -> path that the server can read)."""
-
-        def load(url: str) -> None:
-            self.post(
+        self._call_all(
+            lambda url: self.post(
                 url,
                 "/update_weights_from_disk",
                 {"model_path": directories[url], "flush_cache": self._flushes_prefix_cache(url, last=True)},
             )
-
-        self._call_all(load)
+        )
 
     def _flushes_prefix_cache(self, url: str, last: bool) -> bool:
         """Return whether loading a bucket must also flush the server's prefix cache: only the last bucket, and
         not if the KV cache is released (it has been flushed then) or paused requests use it."""
         return last and url not in self._without_cache and self.in_flight != "in_place"
 
-    def _only_target_model(self, url: str, path: str) -> dict[str, Any]:
-        """Return the fields of a request to `path` that leave the draft layers of speculative decoding as they are."""
-        if older_release.is_older(self.facts[url][0]):
-            return older_release.update_fields(path)
-        return {"selector": "target"}
+    def _fields(self, url: str, path: str, last: bool) -> dict[str, Any]:
+        """Return the fields of a request to `path` to load a bucket. It leaves the draft layers of speculative decoding
+        as they are."""
+        is_older = older_release.is_older(self.facts[url][0])
+        only_target = older_release.update_fields(path) if is_older else {"selector": "target"}
+        return {
+            "load_format": "flattened_bucket",
+            "flush_cache": self._flushes_prefix_cache(url, last),
+            **only_target,
+        }
 
     def _begin_sessions(self) -> None:
+        def begin(url: str) -> None:
+            try:
+                self.post(url, "/begin_weight_update", {"selector": "target"})
+            except EngineRefused as error:
+                if "already open" not in str(error):
+                    raise
+                self.post(url, "/end_weight_update", {})  # an earlier trainer died during its update
+                self.post(url, "/begin_weight_update", {"selector": "target"})
+
         if not self._in_session:
             self._in_session = [url for url, (release, _) in self.facts.items() if not older_release.is_older(release)]
-            self._call_all(self._begin_session, self._in_session)
-
-    def _begin_session(self, url: str) -> None:
-        try:
-            self.post(url, "/begin_weight_update", {"selector": "target"})
-        except EngineRefused as error:
-            if "already open" not in str(error):
-                raise
-            self.post(url, "/end_weight_update", {})  # an earlier trainer died during its update
-            self.post(url, "/begin_weight_update", {"selector": "target"})
+            self._call_all(begin, self._in_session)
 
     def _resume_generation(self) -> None:
         """Resume generation on all servers, also after a failed update.
@@ -229,9 +342,6 @@ class WeightUpdate:
         return [future.result() for future in futures]
 
 
-NEVER_UPDATED = (BASE, "default")  # weight versions of servers that have the weights of their model directory
-
-
 class AdapterUpdate(WeightUpdate):
     """One load of an adapter into several servers. A context manager, as `WeightUpdate`, which does not pause.
 
@@ -276,8 +386,7 @@ class AdapterUpdate(WeightUpdate):
             self._pool.shutdown(wait=False)
 
     def load_shared(self, flat: FlatBucket, handles: dict[str, list[str]], *, last: bool) -> None:
-        """Make every server copy the matrices of the adapter from the trainer's memory; arguments as in
-        `WeightUpdate.load_shared`."""
+        """Make every server copy the matrices of the adapter from the trainer's memory."""
         assert last, "the matrices of an adapter must be in one bucket"
         checksums = {"expected_checksums": sha256_of_tensors(flat)} if self.adapter.compare else {}
 
@@ -294,12 +403,12 @@ class AdapterUpdate(WeightUpdate):
         self._call_all(load, self._waiting.result())
 
     def load_from_disk(self, directories: Mapping[str, str]) -> None:
-        """Make every server load the adapter from a PEFT directory; arguments as in `WeightUpdate.load_from_disk`."""
-
-        def load(url: str) -> None:
-            self.post(url, "/load_lora_adapter", {"lora_name": self.adapter.name, "lora_path": directories[url]})
-
-        self._call_all(load, self._waiting.result())
+        """Make every server load the adapter from a PEFT directory (URL -> path that the server can read)."""
+        name = self.adapter.name
+        self._call_all(
+            lambda url: self.post(url, "/load_lora_adapter", {"lora_name": name, "lora_path": directories[url]}),
+            self._waiting.result(),
+        )
 
 
 def sha256_of_tensors(flat: FlatBucket) -> dict[str, str]:

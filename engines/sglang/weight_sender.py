@@ -24,8 +24,13 @@ from torch.distributed import distributed_c10d as c10d
 
 from penstock.engines.generation import REFERENCE, EngineRoute, WeightTransport
 from penstock.engines.network import listen_at, serve_store
-from penstock.engines.sglang.weights.payload import FlatBucket, check_shared_memory
-from penstock.engines.sglang.weights.update import GROUP_NAME, AdapterUpdate, WeightUpdate
+from penstock.engines.sglang.weight_update import (
+    GROUP_NAME,
+    AdapterUpdate,
+    FlatBucket,
+    WeightUpdate,
+    check_shared_memory,
+)
 from penstock.engines.weights.buckets import NamedTensor, split_into_buckets, write_adapter, write_weights
 from penstock.engines.weights.fp8_blocks import quantize_weights
 from penstock.engines.weights.routes import upload_weights
@@ -212,7 +217,8 @@ class EngineGroup:
     """A process group of trainer rank 0 (rank 0 here) and all tensor-parallel ranks of the servers, in the order of
     `sizes`.
 
-    The constructor blocks until every server has joined.
+    The constructor blocks until every server has joined at `host`, an address of this machine. CUDA tensors are sent
+    over NCCL, CPU tensors over gloo. `submit` runs a call in a thread, `call` sends one request.
     """
 
     def __init__(
