@@ -21,7 +21,7 @@ PauseMode = Literal["retract", "in_place"]
 """How an engine pauses running requests: it computes their KV cache again afterwards, or keeps it."""
 EngineUrls = Callable[[], Sequence[str]] | Sequence[str]  # addresses, or a function that returns those of live engines
 BUCKET_BYTES = 512 << 20
-# Prefix of the weight version while `weights/weight_check.py` loads weights only to compute the checksums it expects.
+# Prefix of the weight version while `weights/transfer.py` loads weights only to compute the checksums it expects.
 REFERENCE = "reference:"
 
 
@@ -80,7 +80,7 @@ class EngineRoute:
 @dataclass(frozen=True)
 class WeightUpload:
     """How engines without a file system shared with the trainer get the directory of the transport "disk": trainer rank
-    0 uploads it to a store, and each engine's actor downloads it (`weights/routes.py`)."""
+    0 uploads it to a store, and each engine's actor downloads it (`weights/transfer.py`)."""
 
     store: str  # URI
     store_options: Mapping[str, Any] = field(repr=False)  # with resolved secrets

@@ -13,7 +13,7 @@ from penstock.engines.network import LOOPBACK
 from penstock.engines.serving.endpoints import is_on_this_machine
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.weights.fp8_blocks import fp8_weights
-from penstock.engines.weights.routes import ProcessPlace, engine_process_id, memory_routes, shares_memory
+from penstock.engines.weights.transfer import ProcessPlace, engine_process_id, memory_routes, shares_memory
 
 
 class HealthCheck(BaseModel):

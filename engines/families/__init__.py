@@ -14,12 +14,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from penstock.engines.families.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE
+from penstock.engines.families.deepseek_and_glm import DEEPSEEK_V3, GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE
 from penstock.engines.families.entries import ConfigEntries, read_config, refuse_unsupported, rotary_from_config
 from penstock.engines.families.family import Family, load_family
-from penstock.engines.families.glm4 import GLM, GLM4, GLM4_MOE
-from penstock.engines.families.llama import LLAMA, QWEN2, QWEN3
-from penstock.engines.families.qwen3_moe import QWEN3_MOE
+from penstock.engines.families.llama import LLAMA, QWEN2, QWEN3, QWEN3_MOE
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.families.tensor_rows import EMBEDDING, HEAD, TensorLayout, TensorRow
 from penstock.storage.errors import ModelError, PenstockError, PluginError

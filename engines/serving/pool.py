@@ -22,7 +22,7 @@ from penstock.engines.placement import Slot, num_engine_nodes
 from penstock.engines.serving.replica import ExternalReplica, RayReplica, Replica, kill_surplus_replicas
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.serving.supervisor import Listener, Publish, Supervisor, restart_dead_engines
-from penstock.engines.weights.routes import ProcessPlace
+from penstock.engines.weights.transfer import ProcessPlace
 from penstock.storage.errors import EngineError
 from penstock.storage.secret_references import resolve_secrets
 

@@ -23,7 +23,7 @@ from penstock.engines.placement import NodeLost, Slot
 from penstock.engines.serving import endpoints
 from penstock.engines.serving.endpoints import engine_url
 from penstock.engines.serving.server import ServerInfo, ServerSpec, read_log_tail
-from penstock.engines.weights.routes import ProcessPlace
+from penstock.engines.weights.transfer import ProcessPlace
 
 POLL_SECONDS = 0.5  # interval at which a wait for a starting server checks `cancelled`
 CALL_TIMEOUT = 30.0  # seconds for a call to an idle actor

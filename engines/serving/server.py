@@ -23,8 +23,16 @@ from typing import Any, ClassVar, NamedTuple
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-from penstock.engines.network import LOOPBACK, interface_of, join_address, node_address, socket_environment
-from penstock.engines.ports import HIGHEST, is_free, reserve_free_port
+from penstock.engines.network import (
+    HIGHEST,
+    LOOPBACK,
+    interface_of,
+    is_free,
+    join_address,
+    node_address,
+    reserve_free_port,
+    socket_environment,
+)
 from penstock.engines.scratch import end_with_parent, own_temp_directory
 from penstock.engines.serving import endpoints
 from penstock.storage.commit import Commit

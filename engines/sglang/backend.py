@@ -10,11 +10,17 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.engines.backends import EngineBackend, EngineFacts, RequestRouter
+from penstock.engines.backends import (
+    EngineBackend,
+    EngineFacts,
+    EngineMemory,
+    RequestRouter,
+    estimate_engine_memory,
+)
 from penstock.engines.families.entries import read_config
 from penstock.engines.generation import EngineUrls
+from penstock.engines.network import HIGHEST, reserve_free_port
 from penstock.engines.options import EngineOptions
-from penstock.engines.ports import HIGHEST, reserve_free_port
 from penstock.engines.serving.endpoints import engine_url
 from penstock.engines.serving.server import EngineServer
 from penstock.engines.sglang import checks, control, older_release, passthrough
@@ -26,7 +32,6 @@ from penstock.storage.secret_references import resolve_secrets
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
-    from penstock.engines.serving.engine_memory import EngineMemory
     from penstock.engines.sglang.client import SGLangClient
     from penstock.storage.samples.routed_experts import ExpertsFormat
 
@@ -255,8 +260,6 @@ class SGLangBackend(EngineBackend):
             checks.check_fp8_hardware(options, capabilities)
 
     def estimate_memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
-        from penstock.engines.serving.engine_memory import estimate_engine_memory
-
         args = check_sglang_args(options.spec.args)
         share = args.get("mem_fraction_static")
         if share is not None and not (type(share) in (int, float) and 0 < share < 1):

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from penstock.engines.generation import EngineGone
-from penstock.engines.ports import reserve_free_port
+from penstock.engines.network import reserve_free_port
 from penstock.engines.serving import endpoints
 from penstock.engines.serving.server import KEY_VARIABLE, read_log_tail
 from penstock.engines.sglang import control

@@ -33,7 +33,7 @@ from penstock.engines.sglang.weight_update import (
 )
 from penstock.engines.weights.buckets import NamedTensor, split_into_buckets, write_adapter, write_weights
 from penstock.engines.weights.fp8_blocks import quantize_weights
-from penstock.engines.weights.routes import upload_weights
+from penstock.engines.weights.transfer import upload_weights
 from penstock.storage.errors import EngineError
 from penstock.storage.failpoints import failpoint
 

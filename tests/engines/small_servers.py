@@ -13,10 +13,10 @@ from typing import Any
 from aiohttp import web
 
 from penstock.engines.backends import engine_backend
-from penstock.engines.ports import reserve_free_port
+from penstock.engines.network import reserve_free_port
 from penstock.engines.serving.replica import Replica, StartCancelled
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.weights.routes import ProcessPlace
+from penstock.engines.weights.transfer import ProcessPlace
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

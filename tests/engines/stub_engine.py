@@ -53,7 +53,7 @@ if __name__ == "__main__":
     ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
-from penstock.engines.backends import EngineBackend, EngineFacts  # noqa: E402
+from penstock.engines.backends import EngineBackend, EngineFacts, EngineMemory, estimate_engine_memory  # noqa: E402  # noqa: E402
 from penstock.engines.generation import (  # noqa: E402
     OVER_MEMORY,
     EngineClient,
@@ -63,7 +63,6 @@ from penstock.engines.generation import (  # noqa: E402
     WeightTransport,
 )
 from penstock.engines.serving.endpoints import auth_headers  # noqa: E402
-from penstock.engines.serving.engine_memory import EngineMemory, estimate_engine_memory  # noqa: E402
 from penstock.engines.serving.server import EngineServer  # noqa: E402
 from penstock.storage.errors import EngineError  # noqa: E402
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.weights.routes import ProcessPlace, memory_routes
+from penstock.engines.weights.transfer import ProcessPlace, memory_routes
 from penstock.storage.errors import EngineError
 
 SPEC = ServerSpec(model_path="/model")

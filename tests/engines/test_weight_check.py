@@ -16,7 +16,7 @@ from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.sglang.weight_update import FlatBucket, WeightUpdate
 from penstock.engines.weights import buckets
 from penstock.engines.weights.buckets import write_weights
-from penstock.engines.weights.weight_check import INITIAL, update_and_check
+from penstock.engines.weights.transfer import INITIAL, update_and_check
 from penstock.storage.errors import WeightMismatch
 from tests.rollout.scripted_engine import ScriptedClient
 

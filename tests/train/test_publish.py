@@ -18,7 +18,7 @@ from penstock.engines.options import EngineOptions
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.weights.weight_check import update_and_check
+from penstock.engines.weights.transfer import update_and_check
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.restore import PolicyRestorer
