@@ -101,8 +101,6 @@ class Cluster:
 
         Safe to call twice. Threads that are waiting in `wait`, `get` or `call_ray` get ClusterLost.
         """
-        import ray
-
         if self._stopped:
             return
         self._stopped = True
@@ -112,11 +110,18 @@ class Cluster:
         with self._idle:  # `ray.shutdown` during a running Ray call would end this process
             self._idle.wait_for(lambda: self._num_calls == 0, timeout=2 * POLL_SECONDS)
         processes = local_ray_processes() if self.owned else []
-        ray.shutdown()
+        self.ray.shutdown()
         kill_processes(processes)  # a worker that is starting does not notice the end of its raylet for a while
         if self._node is not None and not is_temp_directory_kept_at_exit():
             shutil.rmtree(self._node.get_session_dir_path(), ignore_errors=True)
         self.ended.set()
+
+    @property
+    def ray(self) -> Any:
+        """Return the module `ray`, which reads its settings when it is imported (`import_ray_with_settings`)."""
+        import ray
+
+        return ray
 
     def alive(self) -> bool:
         """Return whether the daemons of the local Ray (GCS, raylet) are running.
@@ -141,16 +146,11 @@ class Cluster:
 
     def find_actor(self, name: str) -> Any | None:
         """Return the detached actor with this name, created by an earlier driver of this run; None if it does not
-        exist.
-
-        Always None on a local Ray.
-        """
-        import ray
-
+        exist, as always on a local Ray."""
         if self.owned:
             return None
         try:
-            return ray.get_actor(name)
+            return self.ray.get_actor(name)
         except ValueError:  # the actor does not exist
             return None
 
@@ -163,13 +163,11 @@ class Cluster:
         Raises:
             ClusterLost: the local Ray died while waiting.
         """
-        import ray
-
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         while True:
             left = deadline - time.monotonic()
             with self._track_running_call():
-                done, waiting = ray.wait(list(calls), num_returns=1, timeout=max(0.0, min(left, POLL_SECONDS)))
+                done, waiting = self.ray.wait(list(calls), num_returns=1, timeout=max(0.0, min(left, POLL_SECONDS)))
             if done:
                 return done, waiting
             self.check_alive()  # also if the timeout is over, for callers that poll with short timeouts
@@ -178,11 +176,9 @@ class Cluster:
 
     def get(self, call: Any, timeout: float | None = None) -> Any:
         """Wait for the object reference `call` and return its result (`ray.get`)."""
-        import ray
-
         self.wait([call], timeout)
         with self._track_running_call():
-            return ray.get(call, timeout=0)
+            return self.ray.get(call, timeout=0)
 
     def call_ray(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a Ray function that may block forever (create or kill an actor, count GPUs), and return its result.
@@ -275,9 +271,7 @@ class Cluster:
 
     def driver_node(self) -> str:
         """Return Ray's node id of the machine of this process."""
-        import ray
-
-        return str(ray.get_runtime_context().get_node_id())
+        return str(self.ray.get_runtime_context().get_node_id())
 
     def run(
         self,
@@ -293,22 +287,19 @@ class Cluster:
         Raises:
             TimeoutError: `fn` took longer than `timeout` seconds; its process was killed.
         """
-        import ray
-
-        remote: Any = ray.remote
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_retries": 0, "max_calls": 1}
         if env:
             options["runtime_env"] = {"env_vars": env}
-        reference = self.call_ray(remote(**options)(fn).remote, *args, **kwargs)
+        reference = self.call_ray(self.ray.remote(**options)(fn).remote, *args, **kwargs)
         try:
             return self.get(reference, timeout)
-        except ray.exceptions.GetTimeoutError as error:
-            ray.cancel(reference, force=True)
+        except self.ray.exceptions.GetTimeoutError as error:
+            self.ray.cancel(reference, force=True)
             raise TimeoutError(
                 f"{fn.__name__} took longer than {timeout:.0f} s and was killed: raise its time limit or reduce the "
                 "size of its input"
             ) from error
-        except ray.exceptions.RayTaskError as error:
+        except self.ray.exceptions.RayTaskError as error:
             raise error.cause from error
 
 

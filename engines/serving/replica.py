@@ -212,9 +212,7 @@ class RayReplica(Replica):
     def _new_actor(self, rank: int, slot: Slot) -> Any:
         """Return a new actor for the server process with a node rank. Raises RuntimeError if another driver uses the
         actor's name."""
-        import ray
-
-        remote_class: Any = ray.remote(self.backend.server_class())
+        remote_class = self.cluster.ray.remote(self.backend.server_class())
         options = {**slot.options, **self.cluster.detached_options(actor_name(self.index, rank, self.spec.role))}
         deadline = time.monotonic() + NAME_TIMEOUT
         while True:
@@ -262,13 +260,11 @@ class RayReplica(Replica):
         return self.known_url
 
     def alive(self) -> bool:
-        import ray
-
         try:
             return bool(self._actors) and all(
                 self._call_actor("alive", self.owner, rank=r) for r in range(len(self._actors))
             )
-        except ray.exceptions.RayError:
+        except self.cluster.ray.exceptions.RayError:
             return False
 
     def place(self) -> ProcessPlace:
@@ -284,11 +280,9 @@ class RayReplica(Replica):
         return str(self._call_actor("log_tail", num_lines))
 
     def exit_report(self) -> str:
-        import ray
-
         try:
             reports = [str(self._call_actor("exit_report", rank=rank)) for rank in range(len(self._actors))]
-        except ray.exceptions.RayError:
+        except self.cluster.ray.exceptions.RayError:
             tail = read_log_tail(Path(self._log), 25)  # empty if the actor ran on another machine
             return f"{self.label} died because its Ray actor died; tail of {self._log}:\n{tail}"
         dead = [report for report in reports if report.startswith("died")]
@@ -296,11 +290,9 @@ class RayReplica(Replica):
 
     def kill(self) -> None:
         """Kill the actors. The server dies with them, even if actor or server is stuck (see `launch.py`)."""
-        import ray
-
         self.known_url, self._starts = None, []
         for actor in self._actors:
-            self.cluster.call_ray(ray.kill, actor, no_restart=True)
+            self.cluster.call_ray(self.cluster.ray.kill, actor, no_restart=True)
 
     def release(self) -> None:
         """Kill the server, unless another driver has adopted it."""
@@ -326,8 +318,6 @@ class RayReplica(Replica):
         If the server could not be adopted, or its GPUs have moved to another node meanwhile, start a new one. Raises
         RuntimeError if the server could not start.
         """
-        import ray
-
         finished = self._wait_for_starts()
         try:
             urls = [self.cluster.get(call, timeout=CALL_TIMEOUT) for call in finished]
@@ -342,13 +332,13 @@ class RayReplica(Replica):
                 endpoints.set_api_key(url, servers[0].key)  # an adopted server's key is known only to its actor
                 self.known_url, self._starts = url, []
                 return
-        except ray.exceptions.RayError as error:
+        except self.cluster.ray.exceptions.RayError as error:
             self.kill()
             if self.adopted:
                 logger.warning("%s cannot be adopted (%s); starting a new one", self.label, error)
                 self.launch_server()
                 return
-            if isinstance(error, ray.exceptions.RayTaskError):
+            if isinstance(error, self.cluster.ray.exceptions.RayTaskError):
                 raise error.cause from None
             raise RuntimeError(f"{self.label} did not start, because its Ray actor died: {error}") from error
         self.kill()
@@ -369,11 +359,9 @@ class RayReplica(Replica):
 
     def _call_actor(self, method: str, *args: Any, rank: int = 0) -> Any:
         """Call a method of the actor with a node rank and return its result."""
-        import ray
-
         try:
             return self.cluster.get(getattr(self._actors[rank], method).remote(*args), timeout=CALL_TIMEOUT)
-        except ray.exceptions.RayTaskError as error:
+        except self.cluster.ray.exceptions.RayTaskError as error:
             raise error.cause from None
 
 
@@ -386,14 +374,12 @@ def kill_surplus_replicas(cluster: Cluster, index: int, num_nodes: int = 1, role
     """Kill detached actors that an earlier driver of this run, which used more engines or nodes, left on an external
     Ray cluster: all actors of engines from `index` on, and those of node rank `num_nodes` or higher of every engine.
     Only those whose `ServerSpec.role` is `role`."""
-    import ray
-
     for engine in count():
         first = num_nodes if engine < index else 0
         names = (actor_name(engine, rank, role) for rank in count(first))
         surplus = list(takewhile(bool, map(cluster.find_actor, names)))
         for actor in surplus:
-            cluster.call_ray(ray.kill, actor, no_restart=True)
+            cluster.call_ray(cluster.ray.kill, actor, no_restart=True)
         if engine >= index and not surplus:
             return
 
