@@ -21,7 +21,7 @@ from penstock.engines.options import EngineOptions, HealthCheck
 from penstock.engines.placement import Slot, num_engine_nodes
 from penstock.engines.serving.replica import ExternalReplica, RayReplica, Replica, kill_surplus_replicas
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.serving.supervisor import Listener, Publish, Supervisor, restart_dead_engines
+from penstock.engines.serving.supervisor import Listener, Publish, Supervisor
 from penstock.engines.weights.transfer import ProcessPlace
 from penstock.storage.errors import EngineError
 from penstock.storage.secret_references import resolve_secrets
@@ -187,36 +187,6 @@ class EnginePool:
             urls = [replica.wait_for_url() for replica in self._replicas if replica.answers_requests()]
             if urls:
                 self._connect(urls).release_memory()
-
-    def restart_dead(self) -> bool:
-        """Restart every engine that is dead or does not answer. Return whether any engine was restarted.
-
-        A restarted engine serves the weights of the model directory and reports `spec.weight_version`.
-
-        Raises:
-            RuntimeError: an engine could not start; the message has the tail of its log.
-        """
-        with self._lock:
-            return bool(restart_dead_engines(self._replicas))
-
-    @property
-    def adopted(self) -> list[bool]:
-        """Return for each engine whether it was started by an earlier driver of this run and adopted (reused); valid
-        after the first access to `urls`."""
-        return [replica.adopted for replica in self._replicas]
-
-    def weight_versions(self) -> list[str]:
-        """Return the weight version that each engine reports."""
-        with self._lock:
-            return [replica.weight_version() for replica in self._replicas]
-
-    def pids(self) -> list[int]:
-        """Return the process id of each engine's server; 0 for an external engine."""
-        return [replica.pid() for replica in self._replicas]
-
-    def log_tails(self, num_lines: int = 25) -> list[str]:
-        """Return the last `num_lines` lines of each engine's log."""
-        return [replica.log_tail(num_lines) for replica in self._replicas]
 
     def stop(self) -> None:
         """Stop all engines, including those that are still starting. Safe to call twice.

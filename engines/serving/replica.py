@@ -109,14 +109,6 @@ class Replica(ABC):
         return self.client.weight_version(self.wait_for_url())
 
     @abstractmethod
-    def pid(self) -> int:
-        """Return the process id of the server's main process, 0 if unknown."""
-
-    @abstractmethod
-    def log_tail(self, num_lines: int = 25) -> str:
-        """Return the last `num_lines` lines of the server's log."""
-
-    @abstractmethod
     def exit_report(self) -> str:
         """Return why the server failed (for instance its exit code), and the tail of its log, for error messages."""
 
@@ -273,12 +265,6 @@ class RayReplica(Replica):
         nodes = [info.node for info, slot in zip(servers, self._slots, strict=True) for _ in slot.gpu_ids or ("cpu",)]
         return ProcessPlace(servers[0].node, gpu_ids, servers[0].pid, tuple(nodes) if len(servers) > 1 else ())
 
-    def pid(self) -> int:
-        return int(self._call_actor("info").pid)
-
-    def log_tail(self, num_lines: int = 25) -> str:
-        return str(self._call_actor("log_tail", num_lines))
-
     def exit_report(self) -> str:
         try:
             reports = [str(self._call_actor("exit_report", rank=rank)) for rank in range(len(self._actors))]
@@ -429,12 +415,6 @@ class ExternalReplica(Replica):
 
     def place(self) -> ProcessPlace:
         return ProcessPlace("")  # unknown
-
-    def pid(self) -> int:
-        return 0
-
-    def log_tail(self, num_lines: int = 25) -> str:
-        return f"the external engine at {self.address} was not started by Penstock: see the log where it was started"
 
     def exit_report(self) -> str:
         return f"the external engine at {self.address} does not generate tokens"

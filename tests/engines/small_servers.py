@@ -231,12 +231,6 @@ class SmallReplica(Replica):
     def place(self) -> ProcessPlace:
         return ProcessPlace("")
 
-    def pid(self) -> int:
-        return 0
-
-    def log_tail(self, num_lines: int = 25) -> str:
-        return "the last line"
-
     def release(self) -> None:
         self.kill()
 
