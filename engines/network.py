@@ -31,24 +31,14 @@ LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT = 2.0  # seconds for a server to accept a connection
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether `host`, an IP address or `localhost`, is reachable from its own machine only."""
-    return host == "localhost" or ipaddress.ip_address(host).is_loopback
-
-
 def node_address(interface: str | None = None) -> str:
     """Return the address at which other nodes reach this node: that of `interface`, by default the address under which
     Ray knows the node. Needs a connection to Ray if `interface` is not given.
     """
-    if interface is not None:
-        return interface_address(interface)
-    import ray
+    if interface is None:
+        import ray
 
-    return str(ray.util.get_node_ip_address())
-
-
-def interface_address(interface: str) -> str:
-    """Return the address of a network interface of this machine, IPv4 if it has one."""
+        return str(ray.util.get_node_ip_address())
     interfaces = psutil.net_if_addrs()
     for family in (socket.AF_INET, socket.AF_INET6):
         for entry in interfaces.get(interface, []):

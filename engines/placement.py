@@ -8,14 +8,12 @@ processes are pinned to nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from penstock.engines.network import accepts_connections
 from penstock.storage.errors import LayoutError, PenstockError
-
-T = TypeVar("T")
 
 GPU_SHARE = 0.45  # Ray's `num_gpus` of one process: a trainer rank, an engine and a probe (0.05) fit on one GPU
 RESERVE_TIMEOUT = 60  # seconds within which Ray must place a new block
@@ -64,22 +62,6 @@ class Slot:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         return cls({"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}, node=node)
-
-
-class RayCalls(Protocol):
-    """The members of `engines.cluster.Cluster` that `Placement` uses; documented in that class."""
-
-    owned: bool
-    namespace: str
-
-    @property
-    def ray(self) -> Any: ...
-
-    def get(self, call: Any, timeout: float | None = None) -> Any: ...
-
-    def call_ray(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T: ...
-
-    def detached_options(self, name: str) -> dict[str, Any]: ...
 
 
 def first_gpus(num_processes: int, gpus_per_process: int, first_gpu: int, gpus_per_node: int) -> list[int]:
@@ -143,9 +125,10 @@ class Gpu:
 
 
 class Placement:
-    """Places the processes of one run. Not thread-safe."""
+    """Places the processes of one run through its `engines.cluster.Cluster`, which imports this module. Not
+    thread-safe."""
 
-    def __init__(self, cluster: RayCalls, options: PlacementOptions) -> None:
+    def __init__(self, cluster: Any, options: PlacementOptions) -> None:
         self._cluster = cluster
         self._options = options
         self._gpus_per_node = options.gpus_per_node

@@ -24,9 +24,7 @@ from pathlib import Path
 PREFIX = "penstock-"
 LOCK = "owner.lock"
 KEPT = "kept"  # marker file: the owner failed, and the logs in its directory may be needed
-KEEP_SECONDS = (
-    24 * 3600
-)  # a new owner removes a directory with the file KEPT only after this time; `penstock gc` at once
+KEEP_SECONDS = 24 * 3600  # a new owner removes a directory with the file KEPT only after this; `penstock gc` at once
 COMPILE_CACHES = {  # variable with the directory of a compiler's kernels -> name of our directory
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",  # Inductor, once it has compiled a kernel, moves Triton's default into its own

@@ -74,11 +74,7 @@ def shape_from_config(
     model_type = config["model_type"]
     owners = {name: other.architecture for other in families.values() for name in other.model_types}
     if owners.get(model_type, architecture) != architecture:
-        config.refuse(
-            f"model_type {model_type!r} and architecture {architecture!r}",
-            "which contradict each other",
-            "correct config.json",
-        )
+        config.refuse_contradiction(f"model_type {model_type!r} and architecture {architecture!r}")
     try:
         fields |= family.read(config)
         if "rotary" not in fields:

@@ -39,11 +39,7 @@ def glm4_moe_lite_shape_fields(config: ConfigEntries) -> dict[str, Any]:
                 f"mlp_layer_types {kinds}", "but Penstock supports dense layers only before all layers with experts"
             )
         if dense not in (None, num_dense):
-            config.refuse(
-                f"first_k_dense_replace {dense} and {num_dense} dense mlp_layer_types",
-                "which contradict each other",
-                "correct config.json",
-            )
+            config.refuse_contradiction(f"first_k_dense_replace {dense} and {num_dense} dense mlp_layer_types")
         dense = num_dense
     return _read_latent_model(config, 1 if dense is None else dense)
 

@@ -205,7 +205,7 @@ class ConfigEntries:
         other = SPELLINGS.get(name, name)
         if name in self.values and other in self.values and self.values[name] != self.values[other]:
             both = f"{name} {to_short_json(self.values[name])} and {other} {to_short_json(self.values[other])}"
-            self.refuse(both, "which contradict each other", "correct config.json")
+            self.refuse_contradiction(both)
         value = self.values.get(name, self.values.get(other, self.defaults.get(name)))
         return self.check_value(name, value) if name in self.values or other in self.values else value
 
@@ -219,6 +219,10 @@ class ConfigEntries:
     def refuse(self, found: str, needed: str, do: str = "use another checkpoint") -> NoReturn:
         """Raise a ModelError about config.json: what was found, what Penstock needs, and what the user can do."""
         raise ModelError(f"{self.source} says {found}, {needed}: {do}")
+
+    def refuse_contradiction(self, found: str) -> NoReturn:
+        """Raise a ModelError about entries of config.json that contradict each other."""
+        self.refuse(found, "which contradict each other", "correct config.json")
 
 
 def to_short_json(value: Any) -> str:
@@ -240,18 +244,13 @@ def rotary_from_config(config: ConfigEntries, fraction: float = 1.0, interleaved
     settings = config["rope_scaling"] or config["rope_parameters"] or {}
     if any(isinstance(value, dict) for value in settings.values()):
         config.refuse(
-            f"rope_parameters for {', '.join(settings)}",
-            "but Penstock supports only the same RoPE in all layers",
+            f"rope_parameters for {', '.join(settings)}", "but Penstock supports only the same RoPE in all layers"
         )
 
     def read_setting(name: str) -> Any:  # from the top level or the RoPE settings
         top, inner = config[name], config.check_value(name, settings[name]) if name in settings else None
         if top is not None and inner is not None and top != inner:
-            config.refuse(
-                f"{name} {top} at the top level and {inner} in the RoPE settings",
-                "which contradict each other",
-                "correct config.json",
-            )
+            config.refuse_contradiction(f"{name} {top} at the top level and {inner} in the RoPE settings")
         return top if inner is None else inner
 
     factor = read_setting("partial_rotary_factor")
@@ -307,11 +306,7 @@ def refuse_unsupported(config: ConfigEntries, architecture: str) -> None:
         config.refuse(f"hidden_act {config['hidden_act']!r}", "but Penstock supports only 'silu'")
     layers, kinds = config["num_hidden_layers"], config["layer_types"]
     if kinds is not None and len(kinds) != layers:
-        config.refuse(
-            f"{len(kinds)} layer_types and num_hidden_layers {layers}",
-            "which contradict each other",
-            "correct config.json",
-        )
+        config.refuse_contradiction(f"{len(kinds)} layer_types and num_hidden_layers {layers}")
     full_attention = "but Penstock supports only full attention"
     if windows := [kind for kind in kinds or () if kind != "full_attention"]:
         config.refuse(f"layer_types with {windows[0]!r}", full_attention)

@@ -130,13 +130,14 @@ class ModelShape(BaseModel):
 
     def _num_parameters(self, num_experts: int) -> int:
         """Return the number of parameters, counting `num_experts` routed experts per layer."""
+        vectors = (4 if self.sandwich_norms else 2) * self.hidden_size  # weights of norms and biases of one layer
+        if self.latent is not None:
+            vectors += (self.latent.q_lora_rank or 0) + self.latent.kv_lora_rank
+        else:
+            vectors += (self.num_attention_heads + 2 * self.num_query_groups) * self.head_dim if self.qkv_bias else 0
+            vectors += 2 * self.head_dim if self.qk_layernorm else 0
         embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
-        return (
-            self._num_matrix_weights(num_experts)
-            + embedding
-            + self.num_layers * self._num_vector_weights
-            + self.hidden_size
-        )
+        return self._num_matrix_weights(num_experts) + embedding + self.num_layers * vectors + self.hidden_size
 
     def _num_matrix_weights(self, num_experts: int) -> int:
         """Return the number of weights in the matrices that a token is multiplied with, including the LM head and
@@ -162,15 +163,6 @@ class ModelShape(BaseModel):
         down = hidden * (latent.kv_lora_rank + latent.qk_rope_head_dim)
         up = latent.kv_lora_rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
         return query + down + up + heads * latent.v_head_dim * hidden
-
-    @property
-    def _num_vector_weights(self) -> int:
-        """Return the number of weights in the norms and biases of one layer."""
-        norms = (4 if self.sandwich_norms else 2) * self.hidden_size
-        if self.latent is not None:
-            return norms + (self.latent.q_lora_rank or 0) + self.latent.kv_lora_rank
-        biases = (self.num_attention_heads + 2 * self.num_query_groups) * self.head_dim if self.qkv_bias else 0
-        return norms + biases + (2 * self.head_dim if self.qk_layernorm else 0)
 
 
 def experts_format(shape: ModelShape, option: str) -> ExpertsFormat:

@@ -163,7 +163,7 @@ class EnginePool:
         engines, which have no actor, are omitted."""
         replicas = [*self._replicas, *self._split_off]
         known = {replica.known_url: replica for replica in replicas if isinstance(replica, RayReplica)}
-        return {url: known[url].first_actor for url in urls if url in known}
+        return {url: known[url].actors[0] for url in urls if url in known}
 
     def gpus(self) -> list[tuple[str, str]]:
         """Return (Ray node id, GPU id) of every GPU of the engines; [] on CPU, and for external engines."""

@@ -156,12 +156,13 @@ class RayReplica(Replica):
         self._deadline = 0.0
         self._lost: NodeLost | None = None  # while the start waits for a node
         names = [actor_name(index, rank, spec.role) for rank in range(spec.num_nodes)]
-        self._actors: list[Any] = [actor for name in names if (actor := cluster.find_actor(name)) is not None]
-        if len(self._actors) == spec.num_nodes:
+        # Handles of the Ray actors, by node rank.
+        self.actors: list[Any] = [actor for name in names if (actor := cluster.find_actor(name)) is not None]
+        if len(self.actors) == spec.num_nodes:
             self._slots = place()
             calls = [
                 actor.adopt.remote(owner, spec.digest(slot.gpu_ids))
-                for actor, slot in zip(self._actors, self._slots, strict=True)
+                for actor, slot in zip(self.actors, self._slots, strict=True)
             ]
             self._set_pending_start(calls)
             self.adopted = True
@@ -188,18 +189,13 @@ class RayReplica(Replica):
             self._lost = error
             return
         self._lost = None
-        self._actors = [self._new_actor(rank, slot) for rank, slot in enumerate(self._slots)]
-        if len(self._actors) == 1:
-            calls = [self._actors[0].start.remote()]
+        self.actors = [self._new_actor(rank, slot) for rank, slot in enumerate(self._slots)]
+        if len(self.actors) == 1:
+            calls = [self.actors[0].start.remote()]
         else:
-            rendezvous = self._actors[0].choose_rendezvous.remote()  # Ray passes its result to the calls
-            calls = [actor.start.remote(rendezvous) for actor in self._actors]
+            rendezvous = self.actors[0].choose_rendezvous.remote()  # Ray passes its result to the calls
+            calls = [actor.start.remote(rendezvous) for actor in self.actors]
         self._set_pending_start(calls)
-
-    @property
-    def first_actor(self) -> Any:
-        """Return the handle of the Ray actor of node rank 0."""
-        return self._actors[0]
 
     def _new_actor(self, rank: int, slot: Slot) -> Any:
         """Return a new actor for the server process with a node rank. Raises RuntimeError if another driver uses the
@@ -253,8 +249,8 @@ class RayReplica(Replica):
 
     def alive(self) -> bool:
         try:
-            return bool(self._actors) and all(
-                self._call_actor("alive", self.owner, rank=r) for r in range(len(self._actors))
+            return bool(self.actors) and all(
+                self._call_actor("alive", self.owner, rank=r) for r in range(len(self.actors))
             )
         except self.cluster.ray.exceptions.RayError:
             return False
@@ -267,7 +263,7 @@ class RayReplica(Replica):
 
     def exit_report(self) -> str:
         try:
-            reports = [str(self._call_actor("exit_report", rank=rank)) for rank in range(len(self._actors))]
+            reports = [str(self._call_actor("exit_report", rank=rank)) for rank in range(len(self.actors))]
         except self.cluster.ray.exceptions.RayError:
             tail = read_log_tail(Path(self._log), 25)  # empty if the actor ran on another machine
             return f"{self.label} died because its Ray actor died; tail of {self._log}:\n{tail}"
@@ -277,7 +273,7 @@ class RayReplica(Replica):
     def kill(self) -> None:
         """Kill the actors. The server dies with them, even if actor or server is stuck (see `launch.py`)."""
         self.known_url, self._starts = None, []
-        for actor in self._actors:
+        for actor in self.actors:
             self.cluster.call_ray(self.cluster.ray.kill, actor, no_restart=True)
 
     def release(self) -> None:
@@ -304,7 +300,11 @@ class RayReplica(Replica):
         If the server could not be adopted, or its GPUs have moved to another node meanwhile, start a new one. Raises
         RuntimeError if the server could not start.
         """
-        finished = self._wait_for_starts()
+        waiting, finished, timeout = list(self._starts), list[Any](), POLL_SECONDS
+        while waiting and (done := self.cluster.wait(waiting, timeout))[0]:
+            finished += done[0]
+            waiting, timeout = done[1], 0.0
+        finished.sort(key=self._starts.index)  # by node rank
         try:
             urls = [self.cluster.get(call, timeout=CALL_TIMEOUT) for call in finished]
             if None not in urls and len(urls) < len(self._starts):
@@ -330,23 +330,14 @@ class RayReplica(Replica):
         self.kill()
         self.launch_server()
 
-    def _wait_for_starts(self) -> list[Any]:
-        """Wait up to POLL_SECONDS. Return the `start` or `adopt` calls that have finished, by node rank."""
-        waiting, finished = list(self._starts), list[Any]()
-        timeout = POLL_SECONDS
-        while waiting and (done := self.cluster.wait(waiting, timeout))[0]:
-            finished += done[0]
-            waiting, timeout = done[1], 0.0
-        return [call for call in self._starts if call in finished]
-
     def _server_infos(self) -> list[ServerInfo]:
         """Return the information about each server process, by node rank."""
-        return [self._call_actor("info", rank=rank) for rank in range(len(self._actors))]
+        return [self._call_actor("info", rank=rank) for rank in range(len(self.actors))]
 
     def _call_actor(self, method: str, *args: Any, rank: int = 0) -> Any:
         """Call a method of the actor with a node rank and return its result."""
         try:
-            return self.cluster.get(getattr(self._actors[rank], method).remote(*args), timeout=CALL_TIMEOUT)
+            return self.cluster.get(getattr(self.actors[rank], method).remote(*args), timeout=CALL_TIMEOUT)
         except self.cluster.ray.exceptions.RayTaskError as error:
             raise error.cause from None
 

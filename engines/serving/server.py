@@ -257,7 +257,11 @@ class EngineServer(ABC):
         assert self.key, "a server needs an API key"
         if spec.port and self.node_rank == 0:
             self._port = spec.port + self.index
-            self._wait_for_free_port()
+            deadline = time.monotonic() + PORT_TIMEOUT
+            while not is_free(self._port, self._host):  # a killed server of this engine may still be ending
+                if time.monotonic() > deadline:
+                    raise self._port_error()
+                time.sleep(0.1)
         else:
             self._port = reserve_free_port(self.highest_port, self.derived_ports, self._host)
         env = {
@@ -290,15 +294,6 @@ class EngineServer(ABC):
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env | spec.env
             )
-
-    def _wait_for_free_port(self) -> None:
-        """Wait until the fixed port is free: a killed server of this engine may still be ending. Raises EngineError
-        after PORT_TIMEOUT seconds."""
-        deadline = time.monotonic() + PORT_TIMEOUT
-        while not is_free(self._port, self._host):
-            if time.monotonic() > deadline:
-                raise self._port_error()
-            time.sleep(0.1)
 
     def _port_was_taken(self) -> bool:
         """Return whether the log reports that the server could not bind its port; its process may keep running."""

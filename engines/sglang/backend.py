@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from penstock.engines.backends import (
 )
 from penstock.engines.families.entries import read_config
 from penstock.engines.generation import EngineUrls
-from penstock.engines.network import HIGHEST, reserve_free_port
+from penstock.engines.network import HIGHEST, is_free, reserve_free_port
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.endpoints import engine_url
 from penstock.engines.serving.server import EngineServer
@@ -38,22 +37,11 @@ if TYPE_CHECKING:
 LAUNCHER = Path(__file__).with_name("launch.py")  # a script; do not import it: its top-level code patches the process
 STATIC_SHARE = 0.85  # assumed without --sglang-mem-fraction-static: SGLang 0.5 chooses about 0.83 to 0.9 on 80 GiB
 # Entries of config.json that must be equal for a model to load another model's weights.
-MODEL_SIZES = [
-    "architectures",
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_experts",
-    "n_routed_experts",
-    "kv_lora_rank",
-    "q_lora_rank",
-    "tie_word_embeddings",
-]
+MODEL_SIZES = (
+    *("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "intermediate_size", "moe_intermediate_size", "num_experts", "n_routed_experts", "kv_lora_rank"),
+    *("q_lora_rank", "tie_word_embeddings"),
+)
 
 
 def default_args(options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
@@ -158,19 +146,18 @@ class SGLangBackend(EngineBackend):
 
     def server_args(self, options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
         self.check_gpus(options, has_gpus=has_gpus)
+        offload = options.offload and has_gpus
+        switches = {
+            "enable_return_routed_experts": options.return_experts,
+            "enable_fp32_lm_head": options.fp32_head,
+            "enable_deterministic_inference": options.sampling_seeds,
+            "enable_memory_saver": offload,
+            # Weight updates do not replace the draft layers, and nothing else restores the weights below adapters.
+            "enable_draft_weights_cpu_backup": offload and is_speculative(check_sglang_args(options.spec.args)),
+            "enable_weights_cpu_backup": offload and options.adapters is not None,
+        }
         args = default_args(options, has_gpus=has_gpus) | options.spec.args
-        if options.return_experts:
-            args = {**args, "enable_return_routed_experts": True}
-        if options.fp32_head:
-            args = {**args, "enable_fp32_lm_head": True}
-        if options.sampling_seeds:
-            args = {**args, "enable_deterministic_inference": True}
-        if options.offload and has_gpus:
-            args = {**args, "enable_memory_saver": True}
-            if is_speculative(check_sglang_args(options.spec.args)):  # weight updates do not replace the draft layers
-                args["enable_draft_weights_cpu_backup"] = True
-            if options.adapters is not None:  # nothing else restores the weights
-                args["enable_weights_cpu_backup"] = True
+        args |= {name: True for name, is_on in switches.items() if is_on}
         if options.adapters is not None:
             args = checks.lora_args(options.adapters) | args
         return checks.without_prefill_graphs(args) if has_gpus and options.spec.python is None else args
@@ -208,16 +195,10 @@ class SGLangBackend(EngineBackend):
                 "--use-rollout-routing-replay cannot be combined with --use-router, because SGLang's router drops the "
                 "request for routed experts: omit --use-router, or --use-rollout-routing-replay"
             )
-        if spec.port:
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind(("127.0.0.1", spec.port))
-                except OSError:
-                    raise EngineError(
-                        f"port {spec.port} of --engine-port is in use: give another port, or omit the option to use a "
-                        "free one"
-                    ) from None
+        if spec.port and not is_free(spec.port):
+            raise EngineError(
+                f"port {spec.port} of --engine-port is in use: give another port, or omit the option to use a free one"
+            )
 
     def check_gpus(self, options: EngineOptions, *, has_gpus: bool) -> None:
         if has_gpus or options.external:

@@ -158,6 +158,16 @@ def check_sglang_args(args: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
+def reason_for_refusal(name: str) -> str:
+    """Return why Penstock refuses a server flag (underscores, without prefix), or "" if it does not."""
+    if name in RESERVED:
+        return f"Penstock sets it from {RESERVED[name]}"
+    if name in PASSED_ON:
+        return ""
+    beginnings = (key for key in REFUSED if key.endswith("_") and name.startswith(key))
+    return REFUSED.get(name) or next((REFUSED[key] for key in beginnings), "")
+
+
 def check_router_args(args: Mapping[str, Any]) -> dict[str, Any]:
     """Check the names of SGLang router flags; return the flags with underscores in their names."""
     known = router_flags()
@@ -177,16 +187,6 @@ def _check_known(prefix: str, name: str, known: Collection[str], program: str, m
         near = nearest_name(name, known)
         hint = f"did you mean {flag_name(near, prefix)}?" if near else f"see `python -m {module} --help`"
         raise EngineError(f"{flag_name(name, prefix)} is not a flag of the installed {program}: {hint}")
-
-
-def reason_for_refusal(name: str) -> str:
-    """Return why Penstock refuses a server flag (underscores, without prefix), or "" if it does not."""
-    if name in RESERVED:
-        return f"Penstock sets it from {RESERVED[name]}"
-    if name in PASSED_ON:
-        return ""
-    beginnings = (key for key in REFUSED if key.endswith("_") and name.startswith(key))
-    return REFUSED.get(name) or next((REFUSED[key] for key in beginnings), "")
 
 
 def flag_name(name: str, prefix: str = "--sglang-") -> str:

@@ -113,6 +113,11 @@ class SGLangRouter:
         """Run one router process, and update its list of engines, until the router dies, hangs or is stopped.
         Return why it ended, with the tail of its log."""
         port = reserve_free_port()
+        # By default the router serves its metrics on port 29000 of all interfaces, where a second router on this
+        # machine would find the port in use.
+        metrics = {"prometheus_host": "127.0.0.1", "prometheus_port": reserve_free_port()}
+        configured = {name: value for name, value in self.args.items() if name != "api_key"}
+        args = {"host": "127.0.0.1", "port": port, **metrics, **DEFAULTS, **configured}
         url = f"http://127.0.0.1:{port}"
         endpoints.set_api_key(url, self._key)
         self._registered = {}
@@ -122,7 +127,7 @@ class SGLangRouter:
         environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         with open(handle, "ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-P", str(LAUNCHER), *self._argv(port)],
+                [sys.executable, "-P", str(LAUNCHER), *to_command_line(args, router_flags())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -172,16 +177,3 @@ class SGLangRouter:
             if in_sync and engines and engines is self._engines:  # the live engines have not changed meanwhile
                 self._address = router_url
         return in_sync
-
-    def _argv(self, port: int) -> list[str]:
-        """Return the router's command-line arguments, without the API key."""
-        # By default the router serves its metrics on port 29000 of all interfaces, where a second router on this
-        # machine would find the port in use.
-        ours = {
-            "host": "127.0.0.1",
-            "port": port,
-            "prometheus_host": "127.0.0.1",
-            "prometheus_port": reserve_free_port(),
-        }
-        configured = {name: value for name, value in self.args.items() if name != "api_key"}
-        return to_command_line({**ours, **DEFAULTS, **configured}, router_flags())
