@@ -102,8 +102,8 @@ class EngineBackend(ABC):
         return {name.lstrip("-").replace("-", "_"): value for name, value in args.items()}
 
     def flag_tables(self) -> Mapping[str, Mapping[str, str]]:
-        """Return the engine's flags that Penstock refuses or translates, for the reference page: sentence above the
-        table -> flag -> what Penstock does."""
+        """Return the flags that Penstock refuses or translates, for the reference page: sentence above the table ->
+        flag -> what Penstock does."""
         return {}
 
     @abstractmethod
@@ -123,12 +123,11 @@ class EngineBackend(ABC):
         """Return a client of the engines at these addresses.
 
         Args:
-            urls: the engines' addresses, or a function that returns the addresses of the live engines. With a function,
-                a request whose engine died is sent again to a live engine.
+            urls: addresses, or a function that returns those of the live engines. With a function, a request whose
+                engine died is sent again to a live engine.
             timeout: seconds for one request, including the time spent waiting for an engine.
             experts: if given, request the routed expert ids of every token and encode them in this format.
-            router: if given, returns the router's address; generation requests are then sent to the router instead of
-                to an engine.
+            router: if given, returns the router's address, to which generation requests are then sent.
         """
 
     @abstractmethod

@@ -77,8 +77,7 @@ class Cluster:
         Args:
             address: "auto", "host:port" or "ray://..."; None starts a local Ray.
             namespace: Ray namespace of the run's named actors.
-            num_cpus: CPUs of a local Ray; by default the cores that this process may use.
-            num_gpus: GPUs of a local Ray; detected by Ray by default.
+            num_cpus, num_gpus: of a local Ray; by default the cores that this process may use, and the GPUs found.
             options: how processes are placed on nodes.
         """
         import_ray_with_settings(is_local=address is None)
@@ -124,10 +123,8 @@ class Cluster:
         return ray
 
     def alive(self) -> bool:
-        """Return whether the daemons of the local Ray (GCS, raylet) are running.
-
-        Always True for an external Ray cluster, whose failure only becomes visible as an error of the next Ray call.
-        """
+        """Return whether the daemons of the local Ray (GCS, raylet) are running. True for an external cluster, whose
+        failure only becomes visible as an error of the next Ray call."""
         if self._node is not None and not self._lost.is_set() and self._node.dead_processes():
             self._lost.set()
         return not self._lost.is_set()
@@ -156,13 +153,7 @@ class Cluster:
 
     def wait(self, calls: Sequence[Any], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
         """Wait until one of the object references `calls` is ready or `timeout` seconds have passed (`ray.wait`).
-
-        Returns:
-            The ready object references (empty after a timeout), and the pending ones.
-
-        Raises:
-            ClusterLost: the local Ray died while waiting.
-        """
+        Return the ready ones (none after a timeout) and the pending ones. Raises ClusterLost if the local Ray died."""
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         while True:
             left = deadline - time.monotonic()
@@ -181,10 +172,8 @@ class Cluster:
             return self.ray.get(call, timeout=0)
 
     def call_ray(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a Ray function that may block forever (create or kill an actor, count GPUs), and return its result.
-
-        The function runs in a thread; if the local Ray dies before it returns, the thread is abandoned.
-        """
+        """Call a Ray function that may block forever (create or kill an actor, count GPUs), and return its result. It
+        runs in a thread, which is abandoned if the local Ray dies before it returns."""
         result: Future[T] = Future()
 
         def run() -> None:
@@ -246,10 +235,7 @@ class Cluster:
         nodes gets the first GPUs of the second node instead. Without GPUs in the cluster, or with `gpus_per_process=0`,
         a placement reserves no resources, and the caller divides the CPU threads (`cpu_threads_per_process`); on an
         external cluster the processes are then distributed over its nodes in order.
-
-        Raises:
-            LayoutError: the cluster has too few GPUs or nodes, or a process needs more GPUs than a node has.
-            NodeLost: a node that the run used has died and is not back; try again later.
+        Raises NodeLost if a node that the run used has died and is not back; try again later.
         """
         with self._placing:
             return self._placement.place(num_processes, gpus_per_process, first_gpu)
@@ -282,11 +268,8 @@ class Cluster:
         env: dict[str, str] | None = None,
         **kwargs: Any,
     ) -> T:
-        """Call `fn` once in another process and return its result; an exception of `fn` is re-raised unchanged.
-
-        Raises:
-            TimeoutError: `fn` took longer than `timeout` seconds; its process was killed.
-        """
+        """Call `fn` once in another process and return its result; an exception of `fn` is re-raised unchanged. Raises
+        TimeoutError if `fn` took longer than `timeout` seconds; its process was killed."""
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_retries": 0, "max_calls": 1}
         if env:
             options["runtime_env"] = {"env_vars": env}

@@ -71,11 +71,9 @@ class AdapterTarget:
 def adapter_targets(shape: ModelShape, target_modules: tuple[str, ...]) -> dict[str, AdapterTarget]:
     """Return the linear layers that get adapters, by their global Megatron name, in the order of the model.
 
-    Args:
-        shape: shape of the model.
-        target_modules: "attention", "mlp" (dense MLPs and shared experts), "experts" (routed experts), "all-linear", or
-            names of layers in Megatron (linear_qkv) or in the Hugging Face model (q_proj). Routers, embeddings and the
-            LM head never get adapters.
+    Targets are "attention", "mlp" (dense MLPs and shared experts), "experts" (routed experts), "all-linear", or names
+    of layers in Megatron (linear_qkv) or in the Hugging Face model (q_proj). Routers, embeddings and the LM head never
+    get adapters.
     """
     layout = tensor_layout(shape)
     linears = {

@@ -114,13 +114,8 @@ _reserved: dict[int, socket.socket] = {}  # port reserved by this process -> the
 
 
 def reserve_free_port(highest: int = HIGHEST, extra_offsets: Sequence[int] = (), host: str = LOOPBACK) -> int:
-    """Reserve a free TCP port up to `highest` that no other run has reserved, and return it.
-
-    Args:
-        highest: largest allowed port, at least LOWEST.
-        extra_offsets: offsets (port + offset) of further ports that the server binds; these ports are reserved, too.
-        host: address of this machine on which the port must be free.
-    """
+    """Reserve a TCP port from LOWEST to `highest` that is free at `host` and that no other run has reserved, together
+    with the ports at `extra_offsets` from it, which the server also binds. Return it."""
     below = int(OUTGOING_PORTS.read_text().split()[0]) - 1
     highest = min(highest, below) if below >= LOWEST + 1_000 else highest
     for _ in range(100):

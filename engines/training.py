@@ -171,9 +171,7 @@ class TrainEngine(ABC):
     @abstractmethod
     def optimizer_step(self) -> tuple[bool, float, float]:
         """Clip the gradients, update the weights, and advance the learning-rate scheduler by one step.
-
-        Returns:
-            whether the weights were updated, the gradient norm before clipping, and the learning rate of this step.
+        Return whether the weights were updated, the gradient norm before clipping, and the learning rate of this step.
         """
 
     @abstractmethod

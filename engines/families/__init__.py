@@ -170,17 +170,10 @@ def count_rank_parameters(
     expert_tensor: int | None = None,
     outer: Collection[str] | None = None,
 ) -> RankParameters:
-    """Return how many parameters of a model one rank holds.
-
-    Args:
-        shape: shape of the model.
-        layers: indices of the layers that the rank holds.
-        tensor: tensor-parallel size; the vocabulary is padded to a multiple of it.
-        expert: expert-parallel size.
-        expert_tensor: tensor-parallel size of the experts; None means `tensor`.
-        outer: Megatron names of the weights that the rank holds outside of the layers (embedding, final norm, LM head);
-            None means all of these.
-    """
+    """Return how many parameters one rank holds of a model with these tensor-parallel (of all weights, and of experts)
+    and expert-parallel sizes: those of the layers with the indices `layers`, and of the weights outside of the layers
+    (embedding, final norm, LM head) with the Megatron names `outer` (None: all). The vocabulary is padded to a multiple
+    of `tensor`."""
     dense = experts = 0
     for row in family_of(shape).rows(shape):
         if row.megatron.endswith(FROZEN):

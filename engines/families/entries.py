@@ -235,11 +235,8 @@ def rotary_from_config(config: ConfigEntries, fraction: float = 1.0, interleaved
     """Return the RoPE settings of a config.json: its entries `rope_theta` and `rope_scaling` or, since transformers 5,
     `rope_parameters`.
 
-    Args:
-        config: entries of the model's config.json.
-        fraction: fraction of each head's dimensions to which this architecture applies RoPE; if it is below 1, the
-            entry `partial_rotary_factor` overrides it.
-        interleaved: whether RoPE rotates adjacent dimensions (0, 1), (2, 3), ...; see `Rotary`.
+    This architecture applies RoPE to `fraction` of each head's dimensions; if that is below 1, the entry
+    `partial_rotary_factor` overrides it.
     """
     settings = config["rope_scaling"] or config["rope_parameters"] or {}
     if any(isinstance(value, dict) for value in settings.values()):

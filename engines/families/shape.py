@@ -115,14 +115,8 @@ class ModelShape(BaseModel):
 
     def train_flops(self, tokens: int, sum_of_squared_lengths: int, *, frozen: bool = False) -> float:
         """Return the FLOPs of one forward and backward pass of the model (Narayanan et al. 2021, without
-        recomputation).
-
-        Args:
-            tokens: number of tokens.
-            sum_of_squared_lengths: sum of the squared lengths of all sequences; causal attention computes half of
-                these token pairs.
-            frozen: the weights have no gradients, because only adapters are trained (which are not counted).
-        """
+        recomputation). Causal attention computes half of the token pairs in `sum_of_squared_lengths` of the sequences.
+        `frozen`: the weights have no gradients, because only adapters are trained (which are not counted)."""
         widths = self.head_dim + (self.latent.v_head_dim if self.latent else self.head_dim)  # QK^T + attention x V
         attention = self.num_layers * self.num_attention_heads * widths * sum_of_squared_lengths
         products = 4.0 if frozen else 6.0  # forward, gradient of the input, gradient of the weight; 2 FLOPs each

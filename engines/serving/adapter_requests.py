@@ -26,11 +26,8 @@ _num_requests: Counter[str] = Counter()  # name of an adapter -> requests in fli
 
 
 class AdapterNames:
-    """Names of the adapters that one driver loads.
-
-    Args:
-        identity: text that differs between runs of the same name, for instance their store and time of creation.
-    """
+    """Names of the adapters that one driver loads. `identity` is a text that differs between runs of the same name, for
+    instance their store and time of creation."""
 
     def __init__(self, identity: str) -> None:
         self._suffix = f"{hashlib.sha256(identity.encode()).hexdigest()[:12]}-{secrets.token_hex(4)}"

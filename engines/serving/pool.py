@@ -90,18 +90,12 @@ class EnginePool:
     @contextmanager
     def serving(self, version: str, publish: Publish) -> Iterator[Callable[[], list[str]]]:
         """Make all engines serve the weights of policy version `version`, and keep them serving it inside the block.
+        Yield a function that returns the addresses of the engines that currently serve it.
 
         On entry dead engines are restarted, and the weights are sent to every engine that serves another version.
         Inside the block, engines that die or hang are restarted and get the same weights. Only one thread can be inside
-        such a block; a second caller waits.
-
-        Args:
-            version: policy version that the engines must report with every response, `<run>/<number>`.
-            publish: function that sends the weights to engines; its argument is the engines' addresses. It is called on
-                entry from the caller's thread, and inside the block from threads of the pool, one call at a time.
-
-        Yields:
-            A function that returns the addresses of the engines that currently serve `version`.
+        such a block; a second caller waits. `publish` is called on entry from the caller's thread, and inside the block
+        from threads of the pool, one call at a time.
 
         Raises:
             RuntimeError: an engine died after `health.max_restarts` restarts, or could not start; the message has the

@@ -74,20 +74,15 @@ class Replica(ABC):
     @abstractmethod
     def alive(self) -> bool:
         """Return whether the server's process is running. Takes about a millisecond and sends no request to the server.
-
-        Raises:
-            RuntimeError: another driver of the run has taken over the server.
-        """
+        Raises RuntimeError if another driver of the run has taken over the server."""
 
     @abstractmethod
     def place(self) -> ProcessPlace:
         """Return where the server runs."""
 
     def answers_requests(self) -> bool:
-        """Return whether the server runs and answers a request for its weight version.
-
-        This does not detect a stuck scheduler, unlike `generates_tokens`.
-        """
+        """Return whether the server runs and answers a request for its weight version. This does not detect a stuck
+        scheduler, unlike `generates_tokens`."""
         if not self.alive():
             return False
         try:
@@ -128,13 +123,11 @@ class RayReplica(Replica):
     run left on an external Ray cluster. If one of the processes dies, all of them are restarted.
 
     Args:
-        cluster: the Ray connection that runs the actors.
-        spec: model and settings of the server.
+        cluster, spec, backend: as of `EnginePool`.
         index: position in the pool; part of the actors' names.
         place: returns GPUs and Ray options of each process, by node rank. Called before each start, because Ray may
             move the processes to other GPUs when a node dies; may raise NodeLost.
         owner: id of the `EnginePool`, which stops using a server that another pool takes over, and does not kill it.
-        backend: the engine implementation.
     """
 
     def __init__(

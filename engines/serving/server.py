@@ -190,10 +190,7 @@ class EngineServer(ABC):
 
     def adopt(self, owner: str, digest: str) -> str | None:
         """Make the pool with the id `owner` the owner of the running server; its earlier pool can no longer use it.
-
-        Returns:
-            The server's URL; None if the server is dead or its `ServerSpec.digest` differs from `digest`.
-        """
+        Return the URL, or None if the server is dead or its `ServerSpec.digest` differs from `digest`."""
         self.owner = owner
         return self.url() if self.alive() and digest == self.spec.digest(self.gpu_ids) else None
 
@@ -217,7 +214,8 @@ class EngineServer(ABC):
         return self._process is not None and self._process.poll() is None
 
     def download(self, store: str, store_options: dict[str, Any], commit: Commit) -> str:
-        """Download the files of `commit` to this machine and return their directory; `remove_download` deletes it."""
+        """Download the files that `commit` lists (it need not be in the store) to this machine and return their
+        directory; `remove_download` deletes it."""
         self.remove_download()  # files that a trainer left when it died
         return str(self._download.enter_context(Store(store, store_options, probe=False).reading(commit)))
 

@@ -28,8 +28,6 @@ class Supervisor:
     """Keeps engines serving one policy version. A context manager; call `restart_and_publish` before entering.
 
     Args:
-        replicas: all engines of the pool.
-        version: policy version that the engines must serve.
         publish: function that sends the weights to the engines at the given addresses, which then report `version`.
             Called from several threads, one call at a time.
         health: health-check intervals and the limit on restarts.
@@ -63,11 +61,7 @@ class Supervisor:
 
         Restarts of engines that were already dead before the call do not count towards `health.max_restarts`, because
         no requests were running; restarts of engines that die during the call count.
-
-        Raises:
-            RuntimeError: an engine could not start, or died after `health.max_restarts` restarts; the message has the
-                tail of its log.
-            ConnectionError: a weight update failed although all engines are healthy; the caller may retry.
+        Raises ConnectionError if a weight update failed although all engines are healthy; the caller may retry.
         """
         for replica in restart_dead_engines(self.replicas):
             logger.warning("%s died before generation started; restarted it", replica.label)

@@ -336,15 +336,9 @@ def parse_generation(
     num_prompt_tokens: int = 0,
     adapter_version: str | None = None,
 ) -> Generation:
-    """Parse one response of SGLang's /generate route.
-
-    Args:
-        answer: the JSON object of the response.
-        experts: storage format of the routed expert ids; None if they were not requested.
-        num_prompt_tokens: number of prompt tokens; routed experts, if requested, are returned for these, too.
-        adapter_version: policy version of the adapter that the request named; None: the request named none. SGLang
-            reports the version of the base weights only, and a request keeps its adapter to its end.
-    """
+    """Parse one response of SGLang's /generate route. Routed experts are returned if `experts` is their format, for the
+    `num_prompt_tokens` prompt tokens, too. `adapter_version` is that of the adapter which the request named: SGLang
+    reports the version of the base weights only, and a request keeps its adapter to its end."""
     meta = answer["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     token_ids = [int(pair[1]) for pair in pairs]

@@ -96,14 +96,10 @@ class FlatBucket:
     def serialize(self, *, by_uuid: bool = True) -> str:
         """Return a base64-encoded pickle with a handle to the bucket, for one tensor-parallel rank of one server.
 
-        Unpickling a payload twice would corrupt the sender's reference counts, so each receiver needs its own.
-
-        On CPU torch's shared-memory manager must answer within a second, which a busy machine may exceed; such timeouts
-        are retried for SHARING_TIMEOUT seconds.
-
-        Args:
-            by_uuid: identify the GPU by its UUID, because sender and server may number their GPUs differently;
-                otherwise by its number (older_release.py).
+        Unpickling a payload twice would corrupt the sender's reference counts, so each receiver needs its own. On CPU
+        torch's shared-memory manager must answer within a second, which a busy machine may exceed; such timeouts are
+        retried for SHARING_TIMEOUT seconds. `by_uuid`: identify the GPU by its UUID, because sender and server may
+        number their GPUs differently; otherwise by its number (older_release.py).
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the server reads the tensor on another stream
@@ -206,13 +202,8 @@ class WeightUpdate:
 
     def load_shared(self, flat: FlatBucket, handles: dict[str, list[str]], *, last: bool) -> None:
         """Make every server copy a bucket from the trainer's memory; the last bucket also flushes the prefix cache.
-
-        Args:
-            flat: this rank's copy of the bucket.
-            handles: URL -> one pickled memory handle per rank of the server, to the bucket's copy of a trainer rank;
-                servers that are missing here read this rank's copy.
-            last: whether this is the last bucket.
-        """
+        `handles`: URL -> one pickled memory handle per rank of the server, to the bucket's copy of a trainer rank;
+        servers that are missing there read this rank's copy `flat`."""
         self._begin_sessions()
         payloads = {
             url: handles.get(url) or [flat.serialize() for _ in range(tp_size)]

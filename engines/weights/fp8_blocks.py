@@ -82,14 +82,8 @@ def fp8_weights(directory: str) -> frozenset[str]:
 
 
 def dequantize(weight: Tensor, scales: Tensor, first_row: int = 0, block: tuple[int, int] = (BLOCK, BLOCK)) -> Tensor:
-    """Return consecutive rows of a quantized weight in bf16, [r, c].
-
-    Args:
-        weight: the rows in e4m3, [r, c].
-        scales: scales of the whole weight, [blocks of rows, blocks of columns].
-        first_row: index of the first of these rows in the whole weight.
-        block: (rows, columns) that share a scale.
-    """
+    """Return consecutive rows of a quantized weight (e4m3, [r, c]; the first one has the index `first_row` in the whole
+    weight) in bf16, [r, c]. `scales` are those of the whole weight, [blocks of rows, blocks of columns]."""
     import torch
 
     num_rows, num_columns = weight.shape

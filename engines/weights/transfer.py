@@ -113,13 +113,8 @@ def add_upload(
     transport: WeightTransport, engines: Mapping[str, ProcessPlace], trainer_node: str, upload: WeightUpload
 ) -> WeightTransport:
     """Return the transport with `upload` if it is "disk" and an engine does not run on the trainer's machine.
-
-    Args:
-        transport: transport whose directory only processes on the trainer's machine can read.
-        engines: URL -> place of the engines that get the weights.
-        trainer_node: node of trainer rank 0, which writes the directory.
-        upload: where to upload; without actors (external engines) the transport is returned as it is.
-    """
+    Trainer rank 0 on `trainer_node` writes a directory that only processes on its machine can read. Without actors
+    (external engines) the transport is returned as it is."""
     on_one_machine = {place.node for place in engines.values()} == {trainer_node}
     if transport.kind != "disk" or on_one_machine or not upload.actors:
         return transport
@@ -185,9 +180,8 @@ def update_and_check(
     """Send the trainer's weights to all engines of a client and check that every tensor arrived. If the weights are
     those of --hf-checkpoint (`is_initial`), engines that report `INITIAL`, which loaded them without the trainer, are
     compared, too.
-
-    Returns:
-        The number of compared tensors, over all ranks of all engines, and the seconds of the update itself.
+    Return the number of compared tensors, over all ranks of all engines, and the seconds of the update itself. After a
+    WeightMismatch the engines report no policy version, so that the weights are sent again.
     """
     initial: Checksums = {}
     if is_initial and any(client.weight_version(url) == INITIAL for url in client.urls):
