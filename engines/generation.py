@@ -179,11 +179,9 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def abort(self) -> None:
-        """Abort all requests of this client and wait until they have ended. Requests of other clients continue.
-
-        The aborted requests, and all later requests of this client, return with finish reason "abort" and the tokens
-        generated so far. A request that was never sent returns no tokens and the weight version "".
-        """
+        """Abort all requests of this client and wait until they have ended. They and all later requests of this client
+        return with finish reason "abort" and the tokens generated so far. A request that was never sent returns no
+        tokens."""
 
     def prepare_weight_updates(self) -> None:  # noqa: B027
         """Import what `update_weights` needs, so that its first call starts without delay."""
@@ -217,10 +215,8 @@ class EngineClient(ABC):
     @abstractmethod
     def use_adapter(self, name: str) -> None:
         """Send all later requests of this process to these engines with the adapter `name`, which `update_weights` has
-        loaded. Requests in flight keep their adapter.
-
-        Earlier adapters of the run that no request uses are unloaded, without waiting.
-        """
+        loaded. Requests in flight keep theirs. Earlier adapters of the run that no request uses are unloaded, without
+        waiting."""
 
     @abstractmethod
     def unload_adapters(self) -> None:
@@ -244,9 +240,7 @@ class EngineClient(ABC):
     @abstractmethod
     def release_memory(self) -> None:
         """Release the memory of weights and KV cache in all engines, which then report the version `released`. Running
-        requests are aborted.
-
-        `update_weights` allocates the memory of the weights again, `resume_kv_cache` that of the KV cache.
+        requests are aborted. `update_weights` allocates the memory of the weights again, `resume_kv_cache` the cache.
         """
 
     @abstractmethod

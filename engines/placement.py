@@ -226,11 +226,7 @@ class Placement:
     # ---- placement groups --------------------------------------------------------------------------------------------
 
     def _reserve(self, needed: int) -> None:
-        """Reserve GPUs until the run has `needed` of them, or as many as trainer and engines need, whichever is more.
-
-        On an external Ray cluster the placement groups of an earlier driver of this run are reused if they have the
-        same sizes, and removed otherwise.
-        """
+        """Reserve GPUs until the run has `needed` of them, or as many as trainer and engines need if that is more."""
         needed = max(needed, self._options.total_gpus(self.gpus_per_node))
         if not self._blocks and not self._cluster.owned:
             full, rest = divmod(needed, self.gpus_per_node)

@@ -114,20 +114,14 @@ class EnginePool:
 
     def update_while_serving(self, version: str, publish: Publish) -> None:
         """Send the weights of policy version `version` to the engines while another thread is inside `serving`; that
-        block keeps the engines at this version from now on. Requests in flight continue with the new weights.
-
-        `publish` and errors as in `serving`.
-        """
+        block keeps the engines at this version from now on. Requests in flight continue with the new weights."""
         supervisor = self._serving
         if supervisor is None:
             raise RuntimeError("weights are sent to engines in use, but no stage uses them: it has failed or ended")
         supervisor.update(version, publish)
 
     def update_to_version(self, version: str, publish: Publish) -> None:
-        """Restart dead engines, and send the weights to every engine that does not serve policy version `version`.
-
-        `publish` and errors as in `serving`.
-        """
+        """Restart dead engines, and send the weights to every engine that does not serve policy version `version`."""
         with self._lock:
             self._make_supervisor(version, publish).restart_and_publish()
 
@@ -167,9 +161,8 @@ class EnginePool:
     def release_memory(self) -> None:
         """Release the GPU memory of weights and KV cache of all engines; the next publish allocates it again.
 
-        Waits for engines that are starting, because a start needs GPU memory, too. A dead engine has no memory to
-        release. Does nothing inside a `serving` block, where the engines must keep their memory: there the trainer
-        is restored only to send the weights to a restarted engine.
+        Waits for engines that are starting, because a start needs GPU memory, too. Does nothing inside a `serving`
+        block: there the trainer is restored only to send the weights to a restarted engine.
         """
         if self._serving is not None:
             return
@@ -183,10 +176,8 @@ class EnginePool:
                 self._connect(urls).release_memory()
 
     def stop(self) -> None:
-        """Stop all engines, including those that are still starting. Safe to call twice.
-
-        External engines, and engines that another driver has adopted, are left running.
-        """
+        """Stop all engines, also those that are starting, except external ones and those that another driver has
+        adopted. Safe to call twice."""
         for replica in self._replicas:
             replica.release()
         self._replicas = []

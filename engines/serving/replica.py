@@ -63,13 +63,9 @@ class Replica(ABC):
 
     @abstractmethod
     def wait_for_url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
-        """Wait until the server has started and return its address. The call after a failed start starts it again.
-
-        Raises:
-            RuntimeError: the server could not start; the message has the tail of its log.
-            StartCancelled: `cancelled` returned True while waiting; the server continues to start.
-            ClusterLost: the local Ray died while waiting.
-        """
+        """Wait until the server has started and return its address. The call after a failed start, which raises a
+        RuntimeError with the tail of the log, starts it again. Raises StartCancelled if `cancelled` returned True while
+        waiting; the server continues to start."""
 
     @abstractmethod
     def alive(self) -> bool:
@@ -288,11 +284,8 @@ class RayReplica(Replica):
 
     def _read_start_results(self) -> None:
         """Wait up to POLL_SECONDS for the actors' `start` or `adopt` calls, and read those that have finished. When all
-        have, store the server's address.
-
-        If the server could not be adopted, or its GPUs have moved to another node meanwhile, start a new one. Raises
-        RuntimeError if the server could not start.
-        """
+        have, store the server's address. If the server could not be adopted, or its GPUs have moved to another node
+        meanwhile, start a new one."""
         waiting, finished, timeout = list(self._starts), list[Any](), POLL_SECONDS
         while waiting and (done := self.cluster.wait(waiting, timeout))[0]:
             finished += done[0]

@@ -103,7 +103,7 @@ class EngineServer(ABC):
     Args:
         spec: model and settings of the server.
         index: position of the engine in the pool.
-        gpu_ids: GPU ids on the node, for CUDA_VISIBLE_DEVICES; empty for a CPU engine.
+        gpu_ids: for CUDA_VISIBLE_DEVICES; empty for a CPU engine.
         owner: id of the pool that supervises the server. On an external Ray cluster the server outlives its pool, and
             the next pool adopts it.
         node_rank: position of this process among the `spec.num_nodes` processes of the engine. Requests go to the
@@ -139,11 +139,8 @@ class EngineServer(ABC):
 
     @abstractmethod
     def command(self, port: int) -> list[str]:
-        """Return the command line of the server, without the API key, because `ps` shows it to other users.
-
-        The process must end when its parent dies, and read its API key from the environment variable
-        PENSTOCK_SERVER_KEY.
-        """
+        """Return the command line of the server, without the API key, because `ps` shows it to other users. The process
+        must end when its parent dies, and read its API key from the environment variable PENSTOCK_SERVER_KEY."""
 
     @abstractmethod
     def is_ready(self) -> bool:

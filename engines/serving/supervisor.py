@@ -102,11 +102,8 @@ class Supervisor:
 
     def update(self, version: str, publish: Publish) -> None:
         """Send the weights of `version` to the live engines while they generate. From now on restarted engines get
-        weights from `publish`, too.
-
-        An engine that dies meanwhile is restarted as usual. Raises ConnectionError if the update of a healthy engine
-        failed; the caller may retry.
-        """
+        weights from `publish`, too. Raises ConnectionError if the update of a healthy engine failed; the caller may
+        retry."""
         with self._lock:
             self.version, self.publish = version, publish
             live = [replica for replica in self.replicas if replica.index in self._live]

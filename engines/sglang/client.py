@@ -237,11 +237,9 @@ class SGLangClient(EngineClient):
         ]
 
     async def _choose_engine(self, session: str | None) -> str | None:
-        """Wait until an engine that is not in backoff is available, and return its URL.
-
-        The engine that served earlier requests of the session is preferred, otherwise the one with the fewest samples
-        in flight. With a router, return the router's URL. Return None if the client is aborted.
-        """
+        """Wait until an engine that is not in backoff is available, and return its URL (with a router, the router's):
+        preferably that of earlier requests of the session, otherwise the one with the fewest samples in flight. Return
+        None if the client is aborted."""
         while not self._aborted:
             urls = self.urls
             if self.router is not None:
@@ -262,11 +260,8 @@ class SGLangClient(EngineClient):
 
     async def _await_while_engine_listed(self, url: str, call: Coroutine[Any, Any, Any]) -> Any:
         """Await the request `call`, but raise ClientConnectionError as soon as the engine at `url` is no longer in the
-        list of live engines: an engine on a lost machine would never answer.
-
-        With a router, `url` is the router's: raise only when a restarted router has a new URL, because a router that is
-        temporarily unavailable for new requests may still answer this one.
-        """
+        list of live engines: an engine on a lost machine would never answer. With a router, raise only when a restarted
+        router has a new URL: one that is unavailable for new requests may still answer this one."""
         request = asyncio.create_task(call)
         try:
             while not (await asyncio.wait({request}, timeout=1.0))[0]:

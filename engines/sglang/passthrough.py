@@ -212,15 +212,8 @@ def flag_tables() -> dict[str, dict[str, str]]:
 
 
 def to_command_line(args: Mapping[str, Any], known: dict[str, ServerFlag] | None = None) -> list[str]:
-    """Return a program's flags as a list of command-line arguments.
-
-    `True` becomes a flag without a value; `False` and `None` are omitted; a list becomes several values, a dictionary
-    JSON.
-    """
-
-    def text(value: Any) -> str:
-        return json.dumps(value) if isinstance(value, dict) else str(value)
-
+    """Return a program's flags (by default of SGLang's server) as a list of command-line arguments. `True` becomes a
+    flag without a value; `False` and `None` are omitted; a list becomes several values, a dictionary JSON."""
     known = sglang_flags() if known is None else known
     argv: list[str] = []
     for name, value in args.items():
@@ -230,10 +223,8 @@ def to_command_line(args: Mapping[str, Any], known: dict[str, ServerFlag] | None
         if value is None or value is False:
             continue
         argv.append(flag.flag if flag else flag_name(name, "--"))
-        if isinstance(value, (list, tuple)):
-            argv += map(text, value)
-        elif value is not True:
-            argv.append(text(value))
+        values = value if isinstance(value, (list, tuple)) else [] if value is True else [value]
+        argv += [json.dumps(each) if isinstance(each, dict) else str(each) for each in values]
     return argv
 
 
@@ -313,10 +304,8 @@ def find_biasing_params(params: Mapping[str, Any]) -> list[str]:
 
 @cache
 def sampling_parameter_names(root: Path | None = None) -> frozenset[str]:
-    """Return the names of SGLang's sampling parameters that a request may set; empty if SGLang is not installed.
-
-    SGLang declares them as fields of `SamplingParams`, together with the INTERNAL fields.
-    """
+    """Return the names of SGLang's sampling parameters that a request may set: fields of `SamplingParams` that are not
+    INTERNAL; empty if SGLang is not installed."""
     root = root or package_directory("sglang")
     if root is None:
         return frozenset()

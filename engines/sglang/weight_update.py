@@ -18,7 +18,7 @@ import itertools
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -26,12 +26,12 @@ from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.multiprocessing import reductions
 
 from penstock.engines.generation import EngineGone, EngineRefused, PauseMode, PublishedAdapter
 from penstock.engines.serving.adapter_requests import BASE
 from penstock.engines.sglang import control, older_release
-from penstock.engines.weights.buckets import NamedTensor, num_bytes
 from penstock.storage.errors import EngineError
 from penstock.storage.failpoints import failpoint
 
@@ -40,7 +40,55 @@ CALL_TIMEOUT = 600.0  # seconds for a server to pause, or to load a bucket
 NEVER_UPDATED = (BASE, "default")  # weight versions of servers that have the weights of their model directory
 DEVICE = 6  # index of the GPU's number in the arguments of torch's `rebuild_cuda_tensor`
 SHARING_TIMEOUT = 60.0  # seconds for torch's shared-memory manager to answer
+NamedTensor = tuple[str, Tensor]
+# Engines fuse these two MLA weights into one parameter and drop one that arrives without the other in the same update
+# call. In different buckets both would be lost without an error, and the engine would keep its old weights.
+FUSED = (".q_a_proj.", ".kv_a_proj_with_mqa.")
 logger = logging.getLogger(__name__)
+
+
+def num_bytes(bucket: Iterable[NamedTensor]) -> int:
+    """Return the total size of the bucket's tensors in bytes."""
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
+
+
+def split_into_buckets(named: Iterable[NamedTensor], max_bytes: int) -> Iterator[tuple[list[NamedTensor], bool]]:
+    """Yield (bucket, whether it is the last bucket), with buckets of at most `max_bytes` of tensor data.
+
+    A group of tensors that must stay together (FUSED ones, an fp8 weight and its scales) and is larger than `max_bytes`
+    becomes a bucket of its own.
+    """
+    bucket: list[NamedTensor] = []
+    size = 0
+    for group in _group_fused_tensors(named):
+        group_bytes = num_bytes(group)
+        if bucket and size + group_bytes > max_bytes:
+            yield bucket, False
+            bucket, size = [], 0
+        bucket.extend(group)
+        size += group_bytes
+    if bucket:
+        yield bucket, True
+
+
+def _group_fused_tensors(named: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
+    """Yield lists of tensors that must be in the same bucket: the two FUSED tensors of a layer, or any other tensor
+    alone, each with its scales if it is quantized."""
+    first, second = FUSED
+    waiting: dict[str, list[NamedTensor]] = {}
+    tensors = iter(named)
+    for name, tensor in tensors:
+        group = [(name, tensor)]
+        if tensor.dtype == torch.float8_e4m3fn:
+            group.append(next(tensors))  # its scales, which follow it
+        partner = name.replace(second, first) if second in name else name.replace(first, second)
+        if partner == name:
+            yield group
+        elif partner in waiting:
+            yield waiting.pop(partner) + group
+        else:
+            waiting[name] = group
+    yield from waiting.values()  # Moonlight has kv_a_proj_with_mqa, but not q_a_proj
 
 
 class UuidPickler(ForkingPickler):
@@ -125,9 +173,9 @@ class FlatBucket:
     def free(self) -> None:
         """Free the byte tensor. Call it once every receiver has opened or copied it.
 
-        torch deletes the file in /dev/shm when the last receiver frees its tensor, which a receiver that is killed or
-        was not called never does. So the name is deleted here; the receivers' mappings stay valid. The additional
-        reference prevents that the last receiver fails because it cannot delete the name.
+        torch deletes the file in /dev/shm when the last receiver frees its tensor, which a killed receiver never does.
+        So the name is deleted here; the receivers' mappings stay valid. The additional reference prevents that the last
+        receiver fails because it cannot delete the name.
         """
         if self._in_shared_memory:
             storage = self.flat.untyped_storage()
@@ -284,10 +332,7 @@ class WeightUpdate:
             self._call_all(begin, self._in_session)
 
     def _resume_generation(self) -> None:
-        """Resume generation on all servers, also after a failed update.
-
-        A server that cannot resume is only logged; the supervisor will restart it.
-        """
+        """Resume generation on all servers, also after a failed update. A server that cannot is only logged."""
 
         def resume(url: str) -> None:
             try:

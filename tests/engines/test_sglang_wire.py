@@ -22,8 +22,7 @@ from penstock.engines.generation import EngineRefused
 from penstock.engines.sglang import weight_sender, weight_update
 from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.sglang.weight_sender import EngineGroup
-from penstock.engines.sglang.weight_update import FlatBucket, WeightUpdate
-from penstock.engines.weights.buckets import split_into_buckets
+from penstock.engines.sglang.weight_update import FlatBucket, WeightUpdate, split_into_buckets
 
 QUERY_KEY = ("q_a_proj", "kv_a_proj_with_mqa")
 

@@ -96,7 +96,7 @@ def fp8_model(bf16_model: Path, tmp_path: Path) -> Path:
     """`bf16_model` with projections in block fp8."""
     from safetensors.torch import load_file
 
-    from penstock.engines.weights.buckets import write_weights
+    from penstock.engines.sglang.weight_sender import write_weights
     from penstock.engines.weights.fp8_blocks import QUANTIZATION, quantize_weights, should_quantize
 
     weights = load_file(bf16_model / "model.safetensors")
