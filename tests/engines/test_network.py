@@ -28,11 +28,6 @@ def test_an_unknown_interface_is_refused_with_the_existing_ones() -> None:
         network.node_address("ib7")
 
 
-def test_nccl_and_gloo_use_exactly_the_given_interface() -> None:
-    assert network.socket_environment("eth1") == {"NCCL_SOCKET_IFNAME": "=eth1", "GLOO_SOCKET_IFNAME": "eth1"}
-    assert network.socket_environment(None) == {}
-
-
 SPAN = ServerSpec(model_path="/model", tensor_parallel=4, num_nodes=2, several_nodes=True, network_interface="lo")
 
 
