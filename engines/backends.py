@@ -198,18 +198,12 @@ def estimate_engine_memory(
     num_draft_layers: int = 0,
     share_flag: str = "",
 ) -> EngineMemory:
-    """Estimate the memory for weights and KV cache on one GPU of an engine.
+    """Estimate the memory for weights and KV cache, together `static_bytes`, on one GPU of an engine.
 
-    Args:
-        shape: shape of the model.
-        gpus_per_engine: tensor-parallel size of the engine. KV heads are replicated if there are fewer of them than
-            GPUs; with multi-head latent attention (MLA) every GPU has the latent KV vectors of all tokens.
-        static_bytes: bytes of the GPU for weights and KV cache together.
-        bytes_per_weight: bytes of a weight; the mean if some weights are quantized.
-        bytes_per_kv_element: bytes of an element of the KV cache.
-        num_draft_layers: multi-token prediction layers used for speculative decoding. Each has the size of the model's
-            last layer and a replicated projection [hidden, 2 * hidden]; embedding and LM head are the model's.
-        share_flag: see `EngineMemory`.
+    KV heads are replicated if there are fewer of them than GPUs; with multi-head latent attention (MLA) every GPU has
+    the latent KV vectors of all tokens. `bytes_per_weight` is the mean if some weights are quantized. A multi-token
+    prediction layer used for speculative decoding has the size of the model's last layer and a replicated projection
+    [hidden, 2 * hidden]; embedding and LM head are the model's.
     """
     parameters = count_rank_parameters(shape, range(shape.num_layers), tensor=gpus_per_engine).total
     draft = count_rank_parameters(shape, [shape.num_layers - 1], tensor=gpus_per_engine, outer=()).total

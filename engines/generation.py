@@ -145,11 +145,8 @@ class EngineClient(ABC):
     @property
     @abstractmethod
     def urls(self) -> list[str]:
-        """Return the addresses of the live engines.
-
-        Raises:
-            RuntimeError: an engine died after the allowed number of restarts; the message has the tail of its log.
-        """
+        """Return the addresses of the live engines. Raises RuntimeError with the tail of the log of an engine that died
+        after the allowed number of restarts."""
 
     async def generate(
         self, input_ids: list[int], sampling: dict[str, Any], n: int = 1, *, session: str | None = None
@@ -161,14 +158,12 @@ class EngineClient(ABC):
     async def generate_each(
         self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, session: str | None = None
     ) -> list[Generation]:
-        """Sample one response to each prompt, in one request. If the engine dies, the request is sent to another
-        engine.
+        """Sample one response to each prompt (token ids), in one request. If the engine dies, the request is sent to
+        another engine.
 
-        Args:
-            prompts: token ids of each prompt.
-            samplings: sampling parameters of each prompt: `temperature`, `top_p`, `top_k`, `max_new_tokens`, `stop`,
-                `stop_token_ids`, `no_stop_trim`, `sampling_seed` and those of `--rollout-sampling`.
-            session: requests with the same session id go to the same engine while it is alive, to hit its prefix cache.
+        `samplings` has the parameters of each prompt: `temperature`, `top_p`, `top_k`, `max_new_tokens`, `stop`,
+        `stop_token_ids`, `no_stop_trim`, `sampling_seed` and those of `--rollout-sampling`. Requests with the same
+        session id go to the same engine while it is alive, to hit its prefix cache.
 
         Raises:
             EngineError: the engine rejected the request, for instance because the prompt is too long.
@@ -199,11 +194,8 @@ class EngineClient(ABC):
         An engine whose memory was released gets the memory of its weights back, reports `loaded:<version>` and stays
         paused until `resume_kv_cache`.
 
-        Args:
-            named: pairs of Hugging Face name and full (unsharded) tensor, consumed one at a time. With
-                `transport.adapter`, pairs of PEFT's name and matrix; call `use_adapter` afterwards.
-            version: policy version of the weights, `<run>/<number>`.
-            transport: how the weights are transferred.
+        `named` has pairs of Hugging Face name and full (unsharded) tensor, consumed one at a time; with
+        `transport.adapter`, pairs of PEFT's name and matrix: call `use_adapter` afterwards.
 
         Raises:
             ConnectionError: an engine died or does not answer. The other engines report `updating:<version>` until the

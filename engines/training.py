@@ -155,17 +155,13 @@ class TrainEngine(ABC):
     ) -> list[dict[str, Any]]:
         """Run forward and backward passes of micro-batches, then all-reduce the gradients, which replace earlier ones.
 
-        Args:
-            microbatches: the same number on every rank, and the same micro-batches on the tensor-, context- and
-                pipeline-parallel ranks of a replica.
-            loss_fn: see the docstring of this file.
-            forward_only: whether to skip the backward passes; `loss_fn` may then return None as the loss.
-            routing: routing mode of MoE layers. None: the routers select the experts. "replay": the expert ids in
-                `packed.routing` are used; for layers and tokens without a record the routers select. "record": like
-                "replay", and the ids that were used are added to `packed.routing`.
+        Every rank has the same number of micro-batches, and the tensor-, context- and pipeline-parallel ranks of a
+        replica have the same ones. With `forward_only` `loss_fn` may return None as the loss. Return the outputs of
+        `loss_fn` for each micro-batch, in order, on the last pipeline stage; [] on other stages.
 
-        Returns:
-            the outputs of `loss_fn` for each micro-batch, in order, on the last pipeline stage; [] on other stages.
+        Routing of MoE layers: None: the routers select the experts. "replay": the expert ids in `packed.routing` are
+        used; for layers and tokens without a record the routers select. "record": like "replay", and the ids that were
+        used are added to `packed.routing`.
         """
 
     @abstractmethod

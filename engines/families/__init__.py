@@ -114,18 +114,13 @@ def tensor_layout(shape: ModelShape) -> TensorLayout:
 
 def _check_sizes(shape: ModelShape, config: ConfigEntries) -> None:
     """Raise ModelError if model sizes in config.json contradict each other."""
+    heads, groups = shape.num_attention_heads, shape.num_query_groups
     if not shape.head_dim:
-        config.refuse(
-            f"hidden_size {shape.hidden_size} and num_attention_heads {shape.num_attention_heads}",
-            "which make head_dim zero",
-            "correct config.json",
-        )
-    if shape.num_attention_heads % shape.num_query_groups:
-        config.refuse(
-            f"num_attention_heads {shape.num_attention_heads} and num_key_value_heads {shape.num_query_groups}",
-            "but the first must be a multiple of the second",
-            "correct config.json",
-        )
+        found = f"hidden_size {shape.hidden_size} and num_attention_heads {heads}"
+        config.refuse(found, "which make head_dim zero", "correct config.json")
+    if heads % groups:
+        found = f"num_attention_heads {heads} and num_key_value_heads {groups}"
+        config.refuse(found, "but the first must be a multiple of the second", "correct config.json")
     rotated = (shape.latent.qk_rope_head_dim if shape.latent else shape.head_dim) * shape.rotary.fraction
     if rotated % 2:
         config.refuse(
@@ -141,11 +136,8 @@ def _check_sizes(shape: ModelShape, config: ConfigEntries) -> None:
                 "correct config.json",
             )
         if experts.top_k > experts.num_experts // experts.num_groups * experts.top_groups:
-            config.refuse(
-                f"num_experts_per_tok {experts.top_k}",
-                "which exceeds the number of experts that routing can select",
-                "correct config.json",
-            )
+            needed = "which exceeds the number of experts that routing can select"
+            config.refuse(f"num_experts_per_tok {experts.top_k}", needed, "correct config.json")
 
 
 @dataclass(frozen=True)

@@ -97,10 +97,8 @@ class EnginePool:
         such a block; a second caller waits. `publish` is called on entry from the caller's thread, and inside the block
         from threads of the pool, one call at a time.
 
-        Raises:
-            RuntimeError: an engine died after `health.max_restarts` restarts, or could not start; the message has the
-                tail of its log. Raised on entry and by the yielded function.
-            ClusterLost: the local Ray died. Raised on entry and by the yielded function.
+        On entry and by the yielded function, ClusterLost is raised if the local Ray died, and RuntimeError with the
+        tail of the log if an engine died after `health.max_restarts` restarts, or could not start.
         """
         with self._lock:
             supervisor = self._make_supervisor(version, publish)

@@ -104,8 +104,7 @@ class EngineServer(ABC):
         spec: model and settings of the server.
         index: position of the engine in the pool.
         gpu_ids: for CUDA_VISIBLE_DEVICES; empty for a CPU engine.
-        owner: id of the pool that supervises the server. On an external Ray cluster the server outlives its pool, and
-            the next pool adopts it.
+        owner: id of the pool that supervises the server, until another pool adopts it.
         node_rank: position of this process among the `spec.num_nodes` processes of the engine. Requests go to the
             process with node rank 0; the other processes only compute.
     """
