@@ -5,6 +5,7 @@ Does not import torch, because preflight and the driver use this module.
 from __future__ import annotations
 
 from itertools import groupby
+from math import prod
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -29,22 +30,17 @@ class ParallelLayout(BaseModel):
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the data-parallel size for a world size."""
-        ranks = self.tensor * self.pipeline * self.context
-        if world_size % ranks:
-            raise LayoutError(
-                f"{world_size} trainer ranks cannot be divided into replicas of {ranks} ranks (tensor {self.tensor} x "
-                f"pipeline {self.pipeline} x context {self.context}): use a multiple of {ranks} ranks, or smaller "
-                "parallel sizes"
-            )
         expert_tensor = self.expert_tensor or self.tensor
-        expert_ranks = expert_tensor * self.expert * self.pipeline
-        if world_size % expert_ranks:
-            raise LayoutError(
-                f"{world_size} trainer ranks cannot be divided into expert replicas of {expert_ranks} ranks (expert "
-                f"tensor {expert_tensor} x expert {self.expert} x pipeline {self.pipeline}): use a multiple of "
-                f"{expert_ranks} ranks, or smaller parallel sizes, for the experts"
-            )
-        return world_size // ranks
+        dense = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context}
+        experts = {"expert tensor": expert_tensor, "expert": self.expert, "pipeline": self.pipeline}
+        for replicas, sizes, where in (("replicas", dense, ""), ("expert replicas", experts, ", for the experts")):
+            if world_size % (ranks := prod(sizes.values())):
+                product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+                raise LayoutError(
+                    f"{world_size} trainer ranks cannot be divided into {replicas} of {ranks} ranks ({product}): use a "
+                    f"multiple of {ranks} ranks, or smaller parallel sizes{where}"
+                )
+        return world_size // prod(dense.values())
 
 
 FIRST_STAGE_FLAG, LAST_STAGE_FLAG = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
