@@ -429,7 +429,8 @@ class AdapterUpdate(WeightUpdate):
         def load(url: str) -> None:
             release, size = self.facts[url]
             if older_release.is_older(release):
-                payload = older_release.adapter_payload(url, release, size, flat, checksums)
+                older_release.check_adapter(url, release, size, checksums)
+                payload: dict[str, Any] = {"serialized_tensors": flat.serialize(by_uuid=False)}
             else:
                 own = handles.get(url) or [flat.serialize() for _ in range(size)]
                 payload = {"serialized_named_tensors": own, **checksums}
