@@ -102,8 +102,7 @@ class EngineBackend(ABC):
         return {name.lstrip("-").replace("-", "_"): value for name, value in args.items()}
 
     def flag_tables(self) -> Mapping[str, Mapping[str, str]]:
-        """Return the flags that Penstock refuses or translates, for the reference page: sentence above the table ->
-        flag -> what Penstock does."""
+        """Return the flags that Penstock refuses or translates: sentence above the table -> flag -> what it does."""
         return {}
 
     @abstractmethod
@@ -178,9 +177,7 @@ class EngineBackend(ABC):
         return f"{self.title} cannot serve adapters"
 
     def check_external_server(self, url: str, model_path: str, args: Mapping[str, Any]) -> None:  # noqa: B027
-        """Check that the external engine at `url` can load the weights of the model in `model_path`, or the run's
-        adapters of this model.
-        """
+        """Check that the external engine at `url` can load the weights, or the run's adapters, of a model."""
 
     def find_biasing_params(self, params: Mapping[str, Any]) -> list[str]:
         """Return those of the sampling parameters, as `name=value`, that make the engine sample from a distribution

@@ -194,8 +194,7 @@ class Cluster:
 
     @contextmanager
     def _track_running_call(self) -> Iterator[None]:
-        """Count the block as a running Ray call; `stop` waits for running calls. Raises ClusterLost if the local Ray
-        died."""
+        """Count the block as a running Ray call, for which `stop` waits. Raises ClusterLost if the local Ray died."""
         with self._idle:
             self.check_alive()
             self._num_calls += 1
@@ -323,8 +322,7 @@ class ClusterStart:
         cluster.ended.wait()
 
     def take(self) -> Cluster | None:
-        """Wait for the start and return its cluster, which the caller then stops; None after the first call, and if Ray
-        did not start."""
+        """Wait for the start and return its cluster; None after the first call, and if Ray did not start."""
         if self._taken:
             return None
         self._taken = True
@@ -381,8 +379,7 @@ def check_ray_answers(address: str) -> None:
 
 
 def check_speaks_http2(host: str, port: int) -> None:
-    """Check that an HTTP/2 server, as every gRPC server is, listens at host:port. With RAY_USE_TLS only the connection
-    is checked. Raises OSError."""
+    """Check that an HTTP/2 server (as of gRPC) listens; with RAY_USE_TLS, that a server does. Raises OSError."""
     place = f"{host}:{port}"
     try:
         with socket.create_connection((host, port), ANSWER_SECONDS) as connection:

@@ -237,8 +237,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def resume_kv_cache(self) -> None:
-        """Allocate the KV cache again and resume generation, in engines whose memory was released and whose weights
-        have been loaded since."""
+        """Allocate the KV cache again and resume generation, in engines whose weights were loaded after a release."""
 
     @abstractmethod
     def generates_tokens(self, url: str, timeout: float = 30) -> bool:
@@ -252,8 +251,7 @@ class EngineClient(ABC):
         """
 
     async def close(self) -> None:  # noqa: B027
-        """Close the HTTP connections to the engines; engines abort the requests that are in flight on these
-        connections."""
+        """Close the HTTP connections to the engines, which abort the requests in flight on them."""
 
     async def __aenter__(self) -> EngineClient:
         return self

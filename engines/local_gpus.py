@@ -32,8 +32,7 @@ def visible_gpu_bytes() -> list[int]:
 
 
 def visible_gpu_capabilities() -> list[tuple[int, int]]:
-    """Return the CUDA compute capability (major, minor) of every GPU that CUDA_VISIBLE_DEVICES allows; [] without GPUs
-    or driver."""
+    """Return the CUDA compute capability (major, minor) of every GPU that CUDA_VISIBLE_DEVICES allows."""
 
     def capability(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> tuple[int, int]:
         major, minor = ctypes.c_int(), ctypes.c_int()

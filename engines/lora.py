@@ -115,8 +115,7 @@ def stored_matrix(layer: str, kind: str) -> tuple[str, int | None]:
 
 
 def part_of_row(layout: TensorLayout, target: AdapterTarget) -> Tensor | None:
-    """Return, for each row of the full weight of a layer, the index of its layer in `target.hf_modules`, [out]; None if
-    there is only one."""
+    """Return for each row of a layer's full weight the index in `target.hf_modules`, [out]; None for one layer."""
     import torch
 
     if len(target.hf_modules) == 1:
@@ -181,8 +180,7 @@ def to_peft(layout: TensorLayout, layer: str, first: Tensor, second: Tensor) -> 
 
 
 def from_peft(layout: TensorLayout, layer: str, fetch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return A and B of a Megatron layer, joined from PEFT's tensors; inverse of `to_peft`. `fetch` returns a tensor by
-    its PEFT name."""
+    """Return A and B of a Megatron layer from PEFT's tensors, which `fetch` returns; inverse of `to_peft`."""
     import torch
 
     modules = [PREFIX + hf.removesuffix(".weight") for hf in layout.hf_names_of(f"{layer}.weight")]

@@ -51,8 +51,7 @@ def node_address(interface: str | None = None) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface of this machine whose subnet contains `address`; None if no
-    interface's subnet does."""
+    """Return the name of this machine's network interface whose subnet contains `address`, or None."""
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries:
             if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.netmask:
@@ -151,8 +150,7 @@ def is_reserved_here(port: int) -> bool:
 
 
 def is_free(port: int, host: str = LOOPBACK) -> bool:
-    """Return whether a server could bind this TCP port of the address `host` now. A port in TIME_WAIT counts as
-    free."""
+    """Return whether a server could bind this TCP port of `host` now. A port in TIME_WAIT counts as free."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -15,8 +15,7 @@ from penstock.storage.errors import LayoutError, OptionError
 
 
 class ParallelLayout(BaseModel):
-    """Number of ranks in each dimension of model parallelism; `data_parallel_size` computes the data-parallel size from
-    the world size."""
+    """Number of ranks in each dimension of model parallelism."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -39,8 +39,7 @@ class PlacementOptions:
     node_timeout: float = 600  # seconds to wait for a node that died
 
     def total_gpus(self, gpus_per_node: int) -> int:
-        """Return the number of GPUs to reserve, including those left idle at the end of a node that are too few for an
-        engine."""
+        """Return the number of GPUs to reserve, including those at the end of a node that are too few for an engine."""
         return _end(self.teacher_gpus, self.teacher_gpus, self.end_of_engines(gpus_per_node), gpus_per_node)
 
     def end_of_engines(self, gpus_per_node: int) -> int:
@@ -278,8 +277,7 @@ class Placement:
         return group
 
     def _follow_moved_block(self, block: list[Gpu]) -> list[Gpu]:
-        """Return a block (the GPUs of one placement group) with its current node and GPU ids: if the node dies, Ray
-        places the group on another node."""
+        """Return a block with its current node and GPU ids: Ray moves the group of a dead node to another."""
         entry = self._cluster.call_ray(self._cluster.ray.util.placement_group_table, block[0].group)
         if entry["state"] != "CREATED":
             raise NodeLost(

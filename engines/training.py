@@ -210,8 +210,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def save_weights(self, directory: str | Path) -> dict[str, str]:
-        """Save only the weights, for `load_weights`. Inside `using_weights`, the snapshot's weights are saved. Return
-        the hashes as `save`."""
+        """Save only the weights (inside `using_weights` the snapshot's), for `load_weights`. Return as `save`."""
 
     @abstractmethod
     def load(self, directory: str | Path) -> dict[str, Any]:
@@ -240,8 +239,7 @@ class TrainEngine(ABC):
         raise NotImplementedError
 
     def load_adapters(self, matrices_of: Callable[[str], tuple[Tensor, Tensor]]) -> None:
-        """Set the adapters: `matrices_of` returns A [parts * r, in] and B [out, r] of a layer by its global name. Not
-        collective."""
+        """Set the adapters; `matrices_of` returns A [parts * r, in] and B [out, r] by layer. Not collective."""
         raise NotImplementedError
 
     # ---- device memory -----------------------------------------------------------------------------------------------

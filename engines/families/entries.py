@@ -164,8 +164,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_not_gguf(model: Path) -> None:
-    """Check that a model without config.json or safetensors is not GGUF: such a file, or a directory with one. Raises
-    ModelError."""
+    """Check that a model without config.json or safetensors is not a GGUF file, or a directory with one."""
     files = [model] if model.suffix.lower() == ".gguf" and model.is_file() else sorted(model.glob("*.gguf"))
     if files:
         raise ModelError(
@@ -176,8 +175,7 @@ def check_not_gguf(model: Path) -> None:
 
 
 def check_model_files(directory: Path) -> None:
-    """Check that what a model directory contains are files and directories, and that its JSON files can be read into
-    memory. Raises ModelError."""
+    """Check that a model directory has only files and directories, and JSON files that fit into memory."""
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         try:
             status = path.stat()

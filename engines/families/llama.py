@@ -22,8 +22,7 @@ def llama_shape_fields(config: ConfigEntries) -> dict[str, Any]:
 
 
 def qwen2_shape_fields(config: ConfigEntries) -> dict[str, Any]:
-    """Return the `ModelShape` fields of a Qwen2 config.json. Qwen2 always has QKV biases; config.json has no entry for
-    them."""
+    """Return the `ModelShape` fields of a Qwen2 config.json, which has no entry for its QKV biases."""
     refuse_sliding_windows(config)
     return {"qkv_bias": True}
 
@@ -75,8 +74,7 @@ QWEN3 = Family(
 
 
 def qwen3_moe_shape_fields(config: ConfigEntries) -> dict[str, Any]:
-    """Return the `ModelShape` fields of a Qwen3-MoE config.json. Dense layers must come before all layers with
-    experts."""
+    """Return the `ModelShape` fields of a Qwen3-MoE config.json, whose dense layers must come first."""
     dense = sorted(config["mlp_only_layers"] or [])
     if config["decoder_sparse_step"] != 1:
         config.refuse(

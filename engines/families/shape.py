@@ -48,8 +48,7 @@ class Rotary(_Component):
 
 
 class LatentAttention(_Component):
-    """Sizes of multi-head latent attention (MLA, DeepSeek-V2). Each query and key head has `qk_nope_head_dim +
-    qk_rope_head_dim` dimensions."""
+    """Sizes of multi-head latent attention (MLA, DeepSeek-V2). A query or key head has nope + rope dimensions."""
 
     q_lora_rank: int | None  # None: no low-rank projection of queries
     kv_lora_rank: int
@@ -109,8 +108,7 @@ class ModelShape(BaseModel):
 
     @property
     def num_active_parameters(self) -> int:
-        """Return the number of parameters used for one token: all except the routed experts that are not in the
-        top-k."""
+        """Return the number of parameters used for one token: all except routed experts that are not in the top-k."""
         return self._num_parameters(self.experts.top_k if self.experts else 0)
 
     def train_flops(self, tokens: int, sum_of_squared_lengths: int, *, frozen: bool = False) -> float:

@@ -77,8 +77,7 @@ def adapter_of(url: str) -> str | None:
 
 @contextmanager
 def requesting(url: str) -> Iterator[str | None]:
-    """Yield the adapter of a request to the engine at `url` (None: without an adapter), which counts as used inside the
-    block."""
+    """Yield the adapter of a request to the engine at `url`, or None; inside the block it counts as used."""
     with _lock:
         name = _current.get(url)
         if name is not None:

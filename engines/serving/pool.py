@@ -73,8 +73,7 @@ class EnginePool:
         ]
 
     def split(self, num_engines: int) -> EnginePool:
-        """Move the last `num_engines` engines to a pool of their own, and return it. Raises EngineError if no engine
-        would be left."""
+        """Move the last `num_engines` engines to a pool of their own, and return it."""
         left = len(self._replicas) - num_engines
         if left < 1:
             raise EngineError(
@@ -145,8 +144,7 @@ class EnginePool:
         return {url: known[url].place() for url in urls}
 
     def actors(self, urls: Sequence[str]) -> dict[str, Any]:
-        """Return the handle of the Ray actor of each engine at `urls`, on its first node: URL -> handle. External
-        engines, which have no actor, are omitted."""
+        """Return URL -> handle of the Ray actor on the first node of each engine at `urls`, except external ones."""
         replicas = [*self._replicas, *self._split_off]
         known = {replica.known_url: replica for replica in replicas if isinstance(replica, RayReplica)}
         return {url: known[url].actors[0] for url in urls if url in known}

@@ -187,8 +187,7 @@ class RayReplica(Replica):
         self._set_pending_start(calls)
 
     def _new_actor(self, rank: int, slot: Slot) -> Any:
-        """Return a new actor for the server process with a node rank. Raises RuntimeError if another driver uses the
-        actor's name."""
+        """Return a new actor for the server process with a node rank."""
         remote_class = self.cluster.ray.remote(self.backend.server_class())
         options = {**slot.options, **self.cluster.detached_options(actor_name(self.index, rank, self.spec.role))}
         deadline = time.monotonic() + NAME_TIMEOUT

@@ -150,8 +150,7 @@ class EngineServer(ABC):
         return {}
 
     def choose_rendezvous(self) -> str:
-        """Reserve the port at which the processes of an engine over several nodes meet, on this node. Return
-        host:port."""
+        """Reserve the port on this node at which the processes of an engine meet. Return host:port."""
         host = node_address(self.spec.network_interface) if self.spec.several_nodes else LOOPBACK
         return join_address(host, reserve_free_port(HIGHEST - 8, range(1, 8), host))
 

@@ -63,8 +63,7 @@ def check_architecture(architecture: str) -> None:
 
 @cache
 def implements_architecture(architecture: str, root: Path) -> bool:
-    """Return whether the `sglang` package at `root` implements an architecture: whether a file in srt/models lists it
-    in `EntryClass`."""
+    """Return whether a file in srt/models of the package at `root` lists an architecture in `EntryClass`."""
     for path in sorted((root / "srt" / "models").glob("*.py")):
         source = path.read_bytes()
         if architecture.encode() not in source or b"EntryClass" not in source:
@@ -349,8 +348,7 @@ def without_prefill_graphs(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def graph_warning(options: EngineOptions, num_samples: int, gpu_bytes: int) -> str | None:
-    """Return a warning if an engine may decode larger batches than it captures CUDA graphs for by default. Arguments as
-    in `EngineBackend.graph_warning`."""
+    """Return the warning of `EngineBackend.graph_warning`, or None."""
     args = check_sglang_args(options.spec.args)
     if any(args.get(name) for name in SET_BY_USER) or args.get("cuda_graph_backend_decode") == "disabled":
         return None

@@ -183,8 +183,7 @@ class SGLangClient(EngineClient):
     async def _request_with_retries(
         self, prompts: list[list[int]], sampling: dict[str, Any] | list[dict[str, Any]], session: str | None
     ) -> list[Generation]:
-        """Send a generation request, with retries, and return one generation per prompt; empty ones if the client is
-        aborted."""
+        """Send a request, with retries. Return one generation per prompt; empty ones if the client is aborted."""
         body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
         if self.experts is not None:
             body["return_routed_experts"] = True
@@ -214,8 +213,7 @@ class SGLangClient(EngineClient):
         return [Generation([], [], "abort", []) for _ in prompts]
 
     async def _send_once(self, url: str, body: dict[str, Any], session: str | None) -> list[Generation]:
-        """Send a generation request once and return one generation per prompt. Meanwhile it is counted in `_load` and
-        listed in `_running`."""
+        """Send a request once, counted in `_load` and listed in `_running`. Return one generation per prompt."""
         request, n = uuid.uuid4().hex, len(body["input_ids"])
         self._load[url] = self._load.get(url, 0) + n
         self._running[request] = (url, n)
@@ -318,8 +316,7 @@ def unload_other_adapters(urls: list[str], name: str, *, also_current: bool = Fa
 
 
 def _call_for_each_url(urls: list[str], call: Callable[[str], T]) -> list[T]:
-    """Call a function for all servers at the same time and return the results; raise the first error after all calls
-    have returned."""
+    """Call a function for all servers at once, wait for all, and return the results or raise the first error."""
     with ThreadPoolExecutor(max(1, len(urls))) as pool:
         calls = [pool.submit(call, url) for url in urls]
     return [done.result() for done in calls]

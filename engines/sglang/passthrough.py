@@ -142,9 +142,7 @@ def _texts(node: ast.expr) -> list[str]:
 
 
 def check_sglang_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the names of SGLang server flags; return the flags with underscores in their names, in the spelling of the
-    installed release.
-    """
+    """Check the names of SGLang server flags; return the flags as the installed release spells them."""
     known, checked = sglang_flags(), {}
     for key, value in args.items():
         name = key.lstrip("-").replace("-", "_")

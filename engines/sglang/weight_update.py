@@ -307,8 +307,7 @@ class WeightUpdate:
         return last and url not in self._without_cache and self.in_flight != "in_place"
 
     def _fields(self, url: str, path: str, last: bool) -> dict[str, Any]:
-        """Return the fields of a request to `path` to load a bucket. It leaves the draft layers of speculative decoding
-        as they are."""
+        """Return the fields of a request to `path` to load a bucket, which leave draft layers as they are."""
         is_older = older_release.is_older(self.facts[url][0])
         only_target = older_release.update_fields(path) if is_older else {"selector": "target"}
         return {

@@ -161,8 +161,7 @@ def block_size(directory: Path) -> tuple[int, int] | None:
 
 
 def check_weights(directory: str | Path, shape: ModelShape) -> None:
-    """Check that the weight files of a Hugging Face directory are complete and have every tensor in the expected
-    shape."""
+    """Check that the weight files of a Hugging Face directory have every tensor in the expected shape."""
     directory = Path(directory)
     tensors = stored_tensors(directory, weight_files(directory))
     block, layout = block_size(directory), tensor_layout(shape)
