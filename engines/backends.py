@@ -16,13 +16,13 @@ from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from penstock.engines.families import count_rank_parameters
 from penstock.engines.generation import EngineClient, EngineUrls
 from penstock.storage.errors import EngineError, OptionError
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
     from penstock.engines.options import EngineOptions
-    from penstock.engines.serving.engine_memory import EngineMemory
     from penstock.engines.serving.server import EngineServer
     from penstock.storage.samples.routed_experts import ExpertsFormat
 
@@ -39,6 +39,26 @@ class EngineFacts:
     replicates_attention: bool = False  # attention heads need not be divisible by the GPUs of an engine
     speculates: bool = False  # speculative decoding
     draft_model: str | None = None  # directory of the draft model; None: the MTP layers of --hf-checkpoint draft
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Memory of one GPU of an engine, in bytes."""
+
+    weight_bytes: int
+    static_bytes: int  # for weights and KV cache together
+    bytes_per_token: int  # KV cache of one token
+    share_flag: str = ""  # sets `static_bytes`, as a share of the GPU
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes left for the KV cache; 0 if the weights need all of `static_bytes`."""
+        return max(0, self.static_bytes - self.weight_bytes)
+
+    @property
+    def num_kv_cache_tokens(self) -> int:
+        """Number of tokens that fit in the KV cache."""
+        return self.kv_cache_bytes // self.bytes_per_token
 
 
 class RequestRouter(Protocol):
@@ -78,15 +98,11 @@ class EngineBackend(ABC):
     def check_args(self, args: Mapping[str, Any], *, router: bool = False) -> dict[str, Any]:
         """Check the names of the engine's own flags, or of those of its router. Return the flags with underscores in
         their names, as the installed release spells them.
-
-        Raises:
-            EngineError: the engine does not have a flag (the message names the nearest), or Penstock sets it itself.
         """
         return {name.lstrip("-").replace("-", "_"): value for name, value in args.items()}
 
     def flag_tables(self) -> Mapping[str, Mapping[str, str]]:
-        """Return the engine's flags that Penstock refuses or translates, for the reference page: sentence above the
-        table -> flag -> what Penstock does."""
+        """Return the flags that Penstock refuses or translates: sentence above the table -> flag -> what it does."""
         return {}
 
     @abstractmethod
@@ -106,12 +122,11 @@ class EngineBackend(ABC):
         """Return a client of the engines at these addresses.
 
         Args:
-            urls: the engines' addresses, or a function that returns the addresses of the live engines. With a function,
-                a request whose engine died is sent again to a live engine.
+            urls: addresses, or a function that returns those of the live engines. With a function, a request whose
+                engine died is sent again to a live engine.
             timeout: seconds for one request, including the time spent waiting for an engine.
             experts: if given, request the routed expert ids of every token and encode them in this format.
-            router: if given, returns the router's address; generation requests are then sent to the router instead of
-                to an engine.
+            router: if given, returns the router's address, to which generation requests are then sent.
         """
 
     @abstractmethod
@@ -119,12 +134,7 @@ class EngineBackend(ABC):
         """Return the class that starts and stops one server process."""
 
     def server_args(self, options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
-        """Return the server's command-line flags: `options.spec.args`, and the flags that other options imply.
-
-        Raises:
-            EngineError: an option needs a server flag that the installed engine does not have.
-            OptionError: an option needs GPUs, but `has_gpus` is False.
-        """
+        """Return the server's command-line flags: `options.spec.args`, and the flags that other options imply."""
         return dict(options.spec.args)
 
     def create_router(self, options: EngineOptions) -> RequestRouter | None:
@@ -132,89 +142,42 @@ class EngineBackend(ABC):
         return None
 
     def check_options(self, options: EngineOptions) -> None:
-        """Check the engine options before any process is started.
-
-        Raises:
-            EngineError: an option is unknown or contradicts another option, or the engine does not support the model.
-        """
+        """Check the engine options before any process is started."""
         self.check_args(options.spec.args)
         if options.router is not None:
             raise EngineError(f"--use-router cannot be used, because {self.title} has no router: omit the option")
 
     def check_gpus(self, options: EngineOptions, *, has_gpus: bool) -> None:  # noqa: B027
-        """Check that the machines of the engines have GPUs if an option needs them. External engines are not checked.
-
-        Raises:
-            OptionError: an option needs GPUs, but `has_gpus` is False.
-        """
+        """Check that the machines of the engines that the run starts have GPUs if an option needs them."""
 
     def check_sharding(self, options: EngineOptions, shape: ModelShape) -> None:  # noqa: B027
         """Check that the weights of a model can be sharded over the GPUs of an engine. Raises LayoutError."""
 
     def check_weight_updates(self, options: EngineOptions, capabilities: list[tuple[int, int]] | None) -> None:  # noqa: B027
         """Check that weight updates can replace the engines' weights. The trainer sends bf16 or fp32 weights; those
-        that the checkpoint stores in block fp8 are quantized before they are sent.
-
-        Args:
-            options: options of the engines.
-            capabilities: compute capability of each GPU of the engines; None: unknown, because they are elsewhere.
-
-        Raises:
-            EngineError: an option makes the engines quantize weights while they load them, or the GPUs do not support
-                updates of such weights.
-            ModelError: the checkpoint has another quantization.
+        that the checkpoint stores in block fp8 are quantized before they are sent. `capabilities`: compute capability
+        of each GPU of the engines; None: unknown, because they are elsewhere.
         """
 
     @abstractmethod
     def estimate_memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
-        """Estimate how an engine divides the memory of one of its GPUs between weights and KV cache.
-
-        Args:
-            options: options of the engines.
-            shape: shape of the model.
-            gpu_bytes: total memory of the GPU.
-
-        Raises:
-            EngineError: an option about memory has an invalid value.
-        """
+        """Estimate how an engine divides the memory of one of its GPUs between weights and KV cache."""
 
     def graph_warning(self, options: EngineOptions, num_samples: int, gpu_bytes: int) -> str | None:
         """Return a warning if the engines may decode larger batches than they capture CUDA graphs for by default, which
-        makes them slow; else None.
-
-        Args:
-            options: options of the engines.
-            num_samples: maximum number of samples in flight on one engine.
-            gpu_bytes: total memory of each of their GPUs.
+        makes them slow; else None. `num_samples`: maximum number in flight on one engine.
         """
         return None
 
     def reason_against_adapters(
         self, options: EngineOptions, shape: ModelShape, layers: Iterable[str], *, compare: bool
     ) -> str | None:
-        """Return why the engine cannot serve LoRA adapters beside the weights, or None if it can.
-
-        Args:
-            options: options of the engines.
-            shape: shape of the model.
-            layers: global Megatron names of the layers with adapters.
-            compare: whether the engine must compare checksums of the matrices that it receives.
-        """
+        """Return why the engine cannot serve LoRA adapters of these layers (global Megatron names) beside the weights,
+        or None if it can. `compare`: the engine must compare checksums of the matrices that it receives."""
         return f"{self.title} cannot serve adapters"
 
     def check_external_server(self, url: str, model_path: str, args: Mapping[str, Any]) -> None:  # noqa: B027
-        """Check that the external engine at `url` can load the weights of the model in `model_path`, or the run's
-        adapters of this model.
-
-        Args:
-            url: address of the engine.
-            model_path: Hugging Face directory.
-            args: flags with which the run would start the engine itself.
-
-        Raises:
-            EngineError: the engine serves a different model, or cannot load the adapters.
-            RuntimeError: the engine's release is too old.
-        """
+        """Check that the external engine at `url` can load the weights, or the run's adapters, of a model."""
 
     def find_biasing_params(self, params: Mapping[str, Any]) -> list[str]:
         """Return those of the sampling parameters, as `name=value`, that make the engine sample from a distribution
@@ -222,13 +185,41 @@ class EngineBackend(ABC):
         return []
 
 
+def estimate_engine_memory(
+    shape: ModelShape,
+    gpus_per_engine: int,
+    static_bytes: int,
+    *,
+    bytes_per_weight: float = 2,
+    bytes_per_kv_element: int = 2,
+    num_draft_layers: int = 0,
+    share_flag: str = "",
+) -> EngineMemory:
+    """Estimate the memory for weights and KV cache, together `static_bytes`, on one GPU of an engine.
+
+    KV heads are replicated if there are fewer of them than GPUs; with multi-head latent attention (MLA) every GPU has
+    the latent KV vectors of all tokens. `bytes_per_weight` is the mean if some weights are quantized. A multi-token
+    prediction layer used for speculative decoding has the size of the model's last layer and a replicated projection
+    [hidden, 2 * hidden]; embedding and LM head are the model's.
+    """
+    parameters = count_rank_parameters(shape, range(shape.num_layers), tensor=gpus_per_engine).total
+    draft = count_rank_parameters(shape, [shape.num_layers - 1], tensor=gpus_per_engine, outer=()).total
+    parameters += num_draft_layers * (draft + 2 * shape.hidden_size**2)
+    num_layers = shape.num_layers + num_draft_layers
+    if shape.latent:
+        width = shape.latent.kv_lora_rank + shape.latent.qk_rope_head_dim
+    else:
+        heads = max(1, shape.num_query_groups // gpus_per_engine)
+        width = 2 * heads * shape.head_dim
+        replicated = heads - shape.num_query_groups / gpus_per_engine
+        parameters += round(2 * replicated * shape.head_dim * shape.hidden_size * num_layers)
+    bytes_per_token = bytes_per_kv_element * width * num_layers
+    return EngineMemory(round(bytes_per_weight * parameters), static_bytes, bytes_per_token, share_flag)
+
+
 @cache
 def engine_backend(name: str | None = None) -> EngineBackend:
-    """Return the backend that `BACKENDS` lists under `name` (None: the default), or that `name` gives as module:class.
-
-    Raises:
-        OptionError: the backend does not exist or cannot be imported.
-    """
+    """Return the backend that `name` names (None: the default): a key of `BACKENDS`, or module:class."""
     module, colon, cls = BACKENDS.get(name := DEFAULT if name is None else name, name).partition(":")
     try:
         if not colon:

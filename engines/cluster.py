@@ -77,13 +77,8 @@ class Cluster:
         Args:
             address: "auto", "host:port" or "ray://..."; None starts a local Ray.
             namespace: Ray namespace of the run's named actors.
-            num_cpus: CPUs of a local Ray; by default the cores that this process may use.
-            num_gpus: GPUs of a local Ray; detected by Ray by default.
+            num_cpus, num_gpus: of a local Ray; by default the cores that this process may use, and the GPUs found.
             options: how processes are placed on nodes.
-
-        Raises:
-            EngineError: no Ray cluster answers at `address`, or it does not accept this process's token.
-            ClusterLost: the local Ray did not start in START_TRIES tries.
         """
         import_ray_with_settings(is_local=address is None)
         import ray
@@ -105,8 +100,6 @@ class Cluster:
 
         Safe to call twice. Threads that are waiting in `wait`, `get` or `call_ray` get ClusterLost.
         """
-        import ray
-
         if self._stopped:
             return
         self._stopped = True
@@ -116,17 +109,22 @@ class Cluster:
         with self._idle:  # `ray.shutdown` during a running Ray call would end this process
             self._idle.wait_for(lambda: self._num_calls == 0, timeout=2 * POLL_SECONDS)
         processes = local_ray_processes() if self.owned else []
-        ray.shutdown()
+        self.ray.shutdown()
         kill_processes(processes)  # a worker that is starting does not notice the end of its raylet for a while
         if self._node is not None and not is_temp_directory_kept_at_exit():
             shutil.rmtree(self._node.get_session_dir_path(), ignore_errors=True)
         self.ended.set()
 
-    def alive(self) -> bool:
-        """Return whether the daemons of the local Ray (GCS, raylet) are running.
+    @property
+    def ray(self) -> Any:
+        """Return the module `ray`, which reads its settings when it is imported (`import_ray_with_settings`)."""
+        import ray
 
-        Always True for an external Ray cluster, whose failure only becomes visible as an error of the next Ray call.
-        """
+        return ray
+
+    def alive(self) -> bool:
+        """Return whether the daemons of the local Ray (GCS, raylet) are running. True for an external cluster, whose
+        failure only becomes visible as an error of the next Ray call."""
         if self._node is not None and not self._lost.is_set() and self._node.dead_processes():
             self._lost.set()
         return not self._lost.is_set()
@@ -145,35 +143,22 @@ class Cluster:
 
     def find_actor(self, name: str) -> Any | None:
         """Return the detached actor with this name, created by an earlier driver of this run; None if it does not
-        exist.
-
-        Always None on a local Ray.
-        """
-        import ray
-
+        exist, as always on a local Ray."""
         if self.owned:
             return None
         try:
-            return ray.get_actor(name)
+            return self.ray.get_actor(name)
         except ValueError:  # the actor does not exist
             return None
 
     def wait(self, calls: Sequence[Any], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
         """Wait until one of the object references `calls` is ready or `timeout` seconds have passed (`ray.wait`).
-
-        Returns:
-            The ready object references (empty after a timeout), and the pending ones.
-
-        Raises:
-            ClusterLost: the local Ray died while waiting.
-        """
-        import ray
-
+        Return the ready ones (none after a timeout) and the pending ones. Raises ClusterLost if the local Ray died."""
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         while True:
             left = deadline - time.monotonic()
             with self._track_running_call():
-                done, waiting = ray.wait(list(calls), num_returns=1, timeout=max(0.0, min(left, POLL_SECONDS)))
+                done, waiting = self.ray.wait(list(calls), num_returns=1, timeout=max(0.0, min(left, POLL_SECONDS)))
             if done:
                 return done, waiting
             self.check_alive()  # also if the timeout is over, for callers that poll with short timeouts
@@ -181,26 +166,14 @@ class Cluster:
                 return done, waiting
 
     def get(self, call: Any, timeout: float | None = None) -> Any:
-        """Wait for the object reference `call` and return its result (`ray.get`).
-
-        Raises:
-            ray.exceptions.GetTimeoutError: the result does not arrive within `timeout` seconds.
-            ClusterLost: see `wait`.
-        """
-        import ray
-
+        """Wait for the object reference `call` and return its result (`ray.get`)."""
         self.wait([call], timeout)
         with self._track_running_call():
-            return ray.get(call, timeout=0)
+            return self.ray.get(call, timeout=0)
 
     def call_ray(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a Ray function that may block forever (create or kill an actor, count GPUs), and return its result.
-
-        The function runs in a thread; if the local Ray dies before it returns, the thread is abandoned.
-
-        Raises:
-            ClusterLost: see `wait`.
-        """
+        """Call a Ray function that may block forever (create or kill an actor, count GPUs), and return its result. It
+        runs in a thread, which is abandoned if the local Ray dies before it returns."""
         result: Future[T] = Future()
 
         def run() -> None:
@@ -221,8 +194,7 @@ class Cluster:
 
     @contextmanager
     def _track_running_call(self) -> Iterator[None]:
-        """Count the block as a running Ray call; `stop` waits for running calls. Raises ClusterLost if the local Ray
-        died."""
+        """Count the block as a running Ray call, for which `stop` waits. Raises ClusterLost if the local Ray died."""
         with self._idle:
             self.check_alive()
             self._num_calls += 1
@@ -262,15 +234,7 @@ class Cluster:
         nodes gets the first GPUs of the second node instead. Without GPUs in the cluster, or with `gpus_per_process=0`,
         a placement reserves no resources, and the caller divides the CPU threads (`cpu_threads_per_process`); on an
         external cluster the processes are then distributed over its nodes in order.
-
-        Args:
-            num_processes: number of processes.
-            gpus_per_process: number of GPUs of one process, at most those of a node.
-            first_gpu: index of the first GPU.
-
-        Raises:
-            LayoutError: the cluster has too few GPUs or nodes, or a process needs more GPUs than a node has.
-            NodeLost: a node that the run used has died and is not back; try again later.
+        Raises NodeLost if a node that the run used has died and is not back; try again later.
         """
         with self._placing:
             return self._placement.place(num_processes, gpus_per_process, first_gpu)
@@ -292,9 +256,7 @@ class Cluster:
 
     def driver_node(self) -> str:
         """Return Ray's node id of the machine of this process."""
-        import ray
-
-        return str(ray.get_runtime_context().get_node_id())
+        return str(self.ray.get_runtime_context().get_node_id())
 
     def run(
         self,
@@ -305,27 +267,21 @@ class Cluster:
         env: dict[str, str] | None = None,
         **kwargs: Any,
     ) -> T:
-        """Call `fn` once in another process and return its result; an exception of `fn` is re-raised unchanged.
-
-        Raises:
-            TimeoutError: `fn` took longer than `timeout` seconds; its process was killed.
-        """
-        import ray
-
-        remote: Any = ray.remote
+        """Call `fn` once in another process and return its result; an exception of `fn` is re-raised unchanged. Raises
+        TimeoutError if `fn` took longer than `timeout` seconds; its process was killed."""
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": num_gpus, "max_retries": 0, "max_calls": 1}
         if env:
             options["runtime_env"] = {"env_vars": env}
-        reference = self.call_ray(remote(**options)(fn).remote, *args, **kwargs)
+        reference = self.call_ray(self.ray.remote(**options)(fn).remote, *args, **kwargs)
         try:
             return self.get(reference, timeout)
-        except ray.exceptions.GetTimeoutError as error:
-            ray.cancel(reference, force=True)
+        except self.ray.exceptions.GetTimeoutError as error:
+            self.ray.cancel(reference, force=True)
             raise TimeoutError(
                 f"{fn.__name__} took longer than {timeout:.0f} s and was killed: raise its time limit or reduce the "
                 "size of its input"
             ) from error
-        except ray.exceptions.RayTaskError as error:
+        except self.ray.exceptions.RayTaskError as error:
             raise error.cause from error
 
 
@@ -366,8 +322,7 @@ class ClusterStart:
         cluster.ended.wait()
 
     def take(self) -> Cluster | None:
-        """Wait for the start and return its cluster, which the caller then stops; None after the first call, and if Ray
-        did not start."""
+        """Wait for the start and return its cluster; None after the first call, and if Ray did not start."""
         if self._taken:
             return None
         self._taken = True
@@ -400,11 +355,6 @@ def check_ray_answers(address: str) -> None:
 
     Ray 2.60 tries 20 times for 40 s to connect to a service that does not answer or does not accept the token. An
     address "ray://..." is not checked: Ray's client has a timeout.
-
-    Raises:
-        OSError: nothing listens at the address, or what listens does not answer like Ray.
-        EngineError: the cluster does not accept the token.
-        ray.exceptions.RayError: the cluster does not answer a request.
     """
     import ray
     from ray._private.services import canonicalize_bootstrap_address, parse_address
@@ -429,8 +379,7 @@ def check_ray_answers(address: str) -> None:
 
 
 def check_speaks_http2(host: str, port: int) -> None:
-    """Check that an HTTP/2 server, as every gRPC server is, listens at host:port. With RAY_USE_TLS only the connection
-    is checked. Raises OSError."""
+    """Check that an HTTP/2 server (as of gRPC) listens; with RAY_USE_TLS, that a server does. Raises OSError."""
     place = f"{host}:{port}"
     try:
         with socket.create_connection((host, port), ANSWER_SECONDS) as connection:

@@ -21,7 +21,7 @@ PauseMode = Literal["retract", "in_place"]
 """How an engine pauses running requests: it computes their KV cache again afterwards, or keeps it."""
 EngineUrls = Callable[[], Sequence[str]] | Sequence[str]  # addresses, or a function that returns those of live engines
 BUCKET_BYTES = 512 << 20
-# Prefix of the weight version while `weights/weight_check.py` loads weights only to compute the checksums it expects.
+# Prefix of the weight version while `weights/transfer.py` loads weights only to compute the checksums it expects.
 REFERENCE = "reference:"
 
 
@@ -80,7 +80,7 @@ class EngineRoute:
 @dataclass(frozen=True)
 class WeightUpload:
     """How engines without a file system shared with the trainer get the directory of the transport "disk": trainer rank
-    0 uploads it to a store, and each engine's actor downloads it (`weights/routes.py`)."""
+    0 uploads it to a store, and each engine's actor downloads it (`weights/transfer.py`)."""
 
     store: str  # URI
     store_options: Mapping[str, Any] = field(repr=False)  # with resolved secrets
@@ -145,11 +145,8 @@ class EngineClient(ABC):
     @property
     @abstractmethod
     def urls(self) -> list[str]:
-        """Return the addresses of the live engines.
-
-        Raises:
-            RuntimeError: an engine died after the allowed number of restarts; the message has the tail of its log.
-        """
+        """Return the addresses of the live engines. Raises RuntimeError with the tail of the log of an engine that died
+        after the allowed number of restarts."""
 
     async def generate(
         self, input_ids: list[int], sampling: dict[str, Any], n: int = 1, *, session: str | None = None
@@ -161,14 +158,12 @@ class EngineClient(ABC):
     async def generate_each(
         self, prompts: list[list[int]], samplings: list[dict[str, Any]], *, session: str | None = None
     ) -> list[Generation]:
-        """Sample one response to each prompt, in one request. If the engine dies, the request is sent to another
-        engine.
+        """Sample one response to each prompt (token ids), in one request. If the engine dies, the request is sent to
+        another engine.
 
-        Args:
-            prompts: token ids of each prompt.
-            samplings: sampling parameters of each prompt: `temperature`, `top_p`, `top_k`, `max_new_tokens`, `stop`,
-                `stop_token_ids`, `no_stop_trim`, `sampling_seed` and those of `--rollout-sampling`.
-            session: requests with the same session id go to the same engine while it is alive, to hit its prefix cache.
+        `samplings` has the parameters of each prompt: `temperature`, `top_p`, `top_k`, `max_new_tokens`, `stop`,
+        `stop_token_ids`, `no_stop_trim`, `sampling_seed` and those of `--rollout-sampling`. Requests with the same
+        session id go to the same engine while it is alive, to hit its prefix cache.
 
         Raises:
             EngineError: the engine rejected the request, for instance because the prompt is too long.
@@ -179,11 +174,9 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def abort(self) -> None:
-        """Abort all requests of this client and wait until they have ended. Requests of other clients continue.
-
-        The aborted requests, and all later requests of this client, return with finish reason "abort" and the tokens
-        generated so far. A request that was never sent returns no tokens and the weight version "".
-        """
+        """Abort all requests of this client and wait until they have ended. They and all later requests of this client
+        return with finish reason "abort" and the tokens generated so far. A request that was never sent returns no
+        tokens."""
 
     def prepare_weight_updates(self) -> None:  # noqa: B027
         """Import what `update_weights` needs, so that its first call starts without delay."""
@@ -201,11 +194,8 @@ class EngineClient(ABC):
         An engine whose memory was released gets the memory of its weights back, reports `loaded:<version>` and stays
         paused until `resume_kv_cache`.
 
-        Args:
-            named: pairs of Hugging Face name and full (unsharded) tensor, consumed one at a time. With
-                `transport.adapter`, pairs of PEFT's name and matrix; call `use_adapter` afterwards.
-            version: policy version of the weights, `<run>/<number>`.
-            transport: how the weights are transferred.
+        `named` has pairs of Hugging Face name and full (unsharded) tensor, consumed one at a time; with
+        `transport.adapter`, pairs of PEFT's name and matrix: call `use_adapter` afterwards.
 
         Raises:
             ConnectionError: an engine died or does not answer. The other engines report `updating:<version>` until the
@@ -217,10 +207,8 @@ class EngineClient(ABC):
     @abstractmethod
     def use_adapter(self, name: str) -> None:
         """Send all later requests of this process to these engines with the adapter `name`, which `update_weights` has
-        loaded. Requests in flight keep their adapter.
-
-        Earlier adapters of the run that no request uses are unloaded, without waiting.
-        """
+        loaded. Requests in flight keep theirs. Earlier adapters of the run that no request uses are unloaded, without
+        waiting."""
 
     @abstractmethod
     def unload_adapters(self) -> None:
@@ -233,35 +221,23 @@ class EngineClient(ABC):
         name of the tensor in the engine -> checksum.
 
         Engines shard, fuse and convert the tensors that they load, so only checksums of the same engine are comparable.
-
-        Raises:
-            EngineGone, EngineRefused: an engine failed, or cannot compute checksums.
         """
 
     @abstractmethod
     def overwrite_weights(self) -> None:
         """Overwrite all weights in the memory of the engines with random values, so that a check finds tensors which
         the next `update_weights` misses. Until then the engines report a weight version that is not a policy version.
-
-        Raises:
-            EngineGone, EngineRefused: an engine failed.
         """
 
     @abstractmethod
     def release_memory(self) -> None:
         """Release the memory of weights and KV cache in all engines, which then report the version `released`. Running
-        requests are aborted.
-
-        `update_weights` allocates the memory of the weights again, `resume_kv_cache` that of the KV cache.
-
-        Raises:
-            EngineGone, EngineRefused: an engine failed.
+        requests are aborted. `update_weights` allocates the memory of the weights again, `resume_kv_cache` the cache.
         """
 
     @abstractmethod
     def resume_kv_cache(self) -> None:
-        """Allocate the KV cache again and resume generation, in engines whose memory was released and whose weights
-        have been loaded since."""
+        """Allocate the KV cache again and resume generation, in engines whose weights were loaded after a release."""
 
     @abstractmethod
     def generates_tokens(self, url: str, timeout: float = 30) -> bool:
@@ -272,22 +248,10 @@ class EngineClient(ABC):
     def weight_version(self, url: str, timeout: float = 30) -> str:
         """Return the weight version that the engine at `url` reports or, if requests of this process use an adapter
         that the engine has loaded, the policy version of the adapter.
-
-        Raises:
-            EngineGone: the engine does not answer.
         """
 
-    @abstractmethod
-    def pause(self) -> None:
-        """Pause generation in all engines; requests in flight wait until `resume` is called."""
-
-    @abstractmethod
-    def resume(self) -> None:
-        """Resume generation in all engines after `pause`."""
-
     async def close(self) -> None:  # noqa: B027
-        """Close the HTTP connections to the engines; engines abort the requests that are in flight on these
-        connections."""
+        """Close the HTTP connections to the engines, which abort the requests in flight on them."""
 
     async def __aenter__(self) -> EngineClient:
         return self

@@ -32,8 +32,7 @@ def visible_gpu_bytes() -> list[int]:
 
 
 def visible_gpu_capabilities() -> list[tuple[int, int]]:
-    """Return the CUDA compute capability (major, minor) of every GPU that CUDA_VISIBLE_DEVICES allows; [] without GPUs
-    or driver."""
+    """Return the CUDA compute capability (major, minor) of every GPU that CUDA_VISIBLE_DEVICES allows."""
 
     def capability(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> tuple[int, int]:
         major, minor = ctypes.c_int(), ctypes.c_int()
@@ -125,16 +124,8 @@ def all_counters() -> Counters:
 
 
 def read_counters(gpus: Iterable[tuple[str, str]], node: str) -> Counters:
-    """Return the energy counters of GPUs of this machine.
-
-    Args:
-        gpus: (Ray node id, GPU id) of each GPU.
-        node: Ray's node id of this machine.
-
-    Returns:
-        {} if there are no GPUs, or if one is on another node, has no counter or is not named by a number (MIG): the sum
-        of the others would look like the energy of all.
-    """
+    """Return the energy counters of these GPUs (Ray node id, GPU id) of this machine; {} if there are none, or if one
+    is on another node, has no counter or is not named by a number (MIG): the sum of the rest would look like all."""
     ids = set(gpus)
     if not ids or any(at != node or not gpu.isdecimal() for at, gpu in ids):
         return {}

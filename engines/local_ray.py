@@ -14,16 +14,11 @@ import psutil
 from penstock.engines.scratch import MAX_RAY_PATH, own_temp_directory
 from penstock.storage.errors import PenstockError
 
-OBJECT_STORE_BYTES = (
-    200 << 20
-)  # small: no samples or weights are passed through Ray, only keys of stored objects and numbers
+OBJECT_STORE_BYTES = 200 << 20  # small: only keys of stored objects and numbers are passed through Ray
 START_TRIES = 3
 RAY_PROCESSES = ("gcs_server", "raylet")
-UNUSED_STARTERS = (
-    "start_monitor",
-    "start_log_monitor",
-    "start_api_server",
-)  # methods of Ray's class Node that start daemons a run does not need
+# Methods of Ray's class Node that start daemons a run does not need.
+UNUSED_STARTERS = ("start_monitor", "start_log_monitor", "start_api_server")
 WORKER_DIED = "A worker died or was killed"  # begins the message about a worker that died during a task
 RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 logger = logging.getLogger(__name__)
@@ -56,9 +51,6 @@ def start_ray(**options: Any) -> None:
     """Start a local Ray and connect to it; retry if the start fails. `options` are passed to `ray.init`.
 
     If one of Ray's daemons is killed during the start, `ray.init` fails after 30 to 50 s.
-
-    Raises:
-        ClusterLost: Ray did not start in START_TRIES tries.
     """
     import ray
 

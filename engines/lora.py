@@ -71,11 +71,9 @@ class AdapterTarget:
 def adapter_targets(shape: ModelShape, target_modules: tuple[str, ...]) -> dict[str, AdapterTarget]:
     """Return the linear layers that get adapters, by their global Megatron name, in the order of the model.
 
-    Args:
-        shape: shape of the model.
-        target_modules: "attention", "mlp" (dense MLPs and shared experts), "experts" (routed experts), "all-linear", or
-            names of layers in Megatron (linear_qkv) or in the Hugging Face model (q_proj). Routers, embeddings and the
-            LM head never get adapters.
+    Targets are "attention", "mlp" (dense MLPs and shared experts), "experts" (routed experts), "all-linear", or names
+    of layers in Megatron (linear_qkv) or in the Hugging Face model (q_proj). Routers, embeddings and the LM head never
+    get adapters.
     """
     layout = tensor_layout(shape)
     linears = {
@@ -111,18 +109,13 @@ def adapter_targets(shape: ModelShape, target_modules: tuple[str, ...]) -> dict[
 def stored_matrix(layer: str, kind: str) -> tuple[str, int | None]:
     """Return the key of the tensor in a checkpoint that has a matrix of a layer, and the index of the layer's expert on
     its first axis (None: the layer is not of an expert).
-
-    Args:
-        layer: global name of the layer.
-        kind: "lora_A" or "lora_B".
     """
     expert = EXPERT_INDEX.search(f"{layer}.")
     return EXPERT_INDEX.sub(".", f"{layer}.{kind}"), int(expert[1]) if expert else None
 
 
 def part_of_row(layout: TensorLayout, target: AdapterTarget) -> Tensor | None:
-    """Return, for each row of the full weight of a layer, the index of its layer in `target.hf_modules`, [out]; None if
-    there is only one."""
+    """Return for each row of a layer's full weight the index in `target.hf_modules`, [out]; None for one layer."""
     import torch
 
     if len(target.hf_modules) == 1:
@@ -135,15 +128,7 @@ def part_of_row(layout: TensorLayout, target: AdapterTarget) -> Tensor | None:
 
 
 def merge(weight: Tensor, first: Tensor, second: Tensor, parts: Tensor | None, scale: float) -> Tensor:
-    """Return W + scale * B A, computed in fp32, in the dtype of W.
-
-    Args:
-        weight: [out, in] W.
-        first: [parts * r, in] A.
-        second: [out, r] B.
-        parts: see `part_of_row`.
-        scale: factor of the adapter's output.
-    """
+    """Return W [out, in] + scale * B [out, r] A [parts * r, in], computed in fp32, in the dtype of W."""
     import torch
 
     merged = weight.float()
@@ -159,16 +144,7 @@ def merge(weight: Tensor, first: Tensor, second: Tensor, parts: Tensor | None, s
 def check_adapters(
     shape: ModelShape, options: LoraOptions, *, tensor: int, pipeline: int, expert_tensor: int | None, grouped: bool
 ) -> None:
-    """Check that adapters of these options can be trained with the parallel sizes.
-
-    Args:
-        shape: shape of the model.
-        options: the adapters.
-        tensor: tensor-parallel size.
-        pipeline: pipeline-parallel size.
-        expert_tensor: tensor-parallel size of the experts; None: `tensor`.
-        grouped: whether experts are computed by grouped GEMMs.
-    """
+    """Check that adapters of these options can be trained with the parallel sizes."""
     targets = adapter_targets(shape, options.target_modules)
     with_experts = [name for name in targets if EXPERT in name]
     if with_experts and (expert_tensor or tensor) not in (1, tensor):
@@ -193,14 +169,8 @@ PREFIX = "base_model.model."  # of PEFT's tensor names, before the name in the H
 
 
 def to_peft(layout: TensorLayout, layer: str, first: Tensor, second: Tensor) -> list[tuple[str, Tensor]]:
-    """Return the adapter of a Megatron layer as PEFT's (name, tensor) pairs: A and B of each joined Hugging Face layer.
-
-    Args:
-        layout: tensor names of the model.
-        layer: global name of the layer.
-        first: [parts * r, in] A of the layer.
-        second: [out, r] B of the layer.
-    """
+    """Return the adapter of a Megatron layer (A [parts * r, in], B [out, r]) as PEFT's (name, tensor) pairs: A and B of
+    each joined Hugging Face layer."""
     rows = layout.to_hf(f"{layer}.weight", second)
     pairs = []
     for (weight, own_second), own_first in zip(rows, first.chunk(len(rows)), strict=True):
@@ -210,8 +180,7 @@ def to_peft(layout: TensorLayout, layer: str, first: Tensor, second: Tensor) -> 
 
 
 def from_peft(layout: TensorLayout, layer: str, fetch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return A and B of a Megatron layer, joined from PEFT's tensors; inverse of `to_peft`. `fetch` returns a tensor by
-    its PEFT name."""
+    """Return A and B of a Megatron layer from PEFT's tensors, which `fetch` returns; inverse of `to_peft`."""
     import torch
 
     modules = [PREFIX + hf.removesuffix(".weight") for hf in layout.hf_names_of(f"{layer}.weight")]

@@ -1,11 +1,23 @@
-"""The addresses and the rendezvous at which the processes of a run listen: loopback if all run on one node, otherwise
-the address of each process's node, or that of the interface given with --network-interface."""
+"""The addresses, ports and rendezvous at which the processes of a run listen: loopback if all run on one node,
+otherwise the address of each process's node, or that of the interface given with --network-interface.
+
+A server binds its port seconds after the port was chosen, when the model is loaded; another run that starts at the same
+moment could choose the same port. So a chosen port is reserved by binding a Unix socket to a name in the abstract
+socket namespace (`penstock-port-<port>`): only one process can bind a name, and the kernel frees it when that process
+ends, even after a kill. Like ports, these names are local to a network namespace. They leave no files on disk.
+
+Ports are chosen below those that the kernel gives to outgoing connections. Otherwise a client that waits for a server
+on this machine could get the server's port as its own, connect to itself, and keep the server from binding it.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import random
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -19,24 +31,14 @@ LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT = 2.0  # seconds for a server to accept a connection
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether `host`, an IP address or `localhost`, is reachable from its own machine only."""
-    return host == "localhost" or ipaddress.ip_address(host).is_loopback
-
-
 def node_address(interface: str | None = None) -> str:
     """Return the address at which other nodes reach this node: that of `interface`, by default the address under which
     Ray knows the node. Needs a connection to Ray if `interface` is not given.
     """
-    if interface is not None:
-        return interface_address(interface)
-    import ray
+    if interface is None:
+        import ray
 
-    return str(ray.util.get_node_ip_address())
-
-
-def interface_address(interface: str) -> str:
-    """Return the address of a network interface of this machine, IPv4 if it has one."""
+        return str(ray.util.get_node_ip_address())
     interfaces = psutil.net_if_addrs()
     for family in (socket.AF_INET, socket.AF_INET6):
         for entry in interfaces.get(interface, []):
@@ -49,8 +51,7 @@ def interface_address(interface: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface of this machine whose subnet contains `address`; None if no
-    interface's subnet does."""
+    """Return the name of this machine's network interface whose subnet contains `address`, or None."""
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries:
             if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.netmask:
@@ -100,3 +101,60 @@ def serve_store(listener: socket.socket, world_size: int, timeout: timedelta) ->
     return TCPStore(
         host, port, world_size, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor
     )
+
+
+# ---- ports -----------------------------------------------------------------------------------------------------------
+
+LOWEST, HIGHEST = 20_000, 65_535
+OUTGOING_PORTS = Path(
+    "/proc/sys/net/ipv4/ip_local_port_range"
+)  # the range that the kernel gives to outgoing connections
+_reserved: dict[int, socket.socket] = {}  # port reserved by this process -> the Unix socket that reserves it
+
+
+def reserve_free_port(highest: int = HIGHEST, extra_offsets: Sequence[int] = (), host: str = LOOPBACK) -> int:
+    """Reserve a TCP port from LOWEST to `highest` that is free at `host` and that no other run has reserved, together
+    with the ports at `extra_offsets` from it, which the server also binds. Return it."""
+    below = int(OUTGOING_PORTS.read_text().split()[0]) - 1
+    highest = min(highest, below) if below >= LOWEST + 1_000 else highest
+    for _ in range(100):
+        port = random.randint(LOWEST, highest)
+        if reserve_ports([port, *(port + distance for distance in extra_offsets)], host):
+            return port
+    raise RuntimeError(f"tried 100 ports up to {highest}, and none is free: stop some of the servers on this machine")
+
+
+def reserve_ports(ports: Sequence[int], host: str = LOOPBACK) -> bool:
+    """Reserve all these TCP ports of the address `host` of this machine against other Penstock processes, or none.
+    Return False if one is in use, or already reserved by any process, this one included."""
+    locks: dict[int, socket.socket] = {}
+    for port in ports:
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            lock.bind(f"\0penstock-port-{port}")
+        except OSError:
+            lock.close()
+        else:
+            locks[port] = lock
+        if port not in locks or not is_free(port, host):
+            for lock in locks.values():
+                lock.close()
+            return False
+    _reserved.update(locks)
+    return True
+
+
+def is_reserved_here(port: int) -> bool:
+    """Return whether this process has reserved the TCP port."""
+    return port in _reserved
+
+
+def is_free(port: int, host: str = LOOPBACK) -> bool:
+    """Return whether a server could bind this TCP port of `host` now. A port in TIME_WAIT counts as free."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError):  # in use, not allowed, or beyond 65535
+            return False
+    return True

@@ -13,7 +13,7 @@ from penstock.engines.network import LOOPBACK
 from penstock.engines.serving.endpoints import is_on_this_machine
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.weights.fp8_blocks import fp8_weights
-from penstock.engines.weights.routes import ProcessPlace, engine_process_id, memory_routes, shares_memory
+from penstock.engines.weights.transfer import ProcessPlace, engine_process_id, memory_routes, shares_memory
 
 
 class HealthCheck(BaseModel):
@@ -39,8 +39,7 @@ class ServedAdapters(BaseModel):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The configured engine options of a run. Secrets may still be references (`env:NAME`), which `start_pool`
-    resolves."""
+    """The configured engine options of a run. `start_pool` resolves secrets that are references (`env:NAME`)."""
 
     spec: ServerSpec  # settings of every server; `spec.args` are the configured server flags
     engine: str | None = None  # --engine; None: the default
@@ -64,16 +63,14 @@ class EngineOptions:
     adapters: ServedAdapters | None = None  # send adapters instead of weights
 
     def num_engines_to_start(self, has_gpus: bool) -> int:
-        """Return the number of engines to start: `num_engines` without GPUs, otherwise engine GPUs /
-        `gpus_per_engine`."""
+        """Return `num_engines` without GPUs, otherwise engine GPUs / `gpus_per_engine`."""
         if not has_gpus:
             return self.num_engines
         return (self.num_gpus or self.trainer_gpus) // self.gpus_per_engine
 
     @property
     def first_gpu(self) -> int:
-        """Return the index of the engines' first GPU in the cluster: 0 if trainer and engines share GPUs, otherwise the
-        first GPU after the trainer's."""
+        """Return the index of the engines' first GPU: 0 if they share the trainer's, else the first after these."""
         return 0 if self.num_gpus is None else self.trainer_gpus
 
     def weight_transport(
@@ -85,11 +82,6 @@ class EngineOptions:
         Otherwise "nccl" is chosen, and for external engines "disk", because nothing is known about their network.
         Adapters are sent over "tensor" through host memory if all engines run on the node of trainer rank 0, else over
         "disk".
-
-        Args:
-            engines: URL -> place (node and GPUs) of the engines that get the weights.
-            ranks: place of each trainer rank.
-            directory: directory to which the transport "disk" writes.
         """
         if self.external:
             on_cpu = not any(place.gpu_ids for place in ranks)

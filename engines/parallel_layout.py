@@ -5,6 +5,7 @@ Does not import torch, because preflight and the driver use this module.
 from __future__ import annotations
 
 from itertools import groupby
+from math import prod
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,8 +15,7 @@ from penstock.storage.errors import LayoutError, OptionError
 
 
 class ParallelLayout(BaseModel):
-    """Number of ranks in each dimension of model parallelism; `data_parallel_size` computes the data-parallel size from
-    the world size."""
+    """Number of ranks in each dimension of model parallelism."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,22 +29,17 @@ class ParallelLayout(BaseModel):
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the data-parallel size for a world size."""
-        ranks = self.tensor * self.pipeline * self.context
-        if world_size % ranks:
-            raise LayoutError(
-                f"{world_size} trainer ranks cannot be divided into replicas of {ranks} ranks (tensor {self.tensor} x "
-                f"pipeline {self.pipeline} x context {self.context}): use a multiple of {ranks} ranks, or smaller "
-                "parallel sizes"
-            )
         expert_tensor = self.expert_tensor or self.tensor
-        expert_ranks = expert_tensor * self.expert * self.pipeline
-        if world_size % expert_ranks:
-            raise LayoutError(
-                f"{world_size} trainer ranks cannot be divided into expert replicas of {expert_ranks} ranks (expert "
-                f"tensor {expert_tensor} x expert {self.expert} x pipeline {self.pipeline}): use a multiple of "
-                f"{expert_ranks} ranks, or smaller parallel sizes, for the experts"
-            )
-        return world_size // ranks
+        dense = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context}
+        experts = {"expert tensor": expert_tensor, "expert": self.expert, "pipeline": self.pipeline}
+        for replicas, sizes, where in (("replicas", dense, ""), ("expert replicas", experts, ", for the experts")):
+            if world_size % (ranks := prod(sizes.values())):
+                product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+                raise LayoutError(
+                    f"{world_size} trainer ranks cannot be divided into {replicas} of {ranks} ranks ({product}): use a "
+                    f"multiple of {ranks} ranks, or smaller parallel sizes{where}"
+                )
+        return world_size // prod(dense.values())
 
 
 FIRST_STAGE_FLAG, LAST_STAGE_FLAG = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
@@ -58,16 +53,7 @@ def check_model_parallel(
     expert_tensor: int | None = None,
     sequence_parallel: bool = False,
 ) -> None:
-    """Check that a model can be sharded with these tensor- and expert-parallel sizes.
-
-    Args:
-        shape: shape of the model.
-        tensor: tensor-parallel size.
-        expert: expert-parallel size.
-        expert_tensor: tensor-parallel size of the experts; None means `tensor`.
-        sequence_parallel: whether sequence parallelism is used (each tensor-parallel rank has a part of the tokens in
-            norms and residuals).
-    """
+    """Check that a model can be sharded with these tensor- and expert-parallel sizes."""
     experts = shape.experts
     _check_divides(tensor, TENSOR_FLAG, shape.num_attention_heads, "attention heads")
     if shape.latent is None and max(shape.num_query_groups, tensor) % min(shape.num_query_groups, tensor):
@@ -133,14 +119,7 @@ def _unaligned_row(shape: ModelShape, expert_tensor: int, bytes_per_element: int
 def check_pipeline(
     shape: ModelShape, pipeline: int = 1, virtual: int | None = None, megatron_options: dict[str, Any] | None = None
 ) -> None:
-    """Check that the model's layers can be split over the pipeline stages.
-
-    Args:
-        shape: shape of the model.
-        pipeline: number of pipeline stages.
-        virtual: number of chunks per stage (interleaved schedule); None: one.
-        megatron_options: a dump of `MegatronOptions`; only the options about the pipeline split are used.
-    """
+    """Check that the model's layers can be split over the pipeline stages."""
     options = megatron_options or {}
     first, last = (options.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
     extra = sum(bool(options.get(f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss"))
@@ -166,14 +145,8 @@ def check_pipeline(
 
 
 def split_layers(num_layers: int, pipeline: int, first: int | None = None, last: int | None = None) -> list[int] | None:
-    """Return the number of layers of every pipeline stage, or None if no equal split exists.
-
-    Args:
-        num_layers: number of layers of the model.
-        pipeline: number of stages.
-        first: number of layers of the first stage; None: equal to the middle stages.
-        last: number of layers of the last stage; None: equal to the middle stages.
-    """
+    """Return the number of layers of every pipeline stage, or None if no equal split exists. The first and the last
+    stage may have other numbers than the middle stages."""
     ends = [size for size in (first, last) if size is not None]
     rest, stages = num_layers - sum(ends), pipeline - len(ends)
     if stages < 0 or (rest if stages == 0 else rest < stages or rest % stages):

@@ -8,14 +8,12 @@ processes are pinned to nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from penstock.engines.network import accepts_connections
 from penstock.storage.errors import LayoutError, PenstockError
-
-T = TypeVar("T")
 
 GPU_SHARE = 0.45  # Ray's `num_gpus` of one process: a trainer rank, an engine and a probe (0.05) fit on one GPU
 RESERVE_TIMEOUT = 60  # seconds within which Ray must place a new block
@@ -41,8 +39,7 @@ class PlacementOptions:
     node_timeout: float = 600  # seconds to wait for a node that died
 
     def total_gpus(self, gpus_per_node: int) -> int:
-        """Return the number of GPUs to reserve, including those left idle at the end of a node that are too few for an
-        engine."""
+        """Return the number of GPUs to reserve, including those at the end of a node that are too few for an engine."""
         return _end(self.teacher_gpus, self.teacher_gpus, self.end_of_engines(gpus_per_node), gpus_per_node)
 
     def end_of_engines(self, gpus_per_node: int) -> int:
@@ -64,25 +61,6 @@ class Slot:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         return cls({"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}, node=node)
-
-
-class RayCalls(Protocol):
-    """The members of `engines.cluster.Cluster` that `Placement` uses; documented in that class."""
-
-    owned: bool
-    namespace: str
-
-    def get(self, call: Any, timeout: float | None = None) -> Any: ...
-
-    def call_ray(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T: ...
-
-    def detached_options(self, name: str) -> dict[str, Any]: ...
-
-
-def block_sizes(num_gpus: int, gpus_per_node: int) -> list[int]:
-    """Return the sizes of the placement groups (one per node) of `num_gpus` GPUs: full nodes, then the rest."""
-    full, rest = divmod(num_gpus, gpus_per_node)
-    return [gpus_per_node] * full + [rest] * bool(rest)
 
 
 def first_gpus(num_processes: int, gpus_per_process: int, first_gpu: int, gpus_per_node: int) -> list[int]:
@@ -146,15 +124,11 @@ class Gpu:
 
 
 class Placement:
-    """Places the processes of one run. Not thread-safe.
+    """Places the processes of one run through its `engines.cluster.Cluster`, which imports this module. Not
+    thread-safe."""
 
-    Args:
-        ray_calls: the connection to Ray.
-        options: how the run uses the nodes.
-    """
-
-    def __init__(self, ray_calls: RayCalls, options: PlacementOptions) -> None:
-        self._ray = ray_calls
+    def __init__(self, cluster: Any, options: PlacementOptions) -> None:
+        self._cluster = cluster
         self._options = options
         self._gpus_per_node = options.gpus_per_node
         self._blocks: list[list[Gpu]] = []
@@ -167,10 +141,8 @@ class Placement:
 
         Ray notices the death of a node only after some seconds; an actor placed there meanwhile would fail.
         """
-        import ray
-
-        nodes = [node for node in self._ray.call_ray(ray.nodes) if node["Alive"]]
-        if ray.util.client.ray.is_connected():  # the driver may be outside of the nodes' network
+        nodes = [node for node in self._cluster.call_ray(self._cluster.ray.nodes) if node["Alive"]]
+        if self._cluster.ray.util.client.ray.is_connected():  # the driver may be outside of the nodes' network
             return order_nodes(nodes)
         return order_nodes(
             [node for node in nodes if accepts_connections(node["NodeManagerAddress"], node["NodeManagerPort"])]
@@ -179,9 +151,7 @@ class Placement:
     @property
     def num_gpus(self) -> int:
         """Return the number of GPUs of the whole Ray cluster."""
-        import ray
-
-        return int(self._ray.call_ray(ray.cluster_resources).get("GPU", 0))
+        return int(self._cluster.call_ray(self._cluster.ray.cluster_resources).get("GPU", 0))
 
     @property
     def gpus_per_node(self) -> int:
@@ -194,13 +164,11 @@ class Placement:
     @property
     def spans_nodes(self) -> bool:
         """Return whether processes of the run, driver included, may be on different nodes."""
-        import ray
-
-        if self._ray.owned:
+        if self._cluster.owned:
             return False
-        if ray.util.client.ray.is_connected():
+        if self._cluster.ray.util.client.ray.is_connected():
             return True
-        driver = ray.get_runtime_context().get_node_id()
+        driver = self._cluster.ray.get_runtime_context().get_node_id()
         if self.num_gpus == 0 and not self._max_gpus:
             return {node["NodeID"] for node in self._cpu_nodes()} != {driver}
         self._reserve(0)
@@ -218,7 +186,7 @@ class Placement:
             gpus = [gpu for block in self._blocks for gpu in block]
             alive = {node["NodeID"] for node in self.alive_nodes()}
             return [self._gpu_slot(gpus[start : start + gpus_per_process], alive) for start in starts]
-        if self._ray.owned or not gpus_per_process:
+        if self._cluster.owned or not gpus_per_process:
             return [Slot({"num_cpus": 0}) for _ in range(num_processes)]
         nodes = self._cpu_nodes()
         return [
@@ -242,8 +210,6 @@ class Placement:
 
     def _gpu_slot(self, gpus: Sequence[Gpu], alive: set[str]) -> Slot:
         """Return the placement of one process on these GPUs, which must be on one of the nodes `alive`."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         first = gpus[0]
         if len({gpu.node for gpu in gpus}) > 1:
             raise LayoutError(
@@ -252,21 +218,18 @@ class Placement:
             )
         if first.node not in alive:
             raise NodeLost(f"the node {first.node} with GPUs of the run does not answer: restart it with `ray start`")
-        strategy = PlacementGroupSchedulingStrategy(first.group, placement_group_bundle_index=first.bundle)
+        strategy = self._strategy(first.group, first.bundle)
         options = {"num_cpus": 0, "num_gpus": GPU_SHARE, "scheduling_strategy": strategy}
         return Slot(options, tuple(gpu.gpu_id for gpu in gpus), first.node)
 
     # ---- placement groups --------------------------------------------------------------------------------------------
 
     def _reserve(self, needed: int) -> None:
-        """Reserve GPUs until the run has `needed` of them, or as many as trainer and engines need, whichever is more.
-
-        On an external Ray cluster the placement groups of an earlier driver of this run are reused if they have the
-        same sizes, and removed otherwise.
-        """
+        """Reserve GPUs until the run has `needed` of them, or as many as trainer and engines need if that is more."""
         needed = max(needed, self._options.total_gpus(self.gpus_per_node))
-        if not self._blocks and not self._ray.owned:
-            self._adopt_or_remove_groups(block_sizes(needed, self.gpus_per_node))
+        if not self._blocks and not self._cluster.owned:
+            full, rest = divmod(needed, self.gpus_per_node)
+            self._adopt_or_remove_groups([self.gpus_per_node] * full + [rest] * bool(rest))
         for index, block in enumerate(self._blocks):
             self._blocks[index] = self._follow_moved_block(block)
         reserved = sum(map(len, self._blocks))
@@ -279,44 +242,33 @@ class Placement:
             )
         while reserved < needed:
             size = min(self.gpus_per_node - reserved % self.gpus_per_node, needed - reserved)
-            group = self._new_group(f"{self._group_prefix}{len(self._blocks):03d}", size)
+            group = self._new_group(f"{self._cluster.namespace}-gpus-{len(self._blocks):03d}", size)
             self._blocks.append(self._locate(group, size))
             reserved += size
-
-    @property
-    def _group_prefix(self) -> str:
-        return f"{self._ray.namespace}-gpus-"
 
     def _adopt_or_remove_groups(self, sizes: list[int]) -> None:
         """Reuse the placement groups that earlier drivers of this run left if they have these sizes; otherwise remove
         the groups, which kills the processes in them."""
-        import ray
-        from ray.util.placement_group import placement_group_table
-
-        table = self._ray.call_ray(placement_group_table).values()
+        table = self._cluster.call_ray(self._cluster.ray.util.placement_group_table).values()
+        prefix = f"{self._cluster.namespace}-gpus-"
         names = sorted(
-            entry["name"]
-            for entry in table
-            if entry["name"].startswith(self._group_prefix) and entry["state"] != "REMOVED"
+            entry["name"] for entry in table if entry["name"].startswith(prefix) and entry["state"] != "REMOVED"
         )
-        groups = [self._ray.call_ray(ray.util.get_placement_group, name) for name in names]
+        groups = [self._cluster.call_ray(self._cluster.ray.util.get_placement_group, name) for name in names]
         if [group.bundle_count for group in groups] == sizes:
             self._blocks = [self._locate(group, size) for group, size in zip(groups, sizes, strict=True)]
             return
         for group in groups:
-            self._ray.call_ray(ray.util.remove_placement_group, group)
+            self._cluster.call_ray(self._cluster.ray.util.remove_placement_group, group)
 
     def _new_group(self, name: str, size: int) -> Any:
         """Reserve `size` GPUs of one node in a new placement group."""
-        import ray
-        from ray.util.placement_group import placement_group
-
-        options = self._ray.detached_options(name)
-        group = self._ray.call_ray(placement_group, [{"GPU": 1}] * size, strategy="STRICT_PACK", **options)
+        util, options = self._cluster.ray.util, self._cluster.detached_options(name)
+        group = self._cluster.call_ray(util.placement_group, [{"GPU": 1}] * size, strategy="STRICT_PACK", **options)
         try:
-            self._ray.get(self._ray.call_ray(group.ready), timeout=RESERVE_TIMEOUT)
-        except ray.exceptions.GetTimeoutError as error:
-            self._ray.call_ray(ray.util.remove_placement_group, group)
+            self._cluster.get(self._cluster.call_ray(group.ready), timeout=RESERVE_TIMEOUT)
+        except self._cluster.ray.exceptions.GetTimeoutError as error:
+            self._cluster.call_ray(util.remove_placement_group, group)
             raise LayoutError(
                 f"could not reserve {size} GPUs of one node within {RESERVE_TIMEOUT} s, because no node has as many or "
                 "other processes of this Ray cluster use them: wait until they end, use fewer GPUs, or give the number "
@@ -325,11 +277,8 @@ class Placement:
         return group
 
     def _follow_moved_block(self, block: list[Gpu]) -> list[Gpu]:
-        """Return a block (the GPUs of one placement group) with its current node and GPU ids: if the node dies, Ray
-        places the group on another node."""
-        from ray.util.placement_group import placement_group_table
-
-        entry = self._ray.call_ray(placement_group_table, block[0].group)
+        """Return a block with its current node and GPU ids: Ray moves the group of a dead node to another."""
+        entry = self._cluster.call_ray(self._cluster.ray.util.placement_group_table, block[0].group)
         if entry["state"] != "CREATED":
             raise NodeLost(
                 f"a Ray node with {len(block)} of the run's GPUs died ({block[0].node}): run `ray start "
@@ -341,27 +290,24 @@ class Placement:
 
     def _locate(self, group: Any, size: int) -> list[Gpu]:
         """Return the GPUs of a placement group of `size` bundles, ordered by their ids."""
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        probe = ray.remote(_assigned_node_and_gpu_ids)
+        probe = self._cluster.ray.remote(_assigned_node_and_gpu_ids)
         calls = [
-            probe.options(
-                num_cpus=0, num_gpus=0.05, scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)
-            ).remote()
+            probe.options(num_cpus=0, num_gpus=0.05, scheduling_strategy=self._strategy(group, index)).remote()
             for index in range(size)
         ]
-        places = [self._ray.get(call, timeout=PROBE_TIMEOUT) for call in calls]
+        places = [self._cluster.get(call, timeout=PROBE_TIMEOUT) for call in calls]
         gpus = [Gpu(group, bundle, gpu_id, node) for bundle, (node, gpu_id) in enumerate(places)]
         return sorted(gpus, key=lambda gpu: (len(gpu.gpu_id), gpu.gpu_id))
 
     def release(self) -> None:
         """Remove the placement groups, which kills the processes in them."""
-        import ray
-
         blocks, self._blocks = self._blocks, []
         for group in {gpu.group.id: gpu.group for block in blocks for gpu in block}.values():
-            self._ray.call_ray(ray.util.remove_placement_group, group)
+            self._cluster.call_ray(self._cluster.ray.util.remove_placement_group, group)
+
+    def _strategy(self, group: Any, bundle: int) -> Any:
+        """Return the scheduling strategy of a process on one bundle of a placement group."""
+        return self._cluster.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
 
 
 def _assigned_node_and_gpu_ids() -> tuple[str, str]:

@@ -24,9 +24,7 @@ from pathlib import Path
 PREFIX = "penstock-"
 LOCK = "owner.lock"
 KEPT = "kept"  # marker file: the owner failed, and the logs in its directory may be needed
-KEEP_SECONDS = (
-    24 * 3600
-)  # a new owner removes a directory with the file KEPT only after this time; `penstock gc` at once
+KEEP_SECONDS = 24 * 3600  # a new owner removes a directory with the file KEPT only after this; `penstock gc` at once
 COMPILE_CACHES = {  # variable with the directory of a compiler's kernels -> name of our directory
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",  # Inductor, once it has compiled a kernel, moves Triton's default into its own
@@ -41,12 +39,9 @@ _own: tuple[Path, int, int] | None = None  # this process's directory, descripto
 
 
 def own_temp_directory() -> Path:
-    """Return this process's temporary directory.
-
-    The first call creates the directory, sets TMPDIR to it, and removes the directories that dead Penstock processes
-    left. If TMPDIR is already the directory of a living process (on a local Ray, actors inherit the driver's TMPDIR),
-    that directory is returned.
-    """
+    """Return this process's temporary directory. The first call creates it, sets TMPDIR to it, and removes the
+    directories that dead Penstock processes left. If TMPDIR is already the directory of a living process (on a local
+    Ray, actors inherit the driver's TMPDIR), that directory is returned."""
     global _own
     if _own is not None and _own[2] == os.getpid():
         return _own[0]
@@ -109,13 +104,9 @@ def is_temp_directory_kept_at_exit() -> bool:
 
 
 def abandoned_temp_directories(base: Path | None = None, skip_kept_for_seconds: float = 0.0) -> list[Path]:
-    """Return the temporary directories of this user whose owner process is dead.
-
-    Args:
-        base: parent directory to search; by default the one in which `own_temp_directory` creates directories.
-        skip_kept_for_seconds: do not return directories for which `keep_temp_directory_at_exit` was called less than
-            this many seconds ago.
-    """
+    """Return the temporary directories below `base` (default: where `own_temp_directory` creates them) of this user
+    whose owner process is dead, without those for which `keep_temp_directory_at_exit` was called in the last
+    `skip_kept_for_seconds`."""
     base = base or temp_base_directory()
     directories = []
     for directory in sorted(base.glob(f"{PREFIX}*")):

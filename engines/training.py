@@ -155,25 +155,19 @@ class TrainEngine(ABC):
     ) -> list[dict[str, Any]]:
         """Run forward and backward passes of micro-batches, then all-reduce the gradients, which replace earlier ones.
 
-        Args:
-            microbatches: the same number on every rank, and the same micro-batches on the tensor-, context- and
-                pipeline-parallel ranks of a replica.
-            loss_fn: see the docstring of this file.
-            forward_only: whether to skip the backward passes; `loss_fn` may then return None as the loss.
-            routing: routing mode of MoE layers. None: the routers select the experts. "replay": the expert ids in
-                `packed.routing` are used; for layers and tokens without a record the routers select. "record": like
-                "replay", and the ids that were used are added to `packed.routing`.
+        Every rank has the same number of micro-batches, and the tensor-, context- and pipeline-parallel ranks of a
+        replica have the same ones. With `forward_only` `loss_fn` may return None as the loss. Return the outputs of
+        `loss_fn` for each micro-batch, in order, on the last pipeline stage; [] on other stages.
 
-        Returns:
-            the outputs of `loss_fn` for each micro-batch, in order, on the last pipeline stage; [] on other stages.
+        Routing of MoE layers: None: the routers select the experts. "replay": the expert ids in `packed.routing` are
+        used; for layers and tokens without a record the routers select. "record": like "replay", and the ids that were
+        used are added to `packed.routing`.
         """
 
     @abstractmethod
     def optimizer_step(self) -> tuple[bool, float, float]:
         """Clip the gradients, update the weights, and advance the learning-rate scheduler by one step.
-
-        Returns:
-            whether the weights were updated, the gradient norm before clipping, and the learning rate of this step.
+        Return whether the weights were updated, the gradient norm before clipping, and the learning rate of this step.
         """
 
     @abstractmethod
@@ -242,8 +236,7 @@ class TrainEngine(ABC):
         raise NotImplementedError
 
     def load_adapters(self, matrices_of: Callable[[str], tuple[Tensor, Tensor]]) -> None:
-        """Set the adapters: `matrices_of` returns A [parts * r, in] and B [out, r] of a layer by its global name. Not
-        collective."""
+        """Set the adapters; `matrices_of` returns A [parts * r, in] and B [out, r] by layer. Not collective."""
         raise NotImplementedError
 
     # ---- device memory -----------------------------------------------------------------------------------------------
@@ -285,16 +278,7 @@ class TrainBackend(ABC):
         threads: int,
         timeout: timedelta,
     ) -> None:
-        """Initialize torch.distributed and the process groups of a layout, once per process.
-
-        Args:
-            rank: rank of this process.
-            num_ranks: number of processes.
-            rendezvous: URL for torch.distributed, or rank 0's socket that listens at it.
-            layout: parallel sizes.
-            threads: CPU threads of this process.
-            timeout: of collectives.
-        """
+        """Initialize torch.distributed and the process groups of a layout, once per process."""
 
     @abstractmethod
     def build(self, build: EngineBuild) -> TrainEngine:

@@ -25,9 +25,9 @@ from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import EngineError, LayoutError, OptionError
 
 if TYPE_CHECKING:
+    from penstock.engines.backends import EngineMemory
     from penstock.engines.families.shape import ModelShape
     from penstock.engines.megatron.memory_plan import TrainerMemory
-    from penstock.engines.serving.engine_memory import EngineMemory
 
 GIB = 1 << 30
 

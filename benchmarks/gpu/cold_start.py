@@ -23,7 +23,7 @@ from urllib.request import urlopen
 import torch
 
 from penstock.engines.backends import engine_backend
-from penstock.engines.ports import reserve_free_port
+from penstock.engines.network import reserve_free_port
 from penstock.engines.scratch import COMPILE_CACHES
 from penstock.engines.sglang.backend import SGLangServer
 from penstock.flows.config import PostTrainConfig

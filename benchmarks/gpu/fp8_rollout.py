@@ -34,7 +34,7 @@ from penstock.engines.cluster import Cluster
 from penstock.engines.generation import EngineClient, WeightTransport
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.weights.buckets import write_weights
+from penstock.engines.sglang.weight_sender import write_weights
 from penstock.engines.weights.fp8_blocks import QUANTIZATION, fp8_weights, quantize_weights, should_quantize
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import environment

@@ -19,7 +19,7 @@ import psutil
 from scaling_parts import MEMORY, Part
 
 from penstock.engines.local_gpus import visible_gpu_bytes
-from penstock.engines.sglang.checks.cuda_graphs import graph_limit
+from penstock.engines.sglang.checks import graph_limit
 from penstock.flows.commands.demo import EQUAL, TARGETS, command_line, num_trained
 from penstock.storage.commit import RunKeys
 from penstock.storage.samples.shards import read_samples

@@ -14,12 +14,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from penstock.engines.families.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE
+from penstock.engines.families.deepseek_and_glm import DEEPSEEK_V3, GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE
 from penstock.engines.families.entries import ConfigEntries, read_config, refuse_unsupported, rotary_from_config
 from penstock.engines.families.family import Family, load_family
-from penstock.engines.families.glm4 import GLM, GLM4, GLM4_MOE
-from penstock.engines.families.llama import LLAMA, QWEN2, QWEN3
-from penstock.engines.families.qwen3_moe import QWEN3_MOE
+from penstock.engines.families.llama import LLAMA, QWEN2, QWEN3, QWEN3_MOE
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.families.tensor_rows import EMBEDDING, HEAD, TensorLayout, TensorRow
 from penstock.storage.errors import ModelError, PenstockError, PluginError
@@ -34,17 +32,7 @@ FROZEN = ".expert_bias"  # suffix of the names of frozen buffers, which are not 
 
 
 def read_shape(directory: str | Path, family_path: str | None = None) -> ModelShape:
-    """Return the model shape that the config.json of a Hugging Face directory describes.
-
-    Args:
-        directory: Hugging Face directory with config.json.
-        family_path: `--model-family-path`, the file or module of an external family; None: built-in families only.
-
-    Raises:
-        ModelError: config.json is missing, names an unknown architecture, or has an entry that Penstock does not
-            support.
-        PluginError: the external family fails to import or to read config.json.
-    """
+    """Return the model shape that the config.json of a Hugging Face directory describes."""
     path = Path(directory) / "config.json"
     return shape_from_config(read_config(path), str(path), family_path)
 
@@ -86,11 +74,7 @@ def shape_from_config(
     model_type = config["model_type"]
     owners = {name: other.architecture for other in families.values() for name in other.model_types}
     if owners.get(model_type, architecture) != architecture:
-        config.refuse(
-            f"model_type {model_type!r} and architecture {architecture!r}",
-            "which contradict each other",
-            "correct config.json",
-        )
+        config.refuse_contradiction(f"model_type {model_type!r} and architecture {architecture!r}")
     try:
         fields |= family.read(config)
         if "rotary" not in fields:
@@ -130,18 +114,13 @@ def tensor_layout(shape: ModelShape) -> TensorLayout:
 
 def _check_sizes(shape: ModelShape, config: ConfigEntries) -> None:
     """Raise ModelError if model sizes in config.json contradict each other."""
+    heads, groups = shape.num_attention_heads, shape.num_query_groups
     if not shape.head_dim:
-        config.refuse(
-            f"hidden_size {shape.hidden_size} and num_attention_heads {shape.num_attention_heads}",
-            "which make head_dim zero",
-            "correct config.json",
-        )
-    if shape.num_attention_heads % shape.num_query_groups:
-        config.refuse(
-            f"num_attention_heads {shape.num_attention_heads} and num_key_value_heads {shape.num_query_groups}",
-            "but the first must be a multiple of the second",
-            "correct config.json",
-        )
+        found = f"hidden_size {shape.hidden_size} and num_attention_heads {heads}"
+        config.refuse(found, "which make head_dim zero", "correct config.json")
+    if heads % groups:
+        found = f"num_attention_heads {heads} and num_key_value_heads {groups}"
+        config.refuse(found, "but the first must be a multiple of the second", "correct config.json")
     rotated = (shape.latent.qk_rope_head_dim if shape.latent else shape.head_dim) * shape.rotary.fraction
     if rotated % 2:
         config.refuse(
@@ -157,11 +136,8 @@ def _check_sizes(shape: ModelShape, config: ConfigEntries) -> None:
                 "correct config.json",
             )
         if experts.top_k > experts.num_experts // experts.num_groups * experts.top_groups:
-            config.refuse(
-                f"num_experts_per_tok {experts.top_k}",
-                "which exceeds the number of experts that routing can select",
-                "correct config.json",
-            )
+            needed = "which exceeds the number of experts that routing can select"
+            config.refuse(f"num_experts_per_tok {experts.top_k}", needed, "correct config.json")
 
 
 @dataclass(frozen=True)
@@ -186,17 +162,10 @@ def count_rank_parameters(
     expert_tensor: int | None = None,
     outer: Collection[str] | None = None,
 ) -> RankParameters:
-    """Return how many parameters of a model one rank holds.
-
-    Args:
-        shape: shape of the model.
-        layers: indices of the layers that the rank holds.
-        tensor: tensor-parallel size; the vocabulary is padded to a multiple of it.
-        expert: expert-parallel size.
-        expert_tensor: tensor-parallel size of the experts; None means `tensor`.
-        outer: Megatron names of the weights that the rank holds outside of the layers (embedding, final norm, LM head);
-            None means all of these.
-    """
+    """Return how many parameters one rank holds of a model with these tensor-parallel (of all weights, and of experts)
+    and expert-parallel sizes: those of the layers with the indices `layers`, and of the weights outside of the layers
+    (embedding, final norm, LM head) with the Megatron names `outer` (None: all). The vocabulary is padded to a multiple
+    of `tensor`."""
     dense = experts = 0
     for row in family_of(shape).rows(shape):
         if row.megatron.endswith(FROZEN):

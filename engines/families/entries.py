@@ -143,12 +143,7 @@ def check_not_hub_id(flag: str, path: str | Path) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the entries of a config.json.
-
-    Raises:
-        ModelError: the file is missing or does not contain a JSON object. If its directory looks like a Hugging Face
-            hub id, the message has the download command.
-    """
+    """Return the entries of a config.json."""
     check_not_hub_id("--hf-checkpoint", path.parent)
     if not path.exists():
         check_not_gguf(path.parent)
@@ -169,8 +164,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_not_gguf(model: Path) -> None:
-    """Check that a model without config.json or safetensors is not GGUF: such a file, or a directory with one. Raises
-    ModelError."""
+    """Check that a model without config.json or safetensors is not a GGUF file, or a directory with one."""
     files = [model] if model.suffix.lower() == ".gguf" and model.is_file() else sorted(model.glob("*.gguf"))
     if files:
         raise ModelError(
@@ -181,8 +175,7 @@ def check_not_gguf(model: Path) -> None:
 
 
 def check_model_files(directory: Path) -> None:
-    """Check that what a model directory contains are files and directories, and that its JSON files can be read into
-    memory. Raises ModelError."""
+    """Check that a model directory has only files and directories, and JSON files that fit into memory."""
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         try:
             status = path.stat()
@@ -196,13 +189,8 @@ def check_model_files(directory: Path) -> None:
 
 class ConfigEntries:
     """The entries of one config.json, with type checks. `entries[name]` returns the value of an entry; for an absent
-    entry it returns the family's default, or None without a default.
-
-    Args:
-        values: parsed config.json.
-        source: path of config.json, for error messages.
-        defaults: values of absent entries, equal to the defaults of transformers' config class.
-        types: types of entries that only this family has.
+    entry it returns the family's default (equal to that of transformers' config class), or None without a default.
+    `types` are those of entries that only this family has.
     """
 
     def __init__(
@@ -215,7 +203,7 @@ class ConfigEntries:
         other = SPELLINGS.get(name, name)
         if name in self.values and other in self.values and self.values[name] != self.values[other]:
             both = f"{name} {to_short_json(self.values[name])} and {other} {to_short_json(self.values[other])}"
-            self.refuse(both, "which contradict each other", "correct config.json")
+            self.refuse_contradiction(both)
         value = self.values.get(name, self.values.get(other, self.defaults.get(name)))
         return self.check_value(name, value) if name in self.values or other in self.values else value
 
@@ -230,6 +218,10 @@ class ConfigEntries:
         """Raise a ModelError about config.json: what was found, what Penstock needs, and what the user can do."""
         raise ModelError(f"{self.source} says {found}, {needed}: {do}")
 
+    def refuse_contradiction(self, found: str) -> NoReturn:
+        """Raise a ModelError about entries of config.json that contradict each other."""
+        self.refuse(found, "which contradict each other", "correct config.json")
+
 
 def to_short_json(value: Any) -> str:
     """Return a value as JSON, truncated to 60 characters."""
@@ -241,27 +233,19 @@ def rotary_from_config(config: ConfigEntries, fraction: float = 1.0, interleaved
     """Return the RoPE settings of a config.json: its entries `rope_theta` and `rope_scaling` or, since transformers 5,
     `rope_parameters`.
 
-    Args:
-        config: entries of the model's config.json.
-        fraction: fraction of each head's dimensions to which this architecture applies RoPE; if it is below 1, the
-            entry `partial_rotary_factor` overrides it.
-        interleaved: whether RoPE rotates adjacent dimensions (0, 1), (2, 3), ...; see `Rotary`.
+    This architecture applies RoPE to `fraction` of each head's dimensions; if that is below 1, the entry
+    `partial_rotary_factor` overrides it.
     """
     settings = config["rope_scaling"] or config["rope_parameters"] or {}
     if any(isinstance(value, dict) for value in settings.values()):
         config.refuse(
-            f"rope_parameters for {', '.join(settings)}",
-            "but Penstock supports only the same RoPE in all layers",
+            f"rope_parameters for {', '.join(settings)}", "but Penstock supports only the same RoPE in all layers"
         )
 
     def read_setting(name: str) -> Any:  # from the top level or the RoPE settings
         top, inner = config[name], config.check_value(name, settings[name]) if name in settings else None
         if top is not None and inner is not None and top != inner:
-            config.refuse(
-                f"{name} {top} at the top level and {inner} in the RoPE settings",
-                "which contradict each other",
-                "correct config.json",
-            )
+            config.refuse_contradiction(f"{name} {top} at the top level and {inner} in the RoPE settings")
         return top if inner is None else inner
 
     factor = read_setting("partial_rotary_factor")
@@ -317,11 +301,7 @@ def refuse_unsupported(config: ConfigEntries, architecture: str) -> None:
         config.refuse(f"hidden_act {config['hidden_act']!r}", "but Penstock supports only 'silu'")
     layers, kinds = config["num_hidden_layers"], config["layer_types"]
     if kinds is not None and len(kinds) != layers:
-        config.refuse(
-            f"{len(kinds)} layer_types and num_hidden_layers {layers}",
-            "which contradict each other",
-            "correct config.json",
-        )
+        config.refuse_contradiction(f"{len(kinds)} layer_types and num_hidden_layers {layers}")
     full_attention = "but Penstock supports only full attention"
     if windows := [kind for kind in kinds or () if kind != "full_attention"]:
         config.refuse(f"layer_types with {windows[0]!r}", full_attention)

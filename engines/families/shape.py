@@ -48,8 +48,7 @@ class Rotary(_Component):
 
 
 class LatentAttention(_Component):
-    """Sizes of multi-head latent attention (MLA, DeepSeek-V2). Each query and key head has `qk_nope_head_dim +
-    qk_rope_head_dim` dimensions."""
+    """Sizes of multi-head latent attention (MLA, DeepSeek-V2). A query or key head has nope + rope dimensions."""
 
     q_lora_rank: int | None  # None: no low-rank projection of queries
     kv_lora_rank: int
@@ -109,20 +108,13 @@ class ModelShape(BaseModel):
 
     @property
     def num_active_parameters(self) -> int:
-        """Return the number of parameters used for one token: all except the routed experts that are not in the
-        top-k."""
+        """Return the number of parameters used for one token: all except routed experts that are not in the top-k."""
         return self._num_parameters(self.experts.top_k if self.experts else 0)
 
     def train_flops(self, tokens: int, sum_of_squared_lengths: int, *, frozen: bool = False) -> float:
         """Return the FLOPs of one forward and backward pass of the model (Narayanan et al. 2021, without
-        recomputation).
-
-        Args:
-            tokens: number of tokens.
-            sum_of_squared_lengths: sum of the squared lengths of all sequences; causal attention computes half of
-                these token pairs.
-            frozen: the weights have no gradients, because only adapters are trained (which are not counted).
-        """
+        recomputation). Causal attention computes half of the token pairs in `sum_of_squared_lengths` of the sequences.
+        `frozen`: the weights have no gradients, because only adapters are trained (which are not counted)."""
         widths = self.head_dim + (self.latent.v_head_dim if self.latent else self.head_dim)  # QK^T + attention x V
         attention = self.num_layers * self.num_attention_heads * widths * sum_of_squared_lengths
         products = 4.0 if frozen else 6.0  # forward, gradient of the input, gradient of the weight; 2 FLOPs each
@@ -130,13 +122,14 @@ class ModelShape(BaseModel):
 
     def _num_parameters(self, num_experts: int) -> int:
         """Return the number of parameters, counting `num_experts` routed experts per layer."""
+        vectors = (4 if self.sandwich_norms else 2) * self.hidden_size  # weights of norms and biases of one layer
+        if self.latent is not None:
+            vectors += (self.latent.q_lora_rank or 0) + self.latent.kv_lora_rank
+        else:
+            vectors += (self.num_attention_heads + 2 * self.num_query_groups) * self.head_dim if self.qkv_bias else 0
+            vectors += 2 * self.head_dim if self.qk_layernorm else 0
         embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
-        return (
-            self._num_matrix_weights(num_experts)
-            + embedding
-            + self.num_layers * self._num_vector_weights
-            + self.hidden_size
-        )
+        return self._num_matrix_weights(num_experts) + embedding + self.num_layers * vectors + self.hidden_size
 
     def _num_matrix_weights(self, num_experts: int) -> int:
         """Return the number of weights in the matrices that a token is multiplied with, including the LM head and
@@ -162,15 +155,6 @@ class ModelShape(BaseModel):
         down = hidden * (latent.kv_lora_rank + latent.qk_rope_head_dim)
         up = latent.kv_lora_rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
         return query + down + up + heads * latent.v_head_dim * hidden
-
-    @property
-    def _num_vector_weights(self) -> int:
-        """Return the number of weights in the norms and biases of one layer."""
-        norms = (4 if self.sandwich_norms else 2) * self.hidden_size
-        if self.latent is not None:
-            return norms + (self.latent.q_lora_rank or 0) + self.latent.kv_lora_rank
-        biases = (self.num_attention_heads + 2 * self.num_query_groups) * self.head_dim if self.qkv_bias else 0
-        return norms + biases + (2 * self.head_dim if self.qk_layernorm else 0)
 
 
 def experts_format(shape: ModelShape, option: str) -> ExpertsFormat:

@@ -115,8 +115,7 @@ class InterleavedQKV:
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One row of a family's tensor table. Names may contain the placeholders `{layer}` and `{expert}` for layer and
-    expert indices."""
+    """One row of a family's tensor table. Names may contain the placeholders `{layer}` and `{expert}`."""
 
     megatron: str
     op: Op
@@ -162,8 +161,7 @@ class TensorLayout:
         return list(zip(hf_names, op.split(name, tensor), strict=True))
 
     def to_megatron(self, name: str, fetch: Callable[[str], Tensor]) -> Tensor:
-        """Return the full Megatron tensor `name`, joined from Hugging Face tensors; `fetch` returns a Hugging Face
-        tensor by name."""
+        """Return the full Megatron tensor `name`, joined from those that `fetch` returns by Hugging Face name."""
         op, hf_names = self._row(name)
         tensors = [fetch(hf_name) for hf_name in hf_names]
         if len({tensor.dtype for tensor in tensors}) > 1:
@@ -217,8 +215,7 @@ MEGATRON, HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
 def decoder_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the Megatron-to-Hugging-Face tensor mapping of a pre-norm decoder, dense or MoE, with grouped-query
-    attention and SwiGLU."""
+    """Return the rows of a pre-norm decoder, dense or MoE, with grouped-query attention and SwiGLU."""
     input_norm, mlp_norm = norm_rows(shape)
     return [*embedding_rows(shape), input_norm, *attention_rows(shape), mlp_norm, *mlp_rows(shape)]
 
@@ -246,8 +243,7 @@ def norm_rows(shape: ModelShape) -> list[TensorRow]:
 
 
 def attention_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the Megatron-to-Hugging-Face tensor mapping of grouped-query attention, including QKV biases and QK
-    norms if the model has them."""
+    """Return the rows of grouped-query attention, including QKV biases and QK norms if the model has them."""
     heads, groups, dim, hidden = shape.num_attention_heads, shape.num_query_groups, shape.head_dim, shape.hidden_size
     qkv, layers = InterleavedQKV(groups, heads // groups, dim), range(shape.num_layers)
     widths = {"q": heads * dim, "k": groups * dim, "v": groups * dim}
@@ -270,8 +266,7 @@ def attention_rows(shape: ModelShape) -> list[TensorRow]:
 
 
 def mla_rows(shape: ModelShape) -> list[TensorRow]:
-    """Return the Megatron-to-Hugging-Face tensor mapping of multi-head latent attention, with a direct or a low-rank
-    projection of queries."""
+    """Return the rows of multi-head latent attention, with a direct or a low-rank projection of queries."""
     latent, hidden, heads = shape.latent, shape.hidden_size, shape.num_attention_heads
     assert latent is not None, shape.family
     rank, q_rank, queries = latent.kv_lora_rank, latent.q_lora_rank, heads * shape.head_dim
@@ -336,8 +331,7 @@ def unconverted_layer_row(shape: ModelShape, megatron: str, hf: str, size: tuple
 
 
 def renamed(rows: list[TensorRow], names: dict[str, str]) -> list[TensorRow]:
-    """Return `rows` with substrings of their Hugging Face names replaced: each key of `names` by its value, in the
-    order of `names`."""
+    """Return `rows` with each key of `names` replaced by its value in their Hugging Face names, in order."""
 
     def rename(name: str) -> str:
         for old, new in names.items():

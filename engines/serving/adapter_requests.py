@@ -26,11 +26,8 @@ _num_requests: Counter[str] = Counter()  # name of an adapter -> requests in fli
 
 
 class AdapterNames:
-    """Names of the adapters that one driver loads.
-
-    Args:
-        identity: text that differs between runs of the same name, for instance their store and time of creation.
-    """
+    """Names of the adapters that one driver loads. `identity` is a text that differs between runs of the same name, for
+    instance their store and time of creation."""
 
     def __init__(self, identity: str) -> None:
         self._suffix = f"{hashlib.sha256(identity.encode()).hexdigest()[:12]}-{secrets.token_hex(4)}"
@@ -80,8 +77,7 @@ def adapter_of(url: str) -> str | None:
 
 @contextmanager
 def requesting(url: str) -> Iterator[str | None]:
-    """Yield the adapter of a request to the engine at `url` (None: without an adapter), which counts as used inside the
-    block."""
+    """Yield the adapter of a request to the engine at `url`, or None; inside the block it counts as used."""
     with _lock:
         name = _current.get(url)
         if name is not None:

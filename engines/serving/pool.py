@@ -21,25 +21,17 @@ from penstock.engines.options import EngineOptions, HealthCheck
 from penstock.engines.placement import Slot, num_engine_nodes
 from penstock.engines.serving.replica import ExternalReplica, RayReplica, Replica, kill_surplus_replicas
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.serving.supervisor import Listener, Publish, Supervisor, restart_dead_engines
-from penstock.engines.weights.routes import ProcessPlace
+from penstock.engines.serving.supervisor import Listener, Publish, Supervisor
+from penstock.engines.weights.transfer import ProcessPlace
 from penstock.storage.errors import EngineError
 from penstock.storage.secret_references import resolve_secrets
 
 
 class EnginePool:
-    """A pool of inference engines in Ray actors, or of external engines. Thread-safe.
+    """A pool of inference engines in Ray actors, or of external engines (host:port). Thread-safe.
 
     The constructor starts the engines without waiting; methods that need running engines wait until they have started.
-
-    Args:
-        cluster: the Ray connection that runs the actors.
-        spec: model and settings of every server.
-        num_engines: number of engines, each with `spec.tensor_parallel` GPUs if the cluster has GPUs.
-        first_gpu: index of the engines' first GPU in the cluster; 0 to share GPUs with the trainer, which starts at 0.
-        health: health-check settings within `serving`.
-        external: host:port of external engines; if given, the pool starts no engines itself.
-        backend: the engine implementation.
+    Each engine has `spec.tensor_parallel` GPUs if the cluster has GPUs, from GPU `first_gpu` of the cluster on.
 
     Attributes:
         listener: called with the addresses of the live engines whenever these addresses change.
@@ -81,8 +73,7 @@ class EnginePool:
         ]
 
     def split(self, num_engines: int) -> EnginePool:
-        """Move the last `num_engines` engines to a pool of their own, and return it. Raises EngineError if no engine
-        would be left."""
+        """Move the last `num_engines` engines to a pool of their own, and return it."""
         left = len(self._replicas) - num_engines
         if left < 1:
             raise EngineError(
@@ -98,23 +89,15 @@ class EnginePool:
     @contextmanager
     def serving(self, version: str, publish: Publish) -> Iterator[Callable[[], list[str]]]:
         """Make all engines serve the weights of policy version `version`, and keep them serving it inside the block.
+        Yield a function that returns the addresses of the engines that currently serve it.
 
         On entry dead engines are restarted, and the weights are sent to every engine that serves another version.
         Inside the block, engines that die or hang are restarted and get the same weights. Only one thread can be inside
-        such a block; a second caller waits.
+        such a block; a second caller waits. `publish` is called on entry from the caller's thread, and inside the block
+        from threads of the pool, one call at a time.
 
-        Args:
-            version: policy version that the engines must report with every response, `<run>/<number>`.
-            publish: function that sends the weights to engines; its argument is the engines' addresses. It is called on
-                entry from the caller's thread, and inside the block from threads of the pool, one call at a time.
-
-        Yields:
-            A function that returns the addresses of the engines that currently serve `version`.
-
-        Raises:
-            RuntimeError: an engine died after `health.max_restarts` restarts, or could not start; the message has the
-                tail of its log. Raised on entry and by the yielded function.
-            ClusterLost: the local Ray died. Raised on entry and by the yielded function.
+        On entry and by the yielded function, ClusterLost is raised if the local Ray died, and RuntimeError with the
+        tail of the log if an engine died after `health.max_restarts` restarts, or could not start.
         """
         with self._lock:
             supervisor = self._make_supervisor(version, publish)
@@ -128,20 +111,14 @@ class EnginePool:
 
     def update_while_serving(self, version: str, publish: Publish) -> None:
         """Send the weights of policy version `version` to the engines while another thread is inside `serving`; that
-        block keeps the engines at this version from now on. Requests in flight continue with the new weights.
-
-        `publish` and errors as in `serving`.
-        """
+        block keeps the engines at this version from now on. Requests in flight continue with the new weights."""
         supervisor = self._serving
         if supervisor is None:
             raise RuntimeError("weights are sent to engines in use, but no stage uses them: it has failed or ended")
         supervisor.update(version, publish)
 
     def update_to_version(self, version: str, publish: Publish) -> None:
-        """Restart dead engines, and send the weights to every engine that does not serve policy version `version`.
-
-        `publish` and errors as in `serving`.
-        """
+        """Restart dead engines, and send the weights to every engine that does not serve policy version `version`."""
         with self._lock:
             self._make_supervisor(version, publish).restart_and_publish()
 
@@ -151,12 +128,7 @@ class EnginePool:
 
     @property
     def urls(self) -> list[str]:
-        """Wait until all engines have started, and return their addresses.
-
-        Raises:
-            RuntimeError: an engine could not start; the message has the tail of its log. The next access starts it
-            again.
-        """
+        """Wait until all engines have started, and return their addresses."""
         with self._lock:
             for replica in self._replicas:
                 replica.finish_adoption()
@@ -172,11 +144,10 @@ class EnginePool:
         return {url: known[url].place() for url in urls}
 
     def actors(self, urls: Sequence[str]) -> dict[str, Any]:
-        """Return the handle of the Ray actor of each engine at `urls`, on its first node: URL -> handle. External
-        engines, which have no actor, are omitted."""
+        """Return URL -> handle of the Ray actor on the first node of each engine at `urls`, except external ones."""
         replicas = [*self._replicas, *self._split_off]
         known = {replica.known_url: replica for replica in replicas if isinstance(replica, RayReplica)}
-        return {url: known[url].first_actor for url in urls if url in known}
+        return {url: known[url].actors[0] for url in urls if url in known}
 
     def gpus(self) -> list[tuple[str, str]]:
         """Return (Ray node id, GPU id) of every GPU of the engines; [] on CPU, and for external engines."""
@@ -186,9 +157,8 @@ class EnginePool:
     def release_memory(self) -> None:
         """Release the GPU memory of weights and KV cache of all engines; the next publish allocates it again.
 
-        Waits for engines that are starting, because a start needs GPU memory, too. A dead engine has no memory to
-        release. Does nothing inside a `serving` block, where the engines must keep their memory: there the trainer
-        is restored only to send the weights to a restarted engine.
+        Waits for engines that are starting, because a start needs GPU memory, too. Does nothing inside a `serving`
+        block: there the trainer is restored only to send the weights to a restarted engine.
         """
         if self._serving is not None:
             return
@@ -201,53 +171,16 @@ class EnginePool:
             if urls:
                 self._connect(urls).release_memory()
 
-    def restart_dead(self) -> bool:
-        """Restart every engine that is dead or does not answer. Return whether any engine was restarted.
-
-        A restarted engine serves the weights of the model directory and reports `spec.weight_version`.
-
-        Raises:
-            RuntimeError: an engine could not start; the message has the tail of its log.
-        """
-        with self._lock:
-            return bool(restart_dead_engines(self._replicas))
-
-    @property
-    def adopted(self) -> list[bool]:
-        """Return for each engine whether it was started by an earlier driver of this run and adopted (reused); valid
-        after the first access to `urls`."""
-        return [replica.adopted for replica in self._replicas]
-
-    def weight_versions(self) -> list[str]:
-        """Return the weight version that each engine reports."""
-        with self._lock:
-            return [replica.weight_version() for replica in self._replicas]
-
-    def pids(self) -> list[int]:
-        """Return the process id of each engine's server; 0 for an external engine."""
-        return [replica.pid() for replica in self._replicas]
-
-    def log_tails(self, num_lines: int = 25) -> list[str]:
-        """Return the last `num_lines` lines of each engine's log."""
-        return [replica.log_tail(num_lines) for replica in self._replicas]
-
     def stop(self) -> None:
-        """Stop all engines, including those that are still starting. Safe to call twice.
-
-        External engines, and engines that another driver has adopted, are left running.
-        """
+        """Stop all engines, also those that are starting, except external ones and those that another driver has
+        adopted. Safe to call twice."""
         for replica in self._replicas:
             replica.release()
         self._replicas = []
 
 
 def start_pool(cluster: Cluster, options: EngineOptions) -> EnginePool:
-    """Create the engine pool of a run, on the GPUs that the options assign to engines, without waiting for their start.
-
-    Raises:
-        EngineError, OptionError: the engine or this machine does not support an option.
-        LayoutError: the cluster has too few GPUs.
-    """
+    """Create the engine pool of a run, without waiting for the start of the engines."""
     has_gpus = cluster.num_gpus > 0
     options = options.replace_spec_fields(args=resolve_secrets(options.spec.args))
     spec = options.spec.model_copy(

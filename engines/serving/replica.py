@@ -23,7 +23,7 @@ from penstock.engines.placement import NodeLost, Slot
 from penstock.engines.serving import endpoints
 from penstock.engines.serving.endpoints import engine_url
 from penstock.engines.serving.server import ServerInfo, ServerSpec, read_log_tail
-from penstock.engines.weights.routes import ProcessPlace
+from penstock.engines.weights.transfer import ProcessPlace
 
 POLL_SECONDS = 0.5  # interval at which a wait for a starting server checks `cancelled`
 CALL_TIMEOUT = 30.0  # seconds for a call to an idle actor
@@ -63,31 +63,22 @@ class Replica(ABC):
 
     @abstractmethod
     def wait_for_url(self, cancelled: Callable[[], bool] = lambda: False) -> str:
-        """Wait until the server has started and return its address. The call after a failed start starts it again.
-
-        Raises:
-            RuntimeError: the server could not start; the message has the tail of its log.
-            StartCancelled: `cancelled` returned True while waiting; the server continues to start.
-            ClusterLost: the local Ray died while waiting.
-        """
+        """Wait until the server has started and return its address. The call after a failed start, which raises a
+        RuntimeError with the tail of the log, starts it again. Raises StartCancelled if `cancelled` returned True while
+        waiting; the server continues to start."""
 
     @abstractmethod
     def alive(self) -> bool:
         """Return whether the server's process is running. Takes about a millisecond and sends no request to the server.
-
-        Raises:
-            RuntimeError: another driver of the run has taken over the server.
-        """
+        Raises RuntimeError if another driver of the run has taken over the server."""
 
     @abstractmethod
     def place(self) -> ProcessPlace:
         """Return where the server runs."""
 
     def answers_requests(self) -> bool:
-        """Return whether the server runs and answers a request for its weight version.
-
-        This does not detect a stuck scheduler, unlike `generates_tokens`.
-        """
+        """Return whether the server runs and answers a request for its weight version. This does not detect a stuck
+        scheduler, unlike `generates_tokens`."""
         if not self.alive():
             return False
         try:
@@ -109,14 +100,6 @@ class Replica(ABC):
         return self.client.weight_version(self.wait_for_url())
 
     @abstractmethod
-    def pid(self) -> int:
-        """Return the process id of the server's main process, 0 if unknown."""
-
-    @abstractmethod
-    def log_tail(self, num_lines: int = 25) -> str:
-        """Return the last `num_lines` lines of the server's log."""
-
-    @abstractmethod
     def exit_report(self) -> str:
         """Return why the server failed (for instance its exit code), and the tail of its log, for error messages."""
 
@@ -136,13 +119,11 @@ class RayReplica(Replica):
     run left on an external Ray cluster. If one of the processes dies, all of them are restarted.
 
     Args:
-        cluster: the Ray connection that runs the actors.
-        spec: model and settings of the server.
+        cluster, spec, backend: as of `EnginePool`.
         index: position in the pool; part of the actors' names.
         place: returns GPUs and Ray options of each process, by node rank. Called before each start, because Ray may
             move the processes to other GPUs when a node dies; may raise NodeLost.
         owner: id of the `EnginePool`, which stops using a server that another pool takes over, and does not kill it.
-        backend: the engine implementation.
     """
 
     def __init__(
@@ -164,12 +145,13 @@ class RayReplica(Replica):
         self._deadline = 0.0
         self._lost: NodeLost | None = None  # while the start waits for a node
         names = [actor_name(index, rank, spec.role) for rank in range(spec.num_nodes)]
-        self._actors: list[Any] = [actor for name in names if (actor := cluster.find_actor(name)) is not None]
-        if len(self._actors) == spec.num_nodes:
+        # Handles of the Ray actors, by node rank.
+        self.actors: list[Any] = [actor for name in names if (actor := cluster.find_actor(name)) is not None]
+        if len(self.actors) == spec.num_nodes:
             self._slots = place()
             calls = [
                 actor.adopt.remote(owner, spec.digest(slot.gpu_ids))
-                for actor, slot in zip(self._actors, self._slots, strict=True)
+                for actor, slot in zip(self.actors, self._slots, strict=True)
             ]
             self._set_pending_start(calls)
             self.adopted = True
@@ -196,25 +178,17 @@ class RayReplica(Replica):
             self._lost = error
             return
         self._lost = None
-        self._actors = [self._new_actor(rank, slot) for rank, slot in enumerate(self._slots)]
-        if len(self._actors) == 1:
-            calls = [self._actors[0].start.remote()]
+        self.actors = [self._new_actor(rank, slot) for rank, slot in enumerate(self._slots)]
+        if len(self.actors) == 1:
+            calls = [self.actors[0].start.remote()]
         else:
-            rendezvous = self._actors[0].choose_rendezvous.remote()  # Ray passes its result to the calls
-            calls = [actor.start.remote(rendezvous) for actor in self._actors]
+            rendezvous = self.actors[0].choose_rendezvous.remote()  # Ray passes its result to the calls
+            calls = [actor.start.remote(rendezvous) for actor in self.actors]
         self._set_pending_start(calls)
 
-    @property
-    def first_actor(self) -> Any:
-        """Return the handle of the Ray actor of node rank 0."""
-        return self._actors[0]
-
     def _new_actor(self, rank: int, slot: Slot) -> Any:
-        """Return a new actor for the server process with a node rank. Raises RuntimeError if another driver uses the
-        actor's name."""
-        import ray
-
-        remote_class: Any = ray.remote(self.backend.server_class())
+        """Return a new actor for the server process with a node rank."""
+        remote_class = self.cluster.ray.remote(self.backend.server_class())
         options = {**slot.options, **self.cluster.detached_options(actor_name(self.index, rank, self.spec.role))}
         deadline = time.monotonic() + NAME_TIMEOUT
         while True:
@@ -262,13 +236,11 @@ class RayReplica(Replica):
         return self.known_url
 
     def alive(self) -> bool:
-        import ray
-
         try:
-            return bool(self._actors) and all(
-                self._call_actor("alive", self.owner, rank=r) for r in range(len(self._actors))
+            return bool(self.actors) and all(
+                self._call_actor("alive", self.owner, rank=r) for r in range(len(self.actors))
             )
-        except ray.exceptions.RayError:
+        except self.cluster.ray.exceptions.RayError:
             return False
 
     def place(self) -> ProcessPlace:
@@ -277,18 +249,10 @@ class RayReplica(Replica):
         nodes = [info.node for info, slot in zip(servers, self._slots, strict=True) for _ in slot.gpu_ids or ("cpu",)]
         return ProcessPlace(servers[0].node, gpu_ids, servers[0].pid, tuple(nodes) if len(servers) > 1 else ())
 
-    def pid(self) -> int:
-        return int(self._call_actor("info").pid)
-
-    def log_tail(self, num_lines: int = 25) -> str:
-        return str(self._call_actor("log_tail", num_lines))
-
     def exit_report(self) -> str:
-        import ray
-
         try:
-            reports = [str(self._call_actor("exit_report", rank=rank)) for rank in range(len(self._actors))]
-        except ray.exceptions.RayError:
+            reports = [str(self._call_actor("exit_report", rank=rank)) for rank in range(len(self.actors))]
+        except self.cluster.ray.exceptions.RayError:
             tail = read_log_tail(Path(self._log), 25)  # empty if the actor ran on another machine
             return f"{self.label} died because its Ray actor died; tail of {self._log}:\n{tail}"
         dead = [report for report in reports if report.startswith("died")]
@@ -296,11 +260,9 @@ class RayReplica(Replica):
 
     def kill(self) -> None:
         """Kill the actors. The server dies with them, even if actor or server is stuck (see `launch.py`)."""
-        import ray
-
         self.known_url, self._starts = None, []
-        for actor in self._actors:
-            self.cluster.call_ray(ray.kill, actor, no_restart=True)
+        for actor in self.actors:
+            self.cluster.call_ray(self.cluster.ray.kill, actor, no_restart=True)
 
     def release(self) -> None:
         """Kill the server, unless another driver has adopted it."""
@@ -321,14 +283,13 @@ class RayReplica(Replica):
 
     def _read_start_results(self) -> None:
         """Wait up to POLL_SECONDS for the actors' `start` or `adopt` calls, and read those that have finished. When all
-        have, store the server's address.
-
-        If the server could not be adopted, or its GPUs have moved to another node meanwhile, start a new one. Raises
-        RuntimeError if the server could not start.
-        """
-        import ray
-
-        finished = self._wait_for_starts()
+        have, store the server's address. If the server could not be adopted, or its GPUs have moved to another node
+        meanwhile, start a new one."""
+        waiting, finished, timeout = list(self._starts), list[Any](), POLL_SECONDS
+        while waiting and (done := self.cluster.wait(waiting, timeout))[0]:
+            finished += done[0]
+            waiting, timeout = done[1], 0.0
+        finished.sort(key=self._starts.index)  # by node rank
         try:
             urls = [self.cluster.get(call, timeout=CALL_TIMEOUT) for call in finished]
             if None not in urls and len(urls) < len(self._starts):
@@ -342,38 +303,27 @@ class RayReplica(Replica):
                 endpoints.set_api_key(url, servers[0].key)  # an adopted server's key is known only to its actor
                 self.known_url, self._starts = url, []
                 return
-        except ray.exceptions.RayError as error:
+        except self.cluster.ray.exceptions.RayError as error:
             self.kill()
             if self.adopted:
                 logger.warning("%s cannot be adopted (%s); starting a new one", self.label, error)
                 self.launch_server()
                 return
-            if isinstance(error, ray.exceptions.RayTaskError):
+            if isinstance(error, self.cluster.ray.exceptions.RayTaskError):
                 raise error.cause from None
             raise RuntimeError(f"{self.label} did not start, because its Ray actor died: {error}") from error
         self.kill()
         self.launch_server()
 
-    def _wait_for_starts(self) -> list[Any]:
-        """Wait up to POLL_SECONDS. Return the `start` or `adopt` calls that have finished, by node rank."""
-        waiting, finished = list(self._starts), list[Any]()
-        timeout = POLL_SECONDS
-        while waiting and (done := self.cluster.wait(waiting, timeout))[0]:
-            finished += done[0]
-            waiting, timeout = done[1], 0.0
-        return [call for call in self._starts if call in finished]
-
     def _server_infos(self) -> list[ServerInfo]:
         """Return the information about each server process, by node rank."""
-        return [self._call_actor("info", rank=rank) for rank in range(len(self._actors))]
+        return [self._call_actor("info", rank=rank) for rank in range(len(self.actors))]
 
     def _call_actor(self, method: str, *args: Any, rank: int = 0) -> Any:
         """Call a method of the actor with a node rank and return its result."""
-        import ray
-
         try:
-            return self.cluster.get(getattr(self._actors[rank], method).remote(*args), timeout=CALL_TIMEOUT)
-        except ray.exceptions.RayTaskError as error:
+            return self.cluster.get(getattr(self.actors[rank], method).remote(*args), timeout=CALL_TIMEOUT)
+        except self.cluster.ray.exceptions.RayTaskError as error:
             raise error.cause from None
 
 
@@ -386,27 +336,18 @@ def kill_surplus_replicas(cluster: Cluster, index: int, num_nodes: int = 1, role
     """Kill detached actors that an earlier driver of this run, which used more engines or nodes, left on an external
     Ray cluster: all actors of engines from `index` on, and those of node rank `num_nodes` or higher of every engine.
     Only those whose `ServerSpec.role` is `role`."""
-    import ray
-
     for engine in count():
         first = num_nodes if engine < index else 0
         names = (actor_name(engine, rank, role) for rank in count(first))
         surplus = list(takewhile(bool, map(cluster.find_actor, names)))
         for actor in surplus:
-            cluster.call_ray(ray.kill, actor, no_restart=True)
+            cluster.call_ray(cluster.ray.kill, actor, no_restart=True)
         if engine >= index and not surplus:
             return
 
 
 class ExternalReplica(Replica):
-    """A `Replica` for an engine that Penstock does not start or stop.
-
-    Args:
-        address: host:port of the engine.
-        spec: the model that the engine must serve, its API key, and the time to wait for it (`start_timeout`).
-        index: position in the pool.
-        backend: the engine implementation.
-    """
+    """A `Replica` for an engine that Penstock does not start or stop."""
 
     def __init__(self, address: str, spec: ServerSpec, index: int, backend: EngineBackend) -> None:
         super().__init__(spec, index, backend)
@@ -450,12 +391,6 @@ class ExternalReplica(Replica):
 
     def place(self) -> ProcessPlace:
         return ProcessPlace("")  # unknown
-
-    def pid(self) -> int:
-        return 0
-
-    def log_tail(self, num_lines: int = 25) -> str:
-        return f"the external engine at {self.address} was not started by Penstock: see the log where it was started"
 
     def exit_report(self) -> str:
         return f"the external engine at {self.address} does not generate tokens"

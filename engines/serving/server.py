@@ -23,8 +23,16 @@ from typing import Any, ClassVar, NamedTuple
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-from penstock.engines.network import LOOPBACK, interface_of, join_address, node_address, socket_environment
-from penstock.engines.ports import HIGHEST, is_free, reserve_free_port
+from penstock.engines.network import (
+    HIGHEST,
+    LOOPBACK,
+    interface_of,
+    is_free,
+    join_address,
+    node_address,
+    reserve_free_port,
+    socket_environment,
+)
 from penstock.engines.scratch import end_with_parent, own_temp_directory
 from penstock.engines.serving import endpoints
 from penstock.storage.commit import Commit
@@ -95,9 +103,8 @@ class EngineServer(ABC):
     Args:
         spec: model and settings of the server.
         index: position of the engine in the pool.
-        gpu_ids: GPU ids on the node, for CUDA_VISIBLE_DEVICES; empty for a CPU engine.
-        owner: id of the pool that supervises the server. On an external Ray cluster the server outlives its pool, and
-            the next pool adopts it.
+        gpu_ids: for CUDA_VISIBLE_DEVICES; empty for a CPU engine.
+        owner: id of the pool that supervises the server, until another pool adopts it.
         node_rank: position of this process among the `spec.num_nodes` processes of the engine. Requests go to the
             process with node rank 0; the other processes only compute.
     """
@@ -131,11 +138,8 @@ class EngineServer(ABC):
 
     @abstractmethod
     def command(self, port: int) -> list[str]:
-        """Return the command line of the server, without the API key, because `ps` shows it to other users.
-
-        The process must end when its parent dies, and read its API key from the environment variable
-        PENSTOCK_SERVER_KEY.
-        """
+        """Return the command line of the server, without the API key, because `ps` shows it to other users. The process
+        must end when its parent dies, and read its API key from the environment variable PENSTOCK_SERVER_KEY."""
 
     @abstractmethod
     def is_ready(self) -> bool:
@@ -146,23 +150,13 @@ class EngineServer(ABC):
         return {}
 
     def choose_rendezvous(self) -> str:
-        """Reserve the port at which the processes of an engine over several nodes meet, on this node. Return
-        host:port."""
+        """Reserve the port on this node at which the processes of an engine meet. Return host:port."""
         host = node_address(self.spec.network_interface) if self.spec.several_nodes else LOOPBACK
         return join_address(host, reserve_free_port(HIGHEST - 8, range(1, 8), host))
 
     def start(self, rendezvous: str = "") -> str:
-        """Start the server, wait until it is ready, and return its URL.
-
-        Args:
-            rendezvous: the result of `choose_rendezvous` of node rank 0, for an engine over several nodes.
-
-        Raises:
-            EngineError: this node does not have the network interface `spec.network_interface`, or `spec.port` is in
-                use.
-            RuntimeError: the server died, could not bind its port, or was not ready within `spec.start_timeout`
-                seconds; the message has the tail of its log.
-        """
+        """Start the server, wait until it is ready, and return its URL. `rendezvous`: the result of `choose_rendezvous`
+        of node rank 0, for an engine over several nodes."""
         assert self._process is None, "the server has already been started"
         end_with_parent()
         deadline = time.monotonic() + self.spec.start_timeout
@@ -191,10 +185,7 @@ class EngineServer(ABC):
 
     def adopt(self, owner: str, digest: str) -> str | None:
         """Make the pool with the id `owner` the owner of the running server; its earlier pool can no longer use it.
-
-        Returns:
-            The server's URL; None if the server is dead or its `ServerSpec.digest` differs from `digest`.
-        """
+        Return the URL, or None if the server is dead or its `ServerSpec.digest` differs from `digest`."""
         self.owner = owner
         return self.url() if self.alive() and digest == self.spec.digest(self.gpu_ids) else None
 
@@ -212,25 +203,14 @@ class EngineServer(ABC):
 
     def alive(self, owner: str | None = None) -> bool:
         """Return whether the server's main process is running, which must end when one of its child processes dies.
-
-        Raises:
-            RuntimeError: `owner` is given, but another driver of the run has taken over the server.
-        """
+        Raises RuntimeError if `owner` is given, but another driver of the run has taken over the server."""
         if owner is not None and owner != self.owner:
             raise RuntimeError("another driver now uses the engines of this run: start only one driver per run")
         return self._process is not None and self._process.poll() is None
 
     def download(self, store: str, store_options: dict[str, Any], commit: Commit) -> str:
-        """Download the files of `commit` to this machine and return their directory; `remove_download` deletes it.
-
-        Args:
-            store: URI of the store.
-            store_options: options of its file system.
-            commit: lists the files with their sizes and hashes; need not be in the store as a commit record.
-
-        Raises:
-            StoreError: a file is missing, or differs from the commit.
-        """
+        """Download the files that `commit` lists (it need not be in the store) to this machine and return their
+        directory; `remove_download` deletes it."""
         self.remove_download()  # files that a trainer left when it died
         return str(self._download.enter_context(Store(store, store_options, probe=False).reading(commit)))
 
@@ -270,7 +250,11 @@ class EngineServer(ABC):
         assert self.key, "a server needs an API key"
         if spec.port and self.node_rank == 0:
             self._port = spec.port + self.index
-            self._wait_for_free_port()
+            deadline = time.monotonic() + PORT_TIMEOUT
+            while not is_free(self._port, self._host):  # a killed server of this engine may still be ending
+                if time.monotonic() > deadline:
+                    raise self._port_error()
+                time.sleep(0.1)
         else:
             self._port = reserve_free_port(self.highest_port, self.derived_ports, self._host)
         env = {
@@ -303,15 +287,6 @@ class EngineServer(ABC):
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env | spec.env
             )
-
-    def _wait_for_free_port(self) -> None:
-        """Wait until the fixed port is free: a killed server of this engine may still be ending. Raises EngineError
-        after PORT_TIMEOUT seconds."""
-        deadline = time.monotonic() + PORT_TIMEOUT
-        while not is_free(self._port, self._host):
-            if time.monotonic() > deadline:
-                raise self._port_error()
-            time.sleep(0.1)
 
     def _port_was_taken(self) -> bool:
         """Return whether the log reports that the server could not bind its port; its process may keep running."""

@@ -28,8 +28,6 @@ class Supervisor:
     """Keeps engines serving one policy version. A context manager; call `restart_and_publish` before entering.
 
     Args:
-        replicas: all engines of the pool.
-        version: policy version that the engines must serve.
         publish: function that sends the weights to the engines at the given addresses, which then report `version`.
             Called from several threads, one call at a time.
         health: health-check intervals and the limit on restarts.
@@ -63,11 +61,7 @@ class Supervisor:
 
         Restarts of engines that were already dead before the call do not count towards `health.max_restarts`, because
         no requests were running; restarts of engines that die during the call count.
-
-        Raises:
-            RuntimeError: an engine could not start, or died after `health.max_restarts` restarts; the message has the
-                tail of its log.
-            ConnectionError: a weight update failed although all engines are healthy; the caller may retry.
+        Raises ConnectionError if a weight update failed although all engines are healthy; the caller may retry.
         """
         for replica in restart_dead_engines(self.replicas):
             logger.warning("%s died before generation started; restarted it", replica.label)
@@ -108,11 +102,8 @@ class Supervisor:
 
     def update(self, version: str, publish: Publish) -> None:
         """Send the weights of `version` to the live engines while they generate. From now on restarted engines get
-        weights from `publish`, too.
-
-        An engine that dies meanwhile is restarted as usual. Raises ConnectionError if the update of a healthy engine
-        failed; the caller may retry.
-        """
+        weights from `publish`, too. Raises ConnectionError if the update of a healthy engine failed; the caller may
+        retry."""
         with self._lock:
             self.version, self.publish = version, publish
             live = [replica for replica in self.replicas if replica.index in self._live]
@@ -126,13 +117,7 @@ class Supervisor:
                     live = healthy
 
     def live_urls(self) -> list[str]:
-        """Return the addresses of the engines that serve the policy version; empty while all engines are restarting.
-
-        Raises:
-            RuntimeError: an engine died after `health.max_restarts` restarts; the message has the tail of its log.
-            ConnectionError: sending the weights to a restarted engine failed although the engine is healthy.
-            ClusterLost: the local Ray died.
-        """
+        """Return the addresses of the engines that serve the policy version; empty while all engines are restarting."""
         self.check()
         if self._failure is not None:
             raise self._failure
@@ -167,13 +152,7 @@ class Supervisor:
                 self._failure = error
 
     def _restart(self, replica: Replica, cause: str) -> None:
-        """Restart an engine and send it the weights, with retries, until it serves the policy version.
-
-        Raises:
-            StartCancelled: the supervisor exited. A server that is starting is not killed; the next supervisor uses it.
-            RuntimeError: all `health.max_restarts` restarts are used up.
-            ConnectionError: the weight update failed although the engine is healthy.
-        """
+        """Restart an engine and send it the weights, with retries, until it serves the policy version."""
         self._set_live({index: url for index, url in self._live.items() if index != replica.index})
         start = time.monotonic()
         while True:
@@ -223,14 +202,7 @@ class Supervisor:
 
 
 def restart_dead_engines(replicas: Sequence[Replica]) -> list[Replica]:
-    """Wait until all engines have started, then restart in parallel the engines that do not answer.
-
-    Returns:
-        The restarted engines.
-
-    Raises:
-        RuntimeError: an engine could not start; the message has the tail of its log.
-    """
+    """Wait until all engines have started, then restart in parallel the engines that do not answer."""
     for replica in replicas:
         replica.finish_adoption()
     for replica in replicas:

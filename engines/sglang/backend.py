@@ -4,72 +4,44 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.engines.backends import EngineBackend, EngineFacts, RequestRouter
+from penstock.engines.backends import (
+    EngineBackend,
+    EngineFacts,
+    EngineMemory,
+    RequestRouter,
+    estimate_engine_memory,
+)
 from penstock.engines.families.entries import read_config
 from penstock.engines.generation import EngineUrls
+from penstock.engines.network import HIGHEST, is_free, reserve_free_port
 from penstock.engines.options import EngineOptions
-from penstock.engines.ports import HIGHEST, reserve_free_port
 from penstock.engines.serving.endpoints import engine_url
 from penstock.engines.serving.server import EngineServer
-from penstock.engines.sglang import control, older_release
-from penstock.engines.sglang.checks.cuda_graphs import graph_warning, without_prefill_graphs
-from penstock.engines.sglang.checks.lora_support import (
-    check_external_adapters,
-    lora_args,
-    reason_against_adapters,
-)
-from penstock.engines.sglang.checks.model_support import check_fp8_hardware, check_fp8_widths, check_model
-from penstock.engines.sglang.checks.speculative import (
-    DRAFT_MODEL,
-    check_speculative,
-    draft_model,
-    drafts_with_mtp_layer,
-    is_speculative,
-)
-from penstock.engines.sglang.passthrough import (
-    check_router_args,
-    check_sampling,
-    check_sampling_seeds,
-    check_sglang_args,
-    find_biasing_params,
-    flag_tables,
-    to_command_line,
-)
+from penstock.engines.sglang import checks, control, older_release, passthrough
+from penstock.engines.sglang.checks import draft_model, is_speculative
+from penstock.engines.sglang.passthrough import check_router_args, check_sglang_args, to_command_line
 from penstock.engines.weights.fp8_blocks import BLOCK, find_unsupported_entry, mean_bytes_per_weight
 from penstock.storage.errors import EngineError, ModelError, OptionError
 from penstock.storage.secret_references import resolve_secrets
 
 if TYPE_CHECKING:
     from penstock.engines.families.shape import ModelShape
-    from penstock.engines.serving.engine_memory import EngineMemory
     from penstock.engines.sglang.client import SGLangClient
     from penstock.storage.samples.routed_experts import ExpertsFormat
 
 LAUNCHER = Path(__file__).with_name("launch.py")  # a script; do not import it: its top-level code patches the process
 STATIC_SHARE = 0.85  # assumed without --sglang-mem-fraction-static: SGLang 0.5 chooses about 0.83 to 0.9 on 80 GiB
 # Entries of config.json that must be equal for a model to load another model's weights.
-MODEL_SIZES = [
-    "architectures",
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_experts",
-    "n_routed_experts",
-    "kv_lora_rank",
-    "q_lora_rank",
-    "tie_word_embeddings",
-]
+MODEL_SIZES = (
+    *("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "intermediate_size", "moe_intermediate_size", "num_experts", "n_routed_experts", "kv_lora_rank"),
+    *("q_lora_rank", "tie_word_embeddings"),
+)
 
 
 def default_args(options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
@@ -135,7 +107,7 @@ class SGLangBackend(EngineBackend):
     )
     context_flag = "--sglang-context-length"
     speculation_flag = "--sglang-speculative-algorithm"
-    path_flags = DRAFT_MODEL
+    path_flags = checks.DRAFT_MODEL
 
     def facts(self, args: Mapping[str, Any]) -> EngineFacts:
         length = args.get("context_length")
@@ -151,7 +123,7 @@ class SGLangBackend(EngineBackend):
         return check_router_args(args) if router else check_sglang_args(args)
 
     def flag_tables(self) -> Mapping[str, Mapping[str, str]]:
-        return flag_tables()
+        return passthrough.flag_tables()
 
     def start_check(self) -> tuple[list[str], str]:
         advice = f"without CUDA torchvision must be in {sys.prefix}/sglang-site, not in site-packages"
@@ -174,22 +146,21 @@ class SGLangBackend(EngineBackend):
 
     def server_args(self, options: EngineOptions, *, has_gpus: bool) -> dict[str, Any]:
         self.check_gpus(options, has_gpus=has_gpus)
+        offload = options.offload and has_gpus
+        switches = {
+            "enable_return_routed_experts": options.return_experts,
+            "enable_fp32_lm_head": options.fp32_head,
+            "enable_deterministic_inference": options.sampling_seeds,
+            "enable_memory_saver": offload,
+            # Weight updates do not replace the draft layers, and nothing else restores the weights below adapters.
+            "enable_draft_weights_cpu_backup": offload and is_speculative(check_sglang_args(options.spec.args)),
+            "enable_weights_cpu_backup": offload and options.adapters is not None,
+        }
         args = default_args(options, has_gpus=has_gpus) | options.spec.args
-        if options.return_experts:
-            args = {**args, "enable_return_routed_experts": True}
-        if options.fp32_head:
-            args = {**args, "enable_fp32_lm_head": True}
-        if options.sampling_seeds:
-            args = {**args, "enable_deterministic_inference": True}
-        if options.offload and has_gpus:
-            args = {**args, "enable_memory_saver": True}
-            if is_speculative(check_sglang_args(options.spec.args)):  # weight updates do not replace the draft layers
-                args["enable_draft_weights_cpu_backup"] = True
-            if options.adapters is not None:  # nothing else restores the weights
-                args["enable_weights_cpu_backup"] = True
+        args |= {name: True for name, is_on in switches.items() if is_on}
         if options.adapters is not None:
-            args = lora_args(options.adapters) | args
-        return without_prefill_graphs(args) if has_gpus and options.spec.python is None else args
+            args = checks.lora_args(options.adapters) | args
+        return checks.without_prefill_graphs(args) if has_gpus and options.spec.python is None else args
 
     def create_router(self, options: EngineOptions) -> RequestRouter | None:
         if options.router is None:
@@ -202,7 +173,7 @@ class SGLangBackend(EngineBackend):
     def check_options(self, options: EngineOptions) -> None:
         spec, routed = options.spec, options.router is not None
         if not options.external and spec.python is None:  # otherwise the server's SGLang is not the one installed here
-            check_model(read_config(Path(spec.model_path) / "config.json"))
+            checks.check_model(read_config(Path(spec.model_path) / "config.json"))
             if options.in_flight:
                 older_release.check_streaming()
         if options.external and options.in_flight == "in_place":
@@ -214,9 +185,9 @@ class SGLangBackend(EngineBackend):
         args = check_sglang_args(spec.args)
         if options.router is not None:
             check_router_args(options.router)
-        check_sampling(options.sampling, routed=routed)
-        check_speculative(args, options)
-        check_sampling_seeds(options.sampling_seeds, options.sampling, spec.args)
+        passthrough.check_sampling(options.sampling, routed=routed)
+        checks.check_speculative(args, options)
+        passthrough.check_sampling_seeds(options.sampling_seeds, options.sampling, spec.args)
         for address in options.external:
             engine_url(address)
         if options.return_experts and routed:
@@ -224,16 +195,10 @@ class SGLangBackend(EngineBackend):
                 "--use-rollout-routing-replay cannot be combined with --use-router, because SGLang's router drops the "
                 "request for routed experts: omit --use-router, or --use-rollout-routing-replay"
             )
-        if spec.port:
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind(("127.0.0.1", spec.port))
-                except OSError:
-                    raise EngineError(
-                        f"port {spec.port} of --engine-port is in use: give another port, or omit the option to use a "
-                        "free one"
-                    ) from None
+        if spec.port and not is_free(spec.port):
+            raise EngineError(
+                f"port {spec.port} of --engine-port is in use: give another port, or omit the option to use a free one"
+            )
 
     def check_gpus(self, options: EngineOptions, *, has_gpus: bool) -> None:
         if has_gpus or options.external:
@@ -250,7 +215,7 @@ class SGLangBackend(EngineBackend):
             )
 
     def check_sharding(self, options: EngineOptions, shape: ModelShape) -> None:
-        check_fp8_widths(options, shape)
+        checks.check_fp8_widths(options, shape)
 
     def check_weight_updates(self, options: EngineOptions, capabilities: list[tuple[int, int]] | None) -> None:
         directory = Path(options.spec.model_path)
@@ -273,11 +238,9 @@ class SGLangBackend(EngineBackend):
                 f"and dynamic activation scales: use a bf16 checkpoint, or {copy}"
             )
         if capabilities is not None:
-            check_fp8_hardware(options, capabilities)
+            checks.check_fp8_hardware(options, capabilities)
 
     def estimate_memory(self, options: EngineOptions, shape: ModelShape, gpu_bytes: int) -> EngineMemory:
-        from penstock.engines.serving.engine_memory import estimate_engine_memory
-
         args = check_sglang_args(options.spec.args)
         share = args.get("mem_fraction_static")
         if share is not None and not (type(share) in (int, float) and 0 < share < 1):
@@ -295,23 +258,23 @@ class SGLangBackend(EngineBackend):
             round((share or STATIC_SHARE) * gpu_bytes),
             bytes_per_weight=bytes_per_weight,
             bytes_per_kv_element=1 if str(args.get("kv_cache_dtype", "auto")).startswith("fp8") else bytes_per_element,
-            num_draft_layers=shape.num_mtp_layers if drafts_with_mtp_layer(args) else 0,
+            num_draft_layers=shape.num_mtp_layers if is_speculative(args) and draft_model(args) is None else 0,
             share_flag="--sglang-mem-fraction-static",
         )
 
     def graph_warning(self, options: EngineOptions, num_samples: int, gpu_bytes: int) -> str | None:
-        return graph_warning(options, num_samples, gpu_bytes)
+        return checks.graph_warning(options, num_samples, gpu_bytes)
 
     def reason_against_adapters(
         self, options: EngineOptions, shape: ModelShape, layers: Iterable[str], *, compare: bool
     ) -> str | None:
-        return reason_against_adapters(options, shape, layers, compare=compare)
+        return checks.reason_against_adapters(options, shape, layers, compare=compare)
 
     def check_external_server(self, url: str, model_path: str, args: Mapping[str, Any]) -> None:
         release, _ = control.release_and_tp_size(url)
         older_release.check_external_release(url, release)
         if args.get("enable_lora"):
-            check_external_adapters(url, args)
+            checks.check_external_adapters(url, args)
         if args.get("enable_fp32_lm_head") and not control.call_server(url, "/server_info").get("enable_fp32_lm_head"):
             raise EngineError(
                 f"the external engine at {url} computes its logits in the model's data type, but --fp32-lm-head needs "
@@ -339,4 +302,4 @@ class SGLangBackend(EngineBackend):
                 )
 
     def find_biasing_params(self, params: Mapping[str, Any]) -> list[str]:
-        return find_biasing_params(params)
+        return passthrough.find_biasing_params(params)

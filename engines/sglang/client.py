@@ -35,7 +35,7 @@ from penstock.storage.samples.routed_experts import ExpertsFormat
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.engines.sglang.weights.sender import WeightSender
+    from penstock.engines.sglang.weight_sender import WeightSender
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,14 +54,11 @@ class SGLangClient(EngineClient):
     """An `EngineClient` that sends each request to the engine with the fewest samples in flight.
 
     Args:
-        urls: the engines' addresses, or a function that returns the addresses of the live engines. With a function, a
-            request waits while no engine is live, and is sent again if its engine is no longer in the list.
-        timeout: seconds for one request, including the time spent waiting for an engine.
+        urls, timeout: see `EngineBackend.connect`. With a function, a request waits while no engine is live, and is
+            sent again if its engine is no longer in the list.
         num_tries: maximum number of tries of a request. Tries that ended with a retryable HTTP status count; those that
             ended with a connection error count only if `urls` is a fixed list.
-        experts: if given, request the routed expert ids and encode them in this format.
-        router: if given, returns the router's address, or None while the router is down. Generation requests are then
-            sent to the router, which chooses the engine; all other requests are sent directly to the engines.
+        experts, router: see `EngineBackend.connect`. All requests except generation are sent directly to the engines.
     """
 
     def __init__(
@@ -116,17 +113,33 @@ class SGLangClient(EngineClient):
 
     async def abort(self) -> None:
         self._aborted = True
+        gate = asyncio.Semaphore(MAX_CONCURRENT_ABORTS)
+
+        async def abort_sample(request: str, url: str, sample: str) -> None:
+            async with gate:
+                if request in self._running:
+                    with suppress(
+                        aiohttp.ClientError, _RetryableError
+                    ):  # `_request_with_retries` handles a dead engine
+                        await self._post(url, "/abort_request", {"rid": sample})
+
         while self._running:
-            await self._abort_running()
+            calls = [
+                abort_sample(request, url, f"{request}_{index}")  # SGLang appends the sample's index to the request id
+                for request, (sent_to, n) in self._running.items()
+                for index in range(n)
+                for url in ([sent_to] if self.router is None else self.urls)
+            ]
+            await asyncio.gather(*calls)
             await asyncio.sleep(POLL_ABORTS)  # repeated: an engine ignores aborts of requests that have not arrived yet
 
     def prepare_weight_updates(self) -> None:
-        import penstock.engines.sglang.weights.sender  # noqa: F401
+        import penstock.engines.sglang.weight_sender  # noqa: F401
 
     def update_weights(
         self, named: Iterable[tuple[str, Tensor]], version: str, transport: WeightTransport = OVER_MEMORY
     ) -> None:
-        from penstock.engines.sglang.weights.sender import WeightSender  # local import, because it imports torch
+        from penstock.engines.sglang.weight_sender import WeightSender  # local import, because it imports torch
 
         if self._weight_sender is None:
             self._weight_sender = WeightSender()
@@ -165,41 +178,12 @@ class SGLangClient(EngineClient):
             return version
         return adapter_requests.version_of(adapter) if adapter in control.loaded_adapters(url, timeout) else version
 
-    def pause(self) -> None:
-        for url in self.urls:
-            control.pause_generation(url)
-
-    def resume(self) -> None:
-        for url in self.urls:
-            control.resume_generation(url)
-
     # ---- inside ------------------------------------------------------------------------------------------------------
-
-    async def _abort_running(self) -> None:
-        """Send an abort for every sample of the running requests; with a router, to every engine."""
-        gate = asyncio.Semaphore(MAX_CONCURRENT_ABORTS)
-
-        async def abort_sample(request: str, url: str, sample: str) -> None:
-            async with gate:
-                if request in self._running:
-                    with suppress(
-                        aiohttp.ClientError, _RetryableError
-                    ):  # `_request_with_retries` handles a dead engine
-                        await self._post(url, "/abort_request", {"rid": sample})
-
-        calls = [
-            abort_sample(request, url, f"{request}_{index}")  # SGLang appends the index of the sample to the request id
-            for request, (sent_to, n) in self._running.items()
-            for index in range(n)
-            for url in ([sent_to] if self.router is None else self.urls)
-        ]
-        await asyncio.gather(*calls)
 
     async def _request_with_retries(
         self, prompts: list[list[int]], sampling: dict[str, Any] | list[dict[str, Any]], session: str | None
     ) -> list[Generation]:
-        """Send a generation request, with retries, and return one generation per prompt; empty ones if the client is
-        aborted."""
+        """Send a request, with retries. Return one generation per prompt; empty ones if the client is aborted."""
         body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
         if self.experts is not None:
             body["return_routed_experts"] = True
@@ -214,7 +198,12 @@ class SGLangClient(EngineClient):
                     self._backoff.pop(url, None)
                     return generations
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _RetryableError) as error:
-                    self._back_off_from_engine(url)
+                    failures, until = self._backoff.get(url, (0, 0.0))
+                    if (
+                        until <= time.monotonic()
+                    ):  # failures during a backoff (requests that failed together) count once
+                        seconds = min(MAX_BACKOFF, 0.25 * 2**failures) * random.uniform(0.75, 1.25)
+                        self._backoff[url] = (failures + 1, time.monotonic() + seconds)
                     num_failures += isinstance(error, _RetryableError) or not callable(self._urls)
                     if num_failures >= self.num_tries and not self._aborted:
                         raise ConnectionError(
@@ -224,8 +213,7 @@ class SGLangClient(EngineClient):
         return [Generation([], [], "abort", []) for _ in prompts]
 
     async def _send_once(self, url: str, body: dict[str, Any], session: str | None) -> list[Generation]:
-        """Send a generation request once and return one generation per prompt. Meanwhile it is counted in `_load` and
-        listed in `_running`."""
+        """Send a request once, counted in `_load` and listed in `_running`. Return one generation per prompt."""
         request, n = uuid.uuid4().hex, len(body["input_ids"])
         self._load[url] = self._load.get(url, 0) + n
         self._running[request] = (url, n)
@@ -247,11 +235,9 @@ class SGLangClient(EngineClient):
         ]
 
     async def _choose_engine(self, session: str | None) -> str | None:
-        """Wait until an engine that is not in backoff is available, and return its URL.
-
-        The engine that served earlier requests of the session is preferred, otherwise the one with the fewest samples
-        in flight. With a router, return the router's URL. Return None if the client is aborted.
-        """
+        """Wait until an engine that is not in backoff is available, and return its URL (with a router, the router's):
+        preferably that of earlier requests of the session, otherwise the one with the fewest samples in flight. Return
+        None if the client is aborted."""
         while not self._aborted:
             urls = self.urls
             if self.router is not None:
@@ -270,23 +256,10 @@ class SGLangClient(EngineClient):
             await asyncio.sleep(min(POLL_ENGINES, max(0.01, next_try)))
         return None
 
-    def _back_off_from_engine(self, url: str) -> None:
-        """Exclude a failed engine from new requests for a time that doubles with every failure.
-
-        Failures during a backoff (requests that failed together) do not count.
-        """
-        num_failures, until = self._backoff.get(url, (0, 0.0))
-        if until <= time.monotonic():
-            seconds = min(MAX_BACKOFF, 0.25 * 2**num_failures) * random.uniform(0.75, 1.25)
-            self._backoff[url] = (num_failures + 1, time.monotonic() + seconds)
-
     async def _await_while_engine_listed(self, url: str, call: Coroutine[Any, Any, Any]) -> Any:
         """Await the request `call`, but raise ClientConnectionError as soon as the engine at `url` is no longer in the
-        list of live engines: an engine on a lost machine would never answer.
-
-        With a router, `url` is the router's: raise only when a restarted router has a new URL, because a router that is
-        temporarily unavailable for new requests may still answer this one.
-        """
+        list of live engines: an engine on a lost machine would never answer. With a router, raise only when a restarted
+        router has a new URL: one that is unavailable for new requests may still answer this one."""
         request = asyncio.create_task(call)
         try:
             while not (await asyncio.wait({request}, timeout=1.0))[0]:
@@ -322,12 +295,6 @@ class _RetryableError(Exception):
 def unload_other_adapters(urls: list[str], name: str, *, also_current: bool = False, wait: bool = False) -> None:
     """Unload from each server the adapters of the same run as `name` that no request of this process uses, except
     `name`, in a thread. Adapters that are in use, or of a server that does not answer, stay loaded until the next call.
-
-    Args:
-        urls: addresses of the servers.
-        name: an adapter.
-        also_current: unload `name`, too.
-        wait: return when all servers have answered.
     """
 
     def unload(url: str) -> None:
@@ -349,8 +316,7 @@ def unload_other_adapters(urls: list[str], name: str, *, also_current: bool = Fa
 
 
 def _call_for_each_url(urls: list[str], call: Callable[[str], T]) -> list[T]:
-    """Call a function for all servers at the same time and return the results; raise the first error after all calls
-    have returned."""
+    """Call a function for all servers at once, wait for all, and return the results or raise the first error."""
     with ThreadPoolExecutor(max(1, len(urls))) as pool:
         calls = [pool.submit(call, url) for url in urls]
     return [done.result() for done in calls]
@@ -362,18 +328,9 @@ def parse_generation(
     num_prompt_tokens: int = 0,
     adapter_version: str | None = None,
 ) -> Generation:
-    """Parse one response of SGLang's /generate route.
-
-    Args:
-        answer: the JSON object of the response.
-        experts: storage format of the routed expert ids; None if they were not requested.
-        num_prompt_tokens: number of prompt tokens; routed experts, if requested, are returned for these, too.
-        adapter_version: policy version of the adapter that the request named; None: the request named none. SGLang
-            reports the version of the base weights only, and a request keeps its adapter to its end.
-
-    Raises:
-        RuntimeError: routed experts were requested, but are missing or have the wrong size.
-    """
+    """Parse one response of SGLang's /generate route. Routed experts are returned if `experts` is their format, for the
+    `num_prompt_tokens` prompt tokens, too. `adapter_version` is that of the adapter which the request named: SGLang
+    reports the version of the base weights only, and a request keeps its adapter to its end."""
     meta = answer["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     token_ids = [int(pair[1]) for pair in pairs]

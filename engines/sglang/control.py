@@ -43,14 +43,7 @@ def call_server(
     with_key: bool = True,
 ) -> dict[str, Any]:
     """Send an HTTP request to a server and return the JSON object in the response; {} if it is not a JSON object.
-
-    Args:
-        url: address of the server.
-        path: route, for instance "/health".
-        body: JSON body; the default method is POST with a body, otherwise GET.
-        timeout: in seconds.
-        method: HTTP method, if not the default.
-        with_key: whether to send the server's API key, if it is known.
+    The default method is POST with a body, otherwise GET.
 
     Raises:
         EngineGone: the server did not answer.

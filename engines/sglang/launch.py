@@ -65,10 +65,7 @@ def print_stacks_on_signal() -> None:
 
 def prepare_imports() -> bool:
     """Set the import path and, on a machine without CUDA, import the CPU shims, so that SGLang can be imported.
-
-    Returns:
-        Whether the machine has CUDA.
-    """
+    Return whether the machine has CUDA."""
     # Remove this script's folder, which Python adds: its modules must not shadow others.
     sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != HERE]
     side = Path(sys.prefix) / "sglang-site"

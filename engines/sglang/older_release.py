@@ -10,12 +10,9 @@ import ast
 import re
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.storage.errors import EngineError
-
-if TYPE_CHECKING:
-    from penstock.engines.sglang.weights.payload import FlatBucket
 
 Release = tuple[int, ...]  # for instance (0, 5, 21)
 OLDEST: Release = (0, 5, 15)  # the first with /model_info
@@ -60,13 +57,7 @@ def release_name(release: Release) -> str:
 
 
 def to_current_flag(name: str, value: Any, known: set[str]) -> tuple[str, Any]:
-    """Return a flag and its value as the installed release spells them.
-
-    Args:
-        name: the flag, with underscores and without prefix.
-        value: its value.
-        known: all flags of the installed release.
-    """
+    """Return a flag and its value as the installed release spells them."""
     successor, new_value = RENAMED.get(name, (name, ...))
     if name in known or successor not in known:
         return name, value
@@ -128,16 +119,13 @@ def update_fields(path: str) -> dict[str, Any]:
     return {"disable_draft_model": True} if path == "/update_weights_from_tensor" else {}
 
 
-def adapter_payload(
-    url: str, release: Release, tp_size: int, flat: FlatBucket, checksums: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the tensors of a request to load an adapter: one payload for one rank, without checksums."""
+def check_adapter(url: str, release: Release, tp_size: int, checksums: Mapping[str, Any]) -> None:
+    """Check that a server can load an adapter: on one rank, without checksums."""
     if tp_size > 1 or checksums:
         raise EngineError(
             f"the engine at {url} runs SGLang {release_name(release)}, whose ranks would open one handle several "
             "times, and which does not compare checksums: use 0.5.21 or later, or --lora-publish merged"
         )
-    return {"serialized_tensors": flat.serialize(by_uuid=False)}
 
 
 def weight_versions(meta: Mapping[str, Any], num_tokens: int) -> list[dict[str, Any]]:

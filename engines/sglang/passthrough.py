@@ -87,9 +87,6 @@ def package_directory(package: str) -> Path | None:
 def sglang_flags(root: Path | None = None) -> dict[str, ServerFlag]:
     """Return the flags of SGLang's server by name, under each of their spellings, with underscores and without leading
     dashes; {} if SGLang is not installed.
-
-    Args:
-        root: directory of the `sglang` package to read; by default the installed package.
     """
     return _parse_flags(root or package_directory("sglang"), "srt/server_args.py", "srt/arg_groups/fields/*.py")
 
@@ -144,41 +141,18 @@ def _texts(node: ast.expr) -> list[str]:
 
 
 def check_sglang_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the names of SGLang server flags; return the flags with underscores in their names, in the spelling of the
-    installed release.
-    """
+    """Check the names of SGLang server flags; return the flags as the installed release spells them."""
     known, checked = sglang_flags(), {}
     for key, value in args.items():
         name = key.lstrip("-").replace("-", "_")
         if reason := reason_for_refusal(name):
-            raise EngineError(f"{_flag(name)} is not allowed: {reason}; omit it")
+            raise EngineError(f"{flag_name(name)} is not allowed: {reason}; omit it")
         if name in DROPPED and name not in known:
-            raise EngineError(f"{_flag(name)} is not allowed: {DROPPED[name]}")
+            raise EngineError(f"{flag_name(name)} is not allowed: {DROPPED[name]}")
         name, value = to_current_flag(name, value, set(known))
         _check_known("--sglang-", name, known, "SGLang", "sglang.launch_server")
         checked[name] = value
     return checked
-
-
-def check_router_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the names of SGLang router flags; return the flags with underscores in their names."""
-    known = router_flags()
-    if not known:
-        raise EngineError("sglang-router is not installed: pip install sglang-router, or omit --use-router")
-    checked = {key.lstrip("-").replace("-", "_"): value for key, value in args.items()}
-    for name in checked:
-        if name in ROUTER_RESERVED:
-            raise EngineError(f"{_flag(name, '--router-')} is not allowed: {ROUTER_RESERVED[name]}; omit it")
-        _check_known("--router-", name, known, "sglang-router", "sglang_router.launch_router")
-    return checked
-
-
-def _check_known(prefix: str, name: str, known: Collection[str], program: str, module: str) -> None:
-    """Check that a program has the flag `name`; without a list of its flags (it is not installed) every name passes."""
-    if known and name not in known:
-        near = nearest_name(name, known)
-        hint = f"did you mean {_flag(near, prefix)}?" if near else f"see `python -m {module} --help`"
-        raise EngineError(f"{_flag(name, prefix)} is not a flag of the installed {program}: {hint}")
 
 
 def reason_for_refusal(name: str) -> str:
@@ -191,41 +165,52 @@ def reason_for_refusal(name: str) -> str:
     return REFUSED.get(name) or next((REFUSED[key] for key in beginnings), "")
 
 
-def _flag(name: str, prefix: str = "--sglang-") -> str:
+def check_router_args(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the names of SGLang router flags; return the flags with underscores in their names."""
+    known = router_flags()
+    if not known:
+        raise EngineError("sglang-router is not installed: pip install sglang-router, or omit --use-router")
+    checked = {key.lstrip("-").replace("-", "_"): value for key, value in args.items()}
+    for name in checked:
+        if name in ROUTER_RESERVED:
+            raise EngineError(f"{flag_name(name, '--router-')} is not allowed: {ROUTER_RESERVED[name]}; omit it")
+        _check_known("--router-", name, known, "sglang-router", "sglang_router.launch_router")
+    return checked
+
+
+def _check_known(prefix: str, name: str, known: Collection[str], program: str, module: str) -> None:
+    """Check that a program has the flag `name`; without a list of its flags (it is not installed) every name passes."""
+    if known and name not in known:
+        near = nearest_name(name, known)
+        hint = f"did you mean {flag_name(near, prefix)}?" if near else f"see `python -m {module} --help`"
+        raise EngineError(f"{flag_name(name, prefix)} is not a flag of the installed {program}: {hint}")
+
+
+def flag_name(name: str, prefix: str = "--sglang-") -> str:
+    """Return how a flag (`name`, with underscores) is spelled on Penstock's command line."""
     return prefix + name.strip("_").replace("_", "-")
 
 
 def flag_tables() -> dict[str, dict[str, str]]:
     """Return the tables of flags for the reference page; see `EngineBackend.flag_tables`."""
-    refused = {_flag(name): f"set from {source}" for name, source in RESERVED.items()}
-    refused |= {_flag(name) + ("..." if name.endswith("_") else ""): text for name, text in REFUSED.items()}
-    refused |= {_flag(name, "--router-"): text for name, text in ROUTER_RESERVED.items()}
+    refused = {flag_name(name): f"set from {source}" for name, source in RESERVED.items()}
+    refused |= {flag_name(name) + ("..." if name.endswith("_") else ""): text for name, text in REFUSED.items()}
+    refused |= {flag_name(name, "--router-"): text for name, text in ROUTER_RESERVED.items()}
     renamed = {
-        _flag(name): f"means {_flag(new)}{'' if value is ... else f' {value}'}"
+        flag_name(name): f"means {flag_name(new)}{'' if value is ... else f' {value}'}"
         for name, (new, value) in RENAMED.items()
     }
     return {
         "All flags of the installed SGLang are passed on with the prefix `--sglang-`, and those of its router with "
         "`--router-`, except:": refused,
         "Names of older releases, if the installed one does not have them:": renamed
-        | {_flag(name): f"refused: {text}" for name, text in DROPPED.items()},
+        | {flag_name(name): f"refused: {text}" for name, text in DROPPED.items()},
     }
 
 
 def to_command_line(args: Mapping[str, Any], known: dict[str, ServerFlag] | None = None) -> list[str]:
-    """Return a program's flags as a list of command-line arguments.
-
-    `True` becomes a flag without a value; `False` and `None` are omitted; a list becomes several values, a dictionary
-    JSON.
-
-    Args:
-        args: flag name with underscores -> value.
-        known: all flags of the program by name; by default those of SGLang's server.
-    """
-
-    def text(value: Any) -> str:
-        return json.dumps(value) if isinstance(value, dict) else str(value)
-
+    """Return a program's flags (by default of SGLang's server) as a list of command-line arguments. `True` becomes a
+    flag without a value; `False` and `None` are omitted; a list becomes several values, a dictionary JSON."""
     known = sglang_flags() if known is None else known
     argv: list[str] = []
     for name, value in args.items():
@@ -234,11 +219,9 @@ def to_command_line(args: Mapping[str, Any], known: dict[str, ServerFlag] | None
             value = value.lower() == "true"  # Penstock's command line passes values as text
         if value is None or value is False:
             continue
-        argv.append(flag.flag if flag else _flag(name, "--"))
-        if isinstance(value, (list, tuple)):
-            argv += map(text, value)
-        elif value is not True:
-            argv.append(text(value))
+        argv.append(flag.flag if flag else flag_name(name, "--"))
+        values = value if isinstance(value, (list, tuple)) else [] if value is True else [value]
+        argv += [json.dumps(each) if isinstance(each, dict) else str(each) for each in values]
     return argv
 
 
@@ -274,12 +257,7 @@ INTERNAL = frozenset(
 
 
 def check_sampling(params: Mapping[str, Any], *, routed: bool) -> None:
-    """Check the parameters of `--rollout-sampling`.
-
-    Args:
-        params: parameter name -> value.
-        routed: whether generation requests are sent through SGLang's router.
-    """
+    """Check the parameters of `--rollout-sampling`."""
     known = sampling_parameter_names()
     for name in params:
         if name in RESERVED_SAMPLING:
@@ -306,7 +284,7 @@ def check_sampling_seeds(use_seeds: bool, params: Mapping[str, Any], server_flag
     for name in ("enable_deterministic_inference", "rl_on_policy_target"):
         if flags.get(name) not in (None, False) and not use_seeds:
             raise EngineError(
-                f"{_flag(name)} makes SGLang sample every request with the same seed, so all "
+                f"{flag_name(name)} makes SGLang sample every request with the same seed, so all "
                 "samples of a prompt would be equal: add --rollout-sampling-seeds"
             )
 
@@ -323,13 +301,8 @@ def find_biasing_params(params: Mapping[str, Any]) -> list[str]:
 
 @cache
 def sampling_parameter_names(root: Path | None = None) -> frozenset[str]:
-    """Return the names of SGLang's sampling parameters that a request may set; empty if SGLang is not installed.
-
-    SGLang declares them as fields of `SamplingParams`, together with the INTERNAL fields.
-
-    Args:
-        root: directory of the `sglang` package to read; by default the installed package.
-    """
+    """Return the names of SGLang's sampling parameters that a request may set: fields of `SamplingParams` that are not
+    INTERNAL; empty if SGLang is not installed."""
     root = root or package_directory("sglang")
     if root is None:
         return frozenset()

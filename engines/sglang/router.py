@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from penstock.engines.generation import EngineGone
-from penstock.engines.ports import reserve_free_port
+from penstock.engines.network import reserve_free_port
 from penstock.engines.serving import endpoints
 from penstock.engines.serving.server import KEY_VARIABLE, read_log_tail
 from penstock.engines.sglang import control
@@ -49,13 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class SGLangRouter:
-    """Runs SGLang's router. A context manager; entering starts the router without waiting until it is ready.
-
-    Args:
-        args: flags of sglang-router with underscored names.
-        log_dir: directory of the router's log; the system's temporary directory by default.
-        max_restarts: maximum number of restarts.
-    """
+    """Runs SGLang's router. A context manager; entering starts the router without waiting until it is ready."""
 
     def __init__(self, args: dict[str, Any], log_dir: str | None = None, max_restarts: int = 3) -> None:
         self.args = args
@@ -94,11 +88,7 @@ class SGLangRouter:
         self._changed.set()
 
     def address(self) -> str | None:
-        """Return the router's URL; None while the router is down or still routes requests to dead engines.
-
-        Raises:
-            RuntimeError: the router failed after `max_restarts` restarts; the message has the tail of its log.
-        """
+        """Return the router's URL; None while the router is down or still routes requests to dead engines."""
         if self._failure is not None:
             raise self._failure
         return self._address
@@ -121,11 +111,13 @@ class SGLangRouter:
 
     def _run_process_until_exit(self) -> str:
         """Run one router process, and update its list of engines, until the router dies, hangs or is stopped.
-
-        Returns:
-            Why it ended, with the tail of its log.
-        """
+        Return why it ended, with the tail of its log."""
         port = reserve_free_port()
+        # By default the router serves its metrics on port 29000 of all interfaces, where a second router on this
+        # machine would find the port in use.
+        metrics = {"prometheus_host": "127.0.0.1", "prometheus_port": reserve_free_port()}
+        configured = {name: value for name, value in self.args.items() if name != "api_key"}
+        args = {"host": "127.0.0.1", "port": port, **metrics, **DEFAULTS, **configured}
         url = f"http://127.0.0.1:{port}"
         endpoints.set_api_key(url, self._key)
         self._registered = {}
@@ -135,7 +127,7 @@ class SGLangRouter:
         environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         with open(handle, "ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-P", str(LAUNCHER), *self._argv(port)],
+                [sys.executable, "-P", str(LAUNCHER), *to_command_line(args, router_flags())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -165,10 +157,7 @@ class SGLangRouter:
 
     def _check_and_update_engine_list(self, router_url: str) -> bool:
         """Register the live engines with the router at `router_url`, and remove all other engines from its list.
-
-        Returns:
-            Whether the router already listed exactly the live engines.
-        """
+        Return whether the router already listed exactly the live engines."""
         engines = self._engines
         workers = control.call_server(router_url, "/workers", timeout=CALL_TIMEOUT)["workers"]
         # With the router's health checks off, "healthy" means registered.
@@ -188,16 +177,3 @@ class SGLangRouter:
             if in_sync and engines and engines is self._engines:  # the live engines have not changed meanwhile
                 self._address = router_url
         return in_sync
-
-    def _argv(self, port: int) -> list[str]:
-        """Return the router's command-line arguments, without the API key."""
-        # By default the router serves its metrics on port 29000 of all interfaces, where a second router on this
-        # machine would find the port in use.
-        ours = {
-            "host": "127.0.0.1",
-            "port": port,
-            "prometheus_host": "127.0.0.1",
-            "prometheus_port": reserve_free_port(),
-        }
-        configured = {name: value for name, value in self.args.items() if name != "api_key"}
-        return to_command_line({**ours, **DEFAULTS, **configured}, router_flags())

@@ -42,8 +42,7 @@ def should_quantize(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def find_unsupported_entry(quantization: Any) -> str | None:
-    """Return the entry of a `quantization_config`, as "name value", that describes other weights than `quantize` makes;
-    None if there is none."""
+    """Return the entry ("name value") of a `quantization_config` that `quantize` does not make, or None."""
     if not isinstance(quantization, dict):
         return f"the value {str(quantization)[:40]}"
     for name, value in {**QUANTIZATION, "scale_fmt": None}.items():  # ue8m0: scales that are powers of two
@@ -82,14 +81,8 @@ def fp8_weights(directory: str) -> frozenset[str]:
 
 
 def dequantize(weight: Tensor, scales: Tensor, first_row: int = 0, block: tuple[int, int] = (BLOCK, BLOCK)) -> Tensor:
-    """Return consecutive rows of a quantized weight in bf16, [r, c].
-
-    Args:
-        weight: the rows in e4m3, [r, c].
-        scales: scales of the whole weight, [blocks of rows, blocks of columns].
-        first_row: index of the first of these rows in the whole weight.
-        block: (rows, columns) that share a scale.
-    """
+    """Return consecutive rows of a quantized weight (e4m3, [r, c]; the first one has the index `first_row` in the whole
+    weight) in bf16, [r, c]. `scales` are those of the whole weight, [blocks of rows, blocks of columns]."""
     import torch
 
     num_rows, num_columns = weight.shape
@@ -120,8 +113,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_weights(named: Iterable[tuple[str, Tensor]], names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights `named` (Hugging Face name, tensor), those in `names` quantized and followed by their
-    scales."""
+    """Yield the weights `named` (Hugging Face name, tensor), those in `names` quantized, with their scales."""
     for name, tensor in named:
         if name in names:
             yield from zip((name, name + SCALE), quantize(tensor.detach()), strict=True)

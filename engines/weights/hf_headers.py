@@ -118,17 +118,14 @@ def weight_files(directory: Path) -> list[Path]:
 def read_index(path: Path) -> dict[str, str]:
     """Return the map from tensor names to file names of a safetensors index."""
     index = _parse_json(path.read_bytes())
-    files = index.get("weight_map") if isinstance(index, dict) else None
-    if (
-        not isinstance(files, dict)
-        or not files
-        or not all(isinstance(name, str) and Path(name).name == name for name in files.values())
-    ):
+    files: Any = index.get("weight_map") if isinstance(index, dict) else None
+    names = list(files.values()) if isinstance(files, dict) else []
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise ModelError(
             f"{path} is not an index of safetensors files (JSON with weight_map: tensor -> file name): download it "
             "again"
         )
-    return files
+    return dict(files)
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
@@ -153,16 +150,9 @@ def block_size(directory: Path) -> tuple[int, int] | None:
     quantization = values.get("quantization_config") if isinstance(values, dict) else None
     if not quantization:
         return None
-    method, block = (
-        quantization.get(key) if isinstance(quantization, dict) else None
-        for key in ("quant_method", "weight_block_size")
-    )
-    if (
-        method != "fp8"
-        or not isinstance(block, list)
-        or len(block) != 2
-        or not all(type(n) is int and n > 0 for n in block)
-    ):
+    entries = quantization if isinstance(quantization, dict) else {}
+    method, block = entries.get("quant_method"), entries.get("weight_block_size")
+    if method != "fp8" or not _is_size_list(block) or len(block) != 2 or 0 in block:
         raise ModelError(
             f"{config} has quantization_config with quant_method {method!r} and weight_block_size {block}; Penstock "
             "reads unquantized and block-quantized fp8 weights: use the bf16 or the fp8 checkpoint of this model"
@@ -171,8 +161,7 @@ def block_size(directory: Path) -> tuple[int, int] | None:
 
 
 def check_weights(directory: str | Path, shape: ModelShape) -> None:
-    """Check that the weight files of a Hugging Face directory are complete and have every tensor in the expected
-    shape."""
+    """Check that the weight files of a Hugging Face directory have every tensor in the expected shape."""
     directory = Path(directory)
     tensors = stored_tensors(directory, weight_files(directory))
     block, layout = block_size(directory), tensor_layout(shape)
@@ -202,14 +191,7 @@ def check_first_values(tensors: Mapping[str, StoredTensor]) -> None:
 
 
 def check_finite(path: Path, name: str, values: bytes | memoryview, dtype: str) -> None:
-    """Check that numbers of a tensor are finite.
-
-    Args:
-        path: file of the tensor, for the error message.
-        name: name of the tensor, for the error message.
-        values: the bytes of the numbers.
-        dtype: dtype code of safetensors; integers are always finite.
-    """
+    """Check that numbers of a tensor are finite."""
     if dtype not in NOT_FINITE:
         return
     word, magnitude, limit = NOT_FINITE[dtype]
@@ -230,13 +212,7 @@ def unsupported_dtype_error(location: TensorLocation, name: str) -> ModelError:
 
 
 def check_tensors(directory: Path, shapes: Mapping[str, tuple[int, ...]], layout: TensorLayout) -> None:
-    """Check that a checkpoint has exactly the tensors of its model, in the expected shapes.
-
-    Args:
-        directory: directory of the checkpoint, for error messages.
-        shapes: shape of every tensor except fp8 scales, by Hugging Face name.
-        layout: mapping between the model's Hugging Face and Megatron tensors.
-    """
+    """Check that a checkpoint has exactly the tensors of its model, in the expected shapes."""
     needed = layout.hf_names()
     if missing := sorted(needed - shapes.keys()):
         raise ModelError(
@@ -264,10 +240,8 @@ def _header_problem(header: dict[str, Any], num_bytes: int) -> str | None:
     for name, entry in header.items():
         if problem := _entry_problem(name, entry):
             return problem
-    end = 0
-    for name, (start, stop) in sorted(
-        ((n, e["data_offsets"]) for n, e in header.items()), key=lambda tensor: tensor[1]
-    ):
+    end, offsets = 0, {name: entry["data_offsets"] for name, entry in header.items()}
+    for name, (start, stop) in sorted(offsets.items(), key=lambda tensor: tensor[1]):
         if start != end:
             return f"{name} begins at byte {start}, but the previous tensor ends at byte {end}"
         end = stop

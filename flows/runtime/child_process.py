@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from penstock.engines.ports import is_free, is_reserved_here, reserve_free_port, reserve_ports
+from penstock.engines.network import is_free, is_reserved_here, reserve_free_port, reserve_ports
 from penstock.storage.errors import OptionError
 from penstock.storage.web.login import HOST, LOOPBACK
 

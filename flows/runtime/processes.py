@@ -22,7 +22,7 @@ from penstock.engines.local_gpus import Counters, all_counters, read_counters, u
 from penstock.engines.serving.adapter_requests import BASE
 from penstock.engines.serving.endpoints import engine_url
 from penstock.engines.serving.pool import start_pool
-from penstock.engines.weights.weight_check import INITIAL
+from penstock.engines.weights.transfer import INITIAL
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.debug_config import DebugConfig
 from penstock.flows.options.adapters import with_adapters

@@ -18,8 +18,7 @@ from penstock.engines.generation import WeightUpload
 from penstock.engines.serving.adapter_requests import AdapterNames
 from penstock.engines.training import MemorySwitch
 from penstock.engines.weights.fp8_blocks import fp8_weights, keeps_scales
-from penstock.engines.weights.routes import add_upload
-from penstock.engines.weights.weight_check import update_and_check
+from penstock.engines.weights.transfer import add_upload, update_and_check
 from penstock.flows.options.adapters import adapter_of_version
 from penstock.flows.policy_schedule import EngineUse, PolicyLimits, PolicySchedule, PolicyTurns
 from penstock.flows.runtime.processes import Processes

@@ -26,7 +26,7 @@ from penstock.engines.generation import OVER_MEMORY, WeightTransport
 from penstock.engines.network import socket_environment
 from penstock.engines.serving.endpoints import known_api_keys
 from penstock.engines.training import MemorySwitch, StateKind, train_backend
-from penstock.engines.weights.routes import ProcessPlace
+from penstock.engines.weights.transfer import ProcessPlace
 from penstock.stages.train.spec import (
     FREES_ENGINES_MEMORY,
     AuxiliaryModel,

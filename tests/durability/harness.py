@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 from penstock_command import penstock
 
-from penstock.engines.ports import reserve_free_port
+from penstock.engines.network import reserve_free_port
 from penstock.flows.commands.demo_model import make_tiny_data, make_tiny_model
 from penstock.flows.runtime.prefect_api import LAUNCHER
 from penstock.stages.rollout.group import policy_spans

@@ -12,7 +12,7 @@ import pytest
 from harness import RAY, START_TIMEOUT, Pipeline, World, tiny_flags
 from matrix import verdict
 
-from penstock.engines.ports import reserve_free_port
+from penstock.engines.network import reserve_free_port
 
 ROUNDS = 3
 NO_AGENT = "No available agent to submit job"

@@ -43,8 +43,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.server_args import PortArgs, prepare_server_args  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 
-from penstock.engines.sglang.weights.payload import FlatBucket  # noqa: E402
-from penstock.engines.weights.buckets import split_into_buckets  # noqa: E402
+from penstock.engines.sglang.weight_update import FlatBucket, split_into_buckets  # noqa: E402
 
 NUM_NEW_TOKENS = 6
 BUCKET_BYTES = 4096  # many buckets, also several for one layer

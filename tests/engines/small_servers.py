@@ -13,10 +13,10 @@ from typing import Any
 from aiohttp import web
 
 from penstock.engines.backends import engine_backend
-from penstock.engines.ports import reserve_free_port
+from penstock.engines.network import reserve_free_port
 from penstock.engines.serving.replica import Replica, StartCancelled
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.weights.routes import ProcessPlace
+from penstock.engines.weights.transfer import ProcessPlace
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -230,12 +230,6 @@ class SmallReplica(Replica):
 
     def place(self) -> ProcessPlace:
         return ProcessPlace("")
-
-    def pid(self) -> int:
-        return 0
-
-    def log_tail(self, num_lines: int = 25) -> str:
-        return "the last line"
 
     def release(self) -> None:
         self.kill()

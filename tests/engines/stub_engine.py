@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-state = {"version": "default", "paused": False}  # of the server's process
+state = {"version": "default"}  # of the server's process
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -53,7 +53,7 @@ if __name__ == "__main__":
     ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
-from penstock.engines.backends import EngineBackend, EngineFacts  # noqa: E402
+from penstock.engines.backends import EngineBackend, EngineFacts, EngineMemory, estimate_engine_memory  # noqa: E402  # noqa: E402
 from penstock.engines.generation import (  # noqa: E402
     OVER_MEMORY,
     EngineClient,
@@ -63,7 +63,6 @@ from penstock.engines.generation import (  # noqa: E402
     WeightTransport,
 )
 from penstock.engines.serving.endpoints import auth_headers  # noqa: E402
-from penstock.engines.serving.engine_memory import EngineMemory, estimate_engine_memory  # noqa: E402
 from penstock.engines.serving.server import EngineServer  # noqa: E402
 from penstock.storage.errors import EngineError  # noqa: E402
 
@@ -133,12 +132,6 @@ class StubClient(EngineClient):
 
     def weight_version(self, url: str, timeout: float = 30) -> str:
         return str(call(url, timeout=timeout)["version"])
-
-    def pause(self) -> None:
-        self._set_all(paused=True)
-
-    def resume(self) -> None:
-        self._set_all(paused=False)
 
     def _set_all(self, **changes: Any) -> None:
         for url in self.urls:

@@ -24,11 +24,10 @@ from penstock.engines.serving import adapter_requests
 from penstock.engines.serving.adapter_requests import BASE, AdapterNames
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang import control
-from penstock.engines.sglang.checks.lora_support import check_external_adapters, lora_args, reason_against_adapters
+from penstock.engines.sglang.checks import check_external_adapters, lora_args, reason_against_adapters
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.sglang.weights.payload import FlatBucket
-from penstock.engines.sglang.weights.update import sha256_of_tensors
-from penstock.engines.weights.routes import ProcessPlace
+from penstock.engines.sglang.weight_update import FlatBucket, sha256_of_tensors
+from penstock.engines.weights.transfer import ProcessPlace
 from penstock.storage.errors import EngineError
 from tests.engines.megatron_reference import SHAPE
 from tests.engines.small_servers import JsonServer, answer, with_servers

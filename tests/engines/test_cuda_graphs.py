@@ -15,7 +15,7 @@ from penstock.engines.backends import engine_backend
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang import older_release
-from penstock.engines.sglang.checks.cuda_graphs import graph_limit, graph_mib
+from penstock.engines.sglang.checks import graph_limit, graph_mib
 
 GIB, MIB = 1 << 30, 1 << 20
 HERE = Path(__file__).parent

@@ -159,20 +159,6 @@ def test_an_update_that_fails_halfway_does_not_set_the_version(fleet: Fleet) -> 
     assert client.weight_version(url) == "contract/4"
 
 
-def test_a_paused_engine_generates_after_resume(fleet: Fleet) -> None:
-    client = fleet.client()
-
-    async def use() -> Any:
-        await asyncio.to_thread(client.pause)
-        running = asyncio.create_task(client.generate(PROMPT, SAMPLING | {"max_new_tokens": 4}))
-        await asyncio.sleep(0.5)
-        assert not running.done()
-        await asyncio.to_thread(client.resume)
-        return await running
-
-    assert [len(g.token_ids) for g in run(client, use)] == [4]
-
-
 def test_an_engine_with_released_memory_generates_after_weights_and_cache_are_back(fleet: Fleet) -> None:
     client = fleet.client()
     [url] = client.urls

@@ -16,6 +16,7 @@ from penstock.engines.cluster import Cluster
 from penstock.engines.generation import WeightTransport
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
+from penstock.engines.serving.supervisor import restart_dead_engines
 from penstock.engines.sglang.client import SGLangClient
 
 pytestmark = pytest.mark.integration
@@ -62,7 +63,7 @@ def test_both_nodes_compute_with_the_published_weights_and_die_together(
     assert len(pool.places(pool.urls)[pool.urls[0]].nodes) == 2
 
     first, second = server_processes()
-    assert first.pid == pool.pids()[0]
+    assert first.pid == pool._replicas[0].place().pid
     os.kill(second.pid, signal.SIGKILL)
     [replica] = pool._replicas
     deadline = time.monotonic() + 120
@@ -70,6 +71,6 @@ def test_both_nodes_compute_with_the_published_weights_and_die_together(
         assert time.monotonic() < deadline, "the death of the second process was not noticed"
         time.sleep(0.1)
     assert "died (exit code -9)" in replica.exit_report()
-    assert pool.restart_dead()
-    assert pool.pids() != [first.pid] and not first.is_running()
+    assert restart_dead_engines(pool._replicas)
+    assert [replica.place().pid for replica in pool._replicas] != [first.pid] and not first.is_running()
     assert worst_difference(tiny_model, sample(pool)) < TOLERANCE

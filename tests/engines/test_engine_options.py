@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.weights.routes import ProcessPlace, memory_routes
+from penstock.engines.weights.transfer import ProcessPlace, memory_routes
 from penstock.storage.errors import EngineError
 
 SPEC = ServerSpec(model_path="/model")
@@ -85,30 +85,22 @@ RANKS_ON_GPUS = [ProcessPlace(node, (gpu,)) for node in "ab" for gpu in "01"]
         ([CPU, CPU, ProcessPlace("b")], [CPU, CPU, ProcessPlace("b"), CPU], [(0,), (1,), (2,), (1,)]),
         (RANKS_ON_GPUS, [TWO_NODES], [(0, 1, 2, 3)]),
         ([CPU, ProcessPlace("b")], [ProcessPlace("b", nodes=("b", "a"))], [(1, 0)]),
+        ([CPU], [ProcessPlace("c")], "its node; use --update-weight-transport nccl"),
+        (RANKS_ON_GPUS[:3], [TWO_NODES], "its GPU 1; use --update-weight-transport nccl"),
+        ([CPU, ProcessPlace("b")], [ProcessPlace("b", nodes=("b", "c"))], "its node; use"),
     ],
-    ids=["engines of a node are shared out among its ranks", "GPUs of two nodes", "two nodes on CPU"],
 )
 def test_each_part_of_an_engine_reads_from_a_rank_beside_it(
-    ranks: list[ProcessPlace], engines: list[ProcessPlace], senders: list[tuple[int, ...]]
+    ranks: list[ProcessPlace], engines: list[ProcessPlace], senders: list[tuple[int, ...]] | str
 ) -> None:
-    routes = memory_routes({str(number): place for number, place in enumerate(engines)}, ranks)
+    places = {str(number): place for number, place in enumerate(engines)}
+    if isinstance(senders, str):
+        with pytest.raises(EngineError, match=senders):
+            memory_routes(places, ranks)
+        return
+    routes = memory_routes(places, ranks)
     assert [route.senders for route in routes.values()] == senders
     assert TWO_NODES not in engines or routes["0"].incarnation == "a:5"
-
-
-@pytest.mark.parametrize(
-    ("ranks", "engine", "message"),
-    [
-        ([CPU], ProcessPlace("c"), ""),
-        (RANKS_ON_GPUS[:3], TWO_NODES, "its GPU 1; use --update-weight-transport nccl"),
-        ([CPU, ProcessPlace("b")], ProcessPlace("b", nodes=("b", "c")), ""),
-    ],
-)
-def test_engine_without_a_rank_beside_it_is_refused(
-    ranks: list[ProcessPlace], engine: ProcessPlace, message: str
-) -> None:
-    with pytest.raises(EngineError, match=message):
-        memory_routes({"engine": engine}, ranks)
 
 
 @pytest.mark.parametrize(

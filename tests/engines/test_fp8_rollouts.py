@@ -25,10 +25,10 @@ from penstock.engines.options import EngineOptions
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.sglang.weights.payload import FlatBucket
-from penstock.engines.weights.buckets import num_bytes, split_into_buckets, write_weights
+from penstock.engines.sglang.weight_sender import write_weights
+from penstock.engines.sglang.weight_update import FlatBucket, num_bytes, split_into_buckets
 from penstock.engines.weights.fp8_blocks import fp8_weights, keeps_scales, quantize, quantize_weights
-from penstock.engines.weights.routes import ProcessPlace
+from penstock.engines.weights.transfer import ProcessPlace
 from penstock.flows.options.flags import parse_config
 from penstock.stages.convert.to_hf import Origin, export_to
 from penstock.stages.convert.to_torch_dist import convert_hf

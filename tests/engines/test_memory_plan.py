@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engines.backends import engine_backend
+from penstock.engines.backends import EngineMemory, engine_backend
 from penstock.engines.local_gpus import select_visible_gpus
 from penstock.engines.megatron.memory_plan import (
     CHUNK_NUMEL,
@@ -20,7 +20,6 @@ from penstock.engines.megatron.memory_plan import (
 )
 from penstock.engines.options import EngineOptions
 from penstock.engines.parallel_layout import ParallelLayout
-from penstock.engines.serving.engine_memory import EngineMemory
 from penstock.engines.serving.server import ServerSpec
 from penstock.flows.gpu_plan import GpuPlan
 from penstock.storage.errors import EngineError, LayoutError

@@ -18,7 +18,7 @@ from penstock.storage.errors import EngineError
 
 
 def test_an_address_belongs_to_the_interface_whose_network_contains_it() -> None:
-    assert network.interface_address("lo") == "127.0.0.1"
+    assert network.node_address("lo") == "127.0.0.1"
     assert network.interface_of("127.0.0.1") == network.interface_of("127.3.2.1") == "lo"
     assert network.interface_of("203.0.113.7") is None
 
@@ -26,18 +26,6 @@ def test_an_address_belongs_to_the_interface_whose_network_contains_it() -> None
 def test_an_unknown_interface_is_refused_with_the_existing_ones() -> None:
     with pytest.raises(EngineError, match=r"--network-interface ib7: .* it has .*lo"):
         network.node_address("ib7")
-
-
-def test_nccl_and_gloo_use_exactly_the_given_interface() -> None:
-    assert network.socket_environment("eth1") == {"NCCL_SOCKET_IFNAME": "=eth1", "GLOO_SOCKET_IFNAME": "eth1"}
-    assert network.socket_environment(None) == {}
-
-
-@pytest.mark.parametrize(
-    ("host", "loopback"), [("127.0.0.2", True), ("::1", True), ("localhost", True), ("10.0.0.7", False)]
-)
-def test_loopback_addresses_are_recognized(host: str, loopback: bool) -> None:
-    assert network.is_loopback(host) == loopback
 
 
 SPAN = ServerSpec(model_path="/model", tensor_parallel=4, num_nodes=2, several_nodes=True, network_interface="lo")

@@ -12,19 +12,11 @@ from penstock.engines.placement import (
     NodeLost,
     Placement,
     PlacementOptions,
-    block_sizes,
     first_gpus,
     num_engine_nodes,
     order_nodes,
 )
 from penstock.storage.errors import LayoutError
-
-
-@pytest.mark.parametrize(
-    ("num_gpus", "gpus_per_node", "sizes"), [(16, 8, [8, 8]), (11, 4, [4, 4, 3]), (2, 8, [2]), (0, 8, [])]
-)
-def test_gpus_are_reserved_in_blocks_of_a_node(num_gpus: int, gpus_per_node: int, sizes: list[int]) -> None:
-    assert block_sizes(num_gpus, gpus_per_node) == sizes
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engines import ports
-from penstock.engines.ports import is_free, reserve_free_port, reserve_ports
+from penstock.engines import network
+from penstock.engines.network import is_free, reserve_free_port, reserve_ports
 
 CHOOSE = """
 import sys
-from penstock.engines.ports import reserve_free_port
+from penstock.engines.network import reserve_free_port
 print(*(reserve_free_port(20_400) for _ in range(60)), flush=True)
 sys.stdin.read()
 """
@@ -57,7 +57,7 @@ def test_a_chosen_port_can_be_bound_and_is_not_chosen_again() -> None:
 
 def test_waiting_client_cannot_take_the_port_of_the_server_that_it_waits_for() -> None:
     """A client connects to itself if the kernel gives it the port that it tries to reach."""
-    assert all(20_000 <= reserve_free_port() < ports.first_outgoing_port() for _ in range(50))
+    assert all(20_000 <= reserve_free_port() < int(network.OUTGOING_PORTS.read_text().split()[0]) for _ in range(50))
     for _ in range(3):  # the reason: without a listener, this connection succeeds
         with socket.socket() as client:
             client.bind(("127.0.0.1", 0))
@@ -76,6 +76,6 @@ def test_a_port_whose_derived_port_is_in_use_is_not_chosen(monkeypatch: pytest.M
         assert not reserve_ports([free, taken])
         assert reserve_ports([free]), "a refused reservation reserves nothing"
     assert not is_free(70_000)
-    monkeypatch.setattr(ports, "is_free", lambda port, host: False)
+    monkeypatch.setattr(network, "is_free", lambda port, host: False)
     with pytest.raises(RuntimeError, match="100 ports"):
         reserve_free_port()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.engines.families import FAMILIES
-from penstock.engines.sglang.checks.model_support import check_architecture, check_model, implements_architecture
+from penstock.engines.sglang.checks import check_architecture, check_model, implements_architecture
 from penstock.storage.errors import EngineError
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from aiohttp import web
 from small_servers import Handler, answer, echo, with_servers
 
 from penstock.engines.generation import Generation, TokenCounts
-from penstock.engines.ports import reserve_free_port
+from penstock.engines.network import reserve_free_port
 from penstock.engines.sglang.client import SGLangClient, parse_generation
 from penstock.storage.samples.routed_experts import ExpertsFormat
 

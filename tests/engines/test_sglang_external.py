@@ -119,14 +119,9 @@ def test_another_model_or_release_is_refused(
         engine_at(external_server, model).wait_for_url()
 
 
-@pytest.mark.parametrize(
-    ("address", "url"), [("10.0.0.7:30000", "http://10.0.0.7:30000"), ("https://host:1/", "https://host:1")]
-)
-def test_engine_url_accepts_host_port_and_urls(address: str, url: str) -> None:
-    assert engine_url(address) == url and not is_on_this_machine(address) and is_on_this_machine("localhost:1")
-
-
-@pytest.mark.parametrize("address", ["host", "host:port", "ftp://host:1", "host:1/generate", ""])
-def test_engine_url_refuses_other_addresses(address: str) -> None:
-    with pytest.raises(EngineError, match="--rollout-external-engine-addrs"):
-        engine_url(address)
+def test_addresses_are_host_port_and_urls() -> None:
+    for address, url in (("10.0.0.7:30000", "http://10.0.0.7:30000"), ("https://host:1/", "https://host:1")):
+        assert engine_url(address) == url and not is_on_this_machine(address) and is_on_this_machine("localhost:1")
+    for address in ("host", "host:port", "ftp://host:1", "host:1/generate", ""):
+        with pytest.raises(EngineError, match="--rollout-external-engine-addrs"):
+            engine_url(address)

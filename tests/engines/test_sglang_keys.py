@@ -120,4 +120,4 @@ def test_a_real_engine_answers_401_without_its_key(engine_pool: EnginePool) -> N
     for path in ("/server_info", "/model_info", "/v1/models"):
         assert [status(url + path, given) for given in (None, "guess", key)] == [401, 401, 200], path
     assert control.weight_version(url) and control.generates_tokens(url)
-    assert key not in engine_pool.log_tails(200)[0]
+    assert key not in read_log_tail(Path(engine_pool._replicas[0]._log), 200)

@@ -17,11 +17,10 @@ from penstock.engines.backends import engine_backend
 from penstock.engines.generation import TokenCounts
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.server import ServerSpec
-from penstock.engines.sglang.checks.speculative import DRAFT_MODEL, SIZES, THRESHOLDS
+from penstock.engines.sglang.checks import DRAFT_MODEL, SIZES, THRESHOLDS
 from penstock.engines.sglang.client import parse_generation
 from penstock.engines.sglang.passthrough import sglang_flags
-from penstock.engines.sglang.weights.payload import FlatBucket
-from penstock.engines.sglang.weights.update import WeightUpdate
+from penstock.engines.sglang.weight_update import FlatBucket, WeightUpdate
 from penstock.storage.errors import EngineError, ModelError, OptionError
 
 NEXTN = {"speculative_algorithm": "NEXTN"}

@@ -19,12 +19,10 @@ from small_servers import SmallServer
 from torch.multiprocessing import reductions
 
 from penstock.engines.generation import EngineRefused
+from penstock.engines.sglang import weight_sender, weight_update
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.sglang.weights import payload, sender
-from penstock.engines.sglang.weights.payload import FlatBucket
-from penstock.engines.sglang.weights.sender import EngineGroup
-from penstock.engines.sglang.weights.update import WeightUpdate
-from penstock.engines.weights.buckets import split_into_buckets
+from penstock.engines.sglang.weight_sender import EngineGroup
+from penstock.engines.sglang.weight_update import FlatBucket, WeightUpdate, split_into_buckets
 
 QUERY_KEY = ("q_a_proj", "kv_a_proj_with_mqa")
 
@@ -51,7 +49,7 @@ def test_fused_tensors_stay_in_one_bucket(latent: tuple[str, ...], max_bytes: in
 )
 def test_a_slow_shared_memory_manager_is_retried(message: str, num_tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch gives its daemon a second to answer; other errors are raised at once."""
-    pickled, tries = payload.UuidPickler.dumps, []
+    pickled, tries = weight_update.UuidPickler.dumps, []
 
     def dumps(content: object) -> memoryview:
         tries.append(content)
@@ -59,7 +57,7 @@ def test_a_slow_shared_memory_manager_is_retried(message: str, num_tries: int, m
             raise RuntimeError(message)
         return pickled(content)
 
-    monkeypatch.setattr(payload, "UuidPickler", SimpleNamespace(dumps=dumps))
+    monkeypatch.setattr(weight_update, "UuidPickler", SimpleNamespace(dumps=dumps))
     bucket = FlatBucket([("weight", torch.zeros(4))])
     if num_tries == 3:
         assert bucket.serialize()
@@ -111,7 +109,7 @@ def test_sglang_finds_the_gpu_of_a_handle_by_its_uuid(
 
     tensor = torch.zeros(shape, dtype=dtype).as_subclass(OnGpu)
     expected = reductions.reduce_tensor(tensor)[1]
-    received = MultiprocessingSerializer.deserialize(base64.b64encode(payload.UuidPickler.dumps(tensor)).decode())
+    received = MultiprocessingSerializer.deserialize(base64.b64encode(weight_update.UuidPickler.dumps(tensor)).decode())
     assert received == (*expected[:6], two_gpus[1], *expected[7:])
     two_gpus.reverse()  # the scheduler sees the GPUs in another order
     assert patch_torch._device_from_maybe_uuid(received[6]) == 0
@@ -186,7 +184,7 @@ def test_engine_with_released_memory_is_healthy(servers: list[SmallServer]) -> N
 @pytest.mark.parametrize("lazy", ["0", "1"])  # lazy: connect at the first broadcast, as NCCL does
 def test_failed_join_is_raised_and_frees_the_name_of_the_group(lazy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", lazy)
-    monkeypatch.setattr(sender, "TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr(weight_sender, "TIMEOUT", timedelta(seconds=0.2))
 
     def refuse(url: str, route: str, body: dict[str, Any]) -> None:
         raise EngineRefused(f"{url}{route} answered HTTP 400")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.engines.sglang.weights.payload import FlatBucket
+from penstock.engines.sglang.weight_update import FlatBucket
 from penstock.flows.commands import maintenance
 
 SHM = Path("/dev/shm")

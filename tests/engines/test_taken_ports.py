@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engines.ports import reserve_free_port
+from penstock.engines.network import reserve_free_port
 from penstock.engines.serving import server as server_module
 from penstock.engines.serving.server import EngineServer, ServerSpec
 from penstock.engines.sglang.backend import SGLangServer

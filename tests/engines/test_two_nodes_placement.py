@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.engines.ports import reserve_free_port
+from penstock.engines.network import reserve_free_port
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]

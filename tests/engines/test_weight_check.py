@@ -12,12 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engines.generation import REFERENCE, Transport, WeightTransport
 from penstock.engines.serving.pool import EnginePool
+from penstock.engines.sglang import weight_sender
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.sglang.weights.payload import FlatBucket
-from penstock.engines.sglang.weights.update import WeightUpdate
-from penstock.engines.weights import buckets
-from penstock.engines.weights.buckets import write_weights
-from penstock.engines.weights.weight_check import INITIAL, update_and_check
+from penstock.engines.sglang.weight_sender import write_weights
+from penstock.engines.sglang.weight_update import FlatBucket, WeightUpdate
+from penstock.engines.weights.transfer import INITIAL, update_and_check
 from penstock.storage.errors import WeightMismatch
 from tests.rollout.scripted_engine import ScriptedClient
 
@@ -89,7 +88,7 @@ def test_a_file_that_differs_from_its_tensors_is_reported(tmp_path: Path, monkey
         save_file({name: tensor + (name == "layer.1") for name, tensor in tensors.items()}, path, **options)
 
     write_weights(tmp_path / "right", weights().items(), tmp_path, 1 << 20, verify=True)
-    monkeypatch.setattr(buckets, "save_file", save)
+    monkeypatch.setattr(weight_sender, "save_file", save)
     with pytest.raises(WeightMismatch, match=r"layer\.1 read back"):
         write_weights(tmp_path / "wrong", weights().items(), tmp_path, 1 << 20, verify=True)
 

@@ -15,8 +15,7 @@ from penstock.engines.options import EngineOptions
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.weights.routes import ProcessPlace, upload_weights
-from penstock.engines.weights.weight_check import update_and_check
+from penstock.engines.weights.transfer import ProcessPlace, update_and_check, upload_weights
 from penstock.flows.config import Flow, PostTrainConfig
 from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.processes import Processes

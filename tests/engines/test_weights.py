@@ -14,8 +14,8 @@ from small_servers import SmallServer
 
 from penstock.engines.generation import WeightTransport
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.sglang.weights.payload import FlatBucket
-from penstock.engines.weights.buckets import split_into_buckets, write_weights
+from penstock.engines.sglang.weight_sender import write_weights
+from penstock.engines.sglang.weight_update import FlatBucket, split_into_buckets
 from penstock.storage.errors import EngineError
 
 

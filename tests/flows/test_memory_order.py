@@ -14,7 +14,7 @@ import pytest
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
 from penstock.engines.training import STATE_KINDS, MemorySwitch, StateKind
-from penstock.engines.weights.routes import ProcessPlace
+from penstock.engines.weights.transfer import ProcessPlace
 from penstock.flows import tasks
 from penstock.flows.config import Flow
 from penstock.flows.options.flags import parse_config

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engines.ports import reserve_free_port
+from penstock.engines.network import reserve_free_port
 from penstock.flows.runtime.child_process import Service
 from penstock.flows.runtime.prefect_api import START_TRIES, wait_ready_with_restarts
 

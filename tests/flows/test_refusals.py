@@ -96,7 +96,7 @@ def fp8_model(bf16_model: Path, tmp_path: Path) -> Path:
     """`bf16_model` with projections in block fp8."""
     from safetensors.torch import load_file
 
-    from penstock.engines.weights.buckets import write_weights
+    from penstock.engines.sglang.weight_sender import write_weights
     from penstock.engines.weights.fp8_blocks import QUANTIZATION, quantize_weights, should_quantize
 
     weights = load_file(bf16_model / "model.safetensors")
@@ -182,7 +182,7 @@ def test_options_that_need_gpus_are_refused_on_a_machine_without_gpus(
 
 
 def test_training_with_fp8_engines_starts_from_ref_load(good, fp8_model: Path, bf16_model: Path, tmp_path) -> None:
-    from penstock.engines.weights.weight_check import INITIAL
+    from penstock.engines.weights.transfer import INITIAL
     from penstock.flows.options.flags import parse_config
     from penstock.flows.runtime.active_run import ActiveRun
     from penstock.flows.runtime.processes import Processes

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.engines.families import read_shape
 from penstock.engines.generation import BUCKET_BYTES
-from penstock.engines.weights.routes import ProcessPlace
+from penstock.engines.weights.transfer import ProcessPlace
 from penstock.flows.config import validate_config
 from penstock.flows.gpu_plan import check_layout
 from penstock.flows.options import refused

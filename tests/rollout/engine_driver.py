@@ -24,6 +24,7 @@ from scripted_engine import write_jsonl
 from penstock.engines.cluster import Cluster
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
+from penstock.engines.serving.supervisor import restart_dead_engines
 from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.sglang.passthrough import check_router_args
 from penstock.engines.sglang.router import SGLangRouter
@@ -45,8 +46,8 @@ def main(what: str, address: str, model: str, directory: str) -> None:
     start = time.monotonic()
     seen: dict[str, Any] = {
         "urls": pool.urls,
-        "pids": pool.pids(),
-        "adopted": pool.adopted,
+        "pids": pids_of(pool),
+        "adopted": [replica.adopted for replica in pool._replicas],
         "seconds": time.monotonic() - start,
     }
     if what == "resume":
@@ -86,7 +87,7 @@ def rounds_with_a_kill(pool: EnginePool, model: Path, directory: Path) -> dict[s
 
         def kill_one(done: int, total: int) -> None:
             if not killed and done >= total // 4:
-                killed.append(pool.pids()[0])
+                killed.append(pool._replicas[0].place().pid)
                 os.kill(killed[0], signal.SIGKILL)
 
         with pool.serving(f"run/{r}", publish) as live:
@@ -113,7 +114,7 @@ def rounds_with_a_kill(pool: EnginePool, model: Path, directory: Path) -> dict[s
                 "after": live(),
                 "killed": killed,
                 "published": published,
-                "versions": pool.weight_versions(),
+                "versions": [replica.weight_version() for replica in pool._replicas],
                 "seconds": commit.seconds["generate"],
                 "seconds_until_back": time.monotonic() - start,
             }
@@ -122,23 +123,30 @@ def rounds_with_a_kill(pool: EnginePool, model: Path, directory: Path) -> dict[s
     with SGLangRouter(check_router_args({}), str(directory)) as router:
         pool.listener = router.set_backends
         routed = round(1, partial(SGLangClient, router=router.address))
-    return {"direct": direct, "routed": routed, "log": pool.log_tails(5)}
+    return {"direct": direct, "routed": routed, "log": [replica.exit_report() for replica in pool._replicas]}
+
+
+def pids_of(pool: EnginePool) -> list[int]:
+    return [replica.place().pid for replica in pool._replicas]
 
 
 def second_pool(cluster: Cluster, first: EnginePool) -> dict[str, Any]:
     """Let a second pool adopt the engines, so the first one cannot stop them; a third pool needs only one of them."""
-    pids = first.pids()
+    pids = pids_of(first)
     second = EnginePool(cluster, first.spec, num_engines=2)
-    adopted = (second.urls and second.adopted, second.pids() == pids)
+    adopted = (
+        second.urls and [replica.adopted for replica in second._replicas],
+        pids_of(second) == pids,
+    )
     try:
-        first.restart_dead()
+        restart_dead_engines(first._replicas)
         refusal = ""
     except RuntimeError as error:
         refusal = str(error)
     first.stop()
     survived = [psutil.pid_exists(pid) for pid in pids]
     third = EnginePool(cluster, first.spec, num_engines=1)
-    kept = third.pids() == pids[:1] and ended(pids[1]) and psutil.pid_exists(pids[0])
+    kept = pids_of(third) == pids[:1] and ended(pids[1]) and psutil.pid_exists(pids[0])
     third.stop()
     return {
         "second_adopted": adopted,

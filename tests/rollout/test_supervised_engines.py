@@ -17,7 +17,7 @@ import psutil
 import pytest
 from engine_driver import KEYS, NUM_PROMPTS, NUM_SAMPLES, WAVE
 
-from penstock.engines.ports import reserve_free_port
+from penstock.engines.network import reserve_free_port
 from penstock.storage.commit import BUFFER
 from penstock.storage.samples.sample import Status
 from penstock.storage.samples.shards import read_samples

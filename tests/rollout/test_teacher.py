@@ -229,10 +229,10 @@ def test_killed_engine_of_the_teacher_is_restarted_and_ends_with_its_pool(
     first, second = sample(), sample()
     with pool.serving(TEACHER, lambda urls: None) as urls:
         asyncio.run(Teacher(urls, "teacher").score([first]))
-        [pid] = pool.pids()
+        [pid] = [replica.place().pid for replica in pool._replicas]
         os.kill(pid, signal.SIGKILL)
         asyncio.run(Teacher(urls, "teacher").score([second]))
-        [restarted] = pool.pids()
+        [restarted] = [replica.place().pid for replica in pool._replicas]
     assert first.teacher_logprobs == second.teacher_logprobs and max(first.teacher_logprobs[2:]) < 0
     assert restarted != pid
     server = psutil.Process(restarted)

@@ -17,8 +17,9 @@ from penstock.engines.generation import EngineGone, WeightTransport
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.pool import EnginePool
 from penstock.engines.serving.server import ServerSpec
+from penstock.engines.serving.supervisor import restart_dead_engines
 from penstock.engines.sglang.client import SGLangClient
-from penstock.engines.weights.weight_check import update_and_check
+from penstock.engines.weights.transfer import update_and_check
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.stages.train.config import TrainConfig
 from penstock.stages.train.restore import PolicyRestorer
@@ -127,12 +128,12 @@ def check_every_tensor(pool: EnginePool, group: TrainerGroup, version: str, dire
 def check_replaced_engine(pool: EnginePool, group: TrainerGroup, keys: RunKeys, model: Path) -> None:
     """Check that a dead engine fails the update without an effect on the trainer, and that its replacement joins."""
     before, incarnation = pool.urls, group.policy_state()
-    psutil.Process(pool.pids()[1]).kill()
+    psutil.Process(pool._replicas[1].place().pid).kill()
     for kind in ("tensor", "nccl"):
         with pytest.raises(EngineGone):
             group.publish(before, f"{keys.run}/0", transport_of(kind, pool, group, before))
     assert group.policy_state() == incarnation
-    assert pool.restart_dead()
+    assert restart_dead_engines(pool._replicas)
     group.publish(pool.urls, f"{keys.run}/0", transport_of("nccl", pool, group, pool.urls))
     for url in pool.urls:
         check_weights(url, model, f"{keys.run}/0")

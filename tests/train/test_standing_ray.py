@@ -19,7 +19,7 @@ from penstock_command import HANG
 from random_rollouts import commit_rollouts
 
 from penstock.engines.cluster import Cluster
-from penstock.engines.ports import reserve_free_port
+from penstock.engines.network import reserve_free_port
 from penstock.stages.convert.to_torch_dist import convert_hf
 from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store

@@ -1,31 +1,201 @@
 """One update of several SGLang servers: of their weights (`WeightUpdate`: pause them, make them load, resume them), or
-of the LoRA adapters beside them (`AdapterUpdate`, --lora-publish adapter).
+of the LoRA adapters beside them (`AdapterUpdate`, --lora-publish adapter); and its wire format: buckets of tensors as
+one byte tensor, and payloads with handles to it.
 
-For adapters SGLang has routes for tensors in shared memory (CUDA IPC on a GPU) and for PEFT directories, but none for
-broadcasts. Generation continues during the update: requests name their adapter (`serving/adapter_requests.py`).
+A payload is a pickle that may contain only classes on SGLang's allowlist. Tensor data is not sent over HTTP: the
+payload has a handle (CUDA IPC on a GPU, shared memory on CPU), and the server copies the data from the memory of the
+trainer rank.
+
+For adapters SGLang has routes for tensors in shared memory and for PEFT directories, but none for broadcasts.
+Generation continues during the update: requests name their adapter (`serving/adapter_requests.py`).
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import itertools
 import logging
-from collections.abc import Callable, Mapping
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from types import TracebackType
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
 
 from penstock.engines.generation import EngineGone, EngineRefused, PauseMode, PublishedAdapter
 from penstock.engines.serving.adapter_requests import BASE
 from penstock.engines.sglang import control, older_release
-from penstock.engines.sglang.weights.payload import FlatBucket
 from penstock.storage.errors import EngineError
 from penstock.storage.failpoints import failpoint
 
 GROUP_NAME = "penstock-weights"  # of the process group over which weights are broadcast
 CALL_TIMEOUT = 600.0  # seconds for a server to pause, or to load a bucket
+NEVER_UPDATED = (BASE, "default")  # weight versions of servers that have the weights of their model directory
+DEVICE = 6  # index of the GPU's number in the arguments of torch's `rebuild_cuda_tensor`
+SHARING_TIMEOUT = 60.0  # seconds for torch's shared-memory manager to answer
+NamedTensor = tuple[str, Tensor]
+# Engines fuse these two MLA weights into one parameter and drop one that arrives without the other in the same update
+# call. In different buckets both would be lost without an error, and the engine would keep its old weights.
+FUSED = (".q_a_proj.", ".kv_a_proj_with_mqa.")
 logger = logging.getLogger(__name__)
+
+
+def num_bytes(bucket: Iterable[NamedTensor]) -> int:
+    """Return the total size of the bucket's tensors in bytes."""
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
+
+
+def split_into_buckets(named: Iterable[NamedTensor], max_bytes: int) -> Iterator[tuple[list[NamedTensor], bool]]:
+    """Yield (bucket, whether it is the last bucket), with buckets of at most `max_bytes` of tensor data.
+
+    A group of tensors that must stay together (FUSED ones, an fp8 weight and its scales) and is larger than `max_bytes`
+    becomes a bucket of its own.
+    """
+    bucket: list[NamedTensor] = []
+    size = 0
+    for group in _group_fused_tensors(named):
+        group_bytes = num_bytes(group)
+        if bucket and size + group_bytes > max_bytes:
+            yield bucket, False
+            bucket, size = [], 0
+        bucket.extend(group)
+        size += group_bytes
+    if bucket:
+        yield bucket, True
+
+
+def _group_fused_tensors(named: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
+    """Yield lists of tensors that must be in the same bucket: the two FUSED tensors of a layer, or any other tensor
+    alone, each with its scales if it is quantized."""
+    first, second = FUSED
+    waiting: dict[str, list[NamedTensor]] = {}
+    tensors = iter(named)
+    for name, tensor in tensors:
+        group = [(name, tensor)]
+        if tensor.dtype == torch.float8_e4m3fn:
+            group.append(next(tensors))  # its scales, which follow it
+        partner = name.replace(second, first) if second in name else name.replace(first, second)
+        if partner == name:
+            yield group
+        elif partner in waiting:
+            yield waiting.pop(partner) + group
+        else:
+            waiting[name] = group
+    yield from waiting.values()  # Moonlight has kv_a_proj_with_mqa, but not q_a_proj
+
+
+class UuidPickler(ForkingPickler):
+    """Pickles tensors as torch does, with the UUID of a GPU in place of its number: SGLang's schedulers look for it
+    among their own GPUs. SGLang's function for this would import SGLang, which takes seconds."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not (isinstance(value, torch.Tensor) and value.is_cuda):
+            return NotImplemented
+        rebuild, arguments = reductions.reduce_tensor(value)
+        uuid = str(torch.cuda.get_device_properties(arguments[DEVICE]).uuid)
+        return rebuild, (*arguments[:DEVICE], uuid, *arguments[DEVICE + 1 :])
+
+
+class FlatBucket:
+    """A bucket of tensors of any dtypes, concatenated into one byte tensor.
+
+    Attributes:
+        flat: [bytes], uint8.
+        metadata: name, shape, dtype and byte range of each tensor, from which SGLang restores the tensors.
+    """
+
+    def __init__(self, bucket: list[NamedTensor]) -> None:
+        self.device = bucket[0][1].device
+        # SGLang creates views of the bytes, which must be aligned: widest dtypes first, so that for instance a float32
+        # does not start at an odd multiple of 2 bytes after a bfloat16.
+        aligned = sorted(bucket, key=lambda item: -item[1].element_size())
+        parts = [tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in aligned]
+        ends = list(itertools.accumulate(len(part) for part in parts))
+        self.flat = torch.cat(parts)
+        self._in_shared_memory = False
+        # Same fields as SGLang's `FlattenedTensorMetadata`, whose import takes 3 s on CPU.
+        self.metadata = [
+            SimpleNamespace(
+                name=name,
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                start_idx=end - len(part),
+                end_idx=end,
+                numel=len(part),
+            )
+            for (name, tensor), part, end in zip(aligned, parts, ends)
+        ]
+
+    def description(self) -> dict[str, Any]:
+        """Return names, dtypes and shapes of the tensors in the order of their bytes, for a JSON request."""
+        return {
+            "names": [entry.name for entry in self.metadata],
+            "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in self.metadata],
+            "shapes": [list(entry.shape) for entry in self.metadata],
+        }
+
+    def serialize(self, *, by_uuid: bool = True) -> str:
+        """Return a base64-encoded pickle with a handle to the bucket, for one tensor-parallel rank of one server.
+
+        Unpickling a payload twice would corrupt the sender's reference counts, so each receiver needs its own. On CPU
+        torch's shared-memory manager must answer within a second, which a busy machine may exceed; such timeouts are
+        retried for SHARING_TIMEOUT seconds. `by_uuid`: identify the GPU by its UUID, because sender and server may
+        number their GPUs differently; otherwise by its number (older_release.py).
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the server reads the tensor on another stream
+        self._in_shared_memory = self.device.type == "cpu"
+        pickler = UuidPickler if by_uuid else ForkingPickler
+        content = {"flattened_tensor": self.flat, "metadata": self.metadata}
+        # The default sharing strategy for CPU tensors passes file descriptors through a socket that is authenticated
+        # with this process's secret, which crashes SGLang's scheduler. Names in /dev/shm need no secret.
+        strategy = torch.multiprocessing.get_sharing_strategy()
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        deadline = time.monotonic() + SHARING_TIMEOUT
+        try:
+            while True:
+                try:
+                    return base64.b64encode(pickler.dumps(content)).decode()
+                except RuntimeError as error:
+                    if "has timed out" not in str(error) or time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.1)
+        finally:
+            torch.multiprocessing.set_sharing_strategy(strategy)
+
+    def free(self) -> None:
+        """Free the byte tensor. Call it once every receiver has opened or copied it.
+
+        torch deletes the file in /dev/shm when the last receiver frees its tensor, which a killed receiver never does.
+        So the name is deleted here; the receivers' mappings stay valid. The additional reference prevents that the last
+        receiver fails because it cannot delete the name.
+        """
+        if self._in_shared_memory:
+            storage = self.flat.untyped_storage()
+            storage._shared_incref()
+            Path(f"/dev/shm{storage._share_filename_cpu_()[1].decode()}").unlink(missing_ok=True)
+        del self.flat
+        if self.device.type == "cuda":
+            torch.cuda.ipc_collect()
+
+
+def check_shared_memory(bucket: list[NamedTensor]) -> None:
+    """Check that a bucket on CPU fits into /dev/shm; full shared memory would kill this process with SIGBUS."""
+    if bucket[0][1].device.type != "cpu":
+        return
+    needed, free = num_bytes(bucket), shutil.disk_usage("/dev/shm").free
+    if needed > free:
+        raise EngineError(
+            f"/dev/shm has {free >> 20} MiB free, but a bucket of weights needs {needed >> 20} MiB: enlarge "
+            "/dev/shm (docker run --shm-size), or give --update-weight-transport disk"
+        )
 
 
 class WeightUpdate:
@@ -80,46 +250,25 @@ class WeightUpdate:
 
     def load_shared(self, flat: FlatBucket, handles: dict[str, list[str]], *, last: bool) -> None:
         """Make every server copy a bucket from the trainer's memory; the last bucket also flushes the prefix cache.
-
-        Args:
-            flat: this rank's copy of the bucket.
-            handles: URL -> one pickled memory handle per rank of the server, to the bucket's copy of a trainer rank;
-                servers that are missing here read this rank's copy.
-            last: whether this is the last bucket.
-        """
+        `handles`: URL -> one pickled memory handle per rank of the server, to the bucket's copy of a trainer rank;
+        servers that are missing there read this rank's copy `flat`."""
         self._begin_sessions()
         payloads = {
             url: handles.get(url) or [flat.serialize() for _ in range(tp_size)]
             for url, (_, tp_size) in self.facts.items()
         }
+        path = "/update_weights_from_tensor"
         self._call_all(
             lambda url: self.post(
-                url,
-                "/update_weights_from_tensor",
-                {
-                    "serialized_named_tensors": payloads[url],
-                    "load_format": "flattened_bucket",
-                    "flush_cache": self._flushes_prefix_cache(url, last),
-                    **self._only_target_model(url, "/update_weights_from_tensor"),
-                },
+                url, path, {"serialized_named_tensors": payloads[url], **self._fields(url, path, last)}
             )
         )
 
     def load_broadcast(self, flat: FlatBucket, *, last: bool) -> list[Future[Any]]:
         """Make every server wait for the broadcast of a bucket and load it. Pass the result to `wait_until_loaded`."""
         self._begin_sessions()
-        body = {**flat.description(), "group_name": GROUP_NAME, "load_format": "flattened_bucket"}
-        return [
-            self.run_in_thread(
-                self.post,
-                url,
-                "/update_weights_from_distributed",
-                body
-                | {"flush_cache": self._flushes_prefix_cache(url, last)}
-                | self._only_target_model(url, "/update_weights_from_distributed"),
-            )
-            for url in self.urls
-        ]
+        path, body = "/update_weights_from_distributed", {**flat.description(), "group_name": GROUP_NAME}
+        return [self.run_in_thread(self.post, url, path, body | self._fields(url, path, last)) for url in self.urls]
 
     def wait_until_loaded(self, loading: list[Future[Any]]) -> None:
         """Wait until every server has loaded the bucket. After an error, wait at most 5 s for the other servers,
@@ -143,51 +292,46 @@ class WeightUpdate:
         self._call_all(leave)
 
     def load_from_disk(self, directories: Mapping[str, str]) -> None:
-        """Make every server load the weights of a Hugging Face directory.
-
-        Args:
-            directories: URL -> path that the server can read.
-        """
-
-        def load(url: str) -> None:
-            self.post(
+        """Make every server load the weights of a Hugging Face directory (URL -> path that the server can read)."""
+        self._call_all(
+            lambda url: self.post(
                 url,
                 "/update_weights_from_disk",
                 {"model_path": directories[url], "flush_cache": self._flushes_prefix_cache(url, last=True)},
             )
-
-        self._call_all(load)
+        )
 
     def _flushes_prefix_cache(self, url: str, last: bool) -> bool:
         """Return whether loading a bucket must also flush the server's prefix cache: only the last bucket, and
         not if the KV cache is released (it has been flushed then) or paused requests use it."""
         return last and url not in self._without_cache and self.in_flight != "in_place"
 
-    def _only_target_model(self, url: str, path: str) -> dict[str, Any]:
-        """Return the fields of a request to `path` that leave the draft layers of speculative decoding as they are."""
-        if older_release.is_older(self.facts[url][0]):
-            return older_release.update_fields(path)
-        return {"selector": "target"}
+    def _fields(self, url: str, path: str, last: bool) -> dict[str, Any]:
+        """Return the fields of a request to `path` to load a bucket, which leave draft layers as they are."""
+        is_older = older_release.is_older(self.facts[url][0])
+        only_target = older_release.update_fields(path) if is_older else {"selector": "target"}
+        return {
+            "load_format": "flattened_bucket",
+            "flush_cache": self._flushes_prefix_cache(url, last),
+            **only_target,
+        }
 
     def _begin_sessions(self) -> None:
+        def begin(url: str) -> None:
+            try:
+                self.post(url, "/begin_weight_update", {"selector": "target"})
+            except EngineRefused as error:
+                if "already open" not in str(error):
+                    raise
+                self.post(url, "/end_weight_update", {})  # an earlier trainer died during its update
+                self.post(url, "/begin_weight_update", {"selector": "target"})
+
         if not self._in_session:
             self._in_session = [url for url, (release, _) in self.facts.items() if not older_release.is_older(release)]
-            self._call_all(self._begin_session, self._in_session)
-
-    def _begin_session(self, url: str) -> None:
-        try:
-            self.post(url, "/begin_weight_update", {"selector": "target"})
-        except EngineRefused as error:
-            if "already open" not in str(error):
-                raise
-            self.post(url, "/end_weight_update", {})  # an earlier trainer died during its update
-            self.post(url, "/begin_weight_update", {"selector": "target"})
+            self._call_all(begin, self._in_session)
 
     def _resume_generation(self) -> None:
-        """Resume generation on all servers, also after a failed update.
-
-        A server that cannot resume is only logged; the supervisor will restart it.
-        """
+        """Resume generation on all servers, also after a failed update. A server that cannot is only logged."""
 
         def resume(url: str) -> None:
             try:
@@ -219,31 +363,18 @@ class WeightUpdate:
         return self._pool.submit(fn, *args)
 
     def post(self, url: str, path: str, body: dict[str, Any]) -> None:
-        """Send one HTTP request of the weight update to a server.
-
-        Raises:
-            EngineGone: the server did not answer.
-            EngineRefused: the server rejected the request.
-        """
+        """Send one HTTP request of the weight update to a server."""
         answer = control.call_server(url, path, body, CALL_TIMEOUT)
         if not answer.get("success", True):
             raise EngineRefused(f"the weight update failed: {url}{path} answered {answer.get('message')!r}")
 
     def _call_all(self, fn: Callable[[str], Any], urls: list[str] | None = None) -> list[Any]:
-        """Call `fn` for every URL in parallel and return the results; wait for all calls, then raise the first error.
-
-        Args:
-            fn: called with a URL.
-            urls: by default all servers.
-        """
+        """Call `fn` for every URL in parallel, wait for all calls, and return the results or raise the first error."""
         futures = [self._pool.submit(fn, url) for url in (self.urls if urls is None else urls)]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise errors[0]
         return [future.result() for future in futures]
-
-
-NEVER_UPDATED = (BASE, "default")  # weight versions of servers that have the weights of their model directory
 
 
 class AdapterUpdate(WeightUpdate):
@@ -290,15 +421,15 @@ class AdapterUpdate(WeightUpdate):
             self._pool.shutdown(wait=False)
 
     def load_shared(self, flat: FlatBucket, handles: dict[str, list[str]], *, last: bool) -> None:
-        """Make every server copy the matrices of the adapter from the trainer's memory; arguments as in
-        `WeightUpdate.load_shared`."""
+        """Make every server copy the matrices of the adapter from the trainer's memory."""
         assert last, "the matrices of an adapter must be in one bucket"
         checksums = {"expected_checksums": sha256_of_tensors(flat)} if self.adapter.compare else {}
 
         def load(url: str) -> None:
             release, size = self.facts[url]
             if older_release.is_older(release):
-                payload = older_release.adapter_payload(url, release, size, flat, checksums)
+                older_release.check_adapter(url, release, size, checksums)
+                payload: dict[str, Any] = {"serialized_tensors": flat.serialize(by_uuid=False)}
             else:
                 own = handles.get(url) or [flat.serialize() for _ in range(size)]
                 payload = {"serialized_named_tensors": own, **checksums}
@@ -308,12 +439,12 @@ class AdapterUpdate(WeightUpdate):
         self._call_all(load, self._waiting.result())
 
     def load_from_disk(self, directories: Mapping[str, str]) -> None:
-        """Make every server load the adapter from a PEFT directory; arguments as in `WeightUpdate.load_from_disk`."""
-
-        def load(url: str) -> None:
-            self.post(url, "/load_lora_adapter", {"lora_name": self.adapter.name, "lora_path": directories[url]})
-
-        self._call_all(load, self._waiting.result())
+        """Make every server load the adapter from a PEFT directory (URL -> path that the server can read)."""
+        name = self.adapter.name
+        self._call_all(
+            lambda url: self.post(url, "/load_lora_adapter", {"lora_name": name, "lora_path": directories[url]}),
+            self._waiting.result(),
+        )
 
 
 def sha256_of_tensors(flat: FlatBucket) -> dict[str, str]:

@@ -7,11 +7,12 @@ rest of the stream before it raises the error.
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from importlib.util import find_spec
@@ -20,16 +21,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from penstock.engines.generation import REFERENCE, EngineRoute, WeightTransport
+from penstock.engines.lora import CONFIG, WEIGHTS
 from penstock.engines.network import listen_at, serve_store
-from penstock.engines.sglang.weights.payload import FlatBucket, check_shared_memory
-from penstock.engines.sglang.weights.update import GROUP_NAME, AdapterUpdate, WeightUpdate
-from penstock.engines.weights.buckets import NamedTensor, split_into_buckets, write_adapter, write_weights
+from penstock.engines.sglang.weight_update import (
+    GROUP_NAME,
+    AdapterUpdate,
+    FlatBucket,
+    NamedTensor,
+    WeightUpdate,
+    check_shared_memory,
+    split_into_buckets,
+)
 from penstock.engines.weights.fp8_blocks import quantize_weights
-from penstock.engines.weights.routes import upload_weights
-from penstock.storage.errors import EngineError
+from penstock.engines.weights.transfer import upload_weights
+from penstock.storage.errors import EngineError, WeightMismatch
 from penstock.storage.failpoints import failpoint
 
 KEPT_ADAPTERS = 2  # directories of adapters that are kept after an update over disk
@@ -212,17 +222,8 @@ class EngineGroup:
     """A process group of trainer rank 0 (rank 0 here) and all tensor-parallel ranks of the servers, in the order of
     `sizes`.
 
-    The constructor blocks until every server has joined.
-
-    Args:
-        sizes: URL -> tensor-parallel size of the server.
-        host: address of this machine that the servers can reach.
-        device: device of the tensors that are sent: CUDA uses NCCL, CPU uses gloo.
-        submit: runs a call in a thread.
-        call: sends one request.
-
-    Raises:
-        ConnectionError, RuntimeError: a server did not join.
+    The constructor blocks until every server has joined at `host`, an address of this machine. CUDA tensors are sent
+    over NCCL, CPU tensors over gloo. `submit` runs a call in a thread, `call` sends one request.
     """
 
     def __init__(
@@ -280,3 +281,45 @@ class EngineGroup:
 def _error_of_a_call(calls: list[Future[Any]]) -> BaseException | None:
     """Return the error of the first call that has failed, or None."""
     return next((error for call in calls if call.done() and (error := call.exception()) is not None), None)
+
+
+# ---- directories -----------------------------------------------------------------------------------------------------
+
+
+def write_weights(
+    target: Path, named: Iterable[tuple[str, Tensor]], model_path: Path, shard_bytes: int, *, verify: bool = False
+) -> None:
+    """Write weights as safetensors shards with an index, and copy the JSON files of `model_path` (config, tokenizer).
+    `verify`: read every file back and compare it with the tensors bit for bit."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in model_path.glob("*.json"):
+        if not file.name.endswith(".index.json"):
+            shutil.copy(file, target)
+    weight_map: dict[str, str] = {}
+    for number, (bucket, _) in enumerate(split_into_buckets(named, shard_bytes)):
+        shard = f"model-{number:05d}.safetensors"
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket}
+        save_file(tensors, target / shard, metadata={"format": "pt"})
+        if verify:
+            _check_file(target / shard, tensors)
+        weight_map |= dict.fromkeys(tensors, shard)
+    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def write_adapter(target: Path, named: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]) -> None:
+    """Write LoRA adapters as a PEFT directory."""
+    target.mkdir(parents=True, exist_ok=True)
+    matrices = {name: matrix.detach().cpu().contiguous() for name, matrix in named}
+    save_file(matrices, target / WEIGHTS, metadata={"format": "pt"})
+    (target / CONFIG).write_text(json.dumps(dict(config)))
+
+
+def _check_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Check that a safetensors file has these tensors, bit for bit; otherwise raise WeightMismatch."""
+    read = load_file(path)
+    for name, tensor in tensors.items():
+        if not torch.equal(read[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)):
+            raise WeightMismatch(
+                f"{path.name}: {name} read back differs from the tensor that was written: check the disk of "
+                f"{path.parent}"
+            )
