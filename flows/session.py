@@ -22,13 +22,12 @@ from penstock.flows.debug_options import gpu_flow
 from penstock.flows.reporting.observer import CommitReport, Observer, Observers
 from penstock.flows.reporting.observers import add_observers
 from penstock.flows.reporting.progress import describe_progress
-from penstock.flows.runtime.active_run import ActiveRun, drive_run
 from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.prefect_api import server_ends_with_process
 from penstock.flows.runtime.preflight import config_warnings, plan_of, preflight
 from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.publishing import PolicyEngines
-from penstock.flows.runtime.runs import read_existing_record
+from penstock.flows.runtime.runs import ActiveRun, completion_of, drive_run, read_existing_record
 from penstock.flows.runtime.signals import describe_cleanup, patience_after, stop_signals
 from penstock.flows.terminal.lines import describe_commit
 from penstock.stages.rollout.group import make_grader
@@ -36,6 +35,7 @@ from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import Commit, commit_key
 from penstock.storage.errors import StoreError
+from penstock.storage.history.run_record import record_completion
 from penstock.storage.preemption import Preempted, StopRequest
 from penstock.storage.store import read_commits
 from penstock.storage.tracking import tracking_directory
@@ -230,7 +230,7 @@ def open_session(flow: str, config: PostTrainConfig) -> Iterator[Session]:
             if any(delivery.num_waiting() for delivery in tracking.deliveries):
                 return  # the next start delivers the rest
             try:
-                run.record_completion()
+                record_completion(run.store, run.keys, run.start, completion_of(run.store, run.config))
             except (StoreError, OSError) as error:
                 session.display.note(
                     f"the completion of the run is not recorded ({error}); the next start checks its stages"

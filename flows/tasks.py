@@ -16,10 +16,9 @@ from prefect.states import Completed
 
 from penstock.flows.promotion import gate_of, promote_policy
 from penstock.flows.runtime.conversion import export_origin, import_model
+from penstock.flows.runtime.debug_runs import check_gates, dump_samples, loading_options, rollout_file
 from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.engine_options import teacher_options
-from penstock.flows.runtime.gates import check_gates
-from penstock.flows.runtime.rollout_files import dump_samples, loading_options, rollout_file
 from penstock.flows.session import Session
 from penstock.flows.stage import stage
 from penstock.stages.convert.targets import copy_export, is_conversion_of, is_published

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from penstock.flows.inspect.report import make_report
 from penstock.flows.reporting.observer import Observer
-from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.display import Display
+from penstock.flows.runtime.runs import ActiveRun
 from penstock.storage.commit import RunKeys
 from penstock.storage.secrets import redact
 from penstock.storage.store import Store, committed_prefixes

@@ -13,9 +13,8 @@ from penstock.flows.reporting.observer import CommitReport, Observer, Observers
 from penstock.flows.reporting.prefect_page import PrefectPage
 from penstock.flows.reporting.prometheus import PrometheusEndpoint
 from penstock.flows.reporting.system_metrics import SystemMetrics, sample_system
-from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.display import Display
-from penstock.flows.runtime.runs import logs_of_run
+from penstock.flows.runtime.runs import ActiveRun, logs_of_run
 from penstock.flows.runtime.signals import patience_after
 from penstock.storage.commit import Commit
 from penstock.storage.errors import StoreError

@@ -40,11 +40,10 @@ from penstock.flows.reporting.progress import (
     run_page,
     training_rewards,
 )
-from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.child_process import http_answers
 from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.prefect_api import wait_for_api
-from penstock.flows.runtime.runs import open_store
+from penstock.flows.runtime.runs import ActiveRun, open_store
 from penstock.flows.runtime.signals import patience_after
 from penstock.storage.commit import Commit, RunKeys, attempt_in_path
 from penstock.storage.history.run_record import read_starts

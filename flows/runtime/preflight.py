@@ -38,9 +38,9 @@ from penstock.flows.gpu_plan import (
 from penstock.flows.options.adapters import with_adapters
 from penstock.flows.options.addresses import check_addresses
 from penstock.flows.options.partners import options_without_partner
+from penstock.flows.runtime.debug_runs import check_rollout_files
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.resolve import resolve
-from penstock.flows.runtime.rollout_files import check_rollout_files
 from penstock.flows.runtime.runs import check_run_may_start, open_store
 from penstock.stages.convert.targets import config_directory, open_parent_store, read_record
 from penstock.stages.eval.config import EvalConfig, is_eval_metric

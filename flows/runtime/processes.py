@@ -26,9 +26,8 @@ from penstock.engines.weights.weight_check import INITIAL
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.debug_config import DebugConfig
 from penstock.flows.options.adapters import with_adapters
-from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.engine_options import TEACHER, engine_options, run_placement, teacher_options
-from penstock.flows.runtime.runs import logs_of_run, missing_fork_checkpoint
+from penstock.flows.runtime.runs import ActiveRun, logs_of_run, missing_fork_checkpoint
 from penstock.stages.train.restore import PolicyRestorer
 from penstock.stages.train.spec import TrainerSpec
 from penstock.stages.train.trainer_group import TrainerGroup

@@ -18,9 +18,9 @@ from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.weights.routes import ProcessPlace, upload_weights
 from penstock.engines.weights.weight_check import update_and_check
 from penstock.flows.config import Flow, PostTrainConfig
-from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.publishing import PolicyPublisher
+from penstock.flows.runtime.runs import ActiveRun
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import StoreError
 from penstock.storage.store import Store

@@ -20,9 +20,9 @@ from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.config import Flow
 from penstock.flows.options.flags import parse_config
 from penstock.flows.policy_schedule import PolicyLimits, PolicySchedule, PolicyTurns
-from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.preflight import check_eval_engines
 from penstock.flows.runtime.processes import EngineSetup
+from penstock.flows.runtime.runs import ActiveRun
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import EngineError, OptionError
 from penstock.storage.maintenance.audit import audit_run

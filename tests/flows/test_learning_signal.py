@@ -53,7 +53,7 @@ def test_three_rounds_without_gradient_warn_also_after_a_resume(tmp_path: Path) 
 @pytest.mark.parametrize(("options", "expected"), [([], True), (["--advantage-estimator", "ppo"], False)])
 def test_zero_gradient_warning_is_told_once_for_new_steps(tmp_path: Path, options: list[str], expected: bool) -> None:
     from penstock.flows.options.flags import parse_config
-    from penstock.flows.runtime.active_run import ActiveRun
+    from penstock.flows.runtime.runs import ActiveRun
 
     store, warnings = Store(str(tmp_path)), list[str]()
     words = ["--run", "r", "--num-rollout", "4", "--hf-checkpoint", "model", *options]
@@ -130,7 +130,7 @@ def test_logprob_gap_is_not_reported_if_the_loss_corrects_it(
     tmp_path: Path, tiny_model: Path, options: list[str]
 ) -> None:
     from penstock.flows.options.flags import parse_config
-    from penstock.flows.runtime.active_run import ActiveRun
+    from penstock.flows.runtime.runs import ActiveRun
 
     shown, store = list[str](), Store(str(tmp_path))
     step = Commit(
