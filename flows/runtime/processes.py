@@ -187,12 +187,6 @@ class Processes:
                 self.started_trainer = self.new_trainer(cluster, self.run.config)
             return self.started_trainer
 
-    def start_trainer(self) -> None:
-        """Start the trainer's processes, without models, unless `materialize_fork` needs another trainer first. Does
-        not wait until they have imported torch and Megatron (5-15 s)."""
-        if self.run.record and missing_fork_checkpoint(self.run.store, self.run.record) is None:
-            self.trainer.start_processes()
-
     def restore_trainer_at(self, version: int) -> TrainerGroup:
         """Return the trainer at policy `version`. If the trainer has another version, first load the newest checkpoint
         up to `version` and replay the rounds after that checkpoint."""
