@@ -16,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from penstock.engines.cluster import Cluster
 from penstock.flows.config import Plan, PostTrainConfig, validate_config
 from penstock.flows.options.argv import format_bytes
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.conversion import (
     ProgressCallback,
     existing_conversion,
@@ -25,6 +26,7 @@ from penstock.flows.runtime.conversion import (
 )
 from penstock.flows.runtime.prefect_api import wait_for_api
 from penstock.flows.runtime.preflight import plan_of, preflight
+from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.flows.terminal.console import TerminalConsole
 from penstock.stages.convert.config import ConvertConfig
@@ -71,10 +73,7 @@ SPELLINGS |= {"--output-dir": "--convert-save", "--input-dir": "--convert-load"}
 
 def main(argv: list[str]) -> int:
     """Run the command: a conversion as a flow, an export in this process. Return the exit code."""
-    from penstock.flows.options import flags
-    from penstock.flows.runtime.runner import run_flow
-
-    config = plan_of("convert", with_hf_checkpoint(flags.parse_config(translate_flags(argv))))
+    config = plan_of("convert", with_hf_checkpoint(parse_config(translate_flags(argv))))
     preflight(config)
     options, store = config.convert, open_store(config.run, probe=False)
     existing: CheckpointRef | None = None  # the result of an earlier command with the same files and options

@@ -174,9 +174,10 @@ class Session:
         stop_signals.begin_cleanup()
         if kind is not None and not issubclass(kind, Preempted):
             scratch.keep_temp_directory_at_exit()  # it has the logs of Ray and the engines
-        self.display.show_phase(
-            describe_cleanup(kind, is_requested=self.stop.requested, writes_report=self.run.writes_report(kind))
+        self.display.panel.phase = describe_cleanup(
+            kind, is_requested=self.stop.requested, writes_report=self.run.writes_report(kind)
         )
+        self.display.note_wait(self.display.panel.phase)
         self.wait_for_checkpoint_until_deadline()
         if kind is not None:  # end an evaluation in another thread
             self.stop.request(grace_seconds=0.0)

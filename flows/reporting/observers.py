@@ -58,12 +58,12 @@ class Terminal(Observer):
             report.line = self.display.print_commit(report.commit)
 
     def on_publish(self, version: int, metrics: dict[str, float], switches: list[MemorySwitch]) -> None:
-        self.display.record_publish(metrics["perf/update_weights_time"])
+        self.display.publish_seconds.append(metrics["perf/update_weights_time"])
         for switch in switches:
             self.display.note(f"moved GPU memory: {switch}")
 
     def on_overlap(self, rollout_id: int, metrics: dict[str, float]) -> None:
-        self.display.record_overlap(rollout_id, metrics)
+        self.display.overlap[rollout_id] = metrics
 
     def on_results(self, commits: list[Commit]) -> None:
         self.display.print_summary(commits)

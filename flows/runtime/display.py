@@ -66,8 +66,8 @@ class Display:
         self._without_steps = bool(config.run.debug_rollout_only)
         self._commits: list[Commit] = []
         self._rollouts: dict[int, Commit] = {}
-        self._publish_seconds: list[float] = []
-        self._overlap: dict[int, dict[str, float]] = {}  # number of a round -> its metrics of overlap
+        self.publish_seconds: list[float] = []  # of weight updates, which are part of the next round's time
+        self.overlap: dict[int, dict[str, float]] = {}  # number of a round -> its metrics of overlap
         self._announced: set[str] = set()  # waits that were printed
         self._round_lines = RoundLines(self.num_rounds)
         self.on_progress: Callable[[], None] = lambda: None  # called when a stage has moved
@@ -136,12 +136,6 @@ class Display:
             self._announced.add(text)
             self.note(text)
 
-    def show_phase(self, text: str) -> None:
-        """Show what happens outside the stages: in the panel, otherwise as a line."""
-        self.panel.phase = text
-        if self._region is None:
-            self.note(text)
-
     @contextmanager
     def progress(self, title: str, stage: str) -> Iterator[ProgressCallback]:
         """Show a progress bar of a stage during the block. Yields its callback (done, total), which without a panel
@@ -153,14 +147,6 @@ class Display:
                 activity.done, activity.total = done, total
 
             yield update
-
-    def record_publish(self, seconds: float) -> None:
-        """Record the seconds that a weight update took; they are part of the next round's time."""
-        self._publish_seconds.append(seconds)
-
-    def record_overlap(self, rollout_id: int, metrics: dict[str, float]) -> None:
-        """Record how generation and training overlapped before a round; the round's line shows it."""
-        self._overlap[rollout_id] = metrics
 
     def print_commit(self, commit: Commit) -> str:
         """Print and return the line of a new commit. For a rollout return "": its step's line shows it, unless there
@@ -175,10 +161,10 @@ class Display:
             return ""
         if commit.kind in ("rollout", "step"):
             rollout = self._rollouts.pop(commit.index, None)
-            overlap = self._overlap.pop(commit.index, {})
+            overlap = self.overlap.pop(commit.index, {})
             width = min(MAX_COLUMNS, self.console.width) if self._region else MAX_COLUMNS
-            line = self._round_lines.format(commit, rollout, self._publish_seconds, overlap, width)
-            spent = seconds_by_stage([c for c in (rollout, commit) if c], self._publish_seconds[-1:])
+            line = self._round_lines.format(commit, rollout, self.publish_seconds, overlap, width)
+            spent = seconds_by_stage([c for c in (rollout, commit) if c], self.publish_seconds[-1:])
             self.panel.last_round = ", ".join(f"{stage} {seconds:.2f}s" for stage, seconds in spent.items())
             self.panel.finish_round(commit.index)
         else:
@@ -216,7 +202,7 @@ class Display:
 
     def summary(self, commits: Sequence[Commit] | None = None) -> dict[str, str]:
         """Return the results of `commits` (default: all commits printed so far): title -> text."""
-        return summary_rows(self._commits if commits is None else commits, self._publish_seconds, self.store_uri)
+        return summary_rows(self._commits if commits is None else commits, self.publish_seconds, self.store_uri)
 
     def close(self) -> None:
         """Erase the panel. Safe to call twice."""

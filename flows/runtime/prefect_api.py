@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from httpx import HTTPError, HTTPStatusError
+from prefect._internal.concurrency import services
 from prefect.client.orchestration import get_client
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
@@ -219,8 +220,6 @@ def _prefect_queues() -> list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]
     """Return Prefect's active queues of log lines and events as (event loop, sending task)."""
     # Prefect has no public call that discards a queue: `drain` waits until it is sent, and the next log line creates a
     # new one.
-    from prefect._internal.concurrency import services
-
     pairs = [(service._loop, service._task) for service in list(services._active_services)]
     return [(loop, task) for loop, task in pairs if loop is not None and task is not None]
 

@@ -40,7 +40,7 @@ def root(tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.flows.runtime.preflight.preflight", start_something)
+    monkeypatch.setattr(runner, "preflight", start_something)
     monkeypatch.setattr(prefect_api, "ensure_prefect_api", start_something)
     monkeypatch.setattr("penstock.engines.cluster.Cluster.start", start_something)
 
