@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefect import State, flow
 from prefect.states import Completed
@@ -30,7 +30,7 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.engine_options import run_placement
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
-from penstock.stages.train.restore import PolicyRestorer, ReplayError, newest_checkpoint
+from penstock.stages.train.restore import PolicyRestorer, ReplayError, ReplayResult, newest_checkpoint
 from penstock.stages.train.spec import TrainerSpec
 from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import CheckpointRef, RunKeys, commit_key
@@ -38,10 +38,6 @@ from penstock.storage.config import field_meta
 from penstock.storage.errors import InputError, OptionError, RunError
 from penstock.storage.history.run_record import read_run_record
 from penstock.storage.store import Store
-
-if TYPE_CHECKING:
-    from penstock.engines.families.shape import ModelShape
-    from penstock.stages.train.restore import PolicyRestorer, ReplayResult
 
 USAGE = """penstock replay RUN [--from A] [--to B] [--json FILE] [--store URI] [placement options]
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefect import State, get_run_logger
 from prefect.exceptions import TerminationSignal
@@ -29,6 +29,7 @@ from penstock.flows.runtime.publishing import PolicyEngines
 from penstock.flows.runtime.runs import ActiveRun, completion_of, drive_run, missing_fork_checkpoint
 from penstock.flows.runtime.signals import describe_cleanup, patience_after, stop_signals
 from penstock.flows.terminal.lines import describe_commit
+from penstock.stages.rewards.grading import Grader
 from penstock.stages.rollout.group import make_grader
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
@@ -40,9 +41,6 @@ from penstock.storage.tracking import tracking_directory
 from penstock.storage.tracking.delivery import RunTracking
 from penstock.storage.tracking.trackers import tracked_run, tracking_uris
 from penstock.storage.web.login import page_link
-
-if TYPE_CHECKING:
-    from penstock.stages.rewards.grading import Grader
 
 _NO_PAGE = "`make up` shows this run, also after its end"
 EVALUATION_END_TIMEOUT = 60.0  # seconds for an evaluation in another thread to end after a failure

@@ -12,16 +12,17 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
 
-from penstock.engines.backends import engine_backend
+from penstock.engines.backends import RequestRouter, engine_backend
 from penstock.engines.cluster import Cluster, ClusterStart
 from penstock.engines.families import read_shape
-from penstock.engines.families.shape import experts_format
+from penstock.engines.families.shape import ModelShape, experts_format
+from penstock.engines.generation import EngineClient
 from penstock.engines.local_gpus import Counters, all_counters, read_counters, used_joules
+from penstock.engines.options import EngineOptions
 from penstock.engines.serving.adapter_requests import BASE
 from penstock.engines.serving.endpoints import engine_url
-from penstock.engines.serving.pool import start_pool
+from penstock.engines.serving.pool import EnginePool, start_pool
 from penstock.engines.weights.weight_check import INITIAL
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.debug_config import DebugConfig
@@ -32,16 +33,6 @@ from penstock.stages.train.restore import PolicyRestorer
 from penstock.stages.train.spec import TrainerSpec
 from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import CheckpointRef
-
-if TYPE_CHECKING:
-    from penstock.engines.backends import RequestRouter
-    from penstock.engines.cluster import Cluster, ClusterStart
-    from penstock.engines.families.shape import ModelShape
-    from penstock.engines.generation import EngineClient
-    from penstock.engines.options import EngineOptions
-    from penstock.engines.serving.pool import EnginePool
-    from penstock.stages.train.restore import PolicyRestorer
-    from penstock.stages.train.trainer_group import TrainerGroup
 
 _early_ray: ContextVar[ClusterStart | None] = ContextVar("early_ray", default=None)  # inside `ray_starting`
 

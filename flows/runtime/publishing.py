@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-from penstock.engines.generation import WeightUpload
+from penstock.engines.generation import WeightTransport, WeightUpload
 from penstock.engines.serving.adapter_requests import AdapterNames
+from penstock.engines.serving.pool import EnginePool
 from penstock.engines.training import MemorySwitch
 from penstock.engines.weights.fp8_blocks import fp8_weights, keeps_scales
 from penstock.engines.weights.routes import add_upload
@@ -23,12 +23,8 @@ from penstock.engines.weights.weight_check import update_and_check
 from penstock.flows.options.adapters import adapter_of_version
 from penstock.flows.policy_schedule import EngineUse, PolicyLimits, PolicySchedule, PolicyTurns
 from penstock.flows.runtime.processes import Processes
+from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.failpoints import failpoint
-
-if TYPE_CHECKING:
-    from penstock.engines.generation import WeightTransport
-    from penstock.engines.serving.pool import EnginePool
-    from penstock.stages.train.trainer_group import TrainerGroup
 
 Urls = Callable[[], list[str]]  # returns the addresses of the live engines
 OnPublished = Callable[[int, dict[str, float], list[MemorySwitch]], None]
