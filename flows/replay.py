@@ -83,7 +83,6 @@ def replay(
     """Train committed rounds again and compare every step with its commit.
 
     Args:
-        run: name of the run.
         where: the store (`store`, `store_options`), and `ray_address` to use an existing Ray cluster.
         placement: placement fields of the trainer's config that replace the recorded ones.
         first: policy version to start at, or the newest checkpoint before it.
@@ -151,7 +150,12 @@ def check_replay(
     trained = len(store.committed_indices(f"{keys.prefix}/steps"))
     last = trained if last is None else last
     begin = newest_checkpoint(store, keys, first)
-    _check_versions_are_replayable(store, keys, config, first, last, trained, begin)
+    if not 0 <= first < last <= trained:
+        raise OptionError(
+            f"run {run!r} has trained {trained} rounds and cannot be replayed from version {first} to {last}: give "
+            f"--from and --to with 0 <= from < to <= {trained}"
+        )
+    check_same_options(store, keys, config, begin, last)
     check_layout(_read_model_shape(store, keys), config.train)
     return config, begin, last
 
@@ -190,27 +194,14 @@ def _replay_config(run: str, where: RunConfig, placement: dict[str, Any]) -> Pos
     return validate_config(values)
 
 
-def _check_versions_are_replayable(
-    store: Store,
-    keys: RunKeys,
-    config: PostTrainConfig,
-    first_version: int,
-    last_version: int,
-    num_trained: int,
-    checkpoint_version: int,
-) -> None:
-    """Check that the run has policy versions `first_version` to `last_version`, and that its own options, not
-    those of the run it was forked from, trained all rounds from `checkpoint_version` on."""
-    if not 0 <= first_version < last_version <= num_trained:
-        raise OptionError(
-            f"run {keys.run!r} has trained {num_trained} rounds and cannot be replayed from version {first_version} "
-            f"to {last_version}: give --from and --to with 0 <= from < to <= {num_trained}"
-        )
+def check_same_options(store: Store, keys: RunKeys, config: PostTrainConfig, begin: int, last: int) -> None:
+    """Check that the run's own options, not those of a run it was forked from, trained the rounds between policy
+    versions `begin` and `last`."""
     record = read_run_record(store, keys)
-    end, entry = last_version, record.parent if record else None
+    end, entry = last, record.parent if record else None
     while entry is not None:
         end, ancestor, entry = min(end, entry.at), entry, entry.parent
-        has_rounds = max(checkpoint_version, entry.at if entry else 0) < end  # which the ancestor trained
+        has_rounds = max(begin, entry.at if entry else 0) < end  # which the ancestor trained
         if has_rounds and training_options(validate_config(ancestor.config)) != training_options(config):
             raise RunError(
                 f"the rounds of run {keys.run!r} before {end} were trained by {ancestor.run!r}, from which it was "

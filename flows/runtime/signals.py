@@ -26,8 +26,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
 from penstock.storage.preemption import Preempted, StopRequest
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -144,6 +142,8 @@ class StopSignals:
 
 def kill_command(exit_code: int) -> None:
     """Kill all child processes and this process."""
+    import psutil  # here, because `penstock setup` runs before any package is installed
+
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             child.kill()
