@@ -35,7 +35,7 @@ from penstock.stages.train.spec import TrainerSpec
 from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import CheckpointRef, RunKeys, commit_key
 from penstock.storage.config import field_meta
-from penstock.storage.errors import InputError, OptionError, RunError
+from penstock.storage.errors import InputError, OptionError, RunError, StoreError
 from penstock.storage.history.run_record import read_run_record
 from penstock.storage.store import Store
 
@@ -56,17 +56,13 @@ def main(argv: list[str]) -> int:
     """Run the command. Return the exit code: 0 if all rounds agree, 1 if a round differs or the replay failed."""
     positional, own, rest = split_args(argv, {"--from": True, "--to": True, "--json": True})
     run, options, given = parse_run_argument("replay", positional), parse_own_flags(own), parse_config(rest)
-    placement = placement_options(given)
-    check_replay(run, given.run, placement, options.get("first", 0), options.get("last"))
-    try:
-        replay.fn(run, given.run, placement, **options)  # without Prefect, which only a deployment of the flow needs
-    except ReplayError as error:
-        print(f"\npenstock: {error}", file=sys.stderr)
-        return 1
-    except InputError:
+    try:  # without Prefect, which only a deployment of the flow needs
+        replay.fn(run, given.run, placement_options(given), **options)
+    except (InputError, StoreError):
         raise
     except Exception as error:
-        print(f"\npenstock: replay failed: {type(error).__name__}: {error}", file=sys.stderr)
+        failure = "" if isinstance(error, ReplayError) else f"replay failed: {type(error).__name__}: "
+        print(f"\npenstock: {failure}{error}", file=sys.stderr)
         return 1
     return 0
 

@@ -60,7 +60,6 @@ class Display:
         self.model = str(config.convert.hf_checkpoint)
         self.store_uri = store_uri
         self.tracking_uri = tracking_uri
-        self.prefect_page = prefect_page
         self.num_rounds = int(config.run.num_rollout)
         self._json = config.run.log_format == "json"
         self._without_steps = bool(config.run.debug_rollout_only)
@@ -73,7 +72,17 @@ class Display:
         self.on_progress: Callable[[], None] = lambda: None  # called when a stage has moved
         self.panel = Panel(run, flow, self.num_rounds)
         self._region: LiveRegion | None = None
-        self._print_header(flow, config)
+        data = config.rollout.prompt_data
+        header = {
+            "run": f"{run}  ({flow})",
+            "model": self.model,
+            "data": data if isinstance(data, str) else ", ".join(map(str, data or [])),
+            "evaluation": ", ".join(f"{name} ({path})" for name, path in config.eval.data_sets),
+            "store": store_uri,
+            "mlflow": live_link(redact(tracking_uri)),
+            "prefect": prefect_page,
+        }
+        self._print_rows({title: str(value) for title, value in header.items() if value})
         if not self._json and can_redraw(self.console) and not environment.shows_prefect_logs():
             self._region = LiveRegion(self.console, self.panel.render)
             self._region.start()
@@ -211,19 +220,6 @@ class Display:
             self._region = None
 
     # ---- printing ----------------------------------------------------------------------------------------------------
-
-    def _print_header(self, flow: str, config: Any) -> None:
-        data = config.rollout.prompt_data
-        rows = {
-            "run": f"{self.run}  ({flow})",
-            "model": config.convert.hf_checkpoint,
-            "data": data if isinstance(data, str) else ", ".join(map(str, data or [])),
-            "evaluation": ", ".join(f"{name} ({path})" for name, path in config.eval.data_sets),
-            "store": self.store_uri,
-            "mlflow": live_link(redact(self.tracking_uri)),
-            "prefect": self.prefect_page,
-        }
-        self._print_rows({title: str(value) for title, value in rows.items() if value})
 
     def _print_rows(self, rows: dict[str, str]) -> None:
         width = max(map(len, rows)) + 2

@@ -265,16 +265,16 @@ def check_weight_directory(config: PostTrainConfig) -> None:
     """Check that engines can read the directory of weight updates over disk."""
     run, external = config.run, config.rollout.rollout_external_engine_addrs
     transport, directory = run.update_weight_transport, run.update_weight_disk_dir
+    uses_disk = transport in (None, "disk") or run.check_weight_update_equal
     if directory is not None and not Path(directory).is_dir():
         raise OptionError(f"--update-weight-disk-dir {directory} is not a directory: create it on shared storage")
-    if directory is not None and transport in ("tensor", "nccl") and not run.check_weight_update_equal:
+    if directory is not None and not uses_disk:
         raise OptionError(
             f"--update-weight-disk-dir has no effect with --update-weight-transport {transport}: omit it, or give "
             "--update-weight-transport disk"
         )
     remote = [address for address in external if not is_on_this_machine(address)]
     in_object_store = "://" in run.store and not run.store.startswith(("file://", "local://"))
-    uses_disk = transport in (None, "disk") or run.check_weight_update_equal
     if remote and in_object_store and directory is None and uses_disk:
         raise EngineError(
             f"the external engine {remote[0]} loads weights from a directory, but --store {run.store} is an object "

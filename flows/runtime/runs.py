@@ -179,19 +179,20 @@ def check_run_may_start(store: Store, plan: Plan, *, own_lease: str | None = Non
         return
     record = read_run_record(store, keys)
     if record is None:
-        check_commits_without_record(store, keys, plan)
-        return
-    problem = describe_difference(record, plan)
-    if problem is None:
+        return check_commits_without_record(store, keys, plan)
+    if (problem := describe_difference(record, plan)) is None:
         return
     if record.parent:
-        raise RunError(f"{problem}: a fork cannot change it; fork again with other options, or give another --run")
-    if prefixes := committed_prefixes(store, keys):
-        steps = [prefix for prefix in prefixes if prefix.startswith(f"{keys.prefix}/steps/")]
-        advice = f"fork it (`penstock fork {keys.run}`)" if steps else f"remove it (`penstock rm {keys.run}`)"
-        raise RunError(f"{problem}: a resumed run cannot change it; {advice}, or start a new run with another --run")
-    if drivers := describe_live_drivers(store, keys, own_lease=own_lease):
-        raise RunError(f"{problem}, and the run is driven by {drivers[0]}: stop that process, or give another --run")
+        advice = ": a fork cannot change it; fork again with other options, or give another --run"
+    elif prefixes := committed_prefixes(store, keys):
+        has_steps = any(prefix.startswith(f"{keys.prefix}/steps/") for prefix in prefixes)
+        other_way = f"fork it (`penstock fork {keys.run}`)" if has_steps else f"remove it (`penstock rm {keys.run}`)"
+        advice = f": a resumed run cannot change it; {other_way}, or start a new run with another --run"
+    elif drivers := describe_live_drivers(store, keys, own_lease=own_lease):
+        advice = f", and the run is driven by {drivers[0]}: stop that process, or give another --run"
+    else:
+        return
+    raise RunError(problem + advice)
 
 
 def describe_difference(record: RunRecord, plan: Plan) -> str | None:
