@@ -362,8 +362,8 @@ def installation_problem(name: str, specifier: str, pin: str | None = None) -> s
 
 def find_distribution(name: str, folder: Path | None = None) -> Distribution | None:
     """Return the installed package `name`, in `folder` or on the import path; None if it is not there."""
-    where = {} if folder is None else {"path": [str(folder)]}
-    return next(iter(Distribution.discover(name=name, **where)), None)
+    path = sys.path if folder is None else [str(folder)]
+    return next(iter(Distribution.discover(name=name, path=path)), None)
 
 
 def is_partly_installed(installed: Distribution) -> bool:
