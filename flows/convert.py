@@ -88,10 +88,8 @@ def main(argv: list[str]) -> int:
 
 
 def translate_flags(argv: Sequence[str]) -> list[str]:
-    """Translate the arguments of `penstock convert` to config flags (SPELLINGS).
-
-    For example, `--save` is the output directory (--convert-save) here, but a flag of Megatron in other commands.
-    """
+    """Translate the arguments of `penstock convert` to config flags (SPELLINGS): for example, `--save` is the output
+    directory (--convert-save) here, but a flag of Megatron in other commands."""
     arguments = [argument.partition("=") for argument in argv]
     exports = any(SPELLINGS.get(name, name) == "--convert-load" for name, _, _ in arguments)
     spellings = {**SPELLINGS, "--vocab-size": "--export-vocab-size"} if exports else SPELLINGS

@@ -196,14 +196,7 @@ def check_gpu_count(flow: Flow, config: PostTrainConfig, num_gpus: int) -> None:
 
 def check_memory(plan: GpuPlan) -> None:
     """Check that weights, gradients and optimizer of the trainer fit a GPU, and that the engine's weights fit its share
-    of the GPU.
-
-    Activations are not checked, because their estimate is less exact (`memory_warnings`).
-
-    Raises:
-        LayoutError: the trainer does not fit.
-        EngineError: the engine does not fit.
-    """
+    of the GPU. Activations are not checked, because their estimate is less exact (`memory_warnings`)."""
     trainer, engine = plan.trainer, plan.engine
     if trainer and trainer.resident_bytes > plan.gpu_bytes:
         raise LayoutError(

@@ -123,18 +123,9 @@ class Stage:
 def retry_while_disk_full(
     body: Callable[[], T], directories: Sequence[str], stop: StopRequest, note: Callable[[str], object]
 ) -> T:
-    """Return the result of `body`, retried with backoff while the disk is full.
-
-    Args:
-        body: the stage, a function that can be called again after a failure.
-        directories: directories that `body` writes to.
-        stop: a stop request; it ends the wait.
-        note: prints a message; called before each wait.
-
-    Raises:
-        StoreFull: the disk was still full after PATIENCE seconds.
-        Preempted: the run was asked to stop while waiting.
-    """
+    """Return the result of `body`, a stage that writes to `directories`, retried with backoff while the disk is full.
+    `note` prints a message before each wait. Raises StoreFull if the disk is still full after PATIENCE seconds, and
+    Preempted after a stop request."""
     start, pause = time.monotonic(), FIRST_PAUSE
     while True:
         attempt_start = time.monotonic()
