@@ -16,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from penstock.engines.cluster import Cluster
 from penstock.flows.config import Plan, PostTrainConfig, validate_config
 from penstock.flows.options.argv import format_bytes
+from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime.conversion import (
     ProgressCallback,
     existing_conversion,
@@ -25,9 +26,9 @@ from penstock.flows.runtime.conversion import (
 )
 from penstock.flows.runtime.prefect_api import wait_for_api
 from penstock.flows.runtime.preflight import plan_of, preflight
+from penstock.flows.runtime.runner import run_flow
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
 from penstock.flows.terminal.console import TerminalConsole
-from penstock.stages.convert.config import ConvertConfig
 from penstock.stages.convert.targets import ASSETS_DIRECTORY, megatron_directory, open_parent_store, read_record
 from penstock.storage.commit import CheckpointRef, Commit, RunKeys, commit_key, is_run_name
 from penstock.storage.errors import OptionError
@@ -71,10 +72,7 @@ SPELLINGS |= {"--output-dir": "--convert-save", "--input-dir": "--convert-load"}
 
 def main(argv: list[str]) -> int:
     """Run the command: a conversion as a flow, an export in this process. Return the exit code."""
-    from penstock.flows.options import flags
-    from penstock.flows.runtime.runner import run_flow
-
-    config = plan_of("convert", with_hf_checkpoint(flags.parse_config(translate_flags(argv))))
+    config = plan_of("convert", with_hf_checkpoint(parse_config(translate_flags(argv))))
     preflight(config)
     options, store = config.convert, open_store(config.run, probe=False)
     existing: CheckpointRef | None = None  # the result of an earlier command with the same files and options
@@ -90,10 +88,8 @@ def main(argv: list[str]) -> int:
 
 
 def translate_flags(argv: Sequence[str]) -> list[str]:
-    """Translate the arguments of `penstock convert` to config flags (SPELLINGS).
-
-    For example, `--save` is the output directory (--convert-save) here, but a flag of Megatron in other commands.
-    """
+    """Translate the arguments of `penstock convert` to config flags (SPELLINGS): for example, `--save` is the output
+    directory (--convert-save) here, but a flag of Megatron in other commands."""
     arguments = [argument.partition("=") for argument in argv]
     exports = any(SPELLINGS.get(name, name) == "--convert-load" for name, _, _ in arguments)
     spellings = {**SPELLINGS, "--vocab-size": "--export-vocab-size"} if exports else SPELLINGS
@@ -104,20 +100,41 @@ def with_hf_checkpoint(config: PostTrainConfig) -> PostTrainConfig:
     """Return the config with `hf_checkpoint` set. For an export it is `origin_hf_dir`, else `hf_checkpoint`, else
     the Hugging Face directory that the checkpoint `convert_load` has recorded."""
     options = config.convert
-    if options.megatron_names:
-        check_megatron_names_options(options)
-    if options.megatron_iteration and not (
-        options.convert_load and options.megatron_names and isinstance(find_checkpoint(config), Commit)
+    exports, names, vocab_size = options.convert_load is not None, options.megatron_names, options.export_vocab_size
+    names_run = exports and names and options.megatron_iteration and isinstance(find_checkpoint(config), Commit)
+    hf_only = {"--export-dtype": options.export_dtype, "--vocab-size": vocab_size}
+    for_hf = next((flag for flag, value in hf_only.items() if value is not None), None)
+    export_only = {"--origin-hf-dir": options.origin_hf_dir, "--export-vocab-size": vocab_size}
+    for_export = next((flag for flag, value in export_only.items() if value is not None), None)
+    for wrong, message in (
+        (
+            names and options.convert_save is None,
+            "--megatron-names needs --save (models in the store have fixed parameter names): add --save, or leave out "
+            "--megatron-names",
+        ),
+        (
+            names and exports and for_hf,
+            f"{for_hf} applies to Hugging Face files, but --megatron-names writes torch_dist: leave out {for_hf}, or "
+            "--megatron-names to write Hugging Face files",
+        ),
+        (
+            options.megatron_iteration and not names_run,
+            "--megatron-iteration needs --load RUN and --megatron-names: add them, or leave it out",
+        ),
+        (not exports and for_export, f"{for_export} needs --load CHECKPOINT: add it, or leave out the flag"),
+        (
+            exports and options.convert_verify,
+            "--verify needs --hf-checkpoint: a trained checkpoint has no original to compare with",
+        ),
+        (
+            exports and options.convert_save is None,
+            "--load needs --save: give the directory for the Hugging Face files",
+        ),
     ):
-        raise OptionError("--megatron-iteration needs --load RUN and --megatron-names: add them, or leave it out")
-    if options.convert_load is None:
-        if unfit := [name for name in ("origin_hf_dir", "export_vocab_size") if getattr(options, name) is not None]:
-            raise OptionError(f"--{unfit[0].replace('_', '-')} needs --load CHECKPOINT: add it, or leave out the flag")
+        if wrong:
+            raise OptionError(message)
+    if not exports:
         return config
-    if options.convert_verify:
-        raise OptionError("--verify needs --hf-checkpoint: a trained checkpoint has no original to compare with")
-    if options.convert_save is None:
-        raise OptionError("--load needs --save: give the directory for the Hugging Face files")
     origin, family_path = options.origin_hf_dir or options.hf_checkpoint, options.model_family_path
     if not origin:
         origin, recorded_family_path = read_recorded_origin(config)
@@ -125,21 +142,6 @@ def with_hf_checkpoint(config: PostTrainConfig) -> PostTrainConfig:
     values = config.model_dump()
     changes = {"hf_checkpoint": origin, "model_family_path": family_path}
     return validate_config({**values, "convert": {**values["convert"], **changes}})
-
-
-def check_megatron_names_options(options: ConvertConfig) -> None:
-    """Check the options that --megatron-names requires or conflicts with. Raises OptionError."""
-    if options.convert_save is None:
-        raise OptionError(
-            "--megatron-names needs --save (models in the store have fixed parameter names): add --save, or leave out "
-            "--megatron-names"
-        )
-    hf_only = {"--export-dtype": options.export_dtype, "--vocab-size": options.export_vocab_size}
-    if options.convert_load and (unfit := [flag for flag, value in hf_only.items() if value is not None]):
-        raise OptionError(
-            f"{unfit[0]} applies to Hugging Face files, but --megatron-names writes torch_dist: leave out {unfit[0]}, "
-            "or --megatron-names to write Hugging Face files"
-        )
 
 
 @flow(name="convert", validate_parameters=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from penstock.engines.backends import engine_backend
+from penstock.engines.backends import EngineMemory, engine_backend
 from penstock.engines.families import read_shape
-from penstock.engines.megatron.memory_plan import RUNTIME, TrainerOptions, estimate_trainer_memory
+from penstock.engines.families.shape import ModelShape
+from penstock.engines.megatron.memory_plan import RUNTIME, TrainerMemory, TrainerOptions, estimate_trainer_memory
 from penstock.engines.parallel_layout import (
     check_grouped_experts,
     check_model_parallel,
@@ -23,11 +23,6 @@ from penstock.flows.config import Flow, PostTrainConfig
 from penstock.flows.runtime.engine_options import engine_options, gpus_per_node, teacher_options
 from penstock.stages.train.config import TrainConfig
 from penstock.storage.errors import EngineError, LayoutError, OptionError
-
-if TYPE_CHECKING:
-    from penstock.engines.backends import EngineMemory
-    from penstock.engines.families.shape import ModelShape
-    from penstock.engines.megatron.memory_plan import TrainerMemory
 
 GIB = 1 << 30
 
@@ -65,16 +60,8 @@ class GpuPlan:
 
 
 def plan_gpu_memory(flow: Flow, config: PostTrainConfig, shape: ModelShape, gpu_bytes: int) -> GpuPlan:
-    """Return the GPU plan of a run.
-
-    Args:
-        config: config of the run.
-        shape: shape of the model.
-        gpu_bytes: total memory of each GPU.
-
-    Raises:
-        InputError: the parallel sizes or an engine's memory options are invalid.
-    """
+    """Return the GPU plan of a run on GPUs with `gpu_bytes` of memory each. Raises InputError if the parallel sizes or
+    an engine's memory options are invalid."""
     train, options = config.train, engine_options(config)
     trainer = engine = None
     if flow.trains:
@@ -110,50 +97,41 @@ def microbatch_tokens(config: PostTrainConfig) -> int:
 
 
 def check_engine_gpus(config: PostTrainConfig, shape: ModelShape) -> None:
-    """Check that the engines' GPUs can be divided among the engines, and the model among an engine's GPUs.
-
-    Raises:
-        LayoutError: --rollout-num-gpus-per-engine does not divide the GPUs or the attention heads, or it is neither a
-            divisor nor a multiple of the GPUs of a node.
-    """
-    size = config.rollout.rollout_num_gpus_per_engine
+    """Check that the engines' GPUs can be divided among the engines, and the model among an engine's GPUs. Raises
+    LayoutError."""
+    size, ranks, heads = config.rollout.rollout_num_gpus_per_engine, config.train.num_ranks, shape.num_attention_heads
     if config.rollout.rollout_external_engine_addrs:
         return
-    flag = f"--rollout-num-gpus-per-engine {size}"
     shared = config.run.colocate or config.rollout.rollout_num_gpus is None
-    fix = "or give the engines their own GPUs with --rollout-num-gpus"
-    if shared:
-        ranks = config.train.num_ranks
-        if size > ranks:
-            raise LayoutError(
-                f"{flag} exceeds the trainer's {ranks} GPUs (--actor-num-nodes x --actor-num-gpus-per-node), which the "
-                f"engines share: use at most {ranks}, {fix}"
-            )
-        if ranks % size:
-            raise LayoutError(
-                f"{flag} does not divide the trainer's {ranks} GPUs, which the engines share: use a divisor of "
-                f"{ranks}, {fix}"
-            )
+    or_own = ", or give the engines their own GPUs with --rollout-num-gpus" if shared else ""
     gpus = gpus_per_node(config) or (config.train.actor_num_gpus_per_node if shared else size)
-    if size % gpus and gpus % size:
-        fix = f", {fix}" if shared else ""
-        raise LayoutError(
-            f"{flag} is neither a divisor nor a multiple of the {gpus} GPUs of a node (--num-gpus-per-node), and an "
-            f"engine that spans nodes uses all GPUs of each: use a divisor or a multiple of {gpus}{fix}"
-        )
-    heads = shape.num_attention_heads
-    if heads % size and not config.engine_facts.replicates_attention:
-        raise LayoutError(f"{flag} does not divide the model's {heads} attention heads: use a divisor of {heads}")
+    for wrong, message in (
+        (
+            shared and size > ranks,
+            f"exceeds the trainer's {ranks} GPUs (--actor-num-nodes x --actor-num-gpus-per-node), which the engines "
+            f"share: use at most {ranks}{or_own}",
+        ),
+        (
+            shared and ranks % size,
+            f"does not divide the trainer's {ranks} GPUs, which the engines share: use a divisor of {ranks}{or_own}",
+        ),
+        (
+            size % gpus and gpus % size,
+            f"is neither a divisor nor a multiple of the {gpus} GPUs of a node (--num-gpus-per-node), and an engine "
+            f"that spans nodes uses all GPUs of each: use a divisor or a multiple of {gpus}{or_own}",
+        ),
+        (
+            heads % size and not config.engine_facts.replicates_attention,
+            f"does not divide the model's {heads} attention heads: use a divisor of {heads}",
+        ),
+    ):
+        if wrong:
+            raise LayoutError(f"--rollout-num-gpus-per-engine {size} {message}")
 
 
 def check_nodes(config: PostTrainConfig) -> None:
-    """Check the options that divide the trainer among nodes.
-
-    Raises:
-        OptionError: --network-interface is given without --ray-address.
-        LayoutError: the trainer's ranks do not fit the GPUs of a node, or a tensor-parallel group would span nodes
-            although it fits one.
-    """
+    """Check that --network-interface has a cluster, that the trainer's ranks fit the GPUs of a node, and that a
+    tensor-parallel group does not span nodes although it fits one. Raises InputError."""
     run, train = config.run, config.train
     if run.network_interface is not None and run.ray_address is None:
         raise OptionError(
@@ -197,12 +175,8 @@ def check_layout(shape: ModelShape, train: TrainConfig) -> None:
 
 
 def check_gpu_count(flow: Flow, config: PostTrainConfig, num_gpus: int) -> None:
-    """Check that this machine has enough GPUs for trainer and engines. Raises LayoutError.
-
-    Args:
-        config: config of the run, which starts its own Ray on this machine.
-        num_gpus: GPUs of this machine.
-    """
+    """Check that the `num_gpus` GPUs of this machine are enough for trainer and engines of a run that starts its own
+    Ray here. Raises LayoutError."""
     options = engine_options(config)
     trainer = config.train.num_ranks if flow.trains else 0
     starts_engines = flow.generates and not options.external
@@ -221,14 +195,7 @@ def check_gpu_count(flow: Flow, config: PostTrainConfig, num_gpus: int) -> None:
 
 def check_memory(plan: GpuPlan) -> None:
     """Check that weights, gradients and optimizer of the trainer fit a GPU, and that the engine's weights fit its share
-    of the GPU.
-
-    Activations are not checked, because their estimate is less exact (`memory_warnings`).
-
-    Raises:
-        LayoutError: the trainer does not fit.
-        EngineError: the engine does not fit.
-    """
+    of the GPU. Activations are not checked, because their estimate is less exact (`memory_warnings`)."""
     trainer, engine = plan.trainer, plan.engine
     if trainer and trainer.resident_bytes > plan.gpu_bytes:
         raise LayoutError(
@@ -276,12 +243,8 @@ def memory_warnings(plan: GpuPlan) -> list[str]:
 
 def speed_warnings(flow: Flow, config: PostTrainConfig, gpu_bytes: int) -> list[str]:
     """Return a list with one warning if the engines of a run would generate slowly, because they may decode larger
-    batches than they capture CUDA graphs for by default, else an empty list. Evaluations are not considered.
-
-    Args:
-        config: config of the run.
-        gpu_bytes: total memory of each GPU.
-    """
+    batches than they capture CUDA graphs for by default on GPUs with `gpu_bytes` of memory each, else an empty list.
+    Evaluations are not considered."""
     options = engine_options(config)
     if not flow.has_rollouts or config.run.debug_train_only or options.external:
         return []

@@ -108,14 +108,6 @@ class PolicySchedule:
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 
-    def begin_training(self) -> None:
-        """Record that a round is being trained."""
-        self.is_training = True
-
-    def end_training(self, num_trained: int) -> None:
-        """Record the number of rounds that are trained now; after a failure it is not larger than before."""
-        self.is_training, self.trained = False, max(self.trained, num_trained)
-
     def begin_rollout(self, rollout_id: int) -> int:
         """Return the version that generates a rollout. If the engines lack it, no round begins before they have it."""
         version = self.version_for(rollout_id)
@@ -176,14 +168,14 @@ class PolicyTurns:
         """Train a round in the block."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self.schedule.may_train())
-            self.schedule.begin_training()
-        num_trained = 0
+            self.schedule.is_training = True
+        num_trained = 0  # after a failure no more than before
         try:
             yield
             num_trained = rollout_id + 1
         finally:
             with self.change() as schedule:
-                schedule.end_training(num_trained)
+                schedule.is_training, schedule.trained = False, max(schedule.trained, num_trained)
 
     @contextmanager
     def sending(self) -> Iterator[None]:

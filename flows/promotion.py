@@ -10,7 +10,6 @@ from penstock.flows.options.argv import parse_number, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import open_store
 from penstock.flows.terminal.console import print_table
-from penstock.stages.eval.config import EvalConfig
 from penstock.stages.eval.scores import Gate, check_gate
 from penstock.storage.champions import Decision, Policy, read_decisions, record_decision
 from penstock.storage.commit import RunKeys, commit_key
@@ -122,12 +121,6 @@ def promote_policy(store: Store, model: str, reference: str, gate: Gate, *, forc
     )
     record_decision(store, model, len(decisions), decision)
     return decision
-
-
-def gate_of(config: EvalConfig) -> Gate:
-    """Return the conditions of the promotion after the last round."""
-    data_set = config.promote_data_set or config.data_sets[0][0]
-    return Gate(data_set, config.promote_margin, config.promote_guards, config.promote_min_reward)
 
 
 def roll_back(store: Store, model: str) -> Decision:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefect import State, flow
 from prefect.states import Completed
@@ -30,18 +30,14 @@ from penstock.flows.options.flags import parse_config
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.engine_options import run_placement
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
-from penstock.stages.train.restore import PolicyRestorer, ReplayError, newest_checkpoint
+from penstock.stages.train.restore import PolicyRestorer, ReplayError, ReplayResult, newest_checkpoint
 from penstock.stages.train.spec import TrainerSpec
 from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import CheckpointRef, RunKeys, commit_key
 from penstock.storage.config import field_meta
-from penstock.storage.errors import InputError, OptionError, RunError
+from penstock.storage.errors import InputError, OptionError, RunError, StoreError
 from penstock.storage.history.run_record import read_run_record
 from penstock.storage.store import Store
-
-if TYPE_CHECKING:
-    from penstock.engines.families.shape import ModelShape
-    from penstock.stages.train.restore import PolicyRestorer, ReplayResult
 
 USAGE = """penstock replay RUN [--from A] [--to B] [--json FILE] [--store URI] [placement options]
 
@@ -60,17 +56,13 @@ def main(argv: list[str]) -> int:
     """Run the command. Return the exit code: 0 if all rounds agree, 1 if a round differs or the replay failed."""
     positional, own, rest = split_args(argv, {"--from": True, "--to": True, "--json": True})
     run, options, given = parse_run_argument("replay", positional), parse_own_flags(own), parse_config(rest)
-    placement = placement_options(given)
-    check_replay(run, given.run, placement, options.get("first", 0), options.get("last"))
-    try:
-        replay.fn(run, given.run, placement, **options)  # without Prefect, which only a deployment of the flow needs
-    except ReplayError as error:
-        print(f"\npenstock: {error}", file=sys.stderr)
-        return 1
-    except InputError:
+    try:  # without Prefect, which only a deployment of the flow needs
+        replay.fn(run, given.run, placement_options(given), **options)
+    except (InputError, StoreError):
         raise
     except Exception as error:
-        print(f"\npenstock: replay failed: {type(error).__name__}: {error}", file=sys.stderr)
+        failure = "" if isinstance(error, ReplayError) else f"replay failed: {type(error).__name__}: "
+        print(f"\npenstock: {failure}{error}", file=sys.stderr)
         return 1
     return 0
 
@@ -87,7 +79,6 @@ def replay(
     """Train committed rounds again and compare every step with its commit.
 
     Args:
-        run: name of the run.
         where: the store (`store`, `store_options`), and `ray_address` to use an existing Ray cluster.
         placement: placement fields of the trainer's config that replace the recorded ones.
         first: policy version to start at, or the newest checkpoint before it.
@@ -155,7 +146,12 @@ def check_replay(
     trained = len(store.committed_indices(f"{keys.prefix}/steps"))
     last = trained if last is None else last
     begin = newest_checkpoint(store, keys, first)
-    _check_versions_are_replayable(store, keys, config, first, last, trained, begin)
+    if not 0 <= first < last <= trained:
+        raise OptionError(
+            f"run {run!r} has trained {trained} rounds and cannot be replayed from version {first} to {last}: give "
+            f"--from and --to with 0 <= from < to <= {trained}"
+        )
+    check_same_options(store, keys, config, begin, last)
     check_layout(_read_model_shape(store, keys), config.train)
     return config, begin, last
 
@@ -194,27 +190,14 @@ def _replay_config(run: str, where: RunConfig, placement: dict[str, Any]) -> Pos
     return validate_config(values)
 
 
-def _check_versions_are_replayable(
-    store: Store,
-    keys: RunKeys,
-    config: PostTrainConfig,
-    first_version: int,
-    last_version: int,
-    num_trained: int,
-    checkpoint_version: int,
-) -> None:
-    """Check that the run has policy versions `first_version` to `last_version`, and that its own options, not
-    those of the run it was forked from, trained all rounds from `checkpoint_version` on."""
-    if not 0 <= first_version < last_version <= num_trained:
-        raise OptionError(
-            f"run {keys.run!r} has trained {num_trained} rounds and cannot be replayed from version {first_version} "
-            f"to {last_version}: give --from and --to with 0 <= from < to <= {num_trained}"
-        )
+def check_same_options(store: Store, keys: RunKeys, config: PostTrainConfig, begin: int, last: int) -> None:
+    """Check that the run's own options, not those of a run it was forked from, trained the rounds between policy
+    versions `begin` and `last`."""
     record = read_run_record(store, keys)
-    end, entry = last_version, record.parent if record else None
+    end, entry = last, record.parent if record else None
     while entry is not None:
         end, ancestor, entry = min(end, entry.at), entry, entry.parent
-        has_rounds = max(checkpoint_version, entry.at if entry else 0) < end  # which the ancestor trained
+        has_rounds = max(begin, entry.at if entry else 0) < end  # which the ancestor trained
         if has_rounds and training_options(validate_config(ancestor.config)) != training_options(config):
             raise RunError(
                 f"the rounds of run {keys.run!r} before {end} were trained by {ancestor.run!r}, from which it was "

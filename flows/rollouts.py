@@ -6,8 +6,7 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import closing, contextmanager
 
 from penstock.flows import tasks
 from penstock.flows.reporting.observer import Observer
@@ -18,9 +17,6 @@ from penstock.stages.rollout.rollout import read_resume_point, rollout_stage
 from penstock.stages.rollout.stream import LostRound, RolloutStream
 from penstock.storage.commit import Commit, RolloutRef
 from penstock.storage.preemption import Preempted
-
-if TYPE_CHECKING:
-    from penstock.stages.rollout.stream import RolloutStream
 
 END_TIMEOUT = 60.0  # seconds for the thread to end after a failure; a rollout is cancelled within a second
 
@@ -88,10 +84,8 @@ class RolloutsAhead:
     def run(self) -> None:
         """Generate all rollouts."""
         try:
-            try:
+            with closing(self.source):
                 self._generate()
-            finally:
-                self.source.close()
         except BaseException as error:
             if not (isinstance(error, Preempted) and self.turns.closed):
                 with self._changed:
@@ -145,11 +139,12 @@ class RoundSource:
         session, run = self.session, self.session.run
         with (
             session.display.progress(f"rollout, round {rollout_id}: samples", "rollout") as report,
-            session.engines.for_rollout(rollout_id) as (version, engines),
+            session.engines.turns.rollout(rollout_id) as version,
+            session.engines.at(version, rewind=False) as engines,
         ):
             limit = session.config.run.staleness_limit
             return rollout_stage(
-                tasks.rollout_context(session, engines, report),
+                tasks.generation_context(session, engines, report),
                 run.keys.rollout_prefix(rollout_id),
                 RolloutRound(run.keys.run, rollout_id, policy_version=version, max_staleness=limit),
                 read_resume_point(run.store, run.keys, rollout_id),
@@ -167,7 +162,7 @@ class StreamSource(RoundSource):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._stream: RolloutStream | None = None
-        self._report: ProgressCallback | None = None  # of the round that is being generated
+        self._report: ProgressCallback = lambda done, total: None  # of the round that is being generated
 
     def generate(self, rollout_id: int) -> Commit:
         """Commit the next groups of the stream as round `rollout_id`, and return the commit."""
@@ -201,7 +196,7 @@ class StreamSource(RoundSource):
         """Return a stream that begins with round `rollout_id`."""
         session, run, schedule = self.session, self.session.run, self.session.engines.turns.schedule
         return RolloutStream(
-            tasks.rollout_context(session, list, on_progress=self._show_progress),
+            tasks.generation_context(session, list, lambda done, total: self._report(done, total)),
             session.engines.for_stream,
             run.keys.rollout_prefix,
             RolloutRound(
@@ -215,7 +210,3 @@ class StreamSource(RoundSource):
             num_rounds=run.num_rounds,
             engine_version=lambda: schedule.trained if schedule.in_engines is None else schedule.in_engines,
         )
-
-    def _show_progress(self, done: int, total: int) -> None:
-        if self._report is not None:
-            self._report(done, total)

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefect import State, get_run_logger
 from prefect.exceptions import TerminationSignal
@@ -21,43 +21,29 @@ from penstock.flows.config import PostTrainConfig
 from penstock.flows.debug_options import gpu_flow
 from penstock.flows.reporting.observer import CommitReport, Observer, Observers
 from penstock.flows.reporting.observers import add_observers
-from penstock.flows.reporting.prefect_page import describe_progress
-from penstock.flows.runtime.active_run import ActiveRun, drive_run
 from penstock.flows.runtime.display import Display
-from penstock.flows.runtime.prefect_api import server_ends_with_process
+from penstock.flows.runtime.prefect_api import OWN_SERVER
 from penstock.flows.runtime.preflight import config_warnings, plan_of, preflight
 from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.publishing import PolicyEngines
-from penstock.flows.runtime.runs import read_existing_record
+from penstock.flows.runtime.runs import ActiveRun, completion_of, drive_run, missing_fork_checkpoint
 from penstock.flows.runtime.signals import describe_cleanup, patience_after, stop_signals
 from penstock.flows.terminal.lines import describe_commit
+from penstock.stages.rewards.grading import Grader
 from penstock.stages.rollout.group import make_grader
 from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.stages.rollout.text.tokenizer import PromptTokenizer
 from penstock.storage.commit import Commit, commit_key
 from penstock.storage.errors import StoreError
+from penstock.storage.history.run_record import record_completion
 from penstock.storage.preemption import Preempted, StopRequest
-from penstock.storage.store import read_commits
 from penstock.storage.tracking.delivery import RunTracking
 from penstock.storage.tracking.tracker import tracking_directory
 from penstock.storage.tracking.trackers import tracked_run, tracking_uris
 from penstock.storage.web.login import page_link
 
-if TYPE_CHECKING:
-    from penstock.stages.rewards.grading import Grader
-    from penstock.stages.rollout.prompts.source import PromptSource
-    from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-
-
 _NO_PAGE = "`make up` shows this run, also after its end"
 EVALUATION_END_TIMEOUT = 60.0  # seconds for an evaluation in another thread to end after a failure
-
-
-def page_of_flow_run() -> tuple[str, str]:
-    """Return the URL of this flow run's page and a link to it that logs a browser in; "" if the page's server ends with
-    this process."""
-    page = "" if server_ends_with_process() else flow_run.ui_url or ""
-    return page, page_link(page)
 
 
 class Session:
@@ -82,7 +68,7 @@ class Session:
         self.started_stages: dict[str, State[Any]] = {}
         self.stage_results: list[Any] = []
         self.stage_messages: dict[uuid.UUID, str] = {}
-        self._saving: PrefectFuture[Any] | None = None  # task of the checkpoint that is being saved
+        self.saving: PrefectFuture[Any] | None = None  # task of the checkpoint that is being saved
         self._entered = ExitStack()  # holds the grader
 
     # ---- progress of the run -----------------------------------------------------------------------------------------
@@ -97,10 +83,13 @@ class Session:
         yield from range(max(0, done - 1), total)
 
     def start_trainer(self) -> None:
-        """Start the trainer's processes if rounds are left to train; they start while the model is converted."""
-        if self.run.num_trained_rounds() < self.run.num_rounds:
+        """Start the trainer's processes, without models, if rounds are left to train and `materialize_fork` does not
+        need another trainer first. They import torch and Megatron (5-15 s) while the model is converted."""
+        record = self.run.record
+        if self.run.num_trained_rounds() < self.run.num_rounds and record:
             try:
-                self.processes.start_trainer()
+                if missing_fork_checkpoint(self.run.store, record) is None:
+                    self.processes.trainer.start_processes()
             except (ClusterLost, NodeLost, TimeoutError) as error:  # the stage `restore` starts it, with retries
                 self.display.note(f"the trainer was not started early ({error}); it will start after the conversion")
 
@@ -124,40 +113,33 @@ class Session:
         with self.display.stage(name, rollout_id):
             try:
                 yield
+            except (Preempted, KeyboardInterrupt):
+                self.display.note(f"{name} cancelled on request; it will rerun on resume")
+                raise
             except BaseException as error:
-                self.display.note(describe_failure(name, error))
+                first_line = str(error).partition("\n")[0][:300]
+                self.display.note(
+                    f"{name} failed ({type(error).__name__}: {first_line}); "
+                    "its inputs will be restored from the store before retrying"
+                )
                 raise
 
     def set_stage_message(self, text: str) -> None:
         """Set the message of the current stage's final state, which says what the stage has done."""
         self.stage_messages[uuid.UUID(task_run.id)] = " ".join(text.split())
 
-    def report_results(self) -> str:
-        """Tell the observers the results of the whole run, including rounds before a resume. Return what this start has
-        done."""
-        commits = read_commits(self.run.store, self.run.keys)
-        self.observers.tell(Observer.on_results, commits)
-        return describe_progress(commits, self.run.started_at)
-
-    # ---- a checkpoint that is saved during the next rollout ----------------------------------------------------------
-
-    def set_pending_checkpoint(self, saving: PrefectFuture[Any]) -> None:
-        """Wait until the previous checkpoint is saved, then keep `saving`, the task that saves the next one."""
-        self.wait_for_checkpoint()
-        self._saving = saving
-
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint that is being saved is committed. Raises the exception of the saving task.
 
         A stage that changes the trainer's weights must call this first.
         """
-        saving, self._saving = self._saving, None
+        saving, self.saving = self.saving, None
         if saving is not None:
             saving.result()
 
     def wait_for_checkpoint_until_deadline(self) -> None:
         """Wait for the checkpoint that is being saved, but not beyond the grace period or --train-timeout."""
-        saving, self._saving = self._saving, None
+        saving, self.saving = self.saving, None
         if saving is not None:
             saving.wait(timeout=max(0.0, min(self.stop.seconds_left, self.config.train.train_timeout)))
 
@@ -190,9 +172,10 @@ class Session:
         stop_signals.begin_cleanup()
         if kind is not None and not issubclass(kind, Preempted):
             scratch.keep_temp_directory_at_exit()  # it has the logs of Ray and the engines
-        self.display.show_phase(
-            describe_cleanup(kind, is_requested=self.stop.requested, writes_report=self.run.writes_report(kind))
+        self.display.panel.phase = describe_cleanup(
+            kind, is_requested=self.stop.requested, writes_report=self.run.writes_report(kind)
         )
+        self.display.note_wait(self.display.panel.phase)
         self.wait_for_checkpoint_until_deadline()
         if kind is not None:  # end an evaluation in another thread
             self.stop.request(grace_seconds=0.0)
@@ -230,7 +213,7 @@ def open_session(flow: str, config: PostTrainConfig) -> Iterator[Session]:
             if any(delivery.num_waiting() for delivery in tracking.deliveries):
                 return  # the next start delivers the rest
             try:
-                run.record_completion()
+                record_completion(run.store, run.keys, run.start, completion_of(run.store, run.config))
             except (StoreError, OSError) as error:
                 session.display.note(
                     f"the completion of the run is not recorded ({error}); the next start checks its stages"
@@ -242,13 +225,15 @@ def open_session(flow: str, config: PostTrainConfig) -> Iterator[Session]:
 def _open(run: ActiveRun, observers: Observers, stop: StopRequest) -> tuple[RunTracking, Session]:
     """Return the trackers and the session of a run, whose observers are added to `observers`."""
     flow, config, uris = run.flow, run.config, tracking_uris(run.store, run.config.run)
-    page, flow_run_link = page_of_flow_run()  # here, because other threads do not know the flow run
+    # Here, because other threads do not know the flow run. A server that ends with this process has no page afterwards.
+    page = "" if OWN_SERVER.is_set() else flow_run.ui_url or ""
+    flow_run_link = page_link(page)  # logs a browser in
     display = Display(run.keys.run, flow, config, run.store.uri, uris[0], prefect_page=flow_run_link or _NO_PAGE)
     display.on_progress = lambda: observers.tell(Observer.on_progress)
     observers.enter_context(display.forward_logs("penstock.engines", "penstock.stages", "penstock.storage"))
-    record = read_existing_record(run.store, run.keys)
+    assert run.record is not None, "`open_run` has created it"
     tracking = RunTracking(
-        tracked_run(run.store, run.keys, record, config.run.mlflow_trace_samples),
+        tracked_run(run.store, run.keys, run.record, config.run.mlflow_trace_samples),
         tracking_directory(run.store, run.keys.run),
         uris,
         config.model_dump(mode="json"),
@@ -268,14 +253,3 @@ def _open(run: ActiveRun, observers: Observers, stop: StopRequest) -> tuple[RunT
     for warning in config_warnings(config):
         display.note(warning)
     return tracking, session
-
-
-def describe_failure(stage: str, error: BaseException) -> str:
-    """Return the line that says why a stage has failed and what follows."""
-    if isinstance(error, (Preempted, KeyboardInterrupt)):
-        return f"{stage} cancelled on request; it will rerun on resume"
-    first_line = str(error).partition("\n")[0][:300]
-    return (
-        f"{stage} failed ({type(error).__name__}: {first_line}); "
-        "its inputs will be restored from the store before retrying"
-    )

@@ -1,10 +1,18 @@
-"""A stage of a run as a Prefect task: named, retried, cancelled on request."""
+"""A stage of a run as a Prefect task: named, retried, cancelled on request.
+
+Prefect's own retries of a stage are too few and only seconds apart for a full disk: freeing disk space takes minutes.
+So `retry_while_disk_full` retries a stage until there is space.
+"""
 
 from __future__ import annotations
 
 import functools
+import shutil
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from prefect import State, Task, task
 from prefect.cache_policies import NO_CACHE
@@ -15,12 +23,19 @@ from prefect.states import Completed
 from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
-from penstock.flows.runtime.disk_space import retry_while_disk_full
 from penstock.flows.session import Session
 from penstock.flows.terminal.lines import log_context, round_of_task
+from penstock.storage.disk import FULL, store_full_error
 from penstock.storage.errors import StoreFull
+from penstock.storage.preemption import StopRequest
+
+T = TypeVar("T")
 
 RETRY_DELAY_SECONDS = 2
+PATIENCE = 900.0  # seconds with a full disk after which the stage fails
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # seconds between retries
+# Error messages of a full disk, for exceptions (of libraries or other processes) that lack the errno.
+MESSAGES = ("No space left on device", "Disk quota exceeded", "database or disk is full")
 Needs = Callable[..., Iterable[Sequence[str]]]
 
 
@@ -41,7 +56,7 @@ class Stage:
     """A function whose first argument is a Session, as a Prefect task.
 
     It does not start after a stop request. A failure is printed and retried. If the disk is full, the stage waits for
-    free space (disk_space.py) before it fails. Results are not persisted: with a cached result a stage would not check
+    free space before it fails. Results are not persisted: with a cached result a stage would not check
     which policy version the trainer and the engines have.
     """
 
@@ -103,3 +118,48 @@ class Stage:
         inputs = self.needs(session, *args) if self.needs else ()
         states = [state for names in inputs if (state := next(filter(None, map(started.get, names)), None))]
         return self._task.with_options(retries=session.config.run.stage_retries), states
+
+
+def retry_while_disk_full(
+    body: Callable[[], T], directories: Sequence[str], stop: StopRequest, note: Callable[[str], object]
+) -> T:
+    """Return the result of `body`, a stage that writes to `directories`, retried with backoff while the disk is full.
+    `note` prints a message before each wait. Raises StoreFull if the disk is still full after PATIENCE seconds, and
+    Preempted after a stop request."""
+    start, pause = time.monotonic(), FIRST_PAUSE
+    while True:
+        attempt_start = time.monotonic()
+        try:
+            return body()
+        except Exception as error:
+            full = disk_full_error(error, directories)
+            if full is None:
+                raise
+            if time.monotonic() - attempt_start > PATIENCE:  # a new shortage: restart the time limit
+                start, pause = time.monotonic(), FIRST_PAUSE
+            left = PATIENCE - (time.monotonic() - start)
+            if left <= 0:
+                raise full from error
+            note(f"{full}; retrying in {pause:.0f} s (for at most {left / 60:.0f} more minutes)")
+        stop.wait(pause)
+        stop.raise_if_requested()
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def disk_full_error(error: BaseException, directories: Sequence[str] = ()) -> StoreFull | None:
+    """Return a StoreFull error with the path of the disk if a full disk caused `error`, else None."""
+    cause: BaseException | None = error
+    is_full = any(message in str(error) for message in MESSAGES)
+    while cause is not None:
+        if isinstance(cause, StoreFull):
+            return cause
+        if isinstance(cause, OSError) and cause.errno in FULL:
+            if cause.filename:
+                return store_full_error(Path(str(cause.filename)).parent)
+            is_full = True
+        cause = cause.__cause__ or cause.__context__
+    if not is_full:
+        return None
+    # The path is unknown: take the directory with the least free space.
+    fullest = min((*directories, tempfile.gettempdir()), key=lambda path: shutil.disk_usage(path).free)
+    return store_full_error(fullest)

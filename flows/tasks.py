@@ -9,21 +9,22 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefect import State
 from prefect.states import Completed
 
-from penstock.flows.promotion import gate_of, promote_policy
+from penstock.flows.promotion import promote_policy
+from penstock.flows.reporting.observer import Observer
+from penstock.flows.reporting.prefect_page import describe_progress
 from penstock.flows.runtime.conversion import export_origin, import_model
+from penstock.flows.runtime.debug_runs import check_gates, dump_samples, loading_options, rollout_file
 from penstock.flows.runtime.display import ProgressCallback
 from penstock.flows.runtime.engine_options import teacher_options
-from penstock.flows.runtime.gates import check_gates
-from penstock.flows.runtime.rollout_files import dump_samples, loading_options, rollout_file
 from penstock.flows.session import Session
 from penstock.flows.stage import stage
 from penstock.stages.convert.targets import copy_export, is_conversion_of, is_published
-from penstock.stages.eval.scores import compute_eval_metrics
+from penstock.stages.eval.scores import Gate, compute_eval_metrics
 from penstock.stages.rollout.data_rounds import loaded_rollout_stage, sft_data_stage
 from penstock.stages.rollout.prompts.data_source import RolloutRound
 from penstock.stages.rollout.prompts.source import PromptSource
@@ -34,9 +35,7 @@ from penstock.storage.errors import PromotionRefused
 from penstock.storage.history.run_record import read_run_record
 from penstock.storage.maintenance.deletion import expire_checkpoints
 from penstock.storage.preemption import Preempted
-
-if TYPE_CHECKING:
-    from penstock.stages.rollout.rollout import RolloutContext
+from penstock.storage.store import read_commits
 
 
 @stage("convert")
@@ -84,13 +83,6 @@ def published_policy(newest: int, oldest: int) -> list[str]:
     return [*(f"publish-{version:06d}" for version in range(newest, oldest - 1, -1)), *trained_policy(oldest)]
 
 
-def rollout_inputs(session: Session, rollout_id: int, *_: object) -> list[list[str]]:
-    """Return the names of the stages that a rollout needs: the rollout before, whose commit has the position in the
-    data, and the policy."""
-    oldest = max(0, rollout_id - session.config.run.staleness_limit)
-    return [[f"rollout-{rollout_id - 1:06d}"], published_policy(rollout_id, oldest)]
-
-
 @stage("restore", needs=lambda session: [["convert"]])
 def restore(session: Session) -> None:
     """Start the trainer with the run's latest policy version, unless all rounds are trained."""
@@ -104,7 +96,13 @@ def restore(session: Session) -> None:
         session.set_stage_message(f"all {session.run.num_rounds} rounds are trained: no trainer is needed")
 
 
-@stage("rollout-{rollout_id:06d}", needs=rollout_inputs)
+@stage(
+    "rollout-{rollout_id:06d}",
+    needs=lambda session, r, *_: [  # the rollout before, whose commit has the position in the data, and the policy
+        [f"rollout-{r - 1:06d}"],
+        published_policy(r, max(0, r - session.config.run.staleness_limit)),
+    ],
+)
 def rollout(session: Session, rollout_id: int, generate: Callable[[int], Commit]) -> RolloutRef:
     """Commit the samples of round `rollout_id`, which `generate` generates and grades with policy version
     `rollout_id`, or with an older one under --async-buffer-size, --async-mode streaming, --update-weights-interval and
@@ -113,44 +111,54 @@ def rollout(session: Session, rollout_id: int, generate: Callable[[int], Commit]
     commit = session.run.store.committed(prefix)
     if commit is None and session.config.debug.load_debug_rollout_data:
         commit = load_rollout(session, rollout_id)
-    commit = session.report_commit(prefix, commit or generate(rollout_id))
+    return _report_rollout(session, prefix, commit or generate(rollout_id))
+
+
+def _report_rollout(session: Session, prefix: str, commit: Commit) -> RolloutRef:
+    """Report the commit of a rollout or of demonstrations, and return its reference."""
+    session.report_commit(prefix, commit)
     dump_samples(session.config, session.run.store, commit, commit.index, session.display)
-    return _rollout_ref(prefix, commit)
+    return RolloutRef(
+        key=commit_key(prefix),
+        rollout_id=commit.index,
+        num_samples=commit.num_samples(),
+        policy_version=commit.policy_version,
+    )
 
 
 def load_rollout(session: Session, rollout_id: int) -> Commit:
     """Commit the samples of the file of --load-debug-rollout-data for round `rollout_id`, and return the commit."""
-    config, keys = session.config, session.run.keys
-    context = RolloutContext(
-        session.run.store,
-        config.rollout_with_args,
-        session.prompts,
-        session.tokenizer,
-        provenance=session.run.provenance,
-    )
-    point = read_resume_point(session.run.store, keys, rollout_id)
+    keys = session.run.keys
     return loaded_rollout_stage(
-        context,
+        rollout_context(session),
         keys.rollout_prefix(rollout_id),
         RolloutRound(keys.run, rollout_id, policy_version=-1),
-        rollout_file(config, rollout_id),
-        point,
-        **loading_options(config),
+        rollout_file(session.config, rollout_id),
+        read_resume_point(session.run.store, keys, rollout_id),
+        **loading_options(session.config),
     )
 
 
-def rollout_context(
-    session: Session, engines: Callable[[], list[str]], on_progress: ProgressCallback
-) -> RolloutContext:
-    """Return the inputs and callbacks of the run's rollouts, with engines at the addresses that `engines` returns."""
+def rollout_context(session: Session, **options: Any) -> RolloutContext:
+    """Return what all rounds of a run share, with `options` of `RolloutContext`."""
     return RolloutContext(
         session.run.store,
         session.config.rollout_with_args,
         session.prompts,
         session.tokenizer,
-        engines,
-        session.grader,
         provenance=session.run.provenance,
+        **options,
+    )
+
+
+def generation_context(
+    session: Session, engines: Callable[[], list[str]], on_progress: ProgressCallback
+) -> RolloutContext:
+    """Return the inputs and callbacks of the run's rollouts, with engines at the addresses that `engines` returns."""
+    return rollout_context(
+        session,
+        engines=engines,
+        grader=session.grader,
         stop=session.stop,
         on_progress=on_progress,
         connect=session.processes.setup.connect_for_training,
@@ -165,28 +173,21 @@ def demonstrate(session: Session, rollout_id: int) -> RolloutRef:
     prefix = session.run.keys.rollout_prefix(rollout_id)
     commit = session.run.store.committed(prefix)
     if commit is None:
-        context = RolloutContext(
-            session.run.store,
-            session.config.rollout,
-            session.prompts,
-            session.tokenizer,
-            provenance=session.run.provenance,
-            max_seq_len=session.processes.setup.shape.max_position_embeddings,
-        )
+        context = rollout_context(session, max_seq_len=session.processes.setup.shape.max_position_embeddings)
         state = read_resume_point(session.run.store, session.run.keys, rollout_id).state
         commit = sft_data_stage(context, prefix, session.run.keys.run, rollout_id, state)
-    session.report_commit(prefix, commit)
-    dump_samples(session.config, session.run.store, commit, commit.index, session.display)
-    return _rollout_ref(prefix, commit)
+    return _report_rollout(session, prefix, commit)
 
 
-def train_inputs(session: Session, rollout: RolloutRef) -> list[list[str]]:
-    """Return the names of the stages that a round of training needs: samples, policy, and the end of its save."""
-    r = rollout.rollout_id
-    return [[f"rollout-{r:06d}", f"demonstrations-{r:06d}"], trained_policy(r), [f"checkpoint-{r:06d}"]]
-
-
-@stage("train-{rollout.rollout_id:06d}", needs=train_inputs, after_save=True)
+@stage(
+    "train-{rollout.rollout_id:06d}",
+    needs=lambda session, rollout: [  # samples, policy, and the end of the policy's save
+        [f"rollout-{rollout.rollout_id:06d}", f"demonstrations-{rollout.rollout_id:06d}"],
+        trained_policy(rollout.rollout_id),
+        [f"checkpoint-{rollout.rollout_id:06d}"],
+    ],
+    after_save=True,
+)
 def train(session: Session, rollout: RolloutRef) -> StepRef:
     """Train one round on a committed rollout, after the previous round's checkpoint is saved."""
     r = rollout.rollout_id
@@ -222,7 +223,8 @@ def checkpoint(session: Session, version: int) -> None:
     if session.config.run.alternates_trainer_and_engines:
         save(session, version)
     else:
-        session.set_pending_checkpoint(save.submit(session, version))
+        session.wait_for_checkpoint()
+        session.saving = save.submit(session, version)
 
 
 @stage("checkpoint-{version:06d}", needs=lambda session, version: [trained_policy(version)])
@@ -316,13 +318,10 @@ def evaluate_all(session: Session, version: int) -> list[EvalRef]:
 
 def evaluate(session: Session, version: int) -> list[EvalRef]:
     """Score policy `version` on every evaluation data set."""
-    names = [name for name, _ in session.config.eval.data_sets]
-    missing = missing_evaluations(session, version)
-    if (
-        len(missing) > 1 and not session.config.rollout.agent_endpoint_port
-    ):  # parallel evaluations cannot share a fixed port
+    # Parallel evaluations cannot share a fixed port.
+    if len(missing_evaluations(session, version)) > 1 and not session.config.rollout.agent_endpoint_port:
         return list(evaluate_all(session, version))
-    return [evaluate_one(session, version, name) for name in names]
+    return [evaluate_one(session, version, name) for name, _ in session.config.eval.data_sets]
 
 
 def missing_evaluations(session: Session, version: int) -> list[str]:
@@ -451,24 +450,20 @@ def save_missing_hf(session: Session) -> None:
             save_hf(session, version)
 
 
-def evaluations_of(session: Session, version: int) -> list[list[str]]:
-    """Return the names of the stages that score policy `version`."""
-    return [[f"eval-{version:06d}-{name}"] for name, _ in session.config.eval.data_sets]
-
-
-@stage("promote-{version:06d}", needs=evaluations_of)
+@stage(
+    "promote-{version:06d}",
+    needs=lambda session, version: [[f"eval-{version:06d}-{name}"] for name, _ in session.config.eval.data_sets],
+)
 def promote(session: Session, version: int) -> None:
-    """Make policy `version` the champion of --promote-to if the conditions hold; otherwise show the numbers.
-
-    Raises:
-        PromotionRefused: a condition does not hold, with --promote-refused fail.
-    """
+    """Make policy `version` the champion of --promote-to if the conditions hold; otherwise show the numbers, and with
+    --promote-refused fail raise PromotionRefused."""
     evals = session.config.eval
-    decision = promote_policy(
-        session.run.store, evals.promote_to or "", f"{session.run.keys.run}/{version}", gate_of(evals)
-    )
+    data_set = evals.promote_data_set or evals.data_sets[0][0]
+    gate = Gate(data_set, evals.promote_margin, evals.promote_guards, evals.promote_min_reward)
+    policy = f"{session.run.keys.run}/{version}"
+    decision = promote_policy(session.run.store, evals.promote_to or "", policy, gate)
     conditions = "; ".join(map(str, decision.conditions))
-    text = f"{evals.promote_to}: {session.run.keys.run}/{version} {decision.action} ({conditions})"
+    text = f"{evals.promote_to}: {policy} {decision.action} ({conditions})"
     session.set_stage_message(text)
     if decision.action != "refused":
         session.display.note(text)
@@ -479,10 +474,12 @@ def promote(session: Session, version: int) -> None:
 
 
 def publish_results(session: Session) -> State[None]:
-    """Print a table of the run's results. Return the final state of the flow run, whose message says what this start
-    has done."""
+    """Tell the observers the results of the whole run, including rounds before a resume. Return the final state of the
+    flow run, whose message says what this start has done."""
     session.wait_for_checkpoint()
-    return Completed(message=session.report_results())
+    commits = read_commits(session.run.store, session.run.keys)
+    session.observers.tell(Observer.on_results, commits)
+    return Completed(message=describe_progress(commits, session.run.started_at))
 
 
 def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Session, int], Any]]]:
@@ -515,12 +512,3 @@ def build_stage_schedule(session: Session) -> Callable[[int], list[Callable[[Ses
         return stages
 
     return due
-
-
-def _rollout_ref(prefix: str, commit: Commit) -> RolloutRef:
-    return RolloutRef(
-        key=commit_key(prefix),
-        rollout_id=commit.index,
-        num_samples=commit.num_samples(),
-        policy_version=commit.policy_version,
-    )

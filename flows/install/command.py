@@ -72,10 +72,8 @@ PIP_SETTINGS = {  # used unless the user has set them
 def main(argv: list[str]) -> int:
     """Run the command. Return 0, or 1 if --check finds something missing."""
     positional, own, rest = split_args(argv, FLAGS)
-    if positional or rest:
-        raise OptionError(
-            f"penstock setup does not take {short_repr((positional + rest)[0])}: see penstock setup --help"
-        )
+    if unknown := positional + rest:
+        raise OptionError(f"penstock setup does not take {short_repr(unknown[0])}: see penstock setup --help")
     if "--cpu" in own and "--cuda" in own:
         raise OptionError("--cpu and --cuda exclude each other: give one of them, or none to detect CUDA")
     if find_spec("pip") is None:
@@ -103,11 +101,9 @@ def install(steps: list[Step], log: Path) -> None:
         print(f"  installing   {step.name} ...", end="", flush=True)
         try:
             run_step(step, log)
-        except KeyboardInterrupt:
-            print(" interrupted; the same command continues with this step", flush=True)
-            raise
-        except InstallError:
-            print(" failed", flush=True)
+        except (KeyboardInterrupt, InstallError) as error:
+            is_failure = isinstance(error, InstallError)
+            print(" failed" if is_failure else " interrupted; the same command continues with this step", flush=True)
             raise
         print(f" {time.monotonic() - start:.0f} s", flush=True)
     if undone := [line for step in steps for line in step.missing()]:
@@ -160,21 +156,14 @@ class Step:
     """One call of pip."""
 
     name: str
-    find_missing: Callable[[], list[str]]  # lines about the packages that the step has to install; [] if it is done
+    missing: Callable[[], list[str]]  # lines about the packages that the step has to install; [] if it is done
     arguments: tuple[str, ...]  # of `pip install`
-
-    def missing(self) -> list[str]:
-        """Return `find_missing()` for what is installed now, also by pip since the last call."""
-        importlib.invalidate_caches()
-        return self.find_missing()
 
 
 def installation_steps(kind: str, extras: Sequence[str], source: Path | None, torch_index: str | None) -> list[Step]:
-    """Return the steps of an installation.
+    """Return the steps of an installation of `kind`, "cpu" or "cuda", with further extras of penstock-rl.
 
     Args:
-        kind: "cpu" or "cuda".
-        extras: extras of penstock-rl besides cpu or gpu.
         source: a checkout to install in editable mode; None keeps the installed wheel.
         torch_index: URL of the package index for torch and torchvision; None: pip's.
     """
@@ -278,6 +267,7 @@ def run_pip(arguments: Sequence[str], log: Path) -> None:
         process.terminate()
         process.wait()
         raise
+    importlib.invalidate_caches()
     if process.returncode:
         lines = _printed_lines(log, start)
         reason = ([line for line in lines if line.lower().startswith("error")] or lines)[-1][:160]
@@ -356,13 +346,8 @@ def missing_requirements(extras: Sequence[str], source: Path | None, pins: Mappi
 
 
 def installation_problem(name: str, specifier: str, pin: str | None = None) -> str:
-    """Return how the installation of a package differs from what is needed ("ray: not installed"); "" if it does not.
-
-    Args:
-        name: the package.
-        specifier: required versions (">=2.60,<3"); "" for any.
-        pin: the version in the lock file, if it has one.
-    """
+    """Return how the installation of a package differs from what is needed ("ray: not installed"): from the required
+    versions (">=2.60,<3"; "" for any), and from the version in the lock file. Return "" if it does not."""
     installed = find_distribution(name)
     if installed is None:
         return f"{name}: not installed"
@@ -377,12 +362,8 @@ def installation_problem(name: str, specifier: str, pin: str | None = None) -> s
 
 def find_distribution(name: str, folder: Path | None = None) -> Distribution | None:
     """Return the installed package `name`, in `folder` or on the import path; None if it is not there."""
-    if folder is not None:
-        return next(iter(Distribution.discover(name=name, path=[str(folder)])), None)
-    try:
-        return distribution(name)
-    except PackageNotFoundError:
-        return None
+    path = sys.path if folder is None else [str(folder)]
+    return next(iter(Distribution.discover(name=name, path=path)), None)
 
 
 def is_partly_installed(installed: Distribution) -> bool:

@@ -171,8 +171,10 @@ def missing_packages(kind: str) -> list[Lack]:
     """Return what `penstock setup` would install here for `kind`, "cpu" or "cuda", in one line."""
     steps = installation_steps(kind, [], checkout(), None)[1:]  # without the update of pip
     lines = [line for step in steps for line in step.missing()]
-    if kind == "cuda" and not lines and not torch_has_cuda():
-        lines = ["torch: a build without CUDA"]
+    if kind == "cuda" and not lines:
+        code = "import torch; print(torch.version.cuda or '')"  # in another process, because it takes seconds
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        lines = [] if result.stdout.strip() else ["torch: a build without CUDA"]
     if not lines:
         return []
     more = f", and {len(lines) - 2} more" if len(lines) > 2 else ""
@@ -183,13 +185,6 @@ def missing_packages_of_extra(extra: str) -> list[Lack]:
     """Return which packages of an extra are missing."""
     lines = missing_requirements([extra], checkout(), read_lock(lock_file("cuda" if has_cuda() else "cpu")))
     return [Lack("; ".join(lines[:2]), f"{penstock_command()} setup --with {extra}")] if lines else []
-
-
-def torch_has_cuda() -> bool:
-    """Return whether torch was built for CUDA. It is imported in another process, because that takes seconds."""
-    code = "import torch; print(torch.version.cuda or '')"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    return bool(result.stdout.strip())
 
 
 def shared_memory() -> int:

@@ -14,7 +14,7 @@ from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 
 if TYPE_CHECKING:
-    from penstock.flows.runtime.active_run import ActiveRun
+    from penstock.flows.runtime.runs import ActiveRun
 
 NUM_ROUNDS = 3  # consecutive rounds without a gradient before a warning
 LOGPROB_GAP = "train/train_rollout_logprob_abs_diff"

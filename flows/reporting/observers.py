@@ -10,9 +10,8 @@ from penstock.flows.reporting.learning_signal import LearningSignal
 from penstock.flows.reporting.monitors import HangDetector, PrometheusEndpoint, SystemMetrics, sample_system
 from penstock.flows.reporting.observer import CommitReport, Observer, Observers
 from penstock.flows.reporting.prefect_page import FinalReport, PrefectPage
-from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.display import Display
-from penstock.flows.runtime.runs import logs_of_run
+from penstock.flows.runtime.runs import ActiveRun, logs_of_run
 from penstock.flows.runtime.signals import patience_after
 from penstock.storage.commit import Commit
 from penstock.storage.errors import StoreError
@@ -59,7 +58,7 @@ class Results(Observer):
             report.line = self.display.print_commit(report.commit)
 
     def on_publish(self, version: int, metrics: dict[str, float], switches: list[MemorySwitch]) -> None:
-        self.display.record_publish(metrics["perf/update_weights_time"])
+        self.display.publish_seconds.append(metrics["perf/update_weights_time"])
         for switch in switches:
             self.display.note(f"moved GPU memory: {switch}")
         if switches:
@@ -71,7 +70,7 @@ class Results(Observer):
 
     def on_overlap(self, rollout_id: int, metrics: dict[str, float]) -> None:
         self.tracking.enqueue_metrics(f"overlap-{rollout_id}", metrics, step=rollout_id)
-        self.display.record_overlap(rollout_id, metrics)
+        self.display.overlap[rollout_id] = metrics
 
     def on_results(self, commits: list[Commit]) -> None:
         self.display.print_summary(commits)

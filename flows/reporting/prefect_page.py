@@ -37,11 +37,10 @@ from prefect.states import Crashed, StateType
 from penstock.flows.config import validate_config
 from penstock.flows.inspect.report import make_report
 from penstock.flows.reporting.observer import Observer
-from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.child_process import http_answers
 from penstock.flows.runtime.display import Display
 from penstock.flows.runtime.prefect_api import wait_for_api
-from penstock.flows.runtime.runs import open_store
+from penstock.flows.runtime.runs import ActiveRun, open_store
 from penstock.flows.runtime.signals import patience_after
 from penstock.flows.terminal.lines import evaluation_rewards, training_rewards
 from penstock.storage.commit import Commit, RunKeys, attempt_in_path

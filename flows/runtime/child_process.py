@@ -65,11 +65,8 @@ class Service:
             )
 
     def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
-        """Wait until the service answers.
-
-        Raises:
-            RuntimeError: the service ended or did not answer in time; the message contains the tail of the log.
-        """
+        """Wait until the service answers. Raises RuntimeError with the tail of the log if it ended, or did not answer
+        in time."""
         deadline = time.monotonic() + timeout
         while self.ready and not http_answers(self.ready):
             self.raise_if_ended()
@@ -89,11 +86,8 @@ class Service:
             )
 
     def restart_if_ended(self) -> bool:
-        """Restart the process if it has ended, with the same port and files. Return whether it had ended.
-
-        Raises:
-            RuntimeError: the process ended more than MAX_RESTARTS times within RESTART_WINDOW seconds.
-        """
+        """Restart the process if it has ended, with the same port and files. Return whether it had ended. Raises
+        RuntimeError if it ended more than MAX_RESTARTS times within RESTART_WINDOW seconds."""
         assert self.process is not None
         if self.process.poll() is None:
             return False
@@ -150,9 +144,6 @@ def choose_port(name: str, requested: int | None, default: int) -> int:
         name: service in the flag --NAME-port, for the error message.
         requested: 0 requests any free port, None the default one or, if that is taken, any free port.
         default: the service's default port.
-
-    Raises:
-        OptionError: the requested port is taken.
     """
     if requested:
         if not (reserve_ports([requested]) or (is_reserved_here(requested) and is_free(requested))):

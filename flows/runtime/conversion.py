@@ -88,13 +88,12 @@ def existing_export(store: Store, checkpoint: Commit | str, config: ConvertConfi
 
     assert config.convert_save, "an export has no default directory"
     origin = replace(export_origin(config), vocab_size=config.export_vocab_size)
+    args = (store, checkpoint, origin, config.convert_save)
     if config.megatron_names:
         iteration = iteration_of_export(checkpoint, config)
-        target, identity = to_torch_dist.export_target(
-            store, checkpoint, origin, config.convert_save, config.megatron_names, iteration
-        )
+        target, identity = to_torch_dist.export_target(*args, config.megatron_names, iteration)
         return target.find_published(identity)
-    work = to_hf.prepare_export(store, checkpoint, origin, config.convert_save)
+    work = to_hf.prepare_export(*args)
     return work if isinstance(work, CheckpointRef) else None
 
 
@@ -104,10 +103,8 @@ def iteration_of_export(checkpoint: Commit | str, config: ConvertConfig) -> int 
 
 
 def import_model(cluster: Cluster, store: Store, config: ConvertConfig, path: str) -> CheckpointRef:
-    """Import a reference or teacher model (--ref-load, --opd-teacher-load) into the store as torch_dist.
-
-    `path` is a Hugging Face directory, the output of `penstock convert`, or a Megatron checkpoint.
-    """
+    """Import the model at `path` into the store as torch_dist. `path` is a Hugging Face directory, the output of
+    `penstock convert`, or a Megatron checkpoint."""
     if is_converted(path):
         return cluster.run(import_converted_model, store, path, timeout=config.convert_timeout)
     if megatron_directory(path):
@@ -121,9 +118,7 @@ def import_model(cluster: Cluster, store: Store, config: ConvertConfig, path: st
 
 def export_origin(config: ConvertConfig, *, keep_mtp: bool = False) -> Origin:
     """Return a config's Hugging Face directory together with the options of exports (dtype, MTP layers, family).
-
-    `keep_mtp` exports the MTP layers even if `--mtp` does not ask for them.
-    """
+    `keep_mtp` exports the MTP layers even if `--mtp` does not ask for them."""
     from penstock.stages.convert.to_hf import Origin
 
     directory = Path(config.hf_checkpoint)

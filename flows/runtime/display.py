@@ -60,20 +60,29 @@ class Display:
         self.model = str(config.convert.hf_checkpoint)
         self.store_uri = store_uri
         self.tracking_uri = tracking_uri
-        self.prefect_page = prefect_page
         self.num_rounds = int(config.run.num_rollout)
         self._json = config.run.log_format == "json"
         self._without_steps = bool(config.run.debug_rollout_only)
         self._commits: list[Commit] = []
         self._rollouts: dict[int, Commit] = {}
-        self._publish_seconds: list[float] = []
-        self._overlap: dict[int, dict[str, float]] = {}  # number of a round -> its metrics of overlap
+        self.publish_seconds: list[float] = []  # of weight updates, which are part of the next round's time
+        self.overlap: dict[int, dict[str, float]] = {}  # number of a round -> its metrics of overlap
         self._announced: set[str] = set()  # waits that were printed
         self._round_lines = RoundLines(self.num_rounds)
         self.on_progress: Callable[[], None] = lambda: None  # called when a stage has moved
         self.panel = Panel(run, flow, self.num_rounds)
         self._region: LiveRegion | None = None
-        self._print_header(flow, config)
+        data = config.rollout.prompt_data
+        header = {
+            "run": f"{run}  ({flow})",
+            "model": self.model,
+            "data": data if isinstance(data, str) else ", ".join(map(str, data or [])),
+            "evaluation": ", ".join(f"{name} ({path})" for name, path in config.eval.data_sets),
+            "store": store_uri,
+            "mlflow": live_link(redact(tracking_uri)),
+            "prefect": prefect_page,
+        }
+        self._print_rows({title: str(value) for title, value in header.items() if value})
         if not self._json and can_redraw(self.console) and not environment.shows_prefect_logs():
             self._region = LiveRegion(self.console, self.panel.render)
             self._region.start()
@@ -136,12 +145,6 @@ class Display:
             self._announced.add(text)
             self.note(text)
 
-    def show_phase(self, text: str) -> None:
-        """Show what happens outside the stages: in the panel, otherwise as a line."""
-        self.panel.phase = text
-        if self._region is None:
-            self.note(text)
-
     @contextmanager
     def progress(self, title: str, stage: str) -> Iterator[ProgressCallback]:
         """Show a progress bar of a stage during the block. Yields its callback (done, total), which without a panel
@@ -153,14 +156,6 @@ class Display:
                 activity.done, activity.total = done, total
 
             yield update
-
-    def record_publish(self, seconds: float) -> None:
-        """Record the seconds that a weight update took; they are part of the next round's time."""
-        self._publish_seconds.append(seconds)
-
-    def record_overlap(self, rollout_id: int, metrics: dict[str, float]) -> None:
-        """Record how generation and training overlapped before a round; the round's line shows it."""
-        self._overlap[rollout_id] = metrics
 
     def print_commit(self, commit: Commit) -> str:
         """Print and return the line of a new commit. For a rollout return "": its step's line shows it, unless there
@@ -175,10 +170,10 @@ class Display:
             return ""
         if commit.kind in ("rollout", "step"):
             rollout = self._rollouts.pop(commit.index, None)
-            overlap = self._overlap.pop(commit.index, {})
+            overlap = self.overlap.pop(commit.index, {})
             width = min(MAX_COLUMNS, self.console.width) if self._region else MAX_COLUMNS
-            line = self._round_lines.format(commit, rollout, self._publish_seconds, overlap, width)
-            spent = seconds_by_stage([c for c in (rollout, commit) if c], self._publish_seconds[-1:])
+            line = self._round_lines.format(commit, rollout, self.publish_seconds, overlap, width)
+            spent = seconds_by_stage([c for c in (rollout, commit) if c], self.publish_seconds[-1:])
             self.panel.last_round = ", ".join(f"{stage} {seconds:.2f}s" for stage, seconds in spent.items())
             self.panel.finish_round(commit.index)
         else:
@@ -216,7 +211,7 @@ class Display:
 
     def summary(self, commits: Sequence[Commit] | None = None) -> dict[str, str]:
         """Return the results of `commits` (default: all commits printed so far): title -> text."""
-        return summary_rows(self._commits if commits is None else commits, self._publish_seconds, self.store_uri)
+        return summary_rows(self._commits if commits is None else commits, self.publish_seconds, self.store_uri)
 
     def close(self) -> None:
         """Erase the panel. Safe to call twice."""
@@ -225,19 +220,6 @@ class Display:
             self._region = None
 
     # ---- printing ----------------------------------------------------------------------------------------------------
-
-    def _print_header(self, flow: str, config: Any) -> None:
-        data = config.rollout.prompt_data
-        rows = {
-            "run": f"{self.run}  ({flow})",
-            "model": config.convert.hf_checkpoint,
-            "data": data if isinstance(data, str) else ", ".join(map(str, data or [])),
-            "evaluation": ", ".join(f"{name} ({path})" for name, path in config.eval.data_sets),
-            "store": self.store_uri,
-            "mlflow": live_link(redact(self.tracking_uri)),
-            "prefect": self.prefect_page,
-        }
-        self._print_rows({title: str(value) for title, value in rows.items() if value})
 
     def _print_rows(self, rows: dict[str, str]) -> None:
         width = max(map(len, rows)) + 2

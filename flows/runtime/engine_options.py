@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.engines.options import EngineOptions, HealthCheck
 from penstock.engines.placement import PlacementOptions
@@ -11,10 +10,6 @@ from penstock.engines.serving.server import ServerSpec
 from penstock.flows.config import Flow, PostTrainConfig
 
 TEACHER = "teacher"  # weight version that the teacher's engine reports
-
-if TYPE_CHECKING:
-    from penstock.engines.options import EngineOptions
-    from penstock.engines.placement import PlacementOptions
 
 
 def engine_options(config: PostTrainConfig) -> EngineOptions:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from httpx import HTTPError, HTTPStatusError
+from prefect._internal.concurrency import services
 from prefect.client.orchestration import get_client
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
@@ -47,7 +48,7 @@ CLIENT_RETRIES = 7  # per request: 2 + 4 + ... + 128 s with jitter; the default 
 HEARTBEAT_SECONDS = 30  # the shortest interval that Prefect allows (default 180)
 _UNTIL_EXIT = ExitStack()  # Prefect settings of this process, until it exits
 _UNTIL_LEFT = ExitStack()  # Prefect settings of the current flow, until `restore_client_settings`
-_OWN_SERVER = threading.Event()  # this process has started the Prefect server
+OWN_SERVER = threading.Event()  # this process has started the Prefect server, which ends with it
 _SERVER_FAILED = threading.Event()  # our own server is not restarted any more: do not wait for it
 
 
@@ -69,7 +70,7 @@ def ensure_prefect_api() -> str:
     if not address:
         port = choose_port("prefect", None, PREFECT_PORT)
         start_with_restart_thread(prefect_server(port))
-        _OWN_SERVER.set()
+        OWN_SERVER.set()
         address = f"http://{HOST}:{port}/api"
         ours |= {PREFECT_API_URL: address, PREFECT_API_AUTH_STRING: login_path(port).read_text()}
     else:
@@ -127,11 +128,6 @@ def login_environment(port: int) -> dict[str, str]:
 def profile_path(port: int) -> Path:
     """Return the path of the Prefect profile `penstock`: address and login of our server at `port`."""
     return service_directory(port) / "profiles.toml"
-
-
-def server_ends_with_process() -> bool:
-    """Return whether this process has started the Prefect server, which then ends with it."""
-    return _OWN_SERVER.is_set()
 
 
 def check_login(address: str) -> None:
@@ -224,8 +220,6 @@ def _prefect_queues() -> list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]
     """Return Prefect's active queues of log lines and events as (event loop, sending task)."""
     # Prefect has no public call that discards a queue: `drain` waits until it is sent, and the next log line creates a
     # new one.
-    from prefect._internal.concurrency import services
-
     pairs = [(service._loop, service._task) for service in list(services._active_services)]
     return [(loop, task) for loop, task in pairs if loop is not None and task is not None]
 

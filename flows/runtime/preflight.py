@@ -13,13 +13,12 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.engines.backends import engine_backend, engine_flag
 from penstock.engines.families import read_shape
-from penstock.engines.families.shape import experts_format
+from penstock.engines.families.shape import ModelShape, experts_format
 from penstock.engines.local_gpus import visible_gpu_bytes, visible_gpu_capabilities
-from penstock.engines.lora import WEIGHTS, check_adapters, check_peft_directory
+from penstock.engines.lora import WEIGHTS, LoraOptions, check_adapters, check_peft_directory
 from penstock.engines.megatron.train_backend import check_frozen_layers, frozen_parameters
 from penstock.engines.options import EngineOptions
 from penstock.engines.serving.endpoints import is_on_this_machine
@@ -39,14 +38,15 @@ from penstock.flows.gpu_plan import (
 from penstock.flows.options.adapters import with_adapters
 from penstock.flows.options.addresses import check_addresses
 from penstock.flows.options.partners import options_without_partner
+from penstock.flows.runtime.debug_runs import check_rollout_files
 from penstock.flows.runtime.engine_options import engine_options, teacher_options
 from penstock.flows.runtime.resolve import resolve
-from penstock.flows.runtime.rollout_files import check_rollout_files
 from penstock.flows.runtime.runs import check_run_may_start, open_store
 from penstock.stages.convert.targets import config_directory, open_parent_store, read_record
 from penstock.stages.eval.config import EvalConfig, is_eval_metric
 from penstock.stages.plugins import load_checked_function
 from penstock.stages.rewards.grading import check_reward_options
+from penstock.stages.rewards.outcome import Outcome
 from penstock.stages.rewards.reward_preflight import (
     try_reward_on_test_samples,
     unrequested_format_warning,
@@ -64,21 +64,11 @@ from penstock.storage.maintenance.deletion import is_removed
 from penstock.storage.secret_references import resolve_secrets
 from penstock.storage.tracking.trackers import check_trackers
 
-if TYPE_CHECKING:
-    from penstock.engines.families.shape import ModelShape
-    from penstock.stages.rewards.outcome import Outcome
-    from penstock.stages.rollout.text.tokenizer import PromptTokenizer
-
 logger = logging.getLogger(__name__)
 
 
 def plan_of(flow: str, config: PostTrainConfig) -> Plan:
-    """Check the options of a flow and resolve them. Return a plan, which this process has made before, unchanged.
-
-    Raises:
-        InputError: an option is invalid.
-        StoreError: the store cannot be read.
-    """
+    """Check the options of a flow and resolve them. Return a plan, which this process has made before, unchanged."""
     if isinstance(config, Plan):
         return config
     check_options(Flow(flow), derive(config))
@@ -86,12 +76,7 @@ def plan_of(flow: str, config: PostTrainConfig) -> Plan:
 
 
 def preflight(config: Plan) -> None:
-    """Check a plan.
-
-    Raises:
-        InputError: an option is invalid.
-        StoreError: the store cannot be read or written.
-    """
+    """Check a plan. Raises InputError, or StoreError if the store cannot be read or written."""
     flow = config.flow
     if config.run.debug_rollout_only and flow.has_rollouts and config.start_weights != config.convert.hf_checkpoint:
         flag = "--load" if config.convert.load else "--ref-load"
@@ -198,28 +183,44 @@ def check_run_record(config: Plan) -> None:
 def check_options(flow: Flow, config: PostTrainConfig) -> None:
     """Check the options that can be checked without reading any file except secret files."""
     check_secrets(config)
-    run, rollout, train = config.run, config.rollout, config.train
-    if flow.has_run and not run.run:
-        raise OptionError("--run is missing: name the run; the same name resumes it")
-    if not config.convert.hf_checkpoint:
-        raise OptionError(
-            "--hf-checkpoint is missing: give a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
-        )
-    check_rounds(flow, config)
-    if flow.trains and flow.has_demonstrations != (train.loss_type == "sft_loss"):
-        raise OptionError(
+    run, rollout, train, evals = config.run, config.rollout, config.train, config.eval
+    num_rounds_missing = flow.trains and not (run.num_rollout or run.num_rollout_per_start or run.num_epoch)
+    only_evaluates = evals.data_sets and "num_rollout" in run.model_fields_set
+    for wrong, message in (
+        (flow.has_run and not run.run, "--run is missing: name the run; the same name resumes it"),
+        (
+            not config.convert.hf_checkpoint,
+            "--hf-checkpoint is missing: give a Hugging Face model directory (config.json, *.safetensors, tokenizer)",
+        ),
+        (
+            num_rounds_missing and flow.has_demonstrations,
+            "--num-rollout is missing: give the number of rounds to train",
+        ),
+        (
+            num_rounds_missing and not only_evaluates,
+            "--num-rollout is missing: give the number of rounds to train (0 with --eval-prompt-data only evaluates)",
+        ),
+        (
+            flow.trains and flow.has_demonstrations != (train.loss_type == "sft_loss"),
             f"--loss-type {train.loss_type} does not match the flow `{flow}`: `penstock sft` trains on demonstrations "
-            "(sft_loss), `penstock train` on graded samples (policy_loss); leave out --loss-type"
-        )
+            "(sft_loss), `penstock train` on graded samples (policy_loss); leave out --loss-type",
+        ),
+        (
+            run.check_weight_update_equal and config.speculates,
+            f"--check-weight-update-equal cannot be combined with {engine_backend(rollout.engine).speculation_flag}, "
+            "because it overwrites the draft layers too, which weight updates do not replace: omit "
+            "--check-weight-update-equal",
+        ),
+        (
+            flow is Flow.EVALUATE and not evals.data_sets,
+            "--eval-prompt-data is missing: give NAME PATH, any number of times, or data sets with --eval-config",
+        ),
+    ):
+        if wrong:
+            raise OptionError(message)
     check_loop_options(flow, config)
     check_promotion_options(config.eval)
     check_keep_best(config)
-    engine = engine_backend(rollout.engine)
-    if run.check_weight_update_equal and config.speculates:
-        raise OptionError(
-            f"--check-weight-update-equal cannot be combined with {engine.speculation_flag}, because it overwrites "
-            "the draft layers too, which weight updates do not replace: omit --check-weight-update-equal"
-        )
     check_debug_options(flow, config)
     check_trackers(run)
     check_weight_directory(config)
@@ -227,10 +228,6 @@ def check_options(flow: Flow, config: PostTrainConfig) -> None:
         check_save_hf(config)
     if flow.has_rollouts:
         check_group_size(config)
-    if flow is Flow.EVALUATE and not config.eval.data_sets:
-        raise OptionError(
-            "--eval-prompt-data is missing: give NAME PATH, any number of times, or data sets with --eval-config"
-        )
     check_addresses(config)
     train.megatron.check()
     if rollout.rollout_external_engine_addrs and (started := sorted(set(rollout.engine_options) - {"api_key"})):
@@ -241,7 +238,7 @@ def check_options(flow: Flow, config: PostTrainConfig) -> None:
 
 
 def check_save_hf(config: PostTrainConfig) -> None:
-    """Check that the local directories of --save-hf are empty, or have exports of this run. Raises OptionError."""
+    """Check that the local directories of --save-hf are empty, or have exports of this run."""
     run = config.run
     if run.save_hf is None or "://" in run.save_hf:
         return
@@ -258,7 +255,7 @@ def check_save_hf(config: PostTrainConfig) -> None:
 
 
 def check_loop_options(flow: Flow, config: PostTrainConfig) -> None:
-    """Check that options of the loop of rollouts and training are not given to other flows. Raises OptionError."""
+    """Check that options of the loop of rollouts and training are not given to other flows."""
     run = config.run
     if flow.has_rollouts or not flow.has_run:
         return
@@ -275,19 +272,19 @@ def check_loop_options(flow: Flow, config: PostTrainConfig) -> None:
 
 
 def check_weight_directory(config: PostTrainConfig) -> None:
-    """Check that engines can read the directory of weight updates over disk. Raises InputError."""
+    """Check that engines can read the directory of weight updates over disk."""
     run, external = config.run, config.rollout.rollout_external_engine_addrs
     transport, directory = run.update_weight_transport, run.update_weight_disk_dir
+    uses_disk = transport in (None, "disk") or run.check_weight_update_equal
     if directory is not None and not Path(directory).is_dir():
         raise OptionError(f"--update-weight-disk-dir {directory} is not a directory: create it on shared storage")
-    if directory is not None and transport in ("tensor", "nccl") and not run.check_weight_update_equal:
+    if directory is not None and not uses_disk:
         raise OptionError(
             f"--update-weight-disk-dir has no effect with --update-weight-transport {transport}: omit it, or give "
             "--update-weight-transport disk"
         )
     remote = [address for address in external if not is_on_this_machine(address)]
     in_object_store = "://" in run.store and not run.store.startswith(("file://", "local://"))
-    uses_disk = transport in (None, "disk") or run.check_weight_update_equal
     if remote and in_object_store and directory is None and uses_disk:
         raise EngineError(
             f"the external engine {remote[0]} loads weights from a directory, but --store {run.store} is an object "
@@ -296,21 +293,8 @@ def check_weight_directory(config: PostTrainConfig) -> None:
         )
 
 
-def check_rounds(flow: Flow, config: PostTrainConfig) -> None:
-    """Check that the config has rounds to train or evaluations to run."""
-    run = config.run
-    if not flow.trains or run.num_rollout or run.num_rollout_per_start or run.num_epoch:
-        return
-    if flow.has_demonstrations:
-        raise OptionError("--num-rollout is missing: give the number of rounds to train")
-    if not config.eval.data_sets or "num_rollout" not in run.model_fields_set:
-        raise OptionError(
-            "--num-rollout is missing: give the number of rounds to train (0 with --eval-prompt-data only evaluates)"
-        )
-
-
 def check_group_size(config: PostTrainConfig) -> None:
-    """Check that there is more than one sample per prompt if advantages are group-relative. Raises OptionError."""
+    """Check that there is more than one sample per prompt if advantages are group-relative."""
     rollout, train = config.rollout, config.train
     compares = (
         train.compares_samples
@@ -349,7 +333,9 @@ def check_lengths(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> Non
     if not flow.generates:
         return
     rollout, evals = config.rollout, config.eval
-    limit = _context_length(config, shape)
+    limit = (
+        config.engine_facts.context_length or shape.max_position_embeddings
+    )  # of the engines, by default the model's
     source = (
         engine_backend(config.rollout.engine).context_flag
         if limit != shape.max_position_embeddings
@@ -376,11 +362,6 @@ def check_lengths(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> Non
             )
 
 
-def _context_length(config: PostTrainConfig, shape: ModelShape) -> int:
-    """Return the context length of the engines, by default the model's."""
-    return config.engine_facts.context_length or shape.max_position_embeddings
-
-
 def check_data(
     flow: Flow, config: PostTrainConfig, shape: ModelShape
 ) -> tuple[PromptTokenizer, list[tuple[str, Outcome]]]:
@@ -393,7 +374,6 @@ def check_data(
         template_options=config.rollout.apply_chat_template_kwargs,
     )
     check_vocabulary(tokenizer, shape.vocab_size, config.convert.hf_checkpoint)
-    positions = _context_length(config, shape)
     evaluated = [
         config.rollout_with_args.model_copy(update=config.eval.rollout_overrides(path, name))
         for name, path in config.eval.data_sets
@@ -407,6 +387,7 @@ def check_data(
     graded = [*([config.rollout_with_args] if flow.has_rollouts else []), *evaluated]
     for rollout in graded:
         check_reward_options(rollout)
+    positions = config.engine_facts.context_length or shape.max_position_embeddings
     check_rows = partial(check_prompt_data, tokenizer=tokenizer, max_seq_len=positions)
     if flow.trains and (config.run.num_rollout or config.run.num_rollout_per_start):
         grading = None if flow.has_demonstrations or _may_grade_itself(config.rollout) else config.rollout
@@ -463,7 +444,8 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
                 )
     frozen = frozen_parameters(shape, train.freeze_params_name_list, train.only_train_params_name_list)
     check_frozen_layers(shape, frozen, train.pipeline_model_parallel_size)
-    check_lora(train, shape)
+    if train.lora is not None:
+        check_lora(train, train.lora, shape)
     check_teacher(config)
     for path, default_name, words in train.plugins:
         load_checked_function(path, default_name, words)
@@ -473,29 +455,25 @@ def check_algorithm(config: PostTrainConfig, shape: ModelShape) -> None:
         experts_format(shape, "--use-rollout-routing-replay")
 
 
-def check_lora(train: TrainConfig, shape: ModelShape) -> None:
-    """Check that a model can have the adapters of a config, and that --lora-load has them. Raises InputError."""
-    if train.lora is not None:
-        check_adapters(
-            shape,
-            train.lora,
-            tensor=train.tensor_model_parallel_size,
-            pipeline=train.pipeline_model_parallel_size,
-            expert_tensor=train.expert_tensor_parallel_size,
-            grouped=bool(train.megatron.moe_grouped_gemm or train.megatron.moe_permute_fusion),
-        )
-        if train.lora_load is not None:
-            adapter = Path(train.lora_load)
-            check_peft_directory(adapter, shape, train.lora)
-            check_first_values(stored_tensors(adapter, [adapter / WEIGHTS]))
+def check_lora(train: TrainConfig, lora: LoraOptions, shape: ModelShape) -> None:
+    """Check that a model can have the adapters of a config, and that --lora-load has them."""
+    check_adapters(
+        shape,
+        lora,
+        tensor=train.tensor_model_parallel_size,
+        pipeline=train.pipeline_model_parallel_size,
+        expert_tensor=train.expert_tensor_parallel_size,
+        grouped=bool(train.megatron.moe_grouped_gemm or train.megatron.moe_permute_fusion),
+    )
+    if train.lora_load is not None:
+        adapter = Path(train.lora_load)
+        check_peft_directory(adapter, shape, lora)
+        check_first_values(stored_tensors(adapter, [adapter / WEIGHTS]))
 
 
 def check_teacher(config: PostTrainConfig) -> None:
-    """Check that the run can start the engine of --opd-teacher-load, and that its tokens are those of the policy.
-
-    Raises:
-        InputError: the model is incomplete or not supported, cannot be sharded, or has another tokenizer.
-    """
+    """Check that the run can start the engine of --opd-teacher-load: its model is complete and supported, can be
+    sharded, and has the tokens of the policy."""
     options = teacher_options(config)
     if options is None:
         return

@@ -12,37 +12,27 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
 
-from penstock.engines.backends import engine_backend
+from penstock.engines.backends import RequestRouter, engine_backend
 from penstock.engines.cluster import Cluster, ClusterStart
 from penstock.engines.families import read_shape
-from penstock.engines.families.shape import experts_format
+from penstock.engines.families.shape import ModelShape, experts_format
+from penstock.engines.generation import EngineClient
 from penstock.engines.local_gpus import Counters, all_counters, read_counters, used_joules
+from penstock.engines.options import EngineOptions
 from penstock.engines.serving.adapter_requests import BASE
 from penstock.engines.serving.endpoints import engine_url
-from penstock.engines.serving.pool import start_pool
+from penstock.engines.serving.pool import EnginePool, start_pool
 from penstock.engines.weights.transfer import INITIAL
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.debug_config import DebugConfig
 from penstock.flows.options.adapters import with_adapters
-from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.engine_options import TEACHER, engine_options, run_placement, teacher_options
-from penstock.flows.runtime.runs import logs_of_run, missing_fork_checkpoint
+from penstock.flows.runtime.runs import ActiveRun, logs_of_run, missing_fork_checkpoint
 from penstock.stages.train.restore import PolicyRestorer
 from penstock.stages.train.spec import TrainerSpec
 from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import CheckpointRef
-
-if TYPE_CHECKING:
-    from penstock.engines.backends import RequestRouter
-    from penstock.engines.cluster import Cluster, ClusterStart
-    from penstock.engines.families.shape import ModelShape
-    from penstock.engines.generation import EngineClient
-    from penstock.engines.options import EngineOptions
-    from penstock.engines.serving.pool import EnginePool
-    from penstock.stages.train.restore import PolicyRestorer
-    from penstock.stages.train.trainer_group import TrainerGroup
 
 _early_ray: ContextVar[ClusterStart | None] = ContextVar("early_ray", default=None)  # inside `ray_starting`
 
@@ -187,12 +177,6 @@ class Processes:
             if self.started_trainer is None:
                 self.started_trainer = self.new_trainer(cluster, self.run.config)
             return self.started_trainer
-
-    def start_trainer(self) -> None:
-        """Start the trainer's processes, without models, unless `materialize_fork` needs another trainer first. Does
-        not wait until they have imported torch and Megatron (5-15 s)."""
-        if self.run.record and missing_fork_checkpoint(self.run.store, self.run.record) is None:
-            self.trainer.start_processes()
 
     def restore_trainer_at(self, version: int) -> TrainerGroup:
         """Return the trainer at policy `version`. If the trainer has another version, first load the newest checkpoint

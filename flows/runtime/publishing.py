@@ -12,22 +12,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-from penstock.engines.generation import WeightUpload
+from penstock.engines.generation import WeightTransport, WeightUpload
 from penstock.engines.serving.adapter_requests import AdapterNames
+from penstock.engines.serving.pool import EnginePool
 from penstock.engines.training import MemorySwitch
 from penstock.engines.weights.fp8_blocks import fp8_weights, keeps_scales
 from penstock.engines.weights.transfer import add_upload, update_and_check
 from penstock.flows.options.adapters import adapter_of_version
 from penstock.flows.policy_schedule import EngineUse, PolicyLimits, PolicySchedule, PolicyTurns
 from penstock.flows.runtime.processes import Processes
+from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.failpoints import failpoint
-
-if TYPE_CHECKING:
-    from penstock.engines.generation import WeightTransport
-    from penstock.engines.serving.pool import EnginePool
-    from penstock.stages.train.trainer_group import TrainerGroup
 
 Urls = Callable[[], list[str]]  # returns the addresses of the live engines
 OnPublished = Callable[[int, dict[str, float], list[MemorySwitch]], None]
@@ -59,23 +55,32 @@ class PolicyEngines:
         self._urls: dict[EngineUse, Urls] = {}  # of the pools that are used
 
     @contextmanager
-    def for_rollout(self, rollout_id: int) -> Iterator[tuple[int, Urls]]:
-        """Wait until rollout `rollout_id` may start, and load the policy version that generates it into all engines.
-        Yields this version and the engines."""
-        with self.turns.rollout(rollout_id) as version, self.at(version, rewind=False) as urls:
-            yield version, urls
-
-    @contextmanager
-    def at(self, version: int, *, rewind: bool = True) -> Iterator[Urls]:
-        """Load policy `version` into the engines that generate rollouts, also into those that restart during the block.
+    def at(self, version: int | None, use: EngineUse | None = None, *, rewind: bool = True) -> Iterator[Urls]:
+        """Load policy `version` into engines, also into those that restart during the block.
 
         Args:
-            version: the policy version.
+            version: the policy version; None: the newest, and those that other threads publish during the block.
+            use: which engines; default: those that generate rollouts.
             rewind: whether a trainer that has a newer version is restored to `version`; otherwise RuntimeError is
                 raised.
         """
-        with self._using(self.turns.schedule.rollouts, version, rewind=rewind) as urls:
-            yield urls
+        rollouts = self.turns.schedule.rollouts
+        use = rollouts if use is None else use
+        with self.turns.using(use, version) as opened:
+            if opened is None:
+                yield self._urls[use]
+                return
+            pool = self._pool(use)
+            send = partial(self._send, None if version is None else opened, rewind=rewind)
+            if use is rollouts:
+                self.publisher.offload_trainer(keep_weights=True)
+            with pool.serving(self.processes.run.weight_version(opened), send) as urls:
+                self._urls[use] = urls
+                with self.turns.change() as schedule:
+                    schedule.weights_sent(use, opened)
+                if use is rollouts:
+                    self.publisher.offload_trainer()
+                yield urls
 
     @contextmanager
     def for_evaluation(self, version: int) -> Iterator[Urls]:
@@ -83,33 +88,15 @@ class PolicyEngines:
         trains the next rounds meanwhile is not restored."""
         schedule = self.turns.schedule
         pool = schedule.evaluations if schedule.limits.evaluates_apart else schedule.rollouts
-        with self._using(pool, version, rewind=schedule.evaluated is None) as urls:
+        with self.at(version, pool, rewind=schedule.evaluated is None) as urls:
             yield urls
 
     @contextmanager
     def for_stream(self) -> Iterator[Urls]:
         """Load the newest policy into all engines, and those that other threads publish during the block."""
-        with self._using(self.turns.schedule.rollouts, None, rewind=False) as urls:
+        with self.at(None, rewind=False) as urls:
             yield urls
             self.turns.wait_until(lambda schedule: schedule.evaluated is None)
-
-    @contextmanager
-    def _using(self, use: EngineUse, version: int | None, *, rewind: bool) -> Iterator[Urls]:
-        with self.turns.using(use, version) as opened:
-            if opened is None:
-                yield self._urls[use]
-                return
-            pool = self._pool(use)
-            send = partial(self._send, None if version is None else opened, rewind=rewind)
-            if use is self.turns.schedule.rollouts:
-                self.publisher.offload_trainer(keep_weights=True)
-            with pool.serving(self.processes.run.weight_version(opened), send) as urls:
-                self._urls[use] = urls
-                with self.turns.change() as schedule:
-                    schedule.weights_sent(use, opened)
-                if use is schedule.rollouts:
-                    self.publisher.offload_trainer()
-                yield urls
 
     def publish(self, version: int) -> None:
         """Load policy `version` into every engine that generates rollouts, between two rollouts."""

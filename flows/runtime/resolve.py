@@ -26,6 +26,7 @@ from penstock.flows.config import SECTIONS, Flow, Plan, PostTrainConfig, derive,
 from penstock.flows.options.paths import CHAMPION, with_absolute_paths, with_function_names
 from penstock.flows.runtime.runs import completion_of, differing_option, latest_config
 from penstock.stages.convert.targets import is_converted, is_published, megatron_directory
+from penstock.stages.rollout.prompts.source import PromptSource
 from penstock.storage.champions import export_of_champion
 from penstock.storage.commit import ADAPTERS, RunKeys, is_run_name
 from penstock.storage.config import field_meta
@@ -52,9 +53,6 @@ def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bo
         config: the options as given, or those of a run's record with changes.
         store: the store of the run.
         counts_rows: whether the rows of --prompt-data are on this machine; otherwise --num-epoch stays open.
-
-    Raises:
-        InputError: what an option names does not exist or cannot be chosen, or options contradict each other.
     """
     config = with_absolute_paths(with_function_names(config))
     given = config.model_dump(mode="json", exclude_unset=True, exclude={"run": {"store_options"}})
@@ -67,7 +65,11 @@ def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bo
         before = existing
         config = _with_recorded_decisions(config, existing)
     config = _with_start_weights(config, store, decided=existing.config.convert.load if existing else None)
-    notes = _notes_on_start_weights(config, load)
+    notes: tuple[str, ...] = ()
+    if load and not config.convert.load and not names_own_run(config, load):
+        notes = (f"--load {load} has no checkpoint: the run starts from {config.start_weights}",)
+    elif load and config.convert.load and config.train.ref_load and not config.train.uses_reference:
+        notes = ("--ref-load has no effect: the run starts from --load, and no KL to a reference is computed",)
     if flow.trains and config.run.num_epoch is not None:
         config = _with_num_rollout(config, rounds_of_epochs(config, before, counts_rows=counts_rows))
     config = derive(config)
@@ -120,12 +122,7 @@ def _with_recorded_decisions(config: PostTrainConfig, existing: _Existing) -> Po
 
 def _with_start_weights(config: PostTrainConfig, store: Store, decided: str | None) -> PostTrainConfig:
     """Return the config with the champion's export in place of `--hf-checkpoint champion:MODEL`, and the checkpoint
-    that --load names in place of the run that has it, unless it is `decided`, the one that the run has recorded.
-
-    Raises:
-        RunError: the model has no champion, or the champion has no export in a local store.
-        OptionError: --load names something that is not a checkpoint.
-    """
+    that --load names in place of the run that has it, unless it is `decided`, the one that the run has recorded."""
     convert = config.convert
     changes: dict[str, Any] = {}
     if convert.load != decided:
@@ -135,23 +132,10 @@ def _with_start_weights(config: PostTrainConfig, store: Store, decided: str | No
     return config.model_copy(update={"convert": convert.model_copy(update=changes)})
 
 
-def _notes_on_start_weights(config: PostTrainConfig, load: str | None) -> tuple[str, ...]:
-    """Return warnings about --load and --ref-load that may be unintended. `load` is --load as it was given."""
-    if load and not config.convert.load and not names_own_run(config, load):
-        return (f"--load {load} has no checkpoint: the run starts from {config.start_weights}",)
-    if load and config.convert.load and config.train.ref_load and not config.train.uses_reference:
-        return ("--ref-load has no effect: the run starts from --load, and no KL to a reference is computed",)
-    return ()
-
-
 def loaded_checkpoint(config: PostTrainConfig) -> str | None:
     """Return the directory with the weights of --load: a Hugging Face directory, a Megatron directory, or the newest or
     the given checkpoint of a run in a local store (STORE/RUN, STORE/RUN/VERSION). Return None if --load is not given or
-    has no checkpoint, for instance because it names the run itself, which then resumes.
-
-    Raises:
-        InputError: --load names something that is not a checkpoint.
-    """
+    has no checkpoint, for instance because it names the run itself, which then resumes."""
     load = config.convert.load
     if load is None:
         return None
@@ -215,13 +199,7 @@ def rounds_of_epochs(config: PostTrainConfig, existing: _Existing | None, *, cou
         config: a config with --num-epoch.
         existing: the record of the run, if this start continues it. With the same --num-epoch it has the rounds.
         counts_rows: whether to count the rows; if not, the number of rounds stays as it is.
-
-    Raises:
-        OptionError: the number of rows is unknown or too small, or another option sets another number of rounds.
-        DataError: a file of --prompt-data is missing or malformed.
     """
-    from penstock.stages.rollout.prompts.source import PromptSource  # loads pyarrow
-
     run, rollout = config.run, config.rollout
     assert run.num_epoch is not None, "the run has a number of epochs"
     unfit = {

@@ -11,10 +11,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from penstock.engines.cluster import check_ray_answers, translate_ray_errors
 from penstock.engines.scratch import temp_base_directory
 from penstock.flows.config import PostTrainConfig
 from penstock.flows.options.argv import to_one_line
 from penstock.flows.run_config import RunConfig
+from penstock.flows.runtime.preflight import plan_of, preflight
+from penstock.flows.runtime.processes import ray_starting
+from penstock.flows.runtime.resolve import is_complete
 from penstock.flows.runtime.runs import logs_of_run, open_store
 from penstock.flows.runtime.signals import stop_signals
 from penstock.flows.terminal.panel import end_wait, show_wait
@@ -26,16 +30,7 @@ from penstock.storage.secrets import redact
 
 def run_flow(name: str, config: PostTrainConfig) -> int:
     """Run a flow in this process. Return the exit code: 0 done, 1 failed (the reason was printed), 128 + the number of
-    the signal that stopped it.
-
-    Raises:
-        InputError: the config is invalid; nothing was started.
-        StoreError: the store cannot be read or written; nothing was started.
-        BrokenPipeError: the reader of standard output closed it.
-    """
-    from penstock.flows.runtime.preflight import plan_of, preflight
-    from penstock.flows.runtime.resolve import is_complete
-
+    the signal that stopped it. Raises InputError or StoreError if nothing was started."""
     wait = functools.partial(show_wait, run=config.run.run, as_json=config.run.log_format == "json")
     try:
         wait("checking options, model and data", only_on_terminal=True)
@@ -47,14 +42,10 @@ def run_flow(name: str, config: PostTrainConfig) -> int:
             return 0
         preflight(plan)  # before the import of Prefect, which takes seconds
         if config.run.ray_address is not None:
-            from penstock.engines.cluster import check_ray_answers, translate_ray_errors
-
             with translate_ray_errors(config.run.ray_address):
                 check_ray_answers(config.run.ray_address)
         if not plan.flow.has_run:  # starts Ray only if the result does not exist
             return _run_in_prefect(name, plan, wait)
-        from penstock.flows.runtime.processes import ray_starting
-
         with ray_starting(plan):
             return _run_in_prefect(name, plan, wait)
     finally:
@@ -110,21 +101,19 @@ class ObservedFlow:
         self.finished = False
         self.error: Exception | None = None
         self.flow = copy.copy(flow)
-        self.flow.fn = self._recording_outcome(flow.fn)
 
-    def _recording_outcome(self, function: Any) -> Any:
-        @functools.wraps(function)
+        @functools.wraps(flow.fn)
         def call(config: PostTrainConfig) -> Any:
             stop_signals.install()  # in place of Prefect's handler of SIGTERM
             try:
-                result = function(config)
+                result = flow.fn(config)
             except Exception as error:
                 self.error = error
                 raise
             self.finished = True
             return result
 
-        return call
+        self.flow.fn = call
 
 
 def save_traceback(run: RunConfig, error: Exception) -> str:

@@ -1,13 +1,17 @@
-"""The record of a run in the store (run.json): compared with the config at every start, read by `penstock resume`."""
+"""A run in the store: its record (run.json), compared with the config at every start, and `ActiveRun`, the run that
+this process drives."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
+import socket
 import subprocess
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,6 +19,7 @@ from typing import Any
 
 from penstock.flows.config import (
     MEGATRON,
+    Flow,
     Plan,
     PostTrainConfig,
     config_hash,
@@ -27,7 +32,8 @@ from penstock.flows.options.argv import check_run_name
 from penstock.flows.options.nearby_stores import stores_with_run
 from penstock.flows.options.paths import with_relative_paths
 from penstock.flows.run_config import RunConfig
-from penstock.storage.commit import DEBUG_DATA, RunKeys
+from penstock.flows.runtime.engine_options import device_counts
+from penstock.storage.commit import DEBUG_DATA, CheckpointRef, Commit, RunKeys
 from penstock.storage.errors import InputError, RunError, StoreError
 from penstock.storage.history.run_record import (
     Completion,
@@ -35,12 +41,17 @@ from penstock.storage.history.run_record import (
     RecordedConfig,
     RunRecord,
     ScheduleChange,
+    Start,
+    login_name,
     read_run_record,
     read_schedule_changes,
+    record_end,
+    record_start,
     schedule_change_keys,
 )
-from penstock.storage.leases import Lease, describe_live_drivers
+from penstock.storage.leases import Lease, describe_live_drivers, new_driver_lease_key
 from penstock.storage.maintenance.deletion import describe_removing_process, is_removed, remove_run, unfinished_fork_key
+from penstock.storage.preemption import Preempted
 from penstock.storage.secrets import mask_secrets
 from penstock.storage.store import Store, committed_prefixes
 from penstock.storage.tracking.tracker import tracking_directory
@@ -53,15 +64,8 @@ def logs_of_run(store: Store, keys: RunKeys) -> Path | None:
 
 
 def open_store(config: RunConfig, *, probe: bool = True) -> Store:
-    """Return the store of a run.
-
-    Args:
-        config: config with the store options.
-        probe: write a file to check that the store is writable. False for commands that only read or delete.
-
-    Raises:
-        StoreError: the store cannot be opened or written.
-    """
+    """Return the store of a run. With `probe`, check that it is writable by writing a file; commands that only read or
+    delete do not."""
     if "://" not in config.store:
         path = next(path for path in (Path(config.store), *Path(config.store).absolute().parents) if path.exists())
         if not path.is_dir():
@@ -75,20 +79,12 @@ def open_store(config: RunConfig, *, probe: bool = True) -> Store:
 
 
 def keys_of_run(run_name: str) -> RunKeys:
-    """Return the store keys of a run's files (record, rounds, checkpoints, evaluations).
-
-    Raises:
-        RunError: `run_name` is not a valid run name.
-    """
+    """Return the store keys of a run's files (record, rounds, checkpoints, evaluations), after a check of its name."""
     return RunKeys(check_run_name(run_name))
 
 
 def keys_of_existing_run(store: Store, run: str) -> RunKeys:
-    """Return the store keys of a run, after a check that the run has files in the store.
-
-    Raises:
-        RunError: the run has no files; the message lists the existing runs.
-    """
+    """Return the store keys of a run, after a check that the run has files in the store."""
     keys = keys_of_run(run)
     if not store.list(keys.prefix):
         raise unknown_run_error(store, run)
@@ -96,7 +92,7 @@ def keys_of_existing_run(store: Store, run: str) -> RunKeys:
 
 
 def unknown_run_error(store: Store, run: str) -> RunError:
-    """Return the error for a run that does not exist."""
+    """Return the error for a run that does not exist. It lists the existing runs."""
     names = store.list("runs")
     existing = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "") or "none"
     nearby = f" (run {run!r} is in {', '.join(stores)})" if (stores := stores_with_run(run)) else ""
@@ -127,15 +123,7 @@ def open_run(store: Store, plan: Plan, *, lease: Lease | None = None) -> RunKeys
 
     Changed schedule options (number of rounds, intervals, paths) are recorded under `runs/<run>/changes/`. If identity
     options (model, data, seed, algorithm) differ from the record, the run is replaced, provided that it has no commits
-    and no other process drives it.
-
-    Args:
-        store: the run's store.
-        plan: plan of this start.
-        lease: lease that marks the caller as a driver of the run; it does not count as another driver.
-
-    Raises:
-        RunError: see `check_run_may_start`.
+    and no other process drives it. `lease` marks the caller as a driver of the run; it does not count as another one.
     """
     keys, own_lease = keys_of_run(plan.run.run), lease.key if lease else None
     while True:
@@ -151,16 +139,8 @@ def open_run(store: Store, plan: Plan, *, lease: Lease | None = None) -> RunKeys
 
 
 def remove_run_and_tracking(store: Store, keys: RunKeys, *, own_lease: str | None = None) -> int:
-    """Remove a run with its files and its undelivered MLflow data. Return the number of bytes deleted.
-
-    Args:
-        store: the run's store.
-        keys: the run's keys.
-        own_lease: key of the caller's driver lease, if it has one.
-
-    Raises:
-        RunError: another process drives the run, or a fork needs its files.
-    """
+    """Remove a run with its files and its undelivered MLflow data. Return the number of bytes deleted. Raises RunError
+    if another process than the caller, which has the driver lease `own_lease`, drives it, or a fork needs its files."""
     files = remove_run(store, keys, own_lease=own_lease)
     if not store.is_local:  # in a local store MLflow data is among the run's files
         shutil.rmtree(tracking_directory(store, keys.run), ignore_errors=True)
@@ -188,14 +168,9 @@ def create_run_record(store: Store, plan: Plan, parent: ParentRecord | None = No
 def check_run_may_start(store: Store, plan: Plan, *, own_lease: str | None = None) -> None:
     """Check that this plan may start a new run, or continue the existing run with the name in `plan.run.run`.
 
-    Args:
-        store: the run's store.
-        plan: plan of this start.
-        own_lease: key of the lease that marks the caller as a driver of the run, if it has one.
-
-    Raises:
-        RunError: the flow or an identity option (model, data, seed, algorithm) differs from the record, and the run is
-        a fork, has commits or has a running driver; or the run has commits but no record; or it is being removed.
+    It may not if the flow or an identity option (model, data, seed, algorithm) differs from the record, and the run is
+    a fork, has commits or has a driver other than the caller (`own_lease`); if the run has commits but no record; or if
+    it is being removed.
     """
     keys = keys_of_run(plan.run.run)
     if other := describe_removing_process(store, keys):
@@ -204,19 +179,20 @@ def check_run_may_start(store: Store, plan: Plan, *, own_lease: str | None = Non
         return
     record = read_run_record(store, keys)
     if record is None:
-        check_commits_without_record(store, keys, plan)
-        return
-    problem = describe_difference(record, plan)
-    if problem is None:
+        return check_commits_without_record(store, keys, plan)
+    if (problem := describe_difference(record, plan)) is None:
         return
     if record.parent:
-        raise RunError(f"{problem}: a fork cannot change it; fork again with other options, or give another --run")
-    if prefixes := committed_prefixes(store, keys):
-        steps = [prefix for prefix in prefixes if prefix.startswith(f"{keys.prefix}/steps/")]
-        advice = f"fork it (`penstock fork {keys.run}`)" if steps else f"remove it (`penstock rm {keys.run}`)"
-        raise RunError(f"{problem}: a resumed run cannot change it; {advice}, or start a new run with another --run")
-    if drivers := describe_live_drivers(store, keys, own_lease=own_lease):
-        raise RunError(f"{problem}, and the run is driven by {drivers[0]}: stop that process, or give another --run")
+        advice = ": a fork cannot change it; fork again with other options, or give another --run"
+    elif prefixes := committed_prefixes(store, keys):
+        has_steps = any(prefix.startswith(f"{keys.prefix}/steps/") for prefix in prefixes)
+        other_way = f"fork it (`penstock fork {keys.run}`)" if has_steps else f"remove it (`penstock rm {keys.run}`)"
+        advice = f": a resumed run cannot change it; {other_way}, or start a new run with another --run"
+    elif drivers := describe_live_drivers(store, keys, own_lease=own_lease):
+        advice = f", and the run is driven by {drivers[0]}: stop that process, or give another --run"
+    else:
+        return
+    raise RunError(problem + advice)
 
 
 def describe_difference(record: RunRecord, plan: Plan) -> str | None:
@@ -225,7 +201,15 @@ def describe_difference(record: RunRecord, plan: Plan) -> str | None:
     if record.flow != plan.flow:
         return f"run {plan.run.run!r} was started by `{record.flow}`, not `{plan.flow}`"
     difference = differing_option(_validated_config(record.config), plan, record.directory)
-    return None if difference is None else f"run {plan.run.run!r} has {_name_difference(*difference)}"
+    if difference is None:
+        return None
+    option, recorded, given = difference
+    name = option.split(".")[1]
+    if option == MEGATRON:  # the first of Megatron's options that differs
+        name = next(name for name in {**recorded, **given} if recorded.get(name) != given.get(name))
+        recorded, given = recorded.get(name), given.get(name)
+    before, now = (text if len(text) <= 60 else f"{text[:57]}..." for text in (repr(recorded), repr(given)))
+    return f"run {plan.run.run!r} has {flag_of_field(name)} {before}, this command has {now}"
 
 
 def differing_option(before: PostTrainConfig, now: PostTrainConfig, directory: str) -> tuple[str, Any, Any] | None:
@@ -241,17 +225,6 @@ def differing_option(before: PostTrainConfig, now: PostTrainConfig, directory: s
         if old[field] != value and moved_old[field] != moved_new[field]:
             return field, old[field], value
     return None
-
-
-def _name_difference(field: str, recorded: Any, given: Any) -> str:
-    """Return `--flag A, this command has B` for an option `section.name` with two values; for the options of Megatron,
-    the flag of the first one that differs."""
-    name = field.split(".")[1]
-    if field == MEGATRON:
-        name = next(name for name in {**recorded, **given} if recorded.get(name) != given.get(name))
-        recorded, given = recorded.get(name), given.get(name)
-    before, now = (text if len(text) <= 60 else f"{text[:57]}..." for text in (repr(recorded), repr(given)))
-    return f"{flag_of_field(name)} {before}, this command has {now}"
 
 
 def check_commits_without_record(store: Store, keys: RunKeys, plan: Plan) -> None:
@@ -280,12 +253,7 @@ def check_commits_without_record(store: Store, keys: RunKeys, plan: Plan) -> Non
 
 
 def read_existing_record(store: Store, keys: RunKeys) -> RunRecord:
-    """Return the record of a run.
-
-    Raises:
-        RunError: the run does not exist, was removed, or its record is missing.
-        StoreError: the record is damaged.
-    """
+    """Return the record of a run, which must exist."""
     if is_removed(store, keys):
         raise RunError(
             f"run {keys.run!r} was removed, but not completely: finish the removal with `penstock gc --delete`"
@@ -315,12 +283,7 @@ def _validated_config(values: RecordedConfig) -> PostTrainConfig:
 
 def latest_schedule_options(store: Store, keys: RunKeys) -> dict[str, Any]:
     """Return the options that a resumed run may change (number of rounds, save and evaluation intervals, paths) with
-    their last recorded values: `section.name` -> value.
-
-    Raises:
-        RunError: the run's record is missing, or this release does not accept its options.
-        StoreError: the run's record or a record of a change is damaged.
-    """
+    their last recorded values: `section.name` -> value."""
     record = read_run_record(store, keys)
     if record is None:
         raise unknown_run_error(store, keys.run)
@@ -362,20 +325,12 @@ def _config_with_schedule(config: RecordedConfig, schedule: dict[str, Any]) -> P
 
 
 def read_flow_and_config(where: RunConfig, run: str) -> tuple[str, PostTrainConfig]:
-    """Return the flow name and the config of a run, with its last recorded schedule options, from the store of `where`.
-
-    Raises:
-        RunError: the run does not exist, or its record is missing.
-        StoreError: its record is damaged.
-    """
+    """Return the flow name and the config of a run, with its last recorded schedule options, from the store of
+    `where`."""
     store, keys = open_store(where, probe=False), keys_of_run(run)
     record = read_existing_record(store, keys)
     config, _ = latest_config(store, keys, record)
-    stores = {
-        "store": where.store,
-        "store_options": where.store_options,
-        "store_single_writer": where.store_single_writer,
-    }
+    stores = {name: getattr(where, name) for name in ("store", "store_options", "store_single_writer")}
     return record.flow, config.model_copy(update={"run": config.run.model_copy(update=stores)})
 
 
@@ -427,3 +382,114 @@ def code_version() -> str:
         ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
     )
     return f"{release}+{git.stdout.strip()}" if git.returncode == 0 else release
+
+
+# ---- the run of this process -----------------------------------------------------------------------------------------
+
+
+class ActiveRun:
+    """The run that this process drives: its store, its record, its commits. `drive_run` makes one.
+
+    Attributes:
+        record: run.json; None before the run is opened.
+        provenance: fields of every commit: hash of the config and version of the code.
+        start: number of this start, once it is recorded.
+    """
+
+    def __init__(self, store: Store, keys: RunKeys, flow: Flow, config: Plan, lease_key: str = "") -> None:
+        self.store = store
+        self.keys = keys
+        self.flow = flow
+        self.config = config
+        self.lease_key = lease_key
+        self.record = read_run_record(store, keys)
+        self.provenance: dict[str, Any] = {"config_hash": config_hash(config), "code_version": code_version()}
+        self.started_at = time.time()
+        self.start = 0
+        self._created = time.monotonic() - max(0.0, self.started_at - self.record.created_at if self.record else 0.0)
+
+    @property
+    def age(self) -> float:
+        """Return the seconds since the run was created; they also increase if the clock is set back meanwhile."""
+        return time.monotonic() - self._created
+
+    def writes_report(self, kind: type[BaseException] | None) -> bool:
+        """Return whether a start that ends by an exception of class `kind`, or normally, writes the report."""
+        return self.config.run.report and not (kind is not None and issubclass(kind, Preempted))
+
+    @property
+    def num_rounds(self) -> int:
+        """Return the number of rounds at which this start ends: --num-rollout; with --debug-train-only, unless
+        rollouts are loaded from files, at most the number of committed rollouts."""
+        run = self.config.run
+        if not run.debug_train_only or self.config.debug.load_debug_rollout_data:
+            return run.num_rollout
+        return min(run.num_rollout, len(self.store.committed_indices(f"{self.keys.prefix}/rollouts")))
+
+    def num_trained_rounds(self) -> int:
+        """Return the number of rounds whose training is committed."""
+        return len(self.store.committed_indices(f"{self.keys.prefix}/steps"))
+
+    def needs_rollout(self, version: int) -> bool:
+        """Return whether the rollout of policy `version` is still to be generated."""
+        run = self.config.run
+        missing = version < run.num_rollout and self.store.committed(self.keys.rollout_prefix(version)) is None
+        return missing and not run.debug_train_only
+
+    def read_commit(self, prefix: str) -> Commit:
+        """Return the commit at `prefix`, which must exist."""
+        commit = self.store.committed(prefix)
+        assert commit is not None, f"{prefix} is not committed"
+        return commit
+
+    def weight_version(self, version: int) -> str:
+        """Return the weight version that engines report while they serve policy `version`: `RUN/VERSION`."""
+        return f"{self.keys.run}/{version}"
+
+    def pin_model(self, role: str, path: str, model: CheckpointRef) -> None:
+        """Record which converted model the run uses as `role` (base, reference or teacher). Raises RunError if it has
+        recorded another one, because the files at `path` have changed since."""
+        key = self.keys.origin_key(role)
+        self.store.create(key, model.model_dump_json().encode())
+        pinned = self.store.read_record(CheckpointRef, key)
+        assert pinned is not None, "it was created"
+        if pinned.key != model.key:
+            raise RunError(
+                f"run {self.keys.run!r} uses {pinned.key} as its {role} model, but {path} now contains {model.key}: "
+                f"restore the original files in {path} (the start weights of an old run may be those of --load or "
+                "--hf-checkpoint), or start a new run with another --run"
+            )
+
+    def record_start(self, flow_run: str) -> None:
+        """Record that this start begins. `flow_run`: URL or id of its flow run in Prefect."""
+        trainer_devices, engine_devices, colocated = device_counts(self.flow, self.config)
+        start = Start(
+            at=self.started_at,
+            host=socket.gethostname(),
+            user=login_name(),
+            flow_run=flow_run,
+            code_version=code_version(),
+            trainer_devices=trainer_devices,
+            engine_devices=engine_devices,
+            colocated=colocated,
+        )
+        self.start = record_start(self.store, self.keys, start)
+
+    def record_end(self, kind: type[BaseException] | None, joules: float | None) -> None:
+        """Record that this start has ended, by an exception of class `kind` or normally."""
+        was_stopped = kind is not None and issubclass(kind, (Preempted, KeyboardInterrupt))
+        outcome = "FINISHED" if kind is None else "STOPPED" if was_stopped else "FAILED"
+        record_end(self.store, self.keys, self.start, outcome, joules)
+
+
+@contextmanager
+def drive_run(plan: Plan) -> Iterator[ActiveRun]:
+    """Hold the lease that marks this process as the run's driver during the block. Creates or checks the run's record
+    (`open_run`)."""
+    store = open_store(plan.run)
+    lease = Lease(store, new_driver_lease_key(keys_of_run(plan.run.run)))
+    try:
+        keys = open_run(store, plan, lease=lease)
+        yield ActiveRun(store, keys, plan.flow, plan, lease.key)
+    finally:
+        lease.release()

@@ -56,7 +56,7 @@ class StopSignals:
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
-        signal.signal(signal.SIGALRM, self._on_alarm)
+        signal.signal(signal.SIGALRM, self._interrupt_session)
         atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # the interpreter's end restores the default handler
 
     def start_watchdog(self) -> None:
@@ -93,12 +93,12 @@ class StopSignals:
         self._stop, self._interrupts = stop, True
         self.set_grace_period(grace_seconds)
         try:
-            if self.received:  # an exception before the session was lost; `_on_alarm` raises the next one
+            if self.received:  # an exception before the session was lost; the next alarm raises another one
                 stop.request(max(0.0, self._grace_seconds - CLEANUP))
             yield
         finally:
             self._stop = None
-            if before[signal.SIGALRM] != self._on_alarm:
+            if before[signal.SIGALRM] != self._interrupt_session:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -121,9 +121,6 @@ class StopSignals:
         self._stop.request(max(0.0, self._grace_seconds - CLEANUP))
         self._interrupt_session()
 
-    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
-        self._interrupt_session()
-
     def _kill_after(self, seconds: float) -> None:
         """Kill this process at the end of the grace period, from a thread: the main thread may be in native code. A
         process that is not a command of ours lives on if the session has ended."""
@@ -131,8 +128,8 @@ class StopSignals:
         if self._watchdog is not None or self._stop is not None:
             kill_command(self.exit_code)
 
-    def _interrupt_session(self) -> None:
-        """Raise an exception if a stage runs whose time is over."""
+    def _interrupt_session(self, number: int = signal.SIGALRM, frame: FrameType | None = None) -> None:
+        """Raise an exception if a stage runs whose time is over. Also the handler of SIGALRM."""
         stop = self._stop
         if stop is not None and self._interrupts and (signal.SIGINT in self.received or stop.seconds_left <= 0):
             raise self._exception()
@@ -145,7 +142,7 @@ class StopSignals:
 
 def kill_command(exit_code: int) -> None:
     """Kill all child processes and this process."""
-    import psutil
+    import psutil  # here, because `penstock setup` runs before any package is installed
 
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):

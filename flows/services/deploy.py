@@ -32,7 +32,7 @@ from pydantic import ValidationError
 
 from penstock.flows.config import Flow, PostTrainConfig, check_secrets, validate_config, with_sft_loss
 from penstock.flows.options.argv import split_args
-from penstock.flows.options.flags import did_you_mean
+from penstock.flows.options.flags import did_you_mean, parse_values
 from penstock.flows.runtime import prefect_api
 from penstock.flows.runtime.preflight import plan_of, preflight
 from penstock.storage.errors import OptionError
@@ -64,8 +64,6 @@ def main(argv: list[str]) -> int:
         )
     if not positional:
         return deploy_all(prefect_api.ensure_prefect_api())
-    from penstock.flows.options import flags
-
     flow = flow_module_name(positional[0])
     if "--name" not in own:
         raise OptionError(
@@ -73,7 +71,7 @@ def main(argv: list[str]) -> int:
             f'penstock deploy {positional[0]} --name nightly --cron "0 2 * * *"'
         )
     schedule = parse_schedule(own)
-    values = flags.parse_values(rest)
+    values = parse_values(rest)
     config = validate_config(with_sft_loss(values) if flow.has_demonstrations else values)
     check_secrets(config, allow_literal=False)
     preflight(plan_of(flow, config))  # the deployment keeps the options as given: the first start of a run decides

@@ -126,17 +126,8 @@ class World:
         if "MLFLOW_TRACKING_URI" not in self.environment:
             self.environment["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{reserve_free_port()}"
         address = self.environment["MLFLOW_TRACKING_URI"]
-        command = [
-            sys.executable,
-            "-m",
-            "mlflow",
-            "server",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            address.rpartition(":")[2],
-        ]
-        command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self.root / 'mlflow.db'}"]
+        command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--host", "127.0.0.1"]
+        command += ["--port", address.rpartition(":")[2], "--backend-store-uri", f"sqlite:///{self.root / 'mlflow.db'}"]
         command += ["--artifacts-destination", str(self.root / "mlartifacts")]
         self._start("mlflow", command, f"{address}/health", MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false")
 
@@ -147,28 +138,13 @@ class World:
 
         address = f"http://127.0.0.1:{reserve_free_port()}"
         options: dict[str, Any] = {"endpoint_url": address, "key": "test", "secret": "test"}
-        command = [
-            str(Path(sys.executable).with_name("moto_server")),
-            "-H",
-            "127.0.0.1",
-            "-p",
-            address.rpartition(":")[2],
-        ]
-        self._start("s3", command, address)
+        server = str(Path(sys.executable).with_name("moto_server"))
+        self._start("s3", [server, "-H", "127.0.0.1", "-p", address.rpartition(":")[2]], address)
         S3FileSystem(**options).call_s3("create_bucket", Bucket="bucket")
         if faults:
             port_file = self.root / "faulty.port"
-            command = [
-                sys.executable,
-                str(FAULTY),
-                "--target",
-                address,
-                "--port-file",
-                str(port_file),
-                "--rate",
-                str(faults),
-            ]
-            self._start("faulty", [*command, "--hang-seconds", "3"], None)
+            command = [sys.executable, str(FAULTY), "--target", address, "--port-file", str(port_file)]
+            self._start("faulty", [*command, "--rate", str(faults), "--hang-seconds", "3"], None)
             while not port_file.exists() or not port_file.read_text().strip():
                 time.sleep(0.1)
             self._faulty = options["endpoint_url"] = f"http://127.0.0.1:{port_file.read_text().strip()}"
@@ -189,14 +165,7 @@ class World:
             "RAY_USAGE_STATS_ENABLED": "0",
         }
         port = reserve_free_port()
-        command = [
-            *RAY,
-            "start",
-            "--head",
-            "--block",
-            "--node-ip-address",
-            "127.0.0.1",
-        ]
+        command = [*RAY, "start", "--head", "--block", "--node-ip-address", "127.0.0.1"]
         dashboard = ["--include-dashboard", "false"]
         if dashboard_port is not None:
             dashboard = ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard_port)]

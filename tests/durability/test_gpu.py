@@ -23,15 +23,8 @@ def test_kills_on_a_gpu_lose_nothing(tmp_path: Path) -> None:
     size = dict(hidden=256, heads=4, groups=2, head_dim=64, ffn=768, vocab=64, dtype="bfloat16", max_length=40960)
     with World(tmp_path, **size) as world:
         further = shlex.split(os.environ.get("PENSTOCK_TRAIN_OPTIONS", ""))
-        flags = [
-            *tiny_flags(world),
-            "--deterministic-mode",
-            "--sglang-mem-fraction-static",
-            "0.3",
-            *further,
-            "--stage-retries",
-            "2",
-        ]
+        flags = [*tiny_flags(world), "--deterministic-mode", "--sglang-mem-fraction-static", "0.3", *further]
+        flags += ["--stage-retries", "2"]
         pipeline = Pipeline(world, "gpu", str(world.root / "store"), flags)
         schedule = [
             ("rollout-before-upload", "engine"),

@@ -12,8 +12,8 @@ from penstock.engines import local_gpus
 from penstock.engines.local_gpus import all_gpu_joules, energy_metric, read_counters, used_joules, visible_gpu_usage
 from penstock.flows.config import Flow
 from penstock.flows.options.flags import parse_config
-from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.processes import Processes
+from penstock.flows.runtime.runs import ActiveRun
 from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 

@@ -17,9 +17,9 @@ from penstock.engines.serving.server import ServerSpec
 from penstock.engines.sglang.client import SGLangClient
 from penstock.engines.weights.transfer import ProcessPlace, update_and_check, upload_weights
 from penstock.flows.config import Flow, PostTrainConfig
-from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.publishing import PolicyPublisher
+from penstock.flows.runtime.runs import ActiveRun
 from penstock.storage.commit import RunKeys
 from penstock.storage.errors import StoreError
 from penstock.storage.store import Store

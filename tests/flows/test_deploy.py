@@ -206,14 +206,8 @@ def test_prefect_refuses_foreign_hosts_origins_and_callers_without_login(
     assert status(runs, {}, Authorization="Basic " + base64.b64encode(b"penstock:guess").decode()) == 401
     for foreign in ("http://example.com", "null", f"http://localhost:{int(port) + 1}", f"https://127.0.0.1:{port}"):
         assert status(runs, {}, Origin=foreign, **basic) == 403, foreign
-    for foreign in (
-        "example.com",
-        f"example.com:{port}",
-        f"127.0.0.1.example.com:{port}",
-        "127.0.0.1@example.com",
-        "[::1",
-        "",
-    ):
+    hosts = ("example.com", f"example.com:{port}", f"127.0.0.1.example.com:{port}", "127.0.0.1@example.com", "[::1", "")
+    for foreign in hosts:
         assert status(runs, {}, Host=foreign, **basic) in (400, 403), foreign
         assert status(root, Host=foreign) in (400, 403), foreign
     assert stat.S_IMODE(profile_of(log).stat().st_mode) == 0o600
@@ -267,24 +261,15 @@ def test_printed_export_line_logs_the_prefect_command_in(
     prefect = f"{shlex.quote(sys.executable)} -m prefect"
     command = f"{prefect} deployment run post-train/default -p config='{{}}' --start-in '10 years'"
     assert deploy.deploy_all(up[0]) == 0
-    environment = prefect_environment(deployed[1])
-    refused = subprocess.run(
-        ["bash", "-c", command],
-        env={**environment, "PREFECT_API_URL": up[0]},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+
+    def in_shell(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        variables = prefect_environment(deployed[1], **environment)
+        command = ["bash", "-c", script]
+        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
+
+    refused = in_shell(command, PREFECT_API_URL=up[0])
     assert refused.returncode != 0 and "401" in refused.stdout + refused.stderr
-    accepted = subprocess.run(
-        ["bash", "-c", f"{line} && {command}"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    accepted = in_shell(f"{line} && {command}")
     assert accepted.returncode == 0, accepted.stdout + accepted.stderr
     [run] = [run for run in client.read_flow_runs() if run.name in accepted.stdout]
     assert run.state_name == "Scheduled"
@@ -292,9 +277,7 @@ def test_printed_export_line_logs_the_prefect_command_in(
 
 
 @pytest.mark.integration
-def test_penstock_without_the_login_is_refused(
-    up: tuple[str, psutil.Process, Path],
-) -> None:
+def test_penstock_without_the_login_is_refused(up: tuple[str, psutil.Process, Path]) -> None:
     wrong = {PREFECT_API_URL: up[0], PREFECT_API_AUTH_STRING: "penstock:guess"}
     with temporary_settings(wrong), pytest.raises(OptionError, match="PREFECT_PROFILES_PATH"):
         prefect_api.ensure_prefect_api.__wrapped__()

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.flows.runtime import disk_space
-from penstock.flows.runtime.disk_space import PATIENCE, disk_full_error, retry_while_disk_full
+from penstock.flows import stage
+from penstock.flows.stage import PATIENCE, disk_full_error, retry_while_disk_full
 from penstock.storage.errors import StoreError, StoreFull
 from penstock.storage.preemption import Preempted, StopRequest
 
@@ -21,7 +21,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, stop: StopRequest) -> None:
         self.now = 0.0
-        monkeypatch.setattr(disk_space, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(stage, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(stop, "wait", self.wait)
 
     def wait(self, seconds: float) -> bool:
@@ -42,9 +42,9 @@ def test_stage_succeeds_after_space_was_freed(monkeypatch: pytest.MonkeyPatch, t
             no_room()
         return "done"
 
-    monkeypatch.setattr(disk_space.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(stage.tempfile, "gettempdir", lambda: str(tmp_path))
     assert retry_while_disk_full(body, [str(tmp_path)], stop, notes.append) == "done"
-    assert 400 <= clock.now <= 400 + disk_space.LONGEST_PAUSE
+    assert 400 <= clock.now <= 400 + stage.LONGEST_PAUSE
     assert len(notes) < 15 and all(str(tmp_path) in note for note in notes)
 
 
@@ -53,7 +53,7 @@ def test_stage_fails_if_the_disk_stays_full(monkeypatch: pytest.MonkeyPatch) -> 
     clock = Clock(monkeypatch, stop)
     with pytest.raises(StoreFull) as full:
         retry_while_disk_full(no_room, [], stop, lambda note: None)
-    assert full.value.code == "store-full" and PATIENCE <= clock.now <= PATIENCE + disk_space.LONGEST_PAUSE
+    assert full.value.code == "store-full" and PATIENCE <= clock.now <= PATIENCE + stage.LONGEST_PAUSE
 
 
 def test_stop_request_ends_the_wait_for_space() -> None:
@@ -94,7 +94,7 @@ def test_error_names_the_full_disk(tmp_path: Path, error: Callable[[Path], Excep
 def test_full_disk_is_recognised_by_message_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {"/here": 10, "/there": 20, "/tmp": 30}
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free.get(str(place), 0)))
-    monkeypatch.setattr(disk_space, "store_full_error", lambda place: StoreFull(str(place)))
-    monkeypatch.setattr(disk_space.tempfile, "gettempdir", lambda: "/tmp")
+    monkeypatch.setattr(stage, "store_full_error", lambda place: StoreFull(str(place)))
+    monkeypatch.setattr(stage.tempfile, "gettempdir", lambda: "/tmp")
     full = disk_full_error(RuntimeError("PytorchStreamWriter failed: No space left on device"), ["/there", "/here"])
     assert str(full) == "/here"

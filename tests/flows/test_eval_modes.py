@@ -20,9 +20,9 @@ from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.config import Flow
 from penstock.flows.options.flags import parse_config
 from penstock.flows.policy_schedule import PolicyLimits, PolicySchedule, PolicyTurns
-from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.preflight import check_eval_engines
 from penstock.flows.runtime.processes import EngineSetup
+from penstock.flows.runtime.runs import ActiveRun
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.errors import EngineError, OptionError
 from penstock.storage.maintenance.audit import audit_run
@@ -135,19 +135,8 @@ def test_every_policy_is_evaluated_apart_while_training_continues(
 ) -> None:
     store = Store(str(tmp_path / "store"))
     more = ["--async-mode", "streaming"] if mode == "streaming" else []
-    train(
-        store,
-        prefect_api,
-        tiny_model,
-        tmp_path,
-        "--num-rollout",
-        "4",
-        "--num-engines",
-        "2",
-        "--eval-mode",
-        "apart",
-        *more,
-    )
+    apart = ["--num-rollout", "4", "--num-engines", "2", "--eval-mode", "apart"]
+    train(store, prefect_api, tiny_model, tmp_path, *apart, *more)
     assert_evaluated(store, 4)
     if mode == "synchronous":  # in streaming, rollouts may be committed before an evaluation begins
         rollout, score = store.committed(KEYS.rollout_prefix(2)), store.committed(KEYS.eval_prefix(1, "held"))

@@ -16,7 +16,7 @@ from penstock.flows import cli
 from penstock.flows.commands import fork
 from penstock.flows.commands.demo_model import make_tiny_data
 from penstock.flows.options.flags import parse_config
-from penstock.flows.replay import _check_versions_are_replayable
+from penstock.flows.replay import check_same_options
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import config_of_round, missing_fork_checkpoint, open_run, read_flow_and_config
 from penstock.stages.rollout.rollout import read_resume_point
@@ -368,11 +368,10 @@ def test_replay_refuses_rounds_that_an_ancestor_trained_with_other_options(store
         *(("h", 0, "penstock replay f --to 4.*--from 4"), ("h", 4, None)),
     ):
         _, config = read_flow_and_config(parse_config(["--store", store.root]).run, run)
-        versions = {"first_version": begin, "last_version": ROUNDS, "num_trained": ROUNDS, "checkpoint_version": begin}
         with pytest.raises(RunError, match=culprit) if culprit else nullcontext():
-            _check_versions_are_replayable(store, RunKeys(run), config, **versions)
+            check_same_options(store, RunKeys(run), config, begin, ROUNDS)
     _, config = read_flow_and_config(parse_config(["--store", store.root]).run, "h")
-    _check_versions_are_replayable(store, RunKeys("h"), config, 0, 3, ROUNDS, 0)  # all trained by r, with these options
+    check_same_options(store, RunKeys("h"), config, 0, 3)  # all trained by r, with these options
 
 
 def test_fork_at_zero_shares_only_the_initial_weights(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from penstock.flows import cli
 from penstock.storage.errors import StoreError
-from penstock.storage.preemption import Preempted
 
 ROOT = Path(__file__).parents[2]
 ADVICE = "; add --verbose for the traceback, and please report this bug"
@@ -100,11 +99,3 @@ def test_verbose_shows_the_traceback(capsys, monkeypatch: pytest.MonkeyPatch) ->
     assert cli.main(["runs", "--verbose"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("penstock: unexpected RuntimeError: why\n") and "Traceback" in err
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), Preempted("SIGTERM")])
-def test_stage_that_is_interrupted_is_not_reported_as_failed(error: BaseException) -> None:
-    from penstock.flows.session import describe_failure
-
-    assert describe_failure("rollout", error) == "rollout cancelled on request; it will rerun on resume"
-    assert "(ValueError: why)" in describe_failure("rollout", ValueError("why\nmore"))

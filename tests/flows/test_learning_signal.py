@@ -15,7 +15,7 @@ from penstock.flows.reporting.learning_signal import (
     zero_gradient_warning,
 )
 from penstock.flows.reporting.observer import CommitReport
-from penstock.flows.runtime.active_run import ActiveRun
+from penstock.flows.runtime.runs import ActiveRun
 from penstock.storage.commit import Commit, RunKeys
 from penstock.storage.store import Store
 

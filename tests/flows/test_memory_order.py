@@ -19,9 +19,9 @@ from penstock.flows import tasks
 from penstock.flows.config import Flow
 from penstock.flows.options.flags import parse_config
 from penstock.flows.runtime import processes
-from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.publishing import PolicyEngines
+from penstock.flows.runtime.runs import ActiveRun
 from penstock.stages.train.actor import TrainActor
 from penstock.stages.train.build import Models
 from penstock.stages.train.spec import SaveResult, TrainResult

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def root(tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.flows.runtime.preflight.preflight", start_something)
+    monkeypatch.setattr(runner, "preflight", start_something)
     monkeypatch.setattr(prefect_api, "ensure_prefect_api", start_something)
     monkeypatch.setattr("penstock.engines.cluster.Cluster.start", start_something)
 
@@ -89,48 +90,29 @@ def test_dry_run_of_a_completed_run_says_that_nothing_starts(
     assert ("r is complete: " in capsys.readouterr().out) == is_complete
 
 
-@pytest.mark.parametrize("more", [["--trainer-threads", "1"], ["--grace-period", "5"], ["--store", "RELATIVE"]])
-def test_other_placement_or_a_relative_path_leaves_nothing_to_do(
-    root: str, more: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    complete(root, "post_train")
-    monkeypatch.chdir(Path(root).parent)
-    assert (
-        runner.run_flow("post_train", parse_config(words(root, *[w.replace("RELATIVE", "store") for w in more]))) == 0
-    )
+CHANGES = ["--num-rollout 4", "--save-interval 1", "--use-tensorboard", "--lr 1e-3", "--num-rollout-per-start 1"]
+CHANGES += ["--debug-rollout-only", "--no-report", "--keep-checkpoints 1", "--dump-details /details"]
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("completed", "more", "is_started"),
     [
-        ["--num-rollout", "4"],
-        ["--save-interval", "1"],
-        ["--use-tensorboard"],
-        ["--lr", "1e-3"],
-        ["--num-rollout-per-start", "1"],
-        ["--debug-rollout-only"],
-        ["--no-report"],
-        ["--keep-checkpoints", "1"],
-        ["--dump-details", "/details"],
+        ("", "--trainer-threads 1", False),
+        ("", "--grace-period 5", False),
+        ("", "--store store", False),  # a relative path of the same store
+        ("--keep-checkpoints 1", "--keep-checkpoints 1", False),
+        ("--keep-checkpoints 1", "", False),  # as `penstock resume`
+        ("--debug-rollout-only", "", True),
+        *(("", change, True) for change in CHANGES),
     ],
-    ids=lambda more: more[0],
 )
-def test_changed_option_starts_the_flow(root: str, more: list[str]) -> None:
-    complete(root, "post_train")
-    with pytest.raises(Started):
-        runner.run_flow("post_train", parse_config(words(root, *more)))
-
-
-@pytest.mark.parametrize("repeated", [["--keep-checkpoints", "1"], []], ids=["train again", "resume"])
-def test_repeated_or_omitted_output_option_leaves_nothing_to_do(root: str, repeated: list[str]) -> None:
-    complete(root, "post_train", "--keep-checkpoints", "1")
-    assert runner.run_flow("post_train", parse_config(words(root, *repeated))) == 0
-
-
-def test_run_of_rollouts_only_is_not_complete_with_training(root: str) -> None:
-    complete(root, "post_train", "--debug-rollout-only")
-    with pytest.raises(Started):
-        runner.run_flow("post_train", parse_config(words(root)))
+def test_options_that_add_nothing_to_a_completed_run_start_nothing(
+    root: str, completed: str, more: str, is_started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete(root, "post_train", *completed.split())
+    monkeypatch.chdir(Path(root).parent)
+    with pytest.raises(Started) if is_started else nullcontext():
+        assert runner.run_flow("post_train", parse_config(words(root, *more.split()))) == 0
 
 
 def test_later_start_that_was_killed_is_continued(root: str) -> None:

@@ -10,7 +10,6 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from chromium import Page, browser, installed_browser
@@ -19,7 +18,6 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from penstock.flows import session
 from penstock.flows.runtime import prefect_api
 from penstock.flows.runtime.child_process import Service, choose_port
 from penstock.storage.web.login import LoginGate, create_login, login_path, page_link, read_login, with_login
@@ -176,17 +174,6 @@ def test_the_page_that_logs_in_loads_nothing_and_cannot_be_framed() -> None:
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
     assert answer.headers["referrer-policy"] == "no-referrer" and answer.headers["cache-control"] == "no-store"
-
-
-@pytest.mark.parametrize("ends_with_process", [True, False])
-def test_a_run_prints_no_link_to_a_server_that_ends_with_it(
-    ends_with_process: bool, monkeypatch: pytest.MonkeyPatch, terminal: None
-) -> None:
-    create_login(PORT)
-    monkeypatch.setattr(session, "server_ends_with_process", lambda: ends_with_process)
-    monkeypatch.setattr(session, "flow_run", SimpleNamespace(ui_url=f"{URL}{PAGE}", id="0d8c"))
-    page, link = session.page_of_flow_run()
-    assert bool(page) is bool(link) is not ends_with_process
 
 
 # ---- in a browser ----------------------------------------------------------------------------------------------------

@@ -152,13 +152,13 @@ class World:
                 yield from self.generate(r)
             yield lambda r=r: r < len(self.commits.rollouts)  # type: ignore[misc]
             yield schedule.may_train
-            schedule.begin_training()
+            schedule.is_training = True
             yield lambda: True
             assert not schedule.num_sending, "weights are sent while a round is trained"
             if r == self.commits.trained:
                 self.commits.trained += 1
                 self.commits.order.append(f"train {r}")
-            schedule.end_training(r + 1)
+            schedule.is_training, schedule.trained = False, max(schedule.trained, r + 1)
             yield from self.after(r + 1)
         yield lambda: schedule.evaluated is None and schedule.requested is None and not schedule.rollouts.streams
         yield from self.evaluate_now(self.num_rounds)

@@ -184,9 +184,9 @@ def test_options_that_need_gpus_are_refused_on_a_machine_without_gpus(
 def test_training_with_fp8_engines_starts_from_ref_load(good, fp8_model: Path, bf16_model: Path, tmp_path) -> None:
     from penstock.engines.weights.transfer import INITIAL
     from penstock.flows.options.flags import parse_config
-    from penstock.flows.runtime.active_run import ActiveRun
     from penstock.flows.runtime.processes import Processes
     from penstock.flows.runtime.publishing import PolicyPublisher
+    from penstock.flows.runtime.runs import ActiveRun
     from penstock.storage.commit import RunKeys
     from penstock.storage.store import Store
 

@@ -47,76 +47,80 @@ def commit_round(store: Store, config: PostTrainConfig, r: int = 0) -> None:
         store.commit(key, Commit(kind=kind, **fields))
 
 
-def test_changed_identity_option_is_refused(tmp_path: Path) -> None:
-    first = config(tmp_path, "--num-rollout", "3", "--lr", "1e-3")
+def start(store: Store, config: PostTrainConfig, flow: str = "post_train", lease: Lease | None = None) -> RunKeys:
+    return open_run(store, resolve(flow, config, store), lease=lease)
+
+
+def started(directory: Path, *words: str) -> tuple[Store, PostTrainConfig]:
+    """A run that was started with these options, and its store."""
+    first = config(directory, *words)
     store = open_store(first.run)
-    keys = open_run(store, resolve("post_train", first, store))
-    assert open_run(store, resolve("post_train", first, store)).run == keys.run, "the same command again is welcome"
+    start(store, first)
+    return store, first
+
+
+def test_changed_identity_option_is_refused(tmp_path: Path) -> None:
+    store, first = started(tmp_path, "--num-rollout", "3", "--lr", "1e-3")
+    assert start(store, first).run == KEYS.run, "the same command again is welcome"
     commit_round(store, first)
     with pytest.raises(RunError, match=r"run 'r' has --lr 0\.001, .*0\.01"):
-        open_run(store, resolve("post_train", config(tmp_path, "--num-rollout", "3", "--lr", "1e-2"), store))
+        start(store, config(tmp_path, "--num-rollout", "3", "--lr", "1e-2"))
     with pytest.raises(RunError, match=r"was started by `post_train`, not `sft`"):
-        open_run(store, resolve("sft", first, store))
+        start(store, first, "sft")
 
 
 @pytest.mark.parametrize("words", [[["--policy-loss", "gspo"], []], [[], ["--policy-loss", "gspo"]]])
 def test_policy_loss_is_part_of_the_identity_whether_given_or_not(tmp_path: Path, words: list[list[str]]) -> None:
     first, other = (config(tmp_path, "--num-rollout", "3", *more) for more in words)
     store = open_store(first.run)
-    open_run(store, resolve("post_train", first, store))
+    start(store, first)
     commit_round(store, first)
-    open_run(store, resolve("post_train", first, store))
+    start(store, first)
     with pytest.raises(RunError, match="--policy-loss"):
-        open_run(store, resolve("post_train", other, store))
+        start(store, other)
 
 
 def test_schedule_changes_are_recorded_and_placement_is_free(tmp_path: Path) -> None:
-    first = config(tmp_path, "--num-rollout", "3")
-    store = open_store(first.run)
-    keys = open_run(store, resolve("post_train", first, store))
-    open_run(store, resolve("post_train", config(tmp_path, "--num-rollout", "3", "--trainer-threads", "1"), store))
-    assert store.list(f"{keys.prefix}/changes") == []
+    store, first = started(tmp_path, "--num-rollout", "3")
+    start(store, config(tmp_path, "--num-rollout", "3", "--trainer-threads", "1"))
+    assert store.list(f"{KEYS.prefix}/changes") == []
     for rounds in ("5", "7"):
-        open_run(store, resolve("post_train", config(tmp_path, "--num-rollout", rounds), store))
-    assert store.list(f"{keys.prefix}/changes") == ["000000.json", "000001.json"]
-    assert latest_schedule_options(store, keys)["run.num_rollout"] == 7
+        start(store, config(tmp_path, "--num-rollout", rounds))
+    assert store.list(f"{KEYS.prefix}/changes") == ["000000.json", "000001.json"]
+    assert latest_schedule_options(store, KEYS)["run.num_rollout"] == 7
     flow, again = read_flow_and_config(first.run, "r")
     assert (flow, again.run.num_rollout, again.train) == ("post_train", 7, derive(first).train)
 
 
 def test_concurrent_schedule_changes_are_all_kept(tmp_path: Path) -> None:
-    first = config(tmp_path, "--num-rollout", "3")
-    store = open_store(first.run)
-    keys = open_run(store, resolve("post_train", first, store))
+    store, _ = started(tmp_path, "--num-rollout", "3")
     barrier = threading.Barrier(6)
 
-    def start(rounds: int) -> None:
+    def join(rounds: int) -> None:
         barrier.wait()
-        open_run(store, resolve("post_train", config(tmp_path, "--num-rollout", str(rounds)), store))
+        start(store, config(tmp_path, "--num-rollout", str(rounds)))
 
-    threads = [threading.Thread(target=start, args=(rounds,)) for rounds in range(10, 16)]
+    threads = [threading.Thread(target=join, args=(rounds,)) for rounds in range(10, 16)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    names = store.list(f"{keys.prefix}/changes")
-    kept = [change.schedule["run.num_rollout"] for change in read_schedule_changes(store, keys)]
+    names = store.list(f"{KEYS.prefix}/changes")
+    kept = [change.schedule["run.num_rollout"] for change in read_schedule_changes(store, KEYS)]
     assert names == [f"{number:06d}.json" for number in range(6)] and sorted(kept) == list(range(10, 16))
-    assert latest_schedule_options(store, keys)["run.num_rollout"] == kept[-1]
+    assert latest_schedule_options(store, KEYS)["run.num_rollout"] == kept[-1]
 
 
 def test_schedule_change_with_a_taken_number_gets_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have listed the same changes before either has written."""
-    first = config(tmp_path, "--num-rollout", "3")
-    store = open_store(first.run)
-    keys = open_run(store, resolve("post_train", first, store))
-    open_run(store, resolve("post_train", config(tmp_path, "--num-rollout", "4"), store))
+    store, _ = started(tmp_path, "--num-rollout", "3")
+    start(store, config(tmp_path, "--num-rollout", "4"))
     monkeypatch.setattr(runs, "schedule_change_keys", lambda store, keys: [])
-    open_run(store, resolve("post_train", config(tmp_path, "--num-rollout", "5"), store))
+    start(store, config(tmp_path, "--num-rollout", "5"))
     monkeypatch.undo()
-    assert latest_schedule_options(store, keys)["run.num_rollout"] == 5
-    store.create(f"{keys.prefix}/changes/000001.json.0123456789ab.tmp", b"")  # of a writer that was killed
-    assert latest_schedule_options(store, keys)["run.num_rollout"] == 5
+    assert latest_schedule_options(store, KEYS)["run.num_rollout"] == 5
+    store.create(f"{KEYS.prefix}/changes/000001.json.0123456789ab.tmp", b"")  # of a writer that was killed
+    assert latest_schedule_options(store, KEYS)["run.num_rollout"] == 5
 
 
 def test_unknown_run_error_lists_existing_runs(tmp_path: Path) -> None:
@@ -135,9 +139,7 @@ def test_unknown_run_error_lists_existing_runs(tmp_path: Path) -> None:
 @pytest.fixture
 def lost(tmp_path: Path) -> tuple[Store, PostTrainConfig]:
     """A run with a committed round and without run.json."""
-    first = config(tmp_path, "--num-rollout", "3", "--lr", "1e-3")
-    store = open_store(first.run)
-    open_run(store, resolve("post_train", first, store))
+    store, first = started(tmp_path, "--num-rollout", "3", "--lr", "1e-3")
     commit_round(store, first)
     store.delete([KEYS.record])
     return store, first
@@ -149,7 +151,7 @@ def test_lost_record_is_not_replaced_by_other_options(lost, tmp_path: Path, word
     other = config(tmp_path, "--num-rollout", "3", *words)
     for call in (
         lambda: check_run_may_start(store, resolve("post_train", other, store)),
-        lambda: open_run(store, resolve("post_train", other, store)),
+        lambda: start(store, other),
     ):
         with pytest.raises(RunError, match=r"run\.json"):
             call()
@@ -159,17 +161,15 @@ def test_lost_record_is_not_replaced_by_other_options(lost, tmp_path: Path, word
 def test_lost_record_is_written_again_by_the_options_of_the_run(lost) -> None:
     store, first = lost
     with pytest.raises(RunError):
-        open_run(store, resolve("sft", first, store))
+        start(store, first, "sft")
     with pytest.raises(RunError, match=r"run\.json"):
         read_flow_and_config(first.run, "r")
-    open_run(store, resolve("post_train", first, store))
+    start(store, first)
     assert read_flow_and_config(first.run, "r")[1].train == resolve("post_train", first, store).train
 
 
 def test_a_damaged_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = config(tmp_path)
-    store = open_store(first.run)
-    open_run(store, resolve("post_train", first, store))
+    store, _ = started(tmp_path)
     record = json.loads(store.read(KEYS.record) or b"")
     damaged = [b"{", b"[]", b"null", b"{}", b"\xff\xfe", json.dumps(record | {"config": []}).encode()]
     damaged += [json.dumps(record | {"config": {"train": {"no_such_option": 1}}}).encode()]
@@ -184,16 +184,13 @@ def test_a_damaged_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_runs_lists_damaged_runs_beside_valid_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = config(tmp_path, "--num-rollout", "3")
-    store = open_store(first.run)
-    open_run(store, resolve("post_train", first, store))
+    store, first = started(tmp_path, "--num-rollout", "3")
     record = json.loads(store.read(KEYS.record) or b"")
     bad = [
         b"{",
         b"[]",
         b"{}",
-        json.dumps({**record, "created_at": "x"}).encode(),
-        json.dumps({**record, "parent": 3}).encode(),
+        *(json.dumps(record | change).encode() for change in ({"created_at": "x"}, {"parent": 3})),
     ]
     for number, content in enumerate(bad):
         store.create(f"runs/bad{number}/run.json", content)
@@ -215,22 +212,15 @@ def test_runs_lists_damaged_runs_beside_valid_ones(tmp_path: Path, capsys: pytes
 
 
 def test_resume_takes_options_of_schedule_and_placement(tmp_path: Path) -> None:
-    first = config(tmp_path, "--num-rollout", "3", "--lr", "1e-3", "--n-samples-per-prompt", "4")
-    store = open_store(first.run)
-    open_run(store, resolve("post_train", first, store))
+    store, first = started(tmp_path, "--num-rollout", "3", "--lr", "1e-3", "--n-samples-per-prompt", "4")
     commit_round(store, first)
     where = ["--store", str(tmp_path)]
     flow, again = read_flow_and_resumed_config(
         "r", [*where, "--num-rollout", "40", "--trainer-threads", "2", "--save-interval", "5"]
     )
-    assert (flow, again.run.num_rollout, again.run.save_interval, again.train.trainer_threads) == (
-        "post_train",
-        40,
-        5,
-        2,
-    )
-    assert (again.train.lr, again.run.run) == (1e-3, "r")
-    open_run(store, resolve(flow, again, store))
+    assert (flow, again.train.lr, again.run.run) == ("post_train", 1e-3, "r")
+    assert (again.run.num_rollout, again.run.save_interval, again.train.trainer_threads) == (40, 5, 2)
+    start(store, again, flow)
     assert latest_schedule_options(store, KEYS)["run.num_rollout"] == 40
     for words in (
         ["--lr", "1e-2"],
@@ -261,8 +251,8 @@ def test_memory_options_that_change_no_result_may_change_on_resume(tmp_path: Pat
     commit_round(store, first)
     flow, again = read_flow_and_resumed_config("r", ["--store", str(tmp_path), *MEMORY])
     assert again.train.megatron.recompute_granularity == "full" and again.train.max_tokens_per_gpu == 99
-    open_run(store, resolve(flow, again, store))
-    open_run(store, resolve(flow, config(tmp_path, *base, "--recompute-activations", "--log-interval", "7"), store))
+    start(store, again, flow)
+    start(store, config(tmp_path, *base, "--recompute-activations", "--log-interval", "7"), flow)
     assert config_hash(again) == config_hash(plan)
     assert training_options(again) == training_options(plan)
     assert store.list(f"{KEYS.prefix}/changes") == []
@@ -281,9 +271,7 @@ def test_memory_options_that_change_no_result_may_change_on_resume(tmp_path: Pat
     ],
 )
 def test_options_of_megatron_that_change_results_are_fixed(tmp_path: Path, words: list[str], sentence: str) -> None:
-    first = config(tmp_path, "--attention-backend", "torch", *FULL)
-    store = open_store(first.run)
-    open_run(store, resolve("post_train", first, store))
+    store, first = started(tmp_path, "--attention-backend", "torch", *FULL)
     commit_round(store, first)
     with pytest.raises(RunError, match=sentence):
         check_run_may_start(
@@ -297,61 +285,59 @@ def test_options_of_megatron_that_change_results_are_fixed(tmp_path: Path, words
 def test_a_run_without_commits_may_be_started_with_other_options(tmp_path: Path) -> None:
     first, second = config(tmp_path, "--lr", "1e-3"), config(tmp_path, "--lr", "1e-2")
     store = open_store(first.run)
-    open_run(store, resolve("post_train", first, store))
-    open_run(store, resolve("post_train", config(tmp_path, "--lr", "1e-3", "--num-rollout", "9"), store))
+    start(store, first)
+    start(store, config(tmp_path, "--lr", "1e-3", "--num-rollout", "9"))
     assert store.exists(f"{KEYS.prefix}/changes/000000.json")
     for key in ("base.json", "rollouts/000000/attempt-x/part", "tracking/outbox.jsonl"):
         store.create(f"{KEYS.prefix}/{key}", b"{}")
     check_run_may_start(store, resolve("sft", second, store))
     lease = Lease(store, new_driver_lease_key(KEYS))
-    open_run(store, resolve("sft", second, store), lease=lease)
+    start(store, second, "sft", lease=lease)
     assert {found.key for found in store.walk(KEYS.prefix)} == {KEYS.record, lease.key}
     lease.release()
     flow, again = read_flow_and_config(first.run, "r")
     assert (flow, again.train.lr) == ("sft", 1e-2)
     commit_round(store, second)
     with pytest.raises(RunError, match="--lr"):
-        open_run(store, resolve("sft", first, store))
+        start(store, first, "sft")
 
 
 def test_a_live_run_that_has_not_finished_its_first_round_is_not_replaced(tmp_path: Path) -> None:
     first, second = config(tmp_path, "--lr", "1e-3"), config(tmp_path, "--lr", "1e-2")
     store = open_store(first.run)
     driver = Lease(store, new_driver_lease_key(KEYS))
-    open_run(store, resolve("post_train", first, store), lease=driver)
+    start(store, first, lease=driver)
     other = Lease(store, new_driver_lease_key(KEYS))
     for call in (
         lambda: check_run_may_start(store, resolve("post_train", second, store)),
-        lambda: open_run(store, resolve("post_train", second, store), lease=other),
+        lambda: start(store, second, lease=other),
     ):
         with pytest.raises(RunError, match=f"process {os.getpid()}"):
             call()
     assert read_flow_and_config(first.run, "r")[1].train.lr == 1e-3
     driver.release()
-    open_run(store, resolve("post_train", second, store), lease=other)
+    start(store, second, lease=other)
     assert read_flow_and_config(first.run, "r")[1].train.lr == 1e-2
     other.release()
 
 
 def test_of_two_concurrent_starts_with_different_options_at_most_one_continues(tmp_path: Path) -> None:
-    first = config(tmp_path, "--lr", "1e-3")
-    store = open_store(first.run)
-    open_run(store, resolve("post_train", first, store))
+    store, first = started(tmp_path, "--lr", "1e-3")
     for _ in range(8):
         barrier, won = threading.Barrier(2), []
 
-        def start(lr: str, barrier: threading.Barrier = barrier, won: list[str] = won) -> None:
+        def join(lr: str, barrier: threading.Barrier = barrier, won: list[str] = won) -> None:
             lease = Lease(store, new_driver_lease_key(KEYS))
             barrier.wait()
             try:
-                open_run(store, resolve("post_train", config(tmp_path, "--lr", lr), store), lease=lease)
+                start(store, config(tmp_path, "--lr", lr), lease=lease)
                 won.append(lr)
             except RunError:
                 pass
             barrier.wait()
             lease.release()
 
-        threads = [threading.Thread(target=start, args=(lr,)) for lr in ("0.25", "0.5")]
+        threads = [threading.Thread(target=join, args=(lr,)) for lr in ("0.25", "0.5")]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -359,7 +345,7 @@ def test_of_two_concurrent_starts_with_different_options_at_most_one_continues(t
         assert len(won) <= 1
         if won:
             assert read_flow_and_config(first.run, "r")[1].train.lr == float(won[0])
-        open_run(store, resolve("post_train", first, store))
+        start(store, first)
 
 
 # ---- paths -----------------------------------------------------------------------------------------------------------
@@ -374,10 +360,7 @@ def test_every_option_that_names_a_file_or_a_function_is_known() -> None:
         for s, n, _ in list_options()
         if n.endswith(("_path", "_load", "_dir", "_cache", "checkpoint", "_data", "_save"))
     }
-    elsewhere = {
-        ("convert", "convert_load"),
-        ("convert", "origin_hf_dir"),
-    }  # of `penstock convert`
+    elsewhere = {("convert", "convert_load"), ("convert", "origin_hf_dir")}  # of `penstock convert`
     elsewhere |= {("eval", "eval_prompt_data"), ("rollout", "streaming_data"), ("train", "balance_data")}
     elsewhere |= {("debug", "custom_config_path"), ("debug", "memory_snapshot_path")}  # read at once; end of a name
     assert found - known == elsewhere
@@ -400,7 +383,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Post
 def test_resume_from_another_directory_finds_the_files(typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = typed("project")
     store = open_store(first.run)
-    open_run(store, resolve("post_train", first, store))
+    start(store, first)
     commit_round(store, first)
     here = str(tmp_path / "project")
     typed("elsewhere")
@@ -411,8 +394,8 @@ def test_resume_from_another_directory_finds_the_files(typed, tmp_path: Path, mo
     assert again.rollout.dynamic_sampling_filter_path == "pkg.module:name"
     assert again.eval.data_sets == [("e", f"{here}/e.jsonl")]
     check_run_may_start(store, resolve(flow, again, store))
-    open_run(store, resolve(flow, again, store))
-    open_run(store, resolve(flow, typed("project"), store))
+    start(store, again, flow)
+    start(store, typed("project"), flow)
     assert store.list(f"{KEYS.prefix}/changes") == [], "nothing has changed"
     with pytest.raises(RunError, match="--custom-rm-path"):
         check_run_may_start(store, resolve(flow, typed("project", "--custom-rm-path", "other.py:score"), store))
@@ -421,8 +404,8 @@ def test_resume_from_another_directory_finds_the_files(typed, tmp_path: Path, mo
 def test_moved_project_resumes(typed) -> None:
     first = typed("project")
     store = open_store(first.run)
-    open_run(store, resolve("post_train", first, store))
+    start(store, first)
     commit_round(store, first)
     moved = typed("moved")
-    open_run(store, resolve("post_train", moved, store))
+    start(store, moved)
     assert latest_schedule_options(store, KEYS)["rollout.prompt_data"][0].endswith("/moved/data/*.jsonl@[0:5]")

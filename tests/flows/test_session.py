@@ -119,7 +119,7 @@ def test_end_of_a_session_is_recorded_and_frees_the_run(
     assert (read_completion(world.store, KEYS) is not None) == (error is None)
 
 
-@pytest.mark.parametrize("name", ["read_existing_record", "config_warnings", "Processes"])
+@pytest.mark.parametrize("name", ["tracked_run", "config_warnings", "Processes"])
 def test_failure_while_a_session_is_opened_frees_the_run(
     world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -152,8 +152,36 @@ def test_observer_is_told_what_happens_in_the_order_of_the_rows(world: SimpleNam
         session.observers.add(Listener())
         with session.running_stage("train", 1):
             pass
-        assert session.report_results() == "no new stage was committed"
+        assert tasks.publish_results(session).message == "no new stage was committed"
     assert told == ["train 1", "0 commits", "ended by None"]
+
+
+@pytest.mark.parametrize(
+    ("error", "note"),
+    [
+        (KeyboardInterrupt(), "train cancelled on request; it will rerun on resume"),
+        (Preempted("SIGTERM"), "train cancelled on request; it will rerun on resume"),
+        (ValueError("why\nmore"), "train failed (ValueError: why); its inputs will be restored"),
+    ],
+    ids=repr,
+)
+def test_stage_that_is_interrupted_is_not_reported_as_failed(
+    world: SimpleNamespace, error: BaseException, note: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_session("post_train", world.config) as session:
+        with pytest.raises(type(error)), session.running_stage("train", 1):
+            raise error
+    assert f"· {note}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ends_with_process", [True, False])
+def test_a_run_prints_no_link_to_a_server_that_ends_with_it(
+    world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, ends_with_process: bool
+) -> None:
+    monkeypatch.setattr(sessions, "OWN_SERVER", SimpleNamespace(is_set=lambda: ends_with_process))
+    monkeypatch.setattr(sessions, "flow_run", SimpleNamespace(ui_url="http://server/runs/0d8c", id="0d8c"))
+    with open_session("post_train", world.config) as session:
+        assert ("Prefect" in session.display.panel.links()) is not ends_with_process
 
 
 # ---- rollouts --------------------------------------------------------------------------------------------------------

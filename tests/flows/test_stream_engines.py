@@ -13,9 +13,9 @@ import pytest
 from penstock.flows.config import Flow
 from penstock.flows.options.flags import parse_config
 from penstock.flows.policy_schedule import PolicyTurns
-from penstock.flows.runtime.active_run import ActiveRun
 from penstock.flows.runtime.processes import Processes
 from penstock.flows.runtime.publishing import PolicyEngines
+from penstock.flows.runtime.runs import ActiveRun
 from penstock.storage.commit import RunKeys
 from penstock.storage.store import Store
 

@@ -1,19 +1,26 @@
-"""Gates for tests: --ci-test, --ci-save-grad-norm and --ci-load-grad-norm.
+"""What the debug options do in a run: gates for tests, and samples of rounds in files that other tools read.
 
-They read the committed metrics of a round after its commit, so the run keeps the round, and a resumed start checks it
-again.
+Gates (--ci-test, --ci-save-grad-norm, --ci-load-grad-norm) read the committed metrics of a round after its commit, so
+the run keeps the round, and a resumed start checks it again.
+
+Dumps (--save-debug-rollout-data, --dump-details) are exports: they are written after the commit, from the commit, and
+again when a start visits a round again; a dump that cannot be written is printed only.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from penstock.flows.config import PostTrainConfig
+from penstock.flows.runtime.display import Display
+from penstock.stages.rollout.data_rounds import load_rollout_file, save_rollout_file
 from penstock.stages.torch_files import fill_template, load_torch_file, save_torch_file
 from penstock.storage.commit import Commit
-from penstock.storage.errors import GateFailed
+from penstock.storage.errors import DataError, GateFailed, PenstockError
+from penstock.storage.store import Store
 
 GRAD_NORMS = {"actor": "train/grad_norm", "critic": "train/critic-grad_norm"}  # role -> metric
 LOGPROB_GAP = "train/train_rollout_logprob_abs_diff"
@@ -22,17 +29,13 @@ GRAD_NORM_TOLERANCE = 0.01  # absolute or relative
 
 
 def check_gates(config: PostTrainConfig, commit: Commit) -> None:
-    """Check the gates on the optimizer steps of a committed round; with --ci-save-grad-norm write their gradient norms.
-
-    Raises:
-        GateFailed: a gate does not hold.
-        DataError: a file of --ci-load-grad-norm cannot be read.
-    """
-    debug, rollout_id = config.debug, commit.index
+    """Check the gates on the optimizer steps of a committed round, and raise GateFailed if one does not hold; with
+    --ci-save-grad-norm write their gradient norms."""
+    rollout_id = commit.index
     steps: list[Mapping[str, Any]] = commit.state.get("steps", [])
     for step_id, step in enumerate(steps):
         where = f"round {rollout_id}, step {step_id}"
-        if debug.ci_test:
+        if config.debug.ci_test:
             for problem in violations(config, step, rollout_id, step_id):
                 raise GateFailed(f"--ci-test failed in {where}: {problem}")
         for role, metric in GRAD_NORMS.items():
@@ -75,3 +78,50 @@ def check_grad_norm(config: PostTrainConfig, norm: float, where: str, **values: 
                 f"--ci-load-grad-norm failed in {where}: the gradient norm of the {values['role']} is {norm:g}, but "
                 f"{path} has {expected:g}, and they may differ by {GRAD_NORM_TOLERANCE}"
             )
+
+
+# ---- samples in files ------------------------------------------------------------------------------------------------
+
+
+def dump_samples(
+    config: PostTrainConfig, store: Store, commit: Commit, rollout_id: int | str, display: Display
+) -> None:
+    """With --save-debug-rollout-data or --dump-details, write the samples of a commit to a file."""
+    template = config.debug.rollout_dump
+    if template is None:
+        return
+    path = fill_template(template, rollout_id=rollout_id)
+    try:
+        save_rollout_file(store, commit, path, rollout_id)
+        display.note(f"wrote the samples of rollout {rollout_id} to {path}")
+    except (OSError, PenstockError) as error:  # the run does not depend on the file
+        display.warn(f"the samples of rollout {rollout_id} are not written to {path} ({error}); continuing")
+
+
+def rollout_file(config: PostTrainConfig, rollout_id: int) -> Path:
+    """Return the path of --load-debug-rollout-data for round `rollout_id`."""
+    template = config.debug.load_debug_rollout_data
+    assert template is not None, "--load-debug-rollout-data is not given"
+    return fill_template(template, rollout_id=rollout_id)
+
+
+def loading_options(config: PostTrainConfig) -> dict[str, Any]:
+    """Return the keyword arguments of `load_rollout_file` that options determine."""
+    return {
+        "num_in_step": config.train.global_batch_size,
+        "fraction": config.debug.load_debug_rollout_data_subsample,
+    }
+
+
+def check_rollout_files(config: PostTrainConfig, first: int) -> None:
+    """Check that --load-debug-rollout-data names a file for every round from `first` on, and that the samples of the
+    first file can be trained on. Raises DataError."""
+    rounds = range(first, config.run.num_rollout)
+    missing = [r for r in rounds if not rollout_file(config, r).is_file()]
+    if missing:
+        raise DataError(
+            f"{rollout_file(config, missing[0])} of --load-debug-rollout-data does not exist, but round {missing[0]} "
+            f"of --num-rollout {config.run.num_rollout} needs it: correct the path, or lower --num-rollout"
+        )
+    if rounds:
+        load_rollout_file(rollout_file(config, first), config.rollout, **loading_options(config))
