@@ -19,7 +19,6 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from penstock.engines.backends import DEFAULT, EngineFacts, engine_backend
-from penstock.engines.megatron.megatron_options import options_that_change_results
 from penstock.flows.debug_config import DebugConfig
 from penstock.flows.options.argv import short_repr
 from penstock.flows.options.refused import REFUSED
@@ -29,7 +28,7 @@ from penstock.stages.convert.config import ConvertConfig
 from penstock.stages.eval.config import EvalConfig
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
-from penstock.storage.config import Mutability, StageConfig, field_meta, option
+from penstock.storage.config import Mutability, StageConfig, field_meta, option, section_model
 from penstock.storage.disk import read_file
 from penstock.storage.errors import InputError, OptionError
 from penstock.storage.history.run_record import ParentRecord, RecordedConfig
@@ -37,7 +36,6 @@ from penstock.storage.near_names import nearest_name
 from penstock.storage.secret_references import contains_hidden_secret, hide_literal_secrets, resolve_secrets
 from penstock.storage.secrets import has_credentials
 
-MEGATRON = "train.megatron"  # the option that has Megatron's options
 GROUP_SIZE = 8  # default of --n-samples-per-prompt with a group-relative estimator
 MAX_CONFIG_BYTES = 4 << 20  # size limit of a --config file; the longest recipe has 3 kB
 
@@ -91,13 +89,11 @@ class PostTrainConfig(StageConfig):
         """Return the options of the rollout, whose user-defined functions also get the options of the other sections as
         attributes of `args`, except secrets."""
         others = {
-            name: getattr(getattr(self, section), name)
+            name: option_value(self, section, name)
             for section, name, field in list_options()
             if section != "rollout" and not field_meta(field).secret
         }
-        megatron = self.train.megatron.model_dump()
-        plugin_args = megatron | others | {"megatron": megatron} | self.rollout.plugin_args
-        return self.rollout.model_copy(update={"plugin_args": plugin_args})
+        return self.rollout.model_copy(update={"plugin_args": others | self.rollout.plugin_args})
 
     @property
     def start_weights(self) -> str:
@@ -123,12 +119,10 @@ class PostTrainConfig(StageConfig):
     @classmethod
     def _reject_unusable_values(cls, values: Any) -> Any:
         """Reject values that pydantic would convert or that no stage can use."""
-        for section, entries in values.items() if isinstance(values, dict) else ():
-            fields = SECTIONS[section].model_fields if section in SECTIONS else {}
-            for name, value in entries.items() if isinstance(entries, dict) else ():
-                if name in fields:
-                    flag = f"--{entries.get('engine', DEFAULT)}" if name == "engine_options" else flag_of_field(name)
-                    check_value(flag, value, fields[name])
+        for section, name, field in list_options():
+            if name in (entries := entries_of(values, section)):
+                flag = f"--{entries.get('engine', DEFAULT)}" if name == "engine_options" else flag_of_field(name)
+                check_value(flag, entries[name], field)
         return values
 
     @model_validator(mode="after")
@@ -256,17 +250,72 @@ class Plan(PostTrainConfig):
     notes: tuple[str, ...] = Field(exclude=True)  # what was decided in an unusual way
 
 
-SECTIONS: dict[str, type[StageConfig]] = {
-    name: field.annotation  # type: ignore[misc]
-    for name, field in PostTrainConfig.model_fields.items()
+def _sections(model: type[StageConfig], prefix: str = "") -> dict[str, type[StageConfig]]:
+    """Return the sections of a config, each before those in it: dotted path -> config."""
+    found: dict[str, type[StageConfig]] = {}
+    for name, field in model.model_fields.items():
+        if inner := section_model(field):
+            found |= {prefix + name: inner} | _sections(inner, f"{prefix}{name}.")
+    return found
+
+
+SECTIONS = _sections(PostTrainConfig)
+SWITCHES = {  # optional section -> the flag that adds it: the first alias of its field, or its name
+    f"{section}.{name}": "--" + next(iter(field_meta(field).aliases), name).replace("_", "-")
+    for section, model in SECTIONS.items()
+    for name, field in model.model_fields.items()
+    if section_model(field) and field.default is None
 }
 
 
 def list_options() -> Iterator[tuple[str, str, FieldInfo]]:
-    """Yield every option as (section, name, field)."""
+    """Yield every option as (dotted path of its section, name, field)."""
     for section, model in SECTIONS.items():
         for name, field in model.model_fields.items():
-            yield section, name, field
+            if section_model(field) is None:
+                yield section, name, field
+
+
+def option_value(config: PostTrainConfig, section: str, name: str) -> Any:
+    """Return the value of an option; None if its section is absent."""
+    found: Any = config
+    for part in section.split("."):
+        found = found and getattr(found, part)
+    return found and getattr(found, name)
+
+
+def with_options(config: Any, section: str, values: dict[str, Any]) -> Any:
+    """Return the config with other values of options of a section; unchanged if the section is absent. Options that
+    keep their value are not among those that are given."""
+    if not section:
+        return config.model_copy(update={name: new for name, new in values.items() if new != getattr(config, name)})
+    first, _, rest = section.partition(".")
+    inner = getattr(config, first)
+    return config if inner is None else config.model_copy(update={first: with_options(inner, rest, values)})
+
+
+def entries_of(values: Any, section: str) -> dict[str, Any]:
+    """Return the entries of a section in the values of a config; {} if it is absent or not a table."""
+    for part in section.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else {}
+
+
+def with_entry(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """Return the values of a config with another value of the option at a dotted path."""
+    first, _, rest = path.partition(".")
+    if rest:
+        value = with_entry(entries_of(values, first), rest, value)
+    return {**values, first: value}
+
+
+def create_section(values: dict[str, Any], section: str) -> dict[str, Any]:
+    """Return the entries of a section in the values of a config, in which it is created if it is absent."""
+    for part in section.split("."):
+        if not isinstance(values.get(part), dict):
+            values[part] = {}
+        values = values[part]
+    return values
 
 
 def derive(config: PostTrainConfig) -> PostTrainConfig:
@@ -324,12 +373,10 @@ def validate_config(values: dict[str, Any]) -> PostTrainConfig:
             "--store contains credentials: give them as --store-options NAME=env:VARIABLE (or secret-file:PATH)"
         )
     try:
-        sections = {name: dict(section) if isinstance(section, dict) else section for name, section in values.items()}
         for section, name in secret_fields():
-            options_of_section = sections.get(section)
-            if isinstance(options_of_section, dict) and name in options_of_section:
-                options_of_section[name] = hide_literal_secrets(name, options_of_section[name])
-        return PostTrainConfig.model_validate(sections)
+            if name in (entries := entries_of(values, section)):
+                values = with_entry(values, f"{section}.{name}", hide_literal_secrets(name, entries[name]))
+        return PostTrainConfig.model_validate(values)
     except ValidationError as error:
         cause = error.errors()[0].get("ctx", {}).get("error")
         raise (type(cause) if isinstance(cause, InputError) else OptionError)(describe_error(error)) from error
@@ -354,7 +401,7 @@ def check_secrets(config: PostTrainConfig, *, allow_literal: bool = True) -> Non
         although `allow_literal` is False.
     """
     for section, name in secret_fields():
-        value = getattr(getattr(config, section), name)
+        value = option_value(config, section, name)
         if not allow_literal and contains_hidden_secret(value):
             raise OptionError(
                 f"{flag_of_field(name)} contains a secret, which would be readable on the Prefect server: "
@@ -406,7 +453,7 @@ def read_config_text(path: str | Path, flag: str = "--config", kind: str = "TOML
 
 def check_known_section(path: str | Path, name: str, entries: Any) -> None:
     """Check that a top-level entry of a config file is a known section. Raises OptionError."""
-    if name in SECTIONS:
+    if name in PostTrainConfig.model_fields:
         if not isinstance(entries, dict):
             kind = "an array of tables" if isinstance(entries, list) else f"the value {short_repr(entries)}"
             raise OptionError(f"config file {path}: {name} is {kind}: write [{name}] and below it option = value")
@@ -414,24 +461,26 @@ def check_known_section(path: str | Path, name: str, entries: Any) -> None:
     owner = next((section for section, option_name, _ in list_options() if option_name == name.replace("-", "_")), None)
     if owner is not None:
         raise OptionError(f"config file {path}: {name} is outside its section: write it below [{owner}]")
-    known = ", ".join(f"[{section}]" for section in SECTIONS)
-    raise OptionError(f"config file {path} has the section [{short_repr(name)[1:-1]}]: the sections are {known}")
+    raise OptionError(f"config file {path} has the section [{short_repr(name)[1:-1]}]: the sections are {_KNOWN}")
+
+
+_KNOWN = ", ".join(f"[{section}]" for section in PostTrainConfig.model_fields)
 
 
 def options_by_mutability(config: PostTrainConfig, mutability: Mutability) -> dict[str, Any]:
     """Return the options of one mutability class: `section.name` -> JSON value.
 
-    A resumed run cannot change `identity` options; it may change `schedule` and `placement` options. Of Megatron's
-    options, `train.megatron`, only those that can change results are identity options.
+    A resumed run cannot change `identity` options; it may change `schedule` and `placement` options. The options of an
+    absent section are None.
     """
     dumped = config.model_dump(mode="json")
     options = {
-        f"{section}.{name}": dumped[section][name]
+        f"{section}.{name}": entries_of(dumped, section).get(name)
         for section, name, field in list_options()
         if field_meta(field).mutability == mutability
     }
-    if MEGATRON in options:
-        options[MEGATRON] = options_that_change_results(options[MEGATRON])
+    if mutability == "identity":
+        options["train.megatron.recompute_modules"] = config.train.megatron.rounding_modules
     return options
 
 
@@ -456,31 +505,38 @@ def flag_of_field(field_name: str) -> str:
 def describe_error(error: ValidationError) -> str:
     """Return the first error of a validation as one sentence with the flag or the section."""
     first = error.errors()[0]
-    where = [str(part) for part in first["loc"]]
-    message = first["msg"].removeprefix("Value error, ")
-    section_of_options = len(where) == 1 and where[0] in SECTIONS
-    if not where or ((section_of_options or where == MEGATRON.split(".")) and first["type"] == "value_error"):
+    where, message = [str(part) for part in first["loc"]], first["msg"].removeprefix("Value error, ")
+    depth = next(n for n in range(len(where), -1, -1) if n == 0 or ".".join(where[:n]) in SECTIONS)
+    section, value = ".".join(where[:depth]), first.get("input")
+    if depth == len(where) and (not where or first["type"] == "value_error"):
         return message  # a check across options: its message has their flags
-    if section_of_options:
-        return f"[{where[0]}] is {short_repr(first.get('input'))}: write [{where[0]}] and below it option = value"
+    if depth == len(where):
+        return f"[{section}] is {short_repr(value)}: write [{section}] and below it option = value"
     if first["type"] == "extra_forbidden":
         return describe_unknown_option(where)
-    depth = 2 if where[:2] == MEGATRON.split(".") else 1
-    name = where[min(depth, len(where) - 1)]
-    value = "" if any(name == secret for _, secret in secret_fields()) else f" {short_repr(first.get('input'))}"
-    return f"{flag_of_field(name)}{value}: {message[0].lower()}{message[1:]}"
+    name, flag = where[depth], flag_of_field(where[depth])
+    if first["type"] == "missing" and depth == len(where) - 1:
+        given = ", ".join(map(flag_of_field, value)) if isinstance(value, dict) else ""
+        found = f", but has only {given}" if given else ""
+        return f"[{section}] needs {flag}{found}: add {flag}, or omit {given or 'the section'}"
+    shown = "" if (section, name) in secret_fields() else f" {short_repr(value)}"
+    return f"{flag}{shown}: {message[0].lower()}{message[1:]}"
 
 
 def describe_unknown_option(where: list[str]) -> str:
     """Return `[train] learning_rate: no such option`, with the nearest known option."""
     section, name = ".".join(where[:-1]), where[-1]
     if not section:
-        known = ", ".join(f"[{section_name}]" for section_name in SECTIONS)
-        return f"[{short_repr(name)[1:-1]}]: no such section; the sections are {known}"
+        return f"[{short_repr(name)[1:-1]}]: no such section; the sections are {_KNOWN}"
     if reason := REFUSED.get(flag_of_field(name)):
         return f"[{section}] {name} is not supported: {reason}"
-    fields = SECTIONS[where[0]].model_fields if where[0] in SECTIONS else {}
-    near = nearest_name(name.replace("-", "_"), fields)
+    near = nearest_name(name.replace("-", "_"), SECTIONS[section].model_fields if section in SECTIONS else {})
     owner = next((other for other, option_name, _ in list_options() if option_name == name), None)
-    hint = f"; it belongs to [{owner}]" if owner else f": did you mean {near}?" if near else ""
+    hint = (
+        f"; it belongs to [{owner}]"
+        if owner
+        else f": did you mean {near}?"
+        if near
+        else ": `penstock train --help-all` lists them"
+    )
     return f"[{section}] {short_repr(name)[1:-1]}: no such option{hint}"

@@ -3,6 +3,9 @@
 The flag of a field is its name with dashes: `rollout_batch_size` is `--rollout-batch-size` on the command line and
 `rollout_batch_size` under `[rollout]` in TOML. The docstring below a field is its help text.
 
+A field whose type is another config is a section within the section: `lora` of the trainer is `[train.lora]`, and its
+options are flags as well. Each flag of an optional one creates it: options of something that is absent cannot be given.
+
 The mutability of a field determines whether a resumed run may change it:
 
     identity    model, seed, data, algorithm: cannot change; fork the run instead. Exception: those of Megatron's
@@ -13,6 +16,7 @@ The mutability of a field determines whether a resumed run may change it:
 
 from __future__ import annotations
 
+import typing
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -69,3 +73,11 @@ def field_meta(field: FieldInfo) -> FieldMeta:
     """Return the metadata that `option` attached to a field, or the default metadata for any other field."""
     extra: dict[str, Any] = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     return FieldMeta(extra.get("change", "identity"), extra.get("aliases", []), extra.get("secret", False))
+
+
+def section_model(field: FieldInfo) -> type[StageConfig] | None:
+    """Return the config of a field that is a section, perhaps an optional one, and None for an option."""
+    for kind in typing.get_args(field.annotation) or [field.annotation]:
+        if isinstance(kind, type) and issubclass(kind, StageConfig):
+            return kind
+    return None

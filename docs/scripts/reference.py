@@ -21,7 +21,8 @@ from pydantic.fields import FieldInfo
 
 from penstock.engines.megatron.megatron_options import MegatronOptions
 from penstock.flows import cli
-from penstock.flows.config import SECTIONS, flag_of_field, list_options
+from penstock.flows.config import SECTIONS, SWITCHES, flag_of_field, list_options
+from penstock.flows.options.help import about_section
 from penstock.flows.options.reference import options_page
 from penstock.storage.config import field_meta
 
@@ -39,6 +40,8 @@ SECTION_TITLES = {
     "convert": "Model, conversion and export",
     "rollout": "Prompts, generation, rewards, engines",
     "train": "Algorithm, optimizer, batches, parallelism",
+    "train.lora": "Adapters",
+    "train.megatron": "Options of Megatron-core",
     "eval": "Evaluation and promotion",
     "debug": "Debugging and profiling",
 }
@@ -82,6 +85,8 @@ def configuration_page() -> str:
     for section in SECTIONS:
         options = [(name, field) for owner, name, field in list_options() if owner == section]
         lines += [f"## [{section}] {SECTION_TITLES[section]}", "", f"{len(options)} options.", ""]
+        if section in SWITCHES:
+            lines += [plain_text(about_section(section)), ""]
         for name, field in options:
             lines += [*option_entry(name, field), ""]
     return "\n".join(lines)
@@ -105,7 +110,8 @@ def option_entry(name: str, field: FieldInfo) -> Iterator[str]:
 
 def origin(flag: str) -> str:
     """Return which program has an option of this name."""
-    return "Megatron" if flag in MEGATRON else "slime" if flag in SLIME else "Penstock"
+    is_megatrons = flag in MEGATRON or flag[2:].replace("-", "_") in MegatronOptions.model_fields
+    return "Megatron" if is_megatrons else "slime" if flag in SLIME else "Penstock"
 
 
 def plain_text(text: str) -> str:
@@ -137,7 +143,7 @@ def annotation_text(annotation: Any) -> str:
         return f"list ({annotation_text(args[0])})"
     if origin_type is tuple:
         return "pair" if len(args) == 2 else "tuple"
-    if origin_type is dict or annotation is MegatronOptions:
+    if origin_type is dict:
         return "table"
     return TYPE_NAMES.get(annotation, "file")
 
@@ -145,7 +151,7 @@ def annotation_text(annotation: Any) -> str:
 def default_text(field: FieldInfo) -> str:
     """Return the default of an option."""
     value = field.get_default(call_default_factory=True)
-    if value in (None, "", [], {}, MegatronOptions()):
+    if value in (None, "", [], {}):
         return "none"
     if isinstance(value, bool):
         return "on" if value else "off"

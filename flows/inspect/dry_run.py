@@ -22,7 +22,16 @@ from penstock.engines.families import read_shape
 from penstock.engines.families.entries import check_not_hub_id
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.engines.weights.hf_headers import block_size, check_weights, stored_tensors, weight_files
-from penstock.flows.config import Flow, Plan, PostTrainConfig, check_secrets, derive, list_options
+from penstock.flows.config import (
+    Flow,
+    Plan,
+    PostTrainConfig,
+    check_secrets,
+    derive,
+    entries_of,
+    list_options,
+    option_value,
+)
 from penstock.flows.gpu_plan import check_engine_gpus, check_layout, check_nodes, plan_gpu_memory
 from penstock.flows.inspect.plan import print_plan
 from penstock.flows.options.argv import format_bytes, short_repr
@@ -207,7 +216,7 @@ def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
     of_paths = engine_backend(engine).path_flags
     paths += [(engine_flag(engine, name), str(of_engine[name])) for name in of_paths if name in of_engine]
     for section, name, _ in list_options():
-        value = getattr(getattr(config, section), name)
+        value = option_value(config, section, name)
         if name.endswith("_path") and isinstance(value, str) and ".py" in value:
             paths.append((f"--{name.replace('_', '-')}", value.partition(".py")[0] + ".py"))
     for flag, path in paths:
@@ -319,8 +328,8 @@ def option_rows(config: Plan) -> Iterator[Row]:
     """Yield the given options that differ from their defaults."""
     title = "options"
     for section, name, field in list_options():
-        value = getattr(getattr(config, section), name)
-        if name not in config.given.get(section, {}):
+        value = option_value(config, section, name)
+        if name not in entries_of(config.given, section):
             continue
         if value != field.get_default(call_default_factory=True) and not field_meta(field).secret:
             yield title, f"--{name.replace('_', '-')} {short_repr(value)}"

@@ -1,7 +1,8 @@
-"""Parse flags: Penstock's own, Megatron's unchanged, an engine's as `--<engine>-NAME`, its router's as `--router-NAME`.
+"""Parse flags: Penstock's own, an engine's as `--<engine>-NAME`, its router's as `--router-NAME`.
 
-Penstock's flags are the config fields (flows/config.py); Megatron's are those of `MegatronOptions`. An unknown
-flag is an error that suggests the nearest known one. An engine's flags are checked later, by its backend.
+Penstock's flags are the config fields (flows/config.py); a flag of an optional section creates the section, and
+`--no-SECTION` removes one that a file has. An unknown flag is an error that suggests the nearest known one. An engine's
+flags are checked later, by its backend.
 """
 
 from __future__ import annotations
@@ -14,14 +15,23 @@ from functools import cache
 from typing import Any
 
 from penstock.engines.backends import BACKENDS, DEFAULT
-from penstock.engines.megatron.megatron_options import ALIASES, MegatronOptions
-from penstock.flows.config import PostTrainConfig, flag_of_field, list_options, read_toml, validate_config
+from penstock.engines.megatron import megatron_options
+from penstock.flows.config import (
+    SECTIONS,
+    SWITCHES,
+    PostTrainConfig,
+    create_section,
+    flag_of_field,
+    list_options,
+    read_toml,
+    validate_config,
+)
 from penstock.flows.options.argv import short_repr
 from penstock.flows.options.paths import FUNCTIONS
 from penstock.flows.options.refused import ACCEPTED, check_listed_flag, is_listed, log_once, synonym_of
 from penstock.flows.options.yaml_file import read_yaml
 from penstock.flows.run_config import RunConfig
-from penstock.storage.config import field_meta
+from penstock.storage.config import field_meta, section_model
 from penstock.storage.errors import OptionError
 from penstock.storage.near_names import nearest_name
 
@@ -50,11 +60,7 @@ def parse_store_options(argv: Sequence[str], command: str) -> RunConfig:
     """
     for name, _ in split_flags(argv):
         if name != "--config" and name not in STORE_FLAGS:
-            if (
-                name not in penstock_flags()
-                and not name.startswith(engine_prefixes())
-                and name not in megatron_flag_names()
-            ):
+            if name not in penstock_flags() and not name.startswith(engine_prefixes()):
                 raise OptionError(describe_unknown_flag(name, STORE_FLAGS))
             raise OptionError(
                 f"{name} has no effect on penstock {command}, which takes {', '.join(STORE_FLAGS)}: leave it out"
@@ -80,11 +86,7 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
         if name == "--config" and not any(args):
             raise OptionError("--config needs a value: the path of a TOML file")
     for path in [path for name, args in occurrences if name == "--config" for path in args]:
-        for section, entries in read_toml(path).items():
-            target = values.setdefault(section, {})
-            for key, value in entries.items():
-                old = target.get(key)
-                target[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+        merge_values(values, read_toml(path))
     options_set: set[str] = set()
     for name, args in occurrences:
         if name != "--config":
@@ -92,6 +94,15 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
     check_engine_flags(values, [name for name, _ in occurrences])
     apply_custom_config(values)
     return values
+
+
+def merge_values(values: Values, new: Values) -> None:
+    """Set the new options in `values`; a table extends the one that is there."""
+    for section, entries in new.items():
+        target = values.setdefault(section, {})
+        for key, value in entries.items():
+            old = target.get(key)
+            target[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
 
 
 def apply_custom_config(values: Values) -> None:
@@ -112,14 +123,15 @@ def apply_custom_config(values: Values) -> None:
     for key, value in read_yaml(path).items():
         flag = f"--{key.replace('_', '-')}"
         section, name, nested = "rollout", "plugin_args", key
+        if flag in megatron_options.SYNONYMS:
+            apply_flag(values, flag, [] if value is True else [str(value)], set())
+            continue
         if flag in penstock_flags():
             section, name, _ = penstock_flags()[flag]
-            values.setdefault(section, {})[name] = value
+            create_section(values, section)[name] = value
             continue
         if flag.startswith(engine_prefixes()):
             name, nested = name_engine_option(flag)
-        elif flag in megatron_flag_names():
-            section, name, nested = "train", "megatron", megatron_flag_names()[flag]
         values.setdefault(section, {}).setdefault(name, {})[nested] = value
 
 
@@ -172,12 +184,16 @@ def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 @cache
 def penstock_flags() -> dict[str, tuple[str, str, Any]]:
-    """Return Penstock's flags, aliases included: flag -> (section, field name, field)."""
+    """Return Penstock's flags, aliases and switches of optional sections included: flag -> (section, field name,
+    field)."""
     table: dict[str, tuple[str, str, Any]] = {}
     for section, name, field in list_options():
         for spelling in (flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)):
             assert spelling not in table, f"{spelling} means both {table.get(spelling)} and {section}.{name}"
             table[spelling] = (section, name, field)
+    for path, switch in SWITCHES.items():
+        section, _, name = path.rpartition(".")
+        table[switch] = (section, name, SECTIONS[section].model_fields[name])
     return table
 
 
@@ -198,19 +214,18 @@ def apply_flag(values: Values, name: str, args: list[str], options_set: set[str]
             apply_flag(values, flag, words, options_set)
     elif name in own and " ".join([name, *args]) not in ACCEPTED:
         apply_own_flag(values, name, args, options_set)
-    elif positive in own and _has_type(own[positive][2].annotation, bool):
+    elif positive in own and (section_model(own[positive][2]) or _has_type(own[positive][2].annotation, bool)):
         if args:
             raise OptionError(f"{name} is a switch and takes no value; found {short_repr(args[0])}")
-        values.setdefault(own[positive][0], {})[own[positive][1]] = False
+        section, key, field = own[positive]
+        create_section(values, section)[key] = None if section_model(field) else False
     elif is_listed(name):
         check_listed_flag(name, args)
     elif name.startswith(engine_prefixes()):
         option, key = name_engine_option(name)
         values.setdefault("rollout", {}).setdefault(option, {})[key] = parse_literal(args)
-    elif name in (engine := megatron_flag_names()):
-        values.setdefault("train", {}).setdefault("megatron", {})[engine[name]] = parse_literal(args)
     else:
-        raise OptionError(describe_unknown_flag(name, [*own, *engine]))
+        raise OptionError(describe_unknown_flag(name, [*own]))
 
 
 def apply_own_flag(values: Values, name: str, args: list[str], options_set: set[str]) -> None:
@@ -218,7 +233,12 @@ def apply_own_flag(values: Values, name: str, args: list[str], options_set: set[
     section, key, field = penstock_flags()[name]
     if name != flag_of_field(key):
         log_once(name, f"means {flag_of_field(key)}")
-    target = values.setdefault(section, {})
+    if section_model(field):
+        if args:
+            raise OptionError(f"{name} is a switch and takes no value; found {short_repr(args[0])}")
+        create_section(values, f"{section}.{key}")
+        return
+    target = create_section(values, section)
     new = parse_value(name, field.annotation, args)
     if f"{section}.{key}" in options_set and isinstance(new, dict):  # a repeated flag extends the first
         new = {**target[key], **new}
@@ -254,12 +274,6 @@ def check_engine_flags(values: Values, flags: Sequence[str]) -> None:
                 )
 
 
-@cache
-def megatron_flag_names() -> dict[str, str]:
-    """Return flag -> option of Megatron's flags that have an effect."""
-    return {flag_of_field(name): name for name in (*MegatronOptions.model_fields, *ALIASES)}
-
-
 def describe_unknown_flag(name: str, known: Sequence[str]) -> str:
     """Return the error message for an unknown flag."""
     hint = did_you_mean(name, known) or ": `penstock train --help-all` lists them"
@@ -290,7 +304,7 @@ def parse_value(name: str, annotation: Any, args: list[str]) -> Any:
     lists = [option for option in _union_members(annotation) if typing.get_origin(option) is list]
     if lists:
         return parse_list(name, typing.get_args(lists[0])[0], args)
-    if _has_type(annotation, dict) or annotation is MegatronOptions:
+    if _has_type(annotation, dict):
         return parse_dict(name, args)
     if len(args) > 1:
         raise OptionError(f"{name} takes one value; found {short_repr(' '.join(args))}")

@@ -8,10 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 
 from penstock.engines.backends import BACKENDS, engine_backend
-from penstock.engines.megatron.megatron_options import ALIASES, ROUNDING_MODULE, MegatronOptions
-from penstock.flows.config import flag_of_field
 from penstock.flows.options import refused
-from penstock.storage.config import field_meta
 
 HEAD = f"""# Names of {", ".join([*refused.TRAINERS, "Megatron"])} and of engines
 
@@ -38,7 +35,6 @@ def options_page() -> str:
         *table(("name", "why"), refused.ACCEPTED.items()),
     ]
     lines += ["", "## Refused names of other trainers", "", *table(("name", "what to use"), refused.REFUSED.items())]
-    lines += ["", "## Options of Megatron", "", *megatron_lines()]
     for name in BACKENDS:
         lines += ["", f"## Options of {engine_backend(name).title} and its router"]
         for text, rows in engine_backend(name).flag_tables().items():
@@ -50,24 +46,6 @@ def synonym_rows() -> Iterator[tuple[str, str]]:
     """Yield (name, the flags that it stands for)."""
     for key, flags in refused.SYNONYMS.items():
         yield key, " ".join("VALUE" if word == "..." else word for flag in flags for word in flag)
-    for alias, (name, value) in ALIASES.items():
-        yield flag_of_field(alias), f"{flag_of_field(name)} {'VALUE' if value is ... else value}"
-
-
-def megatron_lines() -> Iterator[str]:
-    """Yield the lines about Megatron's options."""
-    yield "Accepted unchanged; some options of Penstock have names of Megatron, too. Any other name is refused."
-    yield ""
-    fields = MegatronOptions.model_fields.items()
-    yield from table(("name", "effect"), [(flag_of_field(name), field.description or "") for name, field in fields])
-    yield ""
-    names = [f"`{flag_of_field(name)}`" for name, field in fields if field_meta(field).mutability == "placement"]
-    yield from textwrap.wrap(
-        f"These change no bit of a result and may change on resume: {', '.join(names)}. "
-        f"Exception: `--recompute-modules {ROUNDING_MODULE}`, which changes rounding.",
-        180,
-        break_on_hyphens=False,
-    )
 
 
 def table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Iterator[str]:

@@ -13,14 +13,16 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 
+from penstock.engines.megatron import megatron_options
 from penstock.storage.errors import OptionError
 
 TRAINERS = ("slime",)
+_MEGATRON = {flag: (tuple(words.split()),) for flag, words in megatron_options.SYNONYMS.items()}
 _TABLES = [importlib.import_module(f"penstock.flows.{name}.flag_table") for name in TRAINERS]
 REFUSED: dict[str, str] = {flag: text for table in _TABLES for flag, text in table.REFUSED.items()}
 ACCEPTED: dict[str, str] = {flag: text for table in _TABLES for flag, text in table.ACCEPTED.items()}
 # Flag, perhaps with a value -> the flags that it stands for; `...` is the value that was given.
-SYNONYMS: dict[str, tuple[tuple[str, ...], ...]] = {
+SYNONYMS: dict[str, tuple[tuple[str, ...], ...]] = _MEGATRON | {
     flag: flags for table in _TABLES for flag, flags in table.SYNONYMS.items()
 }
 

@@ -474,8 +474,8 @@ def check_lora(train: TrainConfig, shape: ModelShape) -> None:
             expert_tensor=train.expert_tensor_parallel_size,
             grouped=bool(train.megatron.moe_grouped_gemm or train.megatron.moe_permute_fusion),
         )
-        if train.lora_load is not None:
-            adapter = Path(train.lora_load)
+        if train.lora.lora_load is not None:
+            adapter = Path(train.lora.lora_load)
             check_peft_directory(adapter, shape, train.lora)
             check_first_values(stored_tensors(adapter, [adapter / WEIGHTS]))
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from penstock.flows.config import (
-    MEGATRON,
     Plan,
     PostTrainConfig,
     config_hash,
@@ -22,6 +21,7 @@ from penstock.flows.config import (
     options_by_mutability,
     training_options,
     validate_config,
+    with_entry,
 )
 from penstock.flows.options.argv import check_run_name
 from penstock.flows.options.nearby_stores import stores_with_run
@@ -244,14 +244,9 @@ def differing_option(before: PostTrainConfig, now: PostTrainConfig, directory: s
 
 
 def _name_difference(field: str, recorded: Any, given: Any) -> str:
-    """Return `--flag A, this command has B` for an option `section.name` with two values; for the options of Megatron,
-    the flag of the first one that differs."""
-    name = field.split(".")[1]
-    if field == MEGATRON:
-        name = next(name for name in {**recorded, **given} if recorded.get(name) != given.get(name))
-        recorded, given = recorded.get(name), given.get(name)
+    """Return `--flag A, this command has B` for an option `section.name` with two values."""
     before, now = (text if len(text) <= 60 else f"{text[:57]}..." for text in (repr(recorded), repr(given)))
-    return f"{flag_of_field(name)} {before}, this command has {now}"
+    return f"{flag_of_field(field.rpartition('.')[2])} {before}, this command has {now}"
 
 
 def check_commits_without_record(store: Store, keys: RunKeys, plan: Plan) -> None:
@@ -354,11 +349,9 @@ def record_schedule(store: Store, keys: RunKeys, record: RunRecord, plan: Plan) 
 
 def _config_with_schedule(config: RecordedConfig, schedule: dict[str, Any]) -> PostTrainConfig:
     """Return a recorded config with `schedule` (`section.name` -> value) in place of the recorded values."""
-    values = {section: dict(fields) for section, fields in config.items()}
     for field, value in schedule.items():
-        section, name = field.split(".")
-        values[section][name] = value
-    return _validated_config(values)
+        config = with_entry(config, field, value)
+    return _validated_config(config)
 
 
 def read_flow_and_config(where: RunConfig, run: str) -> tuple[str, PostTrainConfig]:

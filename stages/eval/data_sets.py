@@ -11,7 +11,7 @@ import re
 import tomllib
 from typing import Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from penstock.storage.commit import JOURNAL, commit_key
 from penstock.storage.config import StageConfig
@@ -25,9 +25,11 @@ MAX_YAML_VALUES = 100_000
 _YAML = (".yaml", ".yml", ".json")  # endings of names; JSON is YAML
 
 
-class DataSetSettings(StageConfig):
+class DataSetSettings(BaseModel):
     """Sampling and scoring settings of a data set; None = the value in the file's [defaults], else of the
     --eval-* flag, else of the rollout's option."""
+
+    model_config = StageConfig.model_config
 
     n_samples_per_eval_prompt: int | None = Field(default=None, ge=1)
     """Responses per prompt."""
@@ -83,8 +85,10 @@ class DataSet(DataSetSettings):
     path: str
 
 
-class EvalFile(StageConfig):
+class EvalFile(BaseModel):
     """The content of the --eval-config file."""
+
+    model_config = StageConfig.model_config
 
     defaults: DataSetSettings = DataSetSettings()
     datasets: list[DataSet] = Field(default_factory=list)

@@ -191,27 +191,7 @@ class AlgorithmConfig(StageConfig):
 
     # ---- adapters ----------------------------------------------------------------------------------------------------
 
-    lora_rank: int | None = option(None, ge=1)
-    """Train LoRA adapters of this rank, and freeze the model's own weights."""
-
-    lora_alpha: float | None = option(None, gt=0)
-    """Scale of the adapters: their output is multiplied by alpha / rank; default: --lora-rank."""
-
-    lora_dropout: float = option(0.0, ge=0, lt=1)
-    """Dropout of the adapters' inputs; only 0 is supported, because engines and replays have none."""
-
-    lora_target_modules: list[str] | None = option(None)
-    """Layers with adapters: attention, mlp, experts, all-linear, or names such as o_proj; default: all-linear."""
-
-    lora_use_rslora: bool = option(False)
-    """Multiply the adapters' output by alpha / sqrt(rank) (rsLoRA)."""
-
-    lora_load: str | None = option(None)
-    """PEFT directory of adapters to start from, with the rank, alpha and layers of the options."""
-
-    lora_publish: Literal["adapter", "merged"] | None = option(None, mutability="placement")
-    """What engines get: adapter sends only the adapters; merged sends all weights, with the adapters added to them.
-    Default: adapter if the engines can apply them, else merged."""
+    lora: LoraOptions | None = option(None)
 
     # ---- experts -----------------------------------------------------------------------------------------------------
 
@@ -225,18 +205,6 @@ class AlgorithmConfig(StageConfig):
     def policy_loss_name(self) -> str:
         """Name of the policy loss in `registry.POLICY_LOSSES`: --policy-loss, or the default of the estimator."""
         return self.policy_loss or ESTIMATORS[self.advantage_estimator].policy_loss
-
-    @property
-    def lora(self) -> LoraOptions | None:
-        """Options of the policy's adapters, or None if all weights are trained."""
-        if self.lora_rank is None:
-            return None
-        return LoraOptions(
-            rank=self.lora_rank,
-            alpha=self.lora_alpha or self.lora_rank,
-            target_modules=tuple(self.lora_target_modules or ["all-linear"]),
-            use_rslora=self.lora_use_rslora,
-        )
 
     @property
     def uses_critic(self) -> bool:
@@ -362,22 +330,13 @@ class AlgorithmConfig(StageConfig):
 
     def _adapter_rules(self) -> Iterator[tuple[object, str]]:
         """Yield (is violated, error message) for each rule about LoRA adapters."""
-        fields = type(self).model_fields
-        changed = [
-            name for name in fields if name.startswith("lora_") and getattr(self, name) != fields[name].get_default()
-        ]
+        if self.lora is None:
+            return
         yield (
-            changed and self.lora_rank is None,
-            f"--{(changed or [''])[0].replace('_', '-')} has no effect without adapters: add --lora-rank, or omit the "
-            "option",
-        )
-        yield (
-            self.lora_dropout,
-            f"--lora-dropout {self.lora_dropout:g} is not supported: engines generate without dropout, so their "
+            self.lora.lora_dropout,
+            f"--lora-dropout {self.lora.lora_dropout:g} is not supported: engines generate without dropout, so their "
             "log-probs would differ from the trainer's; omit it",
         )
-        if self.lora_rank is None:
-            return
         yield (
             self.freeze_params_name_list or self.only_train_params_name_list,
             "--freeze-params-name-list and --only-train-params-name-list cannot be combined with --lora-rank, which "

@@ -132,8 +132,7 @@ class TrainConfig(AlgorithmConfig):
     """Split the activations of norms and residuals by position over the tensor-parallel ranks."""
 
     megatron: MegatronOptions = option(default_factory=MegatronOptions)
-    """Options of Megatron-core that have an effect, by Megatron's names. Those that change no result, such as
-    --recompute-granularity and --optimizer-cpu-offload, may change on resume."""
+    """Options of Megatron-core that have an effect, by Megatron's names."""
 
     mtp_num_layers: int | None = option(None, mutability="placement", ge=0)
     """Number of multi-token prediction layers of --hf-checkpoint, which is checked; they are not trained (--mtp)."""
