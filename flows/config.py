@@ -93,6 +93,8 @@ class PostTrainConfig(StageConfig):
             for section, name, field in list_options()
             if section != "rollout" and not field_meta(field).secret
         }
+        for section, switch in SWITCHES.items():
+            others[switch[2:].replace("-", "_")] = option_value(self, *section.rsplit(".", 1)) is not None
         return self.rollout.model_copy(update={"plugin_args": others | self.rollout.plugin_args})
 
     @property
@@ -222,7 +224,7 @@ class PostTrainConfig(StageConfig):
         rollout, train = self.rollout, self.train
         if rollout.opd_teacher_url is not None and not train.reads_teacher_logprobs:
             raise OptionError("--opd-teacher-url has no effect without --opd-type sglang: add it, or omit the address")
-        if train.reads_teacher_logprobs and (rollout.opd_teacher_url is None) == (train.opd_teacher_load is None):
+        if train.reads_teacher_logprobs and (rollout.opd_teacher_url is None) == (train.served_teacher is None):
             raise OptionError(
                 "--opd-type sglang needs either --opd-teacher-load, a model for which the run starts an engine, or "
                 "--opd-teacher-url, the address of a server: give one of them"

@@ -41,6 +41,8 @@ SECTION_TITLES = {
     "rollout": "Prompts, generation, rewards, engines",
     "train": "Algorithm, optimizer, batches, parallelism",
     "train.lora": "Adapters",
+    "train.opd": "Distillation",
+    "train.opsm": "Sequence masking",
     "train.megatron": "Options of Megatron-core",
     "eval": "Evaluation and promotion",
     "debug": "Debugging and profiling",

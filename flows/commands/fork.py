@@ -227,7 +227,7 @@ def _response_options(config: PostTrainConfig) -> dict[str, Any]:
     """Return the options on which groups in the buffer of a rollout depend: their number of samples, their responses
     and rewards, and what the trainer reads with them."""
     options = options_by_mutability(config, "identity")
-    train = {f"train.{name}" for name in ("use_rollout_routing_replay", "use_opd", "opd_type", "opd_teacher_load")}
+    train = {f"train.{name}" for name in ("use_rollout_routing_replay", "opd.opd_type", "opd.opd_teacher_load")}
     return {name: value for name, value in options.items() if name.startswith("rollout.") or name in train}
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.engines.families import read_shape
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.engines.megatron.memory_plan import RUNTIME
-from penstock.flows.config import Flow, PostTrainConfig, validate_config
+from penstock.flows.config import Flow, PostTrainConfig, entries_of, validate_config
 from penstock.flows.gpu_plan import (
     GIB,
     GpuPlan,
@@ -79,8 +79,8 @@ def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str,
         return
     total = _parse_positive_integer("--num-gpus", flag_values["--num-gpus"])
     engines = values.get("rollout", {}).get("rollout_num_gpus")
-    train, teacher = values.get("train", {}), 0
-    if train.get("opd_type") == "sglang" and train.get("opd_teacher_load"):
+    opd, teacher = entries_of(values, "train.opd"), 0
+    if opd.get("opd_type") == "sglang" and opd.get("opd_teacher_load"):
         teacher = parse_integer("--opd-teacher-num-gpus", str(values.get("rollout", {}).get("opd_teacher_num_gpus", 1)))
     trainer = total - teacher - (0 if engines is None else parse_integer("--rollout-num-gpus", str(engines)))
     if trainer < 1:

@@ -23,7 +23,8 @@ FILES = {  # section -> options that name a file or a directory, or a list of th
         "run": "store save_hf update_weight_disk_dir tb_dir wandb_dir",
         "convert": "hf_checkpoint load convert_save",
         "rollout": "prompt_data data_cache rm_model_path",
-        "train": "ref_load opd_teacher_load",
+        "train": "ref_load",
+        "train.opd": "opd_teacher_load",
         "train.lora": "lora_load",
         "debug": "save_debug_rollout_data load_debug_rollout_data save_debug_train_data dump_details profile_dir "
         "memory_snapshot_dir ci_save_grad_norm ci_load_grad_norm",

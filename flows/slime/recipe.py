@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engines.backends import engine_backend
-from penstock.flows.config import SECTIONS, PostTrainConfig, entries_of, flag_of_field, validate_config
+from penstock.flows.config import (
+    SECTIONS,
+    SWITCHES,
+    PostTrainConfig,
+    entries_of,
+    flag_of_field,
+    option_value,
+    validate_config,
+)
 from penstock.flows.options.argv import short_repr, split_args
 from penstock.flows.options.flags import (
     Values,
@@ -251,7 +259,7 @@ def adapt_run(recipe: Recipe) -> None:
 def adapt_rollout(recipe: Recipe) -> None:
     """Name the teacher's server by its option, and seed the samples of deterministic inference, as slime does."""
     rollout = recipe.values["rollout"]
-    if recipe.values["train"].get("opd_type") == "sglang" and "rm_url" in rollout:
+    if entries_of(recipe.values, "train.opd").get("opd_type") == "sglang" and "rm_url" in rollout:
         rollout["opd_teacher_url"] = rollout.pop("rm_url").removesuffix("/generate")
         recipe.comments["rollout", "opd_teacher_url"] = "--rm-url in the script"
         if path := rollout.pop("custom_rm_path", None):
@@ -310,7 +318,8 @@ def format_recipe(recipe: Recipe) -> str:
         tables = {name: table for name, table in entries.items() if isinstance(table, dict)}
         plain = {name: dumped.get(name, value) for name, value in entries.items() if name not in tables}
         tables = {name: table for name, table in tables.items() if f"{section}.{name}" not in SECTIONS}
-        if plain:
+        is_added = section in SWITCHES and option_value(recipe.config, *section.rsplit(".", 1)) is not None
+        if plain or is_added:
             lines += ["", f"[{section}]", *(format_line(recipe, section, name, plain[name]) for name in plain)]
         for name, table in tables.items():
             path, given = f"{section}.{name}", {key: value for key, value in table.items() if value is not None}

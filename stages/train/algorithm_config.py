@@ -30,6 +30,28 @@ PLUGINS = {
 }
 
 
+class DistillationConfig(StageConfig):
+    """On-policy distillation: subtract the log-ratio to a teacher from the advantages."""
+
+    opd_kl_coef: float = option(1.0, ge=0)
+    """Coefficient of the policy/teacher log-ratio that is subtracted from the advantages."""
+
+    opd_type: Literal["megatron", "sglang"] = option("megatron")
+    """Where the teacher is: megatron, in the trainer, or sglang, in an engine of the run (--opd-teacher-load) or on a
+    server (--opd-teacher-url), whose log-probs are stored with the samples."""
+
+    opd_teacher_load: str | None = option(None)
+    """Teacher: a Hugging Face checkpoint with the policy's architecture and sizes; with --opd-type sglang, of any
+    supported architecture and size with the policy's tokenizer."""
+
+
+class SequenceMaskingConfig(StageConfig):
+    """Off-policy sequence masking of samples with negative advantage whose mean log-prob fell by over --opsm-delta."""
+
+    opsm_delta: float = option(1e-4)
+    """Samples are masked whose mean of old minus current log-probs is above this value."""
+
+
 class AlgorithmConfig(StageConfig):
     """Options of the algorithm: everything that defines the loss."""
 
@@ -75,19 +97,7 @@ class AlgorithmConfig(StageConfig):
     kl_coef: float = option(0.0, ge=0)
     """Coefficient of the KL to the reference as a penalty on each token's reward; not together with --kl-loss-coef."""
 
-    use_opd: bool = option(False)
-    """On-policy distillation: subtract the log-ratio to a teacher from the advantages."""
-
-    opd_kl_coef: float = option(1.0, ge=0)
-    """Coefficient of the policy/teacher log-ratio that --use-opd subtracts from the advantages."""
-
-    opd_type: Literal["megatron", "sglang"] | None = option(None)
-    """Where the teacher of --use-opd is: megatron (default), in the trainer, or sglang, in an engine of the run
-    (--opd-teacher-load) or on a server (--opd-teacher-url), whose log-probs are stored with the samples."""
-
-    opd_teacher_load: str | None = option(None)
-    """Teacher of --use-opd: a Hugging Face checkpoint with the policy's architecture and sizes; with --opd-type sglang,
-    of any supported architecture and size with the policy's tokenizer."""
+    opd: DistillationConfig | None = option(None, aliases=("use-opd",))
 
     # ---- the policy loss ---------------------------------------------------------------------------------------------
 
@@ -115,11 +125,7 @@ class AlgorithmConfig(StageConfig):
     entropy_coef: float = option(0.0)
     """Coefficient of the entropy bonus."""
 
-    use_opsm: bool = option(False)
-    """Off-policy sequence masking of samples with negative advantage whose mean log-prob fell by over --opsm-delta."""
-
-    opsm_delta: float = option(1e-4)
-    """--use-opsm masks samples whose mean of old minus current log-probs is above this value."""
+    opsm: SequenceMaskingConfig | None = option(None, aliases=("use-opsm",))
 
     calculate_per_token_loss: bool = option(False)
     """Average the loss over all tokens of a step; default: average over each sample's tokens, then over samples."""
@@ -219,7 +225,8 @@ class AlgorithmConfig(StageConfig):
     @property
     def auxiliary_models(self) -> dict[str, str]:
         """Paths of the frozen models that the trainer loads: "reference" or "teacher" -> path."""
-        paths = {"reference": self.ref_load, "teacher": self.opd_teacher_load if self.loads_teacher else None}
+        teacher = self.opd.opd_teacher_load if self.opd and self.loads_teacher else None
+        paths = {"reference": self.ref_load, "teacher": teacher}
         return {name: path for name, path in paths.items() if path}
 
     @property
@@ -230,12 +237,17 @@ class AlgorithmConfig(StageConfig):
     @property
     def loads_teacher(self) -> bool:
         """Whether the trainer computes log-probs of a teacher."""
-        return self.use_opd and self.opd_type != "sglang"
+        return self.opd is not None and self.opd.opd_type == "megatron"
 
     @property
     def reads_teacher_logprobs(self) -> bool:
         """Whether the samples have log-probs of a teacher."""
-        return self.use_opd and self.opd_type == "sglang"
+        return self.opd is not None and self.opd.opd_type == "sglang"
+
+    @property
+    def served_teacher(self) -> str | None:
+        """Path of the teacher for which the run starts an engine."""
+        return self.opd.opd_teacher_load if self.opd and self.reads_teacher_logprobs else None
 
     def refreshes_reference_at(self, version: int) -> bool:
         """Return whether policy `version` replaces the reference (--ref-update-interval)."""
@@ -356,12 +368,8 @@ class AlgorithmConfig(StageConfig):
     def _model_rules(self) -> Iterator[tuple[object, str]]:
         """Yield (is violated, error message) for each rule about auxiliary models and expert routing."""
         yield (
-            self.loads_teacher if self.opd_teacher_load is None else not self.use_opd,
-            "--use-opd and --opd-teacher-load need each other, unless --opd-type is sglang: give both or neither",
-        )
-        yield (
-            self.opd_type and not self.use_opd,
-            f"--opd-type {self.opd_type} has no effect without --use-opd: add --use-opd, or omit --opd-type",
+            self.opd and self.loads_teacher and self.opd.opd_teacher_load is None,
+            "--use-opd needs --opd-teacher-load, unless --opd-type is sglang: add it, or omit --use-opd",
         )
         yield (
             self.freeze_params_name_list and self.only_train_params_name_list,

@@ -549,7 +549,7 @@ def rows_of_requests() -> Iterator[Bad]:
         "--advantage-estimator reinforce_plus_plus",
         "--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1 --advantage-estimator ppo", "--loss-type custom_loss",
         "--custom-loss-function-path x.py", "--use-opd",
-        "--opd-teacher-load {root}/model", "--use-tis --use-rollout-logprobs", "--custom-tis-function-path x.py",
+        "--use-tis --use-rollout-logprobs", "--custom-tis-function-path x.py",
         "--tis-clip-low 3", "--load {root}/file", "--save {root}/a/b", "--num-epoch 3", "--save-hf hf",
         "--freeze-params-name-list nothing",
         "--freeze-params-name-list mlp --only-train-params-name-list mlp", "--only-train-params-name-list .*x",

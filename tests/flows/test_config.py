@@ -178,6 +178,8 @@ def test_flag_of_a_section_creates_it_and_its_switch_removes_it(tmp_path) -> Non
         assert config.train.lora is not None and config.train.lora.scale == 2
         assert options_by_mutability(config, "identity")["train.lora.lora_rank"] == 8
         assert update_config_from_argv(config, ["--no-lora"]).train.lora is None
+    assert parse_config(["--use-opsm"]).train.opsm == parse_config(["--opsm-delta", "1e-4"]).train.opsm is not None
+    assert parse_config(["--use-opsm", "--no-use-opsm"]).train.opsm is None
     assert parse_config([*words, "--no-lora"]).train.lora is None and parse_config([]).train.lora is None
     assert options_by_mutability(parse_config([]), "identity")["train.lora.lora_rank"] is None
 
