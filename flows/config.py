@@ -127,73 +127,67 @@ class PostTrainConfig(StageConfig):
                 check_value(flag, entries[name], field)
         return values
 
-    @model_validator(mode="after")
-    def _check_retention(self) -> PostTrainConfig:
-        """Check that --keep-best is given with --keep-checkpoints."""
-        if self.run.keep_best is not None and self.run.keep_checkpoints is None:
-            raise OptionError(
-                f"--keep-best {self.run.keep_best} has no effect without --keep-checkpoints (all checkpoints are "
-                "kept): add --keep-checkpoints N"
-            )
-        return self
+    def rules(self) -> Iterator[tuple[object, str]]:
+        yield from (*self._sharing_rules(), *self._async_rules(), *self._streaming_rules(), *self._teacher_rules())
 
-    @model_validator(mode="after")
-    def _check_sharing(self) -> PostTrainConfig:
-        """Check that --colocate does not contradict --rollout-num-gpus, and that offloaded engines are not external."""
+    def _sharing_rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the rules about checkpoints that are kept, and about engines on the trainer's GPUs."""
+        yield (
+            self.run.keep_best is not None and self.run.keep_checkpoints is None,
+            f"--keep-best {self.run.keep_best} has no effect without --keep-checkpoints (all checkpoints are "
+            "kept): add --keep-checkpoints N",
+        )
         engines, ranks = self.rollout.rollout_num_gpus, self.train.num_ranks
-        if self.run.colocate and engines not in (None, ranks):
-            raise OptionError(
-                f"--colocate puts the engines on the trainer's {ranks} GPUs, but --rollout-num-gpus is {engines}: "
-                "omit --rollout-num-gpus to share them, or --colocate to use others"
-            )
-        if self.run.offloads_engines and self.rollout.rollout_external_engine_addrs:
-            raise OptionError(
-                "--offload-rollout (or --colocate) cannot be combined with --rollout-external-engine-addrs, because "
-                "external engines keep their memory: omit --offload-rollout and --colocate"
-            )
-        return self
+        yield (
+            self.run.colocate and engines not in (None, ranks),
+            f"--colocate puts the engines on the trainer's {ranks} GPUs, but --rollout-num-gpus is {engines}: "
+            "omit --rollout-num-gpus to share them, or --colocate to use others",
+        )
+        yield (
+            self.run.offloads_engines and self.rollout.rollout_external_engine_addrs,
+            "--offload-rollout (or --colocate) cannot be combined with --rollout-external-engine-addrs, because "
+            "external engines keep their memory: omit --offload-rollout and --colocate",
+        )
 
-    @model_validator(mode="after")
-    def _check_async(self) -> PostTrainConfig:
-        """Check that generation or evaluation during training does not contradict options about memory."""
+    def _async_rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the rules about generation and evaluation during training."""
         run = self.run
         mode = "--async-mode streaming" if run.streams else f"--async-buffer-size {run.async_buffer_size}"
-        if run.generates_ahead and run.alternates_trainer_and_engines:
-            raise OptionError(
-                f"{mode} generates while the trainer works, but with --colocate, --offload-train or --offload-rollout "
-                f"trainer and engines use the memory in turns: omit {mode}, or these options"
-            )
-        if run.offloads_engines and run.update_weights_interval > 1:
-            raise OptionError(
-                f"--update-weights-interval {run.update_weights_interval} leaves weights in the engines for several "
-                "rounds, but with --colocate or --offload-rollout they release them after each: give an interval of 1, "
-                "or omit these options"
-            )
-        if self.eval.eval_mode == "apart" and run.alternates_trainer_and_engines:
-            raise OptionError(
-                "--eval-mode apart evaluates while the trainer works, but with --colocate, --offload-train or "
-                "--offload-rollout trainer and engines take turns: omit --eval-mode apart, or these options"
-            )
-        if self.eval.eval_mode == "apart" and not self.eval.data_sets:
-            raise OptionError(
-                "--eval-mode apart reserves engines, but nothing is evaluated: add --eval-prompt-data, or omit it"
-            )
-        if self.eval.eval_mode == "between" and self.eval.eval_num_engines != 1:
-            raise OptionError("--eval-num-engines has no effect without --eval-mode apart: add this, or omit it")
-        return self
+        yield (
+            run.generates_ahead and run.alternates_trainer_and_engines,
+            f"{mode} generates while the trainer works, but with --colocate, --offload-train or --offload-rollout "
+            f"trainer and engines use the memory in turns: omit {mode}, or these options",
+        )
+        yield (
+            run.offloads_engines and run.update_weights_interval > 1,
+            f"--update-weights-interval {run.update_weights_interval} leaves weights in the engines for several "
+            "rounds, but with --colocate or --offload-rollout they release them after each: give an interval of 1, "
+            "or omit these options",
+        )
+        yield (
+            self.eval.eval_mode == "apart" and run.alternates_trainer_and_engines,
+            "--eval-mode apart evaluates while the trainer works, but with --colocate, --offload-train or "
+            "--offload-rollout trainer and engines take turns: omit --eval-mode apart, or these options",
+        )
+        yield (
+            self.eval.eval_mode == "apart" and not self.eval.data_sets,
+            "--eval-mode apart reserves engines, but nothing is evaluated: add --eval-prompt-data, or omit it",
+        )
+        yield (
+            self.eval.eval_mode == "between" and self.eval.eval_num_engines != 1,
+            "--eval-num-engines has no effect without --eval-mode apart: add this, or omit it",
+        )
 
-    @model_validator(mode="after")
-    def _check_streaming(self) -> PostTrainConfig:
-        """Check that --async-mode streaming does not contradict other options, and that its own options come with
-        it."""
+    def _streaming_rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the rules about --async-mode streaming and its own options."""
         run, rollout = self.run, self.rollout
         if not run.streams:
             for name in {"max_staleness", "pause_generation_mode"} & run.model_fields_set:
-                if getattr(run, name) != RunConfig.model_fields[name].default:
-                    raise OptionError(
-                        f"{flag_of_field(name)} has no effect without --async-mode streaming: add this, or omit it"
-                    )
-            return self
+                yield (
+                    getattr(run, name) != RunConfig.model_fields[name].default,
+                    f"{flag_of_field(name)} has no effect without --async-mode streaming: add this, or omit it",
+                )
+            return
         unused: dict[str, Any] = {
             "--async-buffer-size": run.async_buffer_size,
             "--partial-rollout": rollout.partial_rollout,
@@ -201,40 +195,39 @@ class PostTrainConfig(StageConfig):
             "--rollout-function-path": rollout.rollout_function_path,
         }
         for flag, value in unused.items():
-            if value:
-                raise OptionError(
-                    f"{flag} cannot be combined with --async-mode streaming, in which rounds have no end at which "
-                    f"groups are aborted or returned to a data source: omit {flag}, or --async-mode streaming"
-                )
-        if run.check_weight_update_equal:
-            raise OptionError(
-                "--check-weight-update-equal cannot be combined with --async-mode streaming, because it overwrites the "
-                "weights while requests use them: omit --check-weight-update-equal"
+            yield (
+                value,
+                f"{flag} cannot be combined with --async-mode streaming, in which rounds have no end at which "
+                f"groups are aborted or returned to a data source: omit {flag}, or --async-mode streaming",
             )
-        if run.update_weights_interval > run.max_staleness + 1:
-            raise OptionError(
-                f"--update-weights-interval {run.update_weights_interval} makes tokens older than --max-staleness "
-                f"{run.max_staleness} allows: give an interval of at most {run.max_staleness + 1}"
-            )
-        return self
+        yield (
+            run.check_weight_update_equal,
+            "--check-weight-update-equal cannot be combined with --async-mode streaming, because it overwrites the "
+            "weights while requests use them: omit --check-weight-update-equal",
+        )
+        yield (
+            run.update_weights_interval > run.max_staleness + 1,
+            f"--update-weights-interval {run.update_weights_interval} makes tokens older than --max-staleness "
+            f"{run.max_staleness} allows: give an interval of at most {run.max_staleness + 1}",
+        )
 
-    @model_validator(mode="after")
-    def _check_teacher(self) -> PostTrainConfig:
-        """Check that --opd-type sglang has one teacher, with log-probs at the same temperature."""
+    def _teacher_rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the rules about the teacher of --opd-type sglang."""
         rollout, train = self.rollout, self.train
-        if rollout.opd_teacher_url is not None and not train.reads_teacher_logprobs:
-            raise OptionError("--opd-teacher-url has no effect without --opd-type sglang: add it, or omit the address")
-        if train.reads_teacher_logprobs and (rollout.opd_teacher_url is None) == (train.served_teacher is None):
-            raise OptionError(
-                "--opd-type sglang needs either --opd-teacher-load, a model for which the run starts an engine, or "
-                "--opd-teacher-url, the address of a server: give one of them"
-            )
-        if train.reads_teacher_logprobs and rollout.rollout_temperature != 1:
-            raise OptionError(
-                f"--opd-type sglang returns log-probs at temperature 1, but --rollout-temperature is "
-                f"{rollout.rollout_temperature}: give 1, or use --opd-teacher-load"
-            )
-        return self
+        yield (
+            rollout.opd_teacher_url is not None and not train.reads_teacher_logprobs,
+            "--opd-teacher-url has no effect without --opd-type sglang: add it, or omit the address",
+        )
+        yield (
+            train.reads_teacher_logprobs and (rollout.opd_teacher_url is None) == (train.served_teacher is None),
+            "--opd-type sglang needs either --opd-teacher-load, a model for which the run starts an engine, or "
+            "--opd-teacher-url, the address of a server: give one of them",
+        )
+        yield (
+            train.reads_teacher_logprobs and rollout.rollout_temperature != 1,
+            f"--opd-type sglang returns log-probs at temperature 1, but --rollout-temperature is "
+            f"{rollout.rollout_temperature}: give 1, or use --opd-teacher-load",
+        )
 
     @model_validator(mode="after")
     def _check_derived_options(self) -> PostTrainConfig:
@@ -325,9 +318,6 @@ def derive(config: PostTrainConfig) -> PostTrainConfig:
 
     These are the size of a group, samples and steps of a round, --use-tis, --params-dtype, the learning-rate schedule
     and --debug-train-only with --load-debug-rollout-data.
-
-    Raises:
-        OptionError: the options that they depend on contradict each other.
     """
     run, rollout, train = config.run, config.rollout, config.train
     if config.debug.load_debug_rollout_data and not run.debug_rollout_only:  # needs no engines
@@ -397,10 +387,6 @@ def check_secrets(config: PostTrainConfig, *, allow_literal: bool = True) -> Non
     Args:
         config: the config to check.
         allow_literal: accept secrets given as literal values, which no other process can resolve.
-
-    Raises:
-        OptionError: an environment variable is not set, a secret file cannot be read, or a secret is given literally
-        although `allow_literal` is False.
     """
     for section, name in secret_fields():
         value = option_value(config, section, name)
@@ -418,11 +404,7 @@ def secret_fields() -> list[tuple[str, str]]:
 
 
 def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Return section -> option -> value of a TOML file.
-
-    Raises:
-        OptionError: the file does not exist, is not TOML, or has values outside the known sections.
-    """
+    """Return section -> option -> value of a TOML file."""
     text = read_config_text(path)
     try:
         values = tomllib.loads(text)
@@ -533,12 +515,8 @@ def describe_unknown_option(where: list[str]) -> str:
     if reason := REFUSED.get(flag_of_field(name)):
         return f"[{section}] {name} is not supported: {reason}"
     near = nearest_name(name.replace("-", "_"), SECTIONS[section].model_fields if section in SECTIONS else {})
-    owner = next((other for other, option_name, _ in list_options() if option_name == name), None)
-    hint = (
-        f"; it belongs to [{owner}]"
-        if owner
-        else f": did you mean {near}?"
-        if near
-        else ": `penstock train --help-all` lists them"
-    )
+    owners = [other for other, option_name, _ in list_options() if option_name == name]
+    owners += [path for path, switch in SWITCHES.items() if switch == flag_of_field(name)]
+    hint = f"; it belongs to [{owners[0]}]" if owners else ": `penstock train --help-all` lists them"
+    hint = f": did you mean {near}?" if near and not owners else hint
     return f"[{section}] {short_repr(name)[1:-1]}: no such option{hint}"

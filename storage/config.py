@@ -17,10 +17,13 @@ The mutability of a field determines whether a resumed run may change it:
 from __future__ import annotations
 
 import typing
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
+
+from penstock.storage.errors import OptionError
 
 Mutability = Literal["identity", "schedule", "placement"]
 
@@ -39,6 +42,17 @@ class StageConfig(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+    def rules(self) -> Iterator[tuple[object, str]]:
+        """Yield (is violated, error message) for each rule about several options."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> StageConfig:
+        for is_violated, message in self.rules():
+            if is_violated:
+                raise OptionError(message)
+        return self
 
 
 def option(

@@ -30,9 +30,6 @@ def with_adapters(options: EngineOptions, config: PostTrainConfig, parent: Paren
         options: options of the engines.
         config: config of the run.
         parent: the origin of the run, if it is a fork.
-
-    Raises:
-        OptionError: --lora-publish adapter is given, but the engines cannot get adapters.
     """
     train, run = config.train, config.run
     if train.lora is None or train.lora.lora_publish == "merged" or run.debug_rollout_only or run.debug_train_only:
@@ -95,9 +92,6 @@ def check_fork_can_publish(flow: Flow, config: PostTrainConfig, parent: ParentRe
         flow: flow of the fork.
         config: config of the fork.
         parent: the origin of the fork.
-
-    Raises:
-        OptionError: it does not.
     """
     has_engines = flow.has_rollouts and not (config.run.debug_rollout_only or config.run.debug_train_only)
     publish = config.train.lora and config.train.lora.lora_publish

@@ -23,14 +23,15 @@ from penstock.flows.config import (
     create_section,
     flag_of_field,
     list_options,
+    read_config_text,
     read_toml,
     validate_config,
 )
 from penstock.flows.options.argv import short_repr
 from penstock.flows.options.paths import FUNCTIONS
 from penstock.flows.options.refused import ACCEPTED, check_listed_flag, is_listed, log_once, synonym_of
-from penstock.flows.options.yaml_file import read_yaml
 from penstock.flows.run_config import RunConfig
+from penstock.stages.eval.data_sets import parse_yaml
 from penstock.storage.config import field_meta, section_model
 from penstock.storage.errors import OptionError
 from penstock.storage.near_names import nearest_name
@@ -42,11 +43,7 @@ _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d"
 
 
 def parse_config(argv: Sequence[str]) -> PostTrainConfig:
-    """Return the config given by `--config` files and flags. Later files override earlier ones; flags override files.
-
-    Raises:
-        InputError: a flag is unknown or has no value, or the config is invalid.
-    """
+    """Return the config of `--config` files and flags. Later files override earlier ones; flags override files."""
     return validate_config(parse_values(argv))
 
 
@@ -54,9 +51,6 @@ def parse_store_options(argv: Sequence[str], command: str) -> RunConfig:
     """Return the store options of `penstock COMMAND`, a command that takes no other options.
 
     Other options are ignored in a `--config` file and rejected on the command line.
-
-    Raises:
-        OptionError: the command line has another option.
     """
     for name, _ in split_flags(argv):
         if name != "--config" and name not in STORE_FLAGS:
@@ -76,9 +70,6 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
     Args:
         argv: the command line.
         base_values: values that the files and flags update in place; default: an empty dict.
-
-    Raises:
-        OptionError: a flag is unknown or has no value.
     """
     values: Values = {} if base_values is None else base_values
     occurrences = split_flags(argv)
@@ -111,19 +102,16 @@ def apply_custom_config(values: Values) -> None:
 
     They override flags, and names that no option has become attributes of the `args` of user-defined
     functions (--plugin-args).
-
-    Raises:
-        OptionError: the file cannot be read.
     """
     debug = values.get("debug")
     path = debug.get("custom_config_path") if isinstance(debug, dict) else None
     if not isinstance(debug, dict) or not isinstance(path, str):
         return  # not given, or refused when the config is validated
     del debug["custom_config_path"]
-    for key, value in read_yaml(path).items():
+    for key, value in _read_yaml(path).items():
         flag = f"--{key.replace('_', '-')}"
         section, name, nested = "rollout", "plugin_args", key
-        if flag in megatron_options.SYNONYMS:
+        if flag in megatron_options.SYNONYMS or flag in SWITCHES.values():
             apply_flag(values, flag, [] if value is True else [str(value)], set())
             continue
         if flag in penstock_flags():
@@ -135,6 +123,23 @@ def apply_custom_config(values: Values) -> None:
         values.setdefault(section, {}).setdefault(name, {})[nested] = value
 
 
+def _read_yaml(path: str) -> dict[str, Any]:
+    """Return option name (with underscores) -> value of the YAML file of --custom-config-path."""
+    import yaml
+
+    text = read_config_text(path, "--custom-config-path", "YAML")
+    try:
+        values = parse_yaml(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:150]
+        raise OptionError(f"--custom-config-path {path} is not valid YAML ({reason}): correct it") from None
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise OptionError(
+            f"--custom-config-path {path} is not a mapping: write one `option_name: value` on each line, without dashes"
+        )
+    return {name.removeprefix("--").replace("-", "_"): value for name, value in values.items()}
+
+
 def store_options_from_values(values: Values) -> RunConfig:
     """Return the store options among the values of a command line."""
     stores = {name: value for name, value in values.get("run", {}).items() if name.startswith("store")}
@@ -144,9 +149,6 @@ def store_options_from_values(values: Values) -> RunConfig:
 def update_config_from_argv(config: PostTrainConfig, argv: Sequence[str]) -> PostTrainConfig:
     """Return a config updated by the options of a command line. Derived batch sizes and numbers of rounds are computed
     again.
-
-    Raises:
-        OptionError: an option is invalid.
     """
     given, values = parse_values(argv), config.model_dump(mode="json")
     sizes = {"rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout"}
@@ -161,11 +163,7 @@ def update_config_from_argv(config: PostTrainConfig, argv: Sequence[str]) -> Pos
 
 
 def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Split a command line: `--a 1 --b --c=x y` -> [("--a", ["1"]), ("--b", []), ("--c", ["x", "y"])].
-
-    Raises:
-        OptionError: a word before the first flag, `--` alone, or a flag written with other dashes than hyphens.
-    """
+    """Split a command line: `--a 1 --b --c=x y` -> [("--a", ["1"]), ("--b", []), ("--c", ["x", "y"])]."""
     flags: list[tuple[str, list[str]]] = []
     for word in argv:
         if word.startswith("--") and len(word) > 2:
@@ -231,20 +229,22 @@ def apply_flag(values: Values, name: str, args: list[str], options_set: set[str]
 def apply_own_flag(values: Values, name: str, args: list[str], options_set: set[str]) -> None:
     """Set the option of one of Penstock's flags in `values`; the arguments are those of `apply_flag`."""
     section, key, field = penstock_flags()[name]
+    target = create_section(values, section)
+    if section_model(field):
+        if parse_value(name, bool, args):
+            create_section(target, key)
+        else:
+            target[key] = None
+        return
     if name != flag_of_field(key):
         log_once(name, f"means {flag_of_field(key)}")
-    if section_model(field):
-        if args:
-            raise OptionError(f"{name} is a switch and takes no value; found {short_repr(args[0])}")
-        create_section(values, f"{section}.{key}")
-        return
-    target = create_section(values, section)
     new = parse_value(name, field.annotation, args)
-    if f"{section}.{key}" in options_set and isinstance(new, dict):  # a repeated flag extends the first
+    is_repeated = f"{section}.{key}" in options_set and key in target
+    if is_repeated and isinstance(new, dict):  # a repeated flag extends the first
         new = {**target[key], **new}
-    elif f"{section}.{key}" in options_set and isinstance(new, list):
+    elif is_repeated and isinstance(new, list):
         new = [*target[key], *new]
-    elif f"{section}.{key}" in options_set and key in FUNCTIONS.get(section, ()) and new != target[key]:
+    elif is_repeated and key in FUNCTIONS.get(section, ()) and new != target[key]:
         log_once(name, f"{new} replaces {target[key]}, because one function is called")
     target[key] = new  # the first flag replaces a file's value
     options_set.add(f"{section}.{key}")

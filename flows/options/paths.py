@@ -42,9 +42,6 @@ def with_function_names(config: PostTrainConfig) -> PostTrainConfig:
     """Return the config with the name of the function in every path of a user-defined function (`rewards.py` becomes
     `rewards.py:reward_func`), so that plan, record and every process mean the same function. The checks
     report files that do not exist.
-
-    Raises:
-        PluginError: a file does not load, or its function cannot be chosen.
     """
     from penstock.stages.rewards.grading import check_reward_options  # loads pyarrow and jinja2
 

@@ -170,11 +170,7 @@ def check_architecture(script: Script, path: Path, argv: list[str]) -> None:
 
 
 def translate_flags(recipe: Recipe, argv: list[str]) -> None:
-    """Set the values of the recipe from the arguments of train.py.
-
-    Raises:
-        OptionError: flags are unknown; the message lists all of them.
-    """
+    """Set the values of the recipe from the arguments of train.py."""
     unknown, options_set, num_of_model = [], set[str](), 0
     for name, args in split_flags(argv):
         own = penstock_flags().get(name)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from pydantic import model_validator
-
 from penstock.engines.lora import LoraOptions
 from penstock.stages.plugins import DEFAULT_NAMES
 from penstock.stages.train.algorithms.registry import ESTIMATORS, POLICY_LOSSES
 from penstock.storage.config import StageConfig, option
-from penstock.storage.errors import OptionError
 
 if TYPE_CHECKING:
     EstimatorName: TypeAlias = str
@@ -265,16 +262,11 @@ class AlgorithmConfig(StageConfig):
             if path := getattr(self, name):
                 yield path, DEFAULT_NAMES[name], arguments
 
-    @model_validator(mode="after")
-    def _check_contradictions(self) -> AlgorithmConfig:
-        rules = (*self._loss_rules(), *self._correction_rules(), *self._model_rules(), *self._adapter_rules())
-        for wrong, message in rules:
-            if wrong:
-                raise OptionError(message)
-        return self
+    def rules(self) -> Iterator[tuple[object, str]]:
+        yield from (*self._loss_rules(), *self._correction_rules(), *self._model_rules(), *self._adapter_rules())
 
     def _loss_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield (is violated, error message) for each rule about estimator and loss."""
+        """Yield the rules about estimator and loss."""
         name = self.advantage_estimator
         estimator = ESTIMATORS[name]
         yield (
@@ -324,7 +316,7 @@ class AlgorithmConfig(StageConfig):
         )
 
     def _correction_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield (is violated, error message) for each rule about the correction of the engine's log-probs."""
+        """Yield the rules about the correction of the engine's log-probs."""
         yield (
             self.use_tis and self.use_rollout_logprobs,
             "--use-tis has no effect with --use-rollout-logprobs, which uses the engine's log-probs as old log-probs: "
@@ -341,7 +333,7 @@ class AlgorithmConfig(StageConfig):
         )
 
     def _adapter_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield (is violated, error message) for each rule about LoRA adapters."""
+        """Yield the rules about LoRA adapters."""
         if self.lora is None:
             return
         yield (
@@ -366,7 +358,7 @@ class AlgorithmConfig(StageConfig):
         )
 
     def _model_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield (is violated, error message) for each rule about auxiliary models and expert routing."""
+        """Yield the rules about auxiliary models and expert routing."""
         yield (
             self.opd and self.loads_teacher and self.opd.opd_teacher_load is None,
             "--use-opd needs --opd-teacher-load, unless --opd-type is sglang: add it, or omit --use-opd",

@@ -179,8 +179,11 @@ def test_flag_of_a_section_creates_it_and_its_switch_removes_it(tmp_path) -> Non
         assert options_by_mutability(config, "identity")["train.lora.lora_rank"] == 8
         assert update_config_from_argv(config, ["--no-lora"]).train.lora is None
     assert parse_config(["--use-opsm"]).train.opsm == parse_config(["--opsm-delta", "1e-4"]).train.opsm is not None
-    assert parse_config(["--use-opsm", "--no-use-opsm"]).train.opsm is None
-    assert parse_config([*words, "--no-lora"]).train.lora is None and parse_config([]).train.lora is None
+    for words in ("--use-opsm --no-use-opsm", "--use-opsm false", "--opsm-delta 1 --no-use-opsm"):
+        assert parse_config(words.split()).train.opsm is None
+    list_option = "--lora-rank 4 --lora-target-modules mlp"
+    assert parse_config(f"{list_option} --no-lora {list_option}".split()).train.lora is not None
+    assert parse_config(["--config", str(file), "--no-lora"]).train.lora is None and parse_config([]).train.lora is None
     assert options_by_mutability(parse_config([]), "identity")["train.lora.lora_rank"] is None
 
 
@@ -192,7 +195,7 @@ def test_flag_of_a_section_creates_it_and_its_switch_removes_it(tmp_path) -> Non
             r"^\[train.lora\] needs --lora-rank, but has only --lora-alpha, --lora-publish: add --lora-rank",
         ),
         ("--lora", r"^\[train.lora\] needs --lora-rank: add --lora-rank, or omit the section"),
-        ("--no-lora 1", "--no-lora is a switch and takes no value"),
+        ("--lora 1", "--lora is a switch and takes no value"),
         ("--lora-alpha inf", "--lora-alpha takes a finite number"),
     ],
 )

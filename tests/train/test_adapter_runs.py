@@ -104,7 +104,7 @@ def test_adapter_run_resumes_replays_and_exports(place: SimpleNamespace) -> None
     assert {name for name in after if after[name] != before[name]} == {name for name in after if ".lora_" in name}
     restorer.save_checkpoint(3)
     commit = checkpoint_of(place, 3)
-    assert commit.inputs["base"] == place.base.key and commit.state["lora"]["alpha"] == 16
+    assert commit.inputs["base"] == place.base.key and commit.state["lora"]["lora_alpha"] == 16
     model = place.store.read(place.base.key)
     full = sum(file.bytes for file in Commit.model_validate_json(model or b"").files)
     assert sum(file.bytes for file in commit.files) < full
