@@ -28,7 +28,7 @@ from penstock.stages.convert.config import ConvertConfig
 from penstock.stages.eval.config import EvalConfig
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
-from penstock.storage.config import Mutability, StageConfig, field_meta, option, section_model
+from penstock.storage.config import Mutability, StageConfig, entries_of, field_meta, option, section_model
 from penstock.storage.disk import read_file
 from penstock.storage.errors import InputError, OptionError
 from penstock.storage.history.run_record import ParentRecord, RecordedConfig
@@ -287,13 +287,6 @@ def with_options(config: Any, section: str, values: dict[str, Any]) -> Any:
     first, _, rest = section.partition(".")
     inner = getattr(config, first)
     return config if inner is None else config.model_copy(update={first: with_options(inner, rest, values)})
-
-
-def entries_of(values: Any, section: str) -> dict[str, Any]:
-    """Return the entries of a section in the values of a config; {} if it is absent or not a table."""
-    for part in section.split("."):
-        values = values.get(part) if isinstance(values, dict) else None
-    return values if isinstance(values, dict) else {}
 
 
 def with_entry(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:

@@ -95,3 +95,10 @@ def section_model(field: FieldInfo) -> type[StageConfig] | None:
         if isinstance(kind, type) and issubclass(kind, StageConfig):
             return kind
     return None
+
+
+def entries_of(values: Any, section: str) -> dict[str, Any]:
+    """Return the entries of a section in the values of a config; {} if it is absent or not a table."""
+    for part in section.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else {}

@@ -15,7 +15,6 @@ from penstock.flows.config import (
     Plan,
     PostTrainConfig,
     RunConfig,
-    entries_of,
     flag_of_field,
     list_options,
     options_by_mutability,
@@ -34,6 +33,7 @@ from penstock.flows.runtime.runs import (
     read_flow_and_config,
 )
 from penstock.storage.commit import Commit, RunKeys, commit_key, decode_record, has_matching_digest
+from penstock.storage.config import entries_of
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import OptionError, RunError, StoreError
 from penstock.storage.history.run_record import ForkRecord, ParentRecord, RunRecord, read_run_record

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.flows.config import PostTrainConfig, flag_of_field, validate_config
+from penstock.flows.config import SECTIONS, PostTrainConfig, flag_of_field, validate_config
 from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, parse_integer, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
@@ -176,7 +176,9 @@ def parse_scoring_options(argv: list[str]) -> PostTrainConfig:
     values = flags.parse_values(argv)
     for section, entries in values.items():
         if other := next((name for name in entries if name not in _SCORING.get(section, ())), None):
-            raise OptionError(f"{flag_of_field(other)} has no effect on scoring stored samples: leave it out")
+            inner = entries[other] if f"{section}.{other}" in SECTIONS else None
+            flag = flag_of_field(next(iter(inner or ()), other))
+            raise OptionError(f"{flag} has no effect on scoring stored samples: leave it out")
     given = validate_config(values)
     if given.eval.eval_rm_type and given.rollout.custom_rm_path:
         raise OptionError(

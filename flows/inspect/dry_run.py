@@ -28,7 +28,6 @@ from penstock.flows.config import (
     PostTrainConfig,
     check_secrets,
     derive,
-    entries_of,
     list_options,
     option_value,
 )
@@ -52,7 +51,7 @@ from penstock.stages.rollout.config import PromptConfig
 from penstock.stages.rollout.prompts.prompt_check import render_first_prompt, split_first_conversation
 from penstock.stages.rollout.prompts.prompt_files import parse_slice
 from penstock.storage.commit import RunKeys
-from penstock.storage.config import field_meta
+from penstock.storage.config import entries_of, field_meta
 from penstock.storage.errors import OptionError, StoreError
 from penstock.storage.store import Store
 from penstock.storage.tracking.trackers import check_trackers

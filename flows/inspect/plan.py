@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.engines.families import read_shape
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.engines.megatron.memory_plan import RUNTIME
-from penstock.flows.config import Flow, PostTrainConfig, entries_of, validate_config
+from penstock.flows.config import Flow, PostTrainConfig, validate_config
 from penstock.flows.gpu_plan import (
     GIB,
     GpuPlan,
@@ -25,6 +25,7 @@ from penstock.flows.options.flags import parse_values
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_store
 from penstock.flows.terminal.console import print_table
+from penstock.storage.config import entries_of
 from penstock.storage.errors import OptionError
 
 if TYPE_CHECKING:

@@ -17,12 +17,13 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from penstock.flows.config import derive, entries_of, list_options, validate_config
+from penstock.flows.config import derive, list_options, validate_config
 from penstock.flows.options.argv import format_bytes, parse_integer, parse_run_argument, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import latest_schedule_options, open_store, unknown_run_error
 from penstock.stages.eval.comparison import check_same_data, compare_rewards, rewards_by_prompt
 from penstock.storage.commit import Commit, RunKeys
+from penstock.storage.config import entries_of
 from penstock.storage.errors import DataError, InputError, OptionError, StoreError
 from penstock.storage.history.run_record import RunRecord, read_run_record, read_schedule_changes
 from penstock.storage.report.data import OptionRow, ReportInput, collect_overview

@@ -20,7 +20,6 @@ from penstock.flows.config import (
     SECTIONS,
     SWITCHES,
     PostTrainConfig,
-    entries_of,
     flag_of_field,
     option_value,
     validate_config,
@@ -39,7 +38,7 @@ from penstock.flows.options.refused import ACCEPTED, REFUSED, is_listed
 from penstock.flows.runtime.runner import run_flow
 from penstock.flows.slime.flag_table import OF_MODEL
 from penstock.flows.slime.shell import Script, read_script
-from penstock.storage.config import field_meta
+from penstock.storage.config import entries_of, field_meta
 from penstock.storage.errors import EngineError, ModelError, OptionError
 from penstock.storage.secrets import is_secret_name
 
