@@ -407,7 +407,7 @@ def rows_of_toml_shapes() -> Iterator[Bad]:
         ("lr: 1", "row.toml"), ("{\"train\": {}}", "row.toml"),
         ("[train]\nlr = 1979-05-27", "--lr"), ("[rollout.engine_options]\nx = 1979-05-27T07:32:00Z", "--sglang-x"),
         ("[rollout.engine_options]\nmem_fraction_static = nan", "--sglang-mem-fraction-static"),
-        ("[train.megatron]\nhidden_dropout = inf", "hidden_dropout: no such"),
+        ("[train.megatron]\nhidden_dropout = inf", "hidden_dropout is not supported"),
         ("[train.megatron]\nx = 1", "x: no such"), ("[train]\nmegatron = [1]", "[train.megatron] is [1]"),
         ("[run]\nnum_rollout = 3.5", "--num-rollout"),
         ("[run]\nnum_rollout = 99999999999999999999", "--num-rollout"), ("[run]\nrun = 5", "--run"),
