@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from pydantic import BaseModel, ConfigDict
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.engines.families import tensor_layout
 from penstock.engines.families.entries import read_config
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.families.tensor_rows import TensorLayout
+from penstock.storage.config import StageConfig, option
 from penstock.storage.errors import ModelError, OptionError
 
 if TYPE_CHECKING:
@@ -39,20 +38,45 @@ EXPERT = ".mlp.experts."
 EXPERT_INDEX = re.compile(r"\.local_experts\.(\d+)\.")
 
 
-class LoraOptions(BaseModel):
-    """Rank, scaling and target layers of a policy's adapters."""
+class LoraOptions(StageConfig):
+    """Train LoRA adapters, and freeze the model's own weights."""
 
-    model_config = ConfigDict(frozen=True)
+    lora_rank: int = option(ge=1)
+    """Rank of the adapters."""
 
-    rank: int
-    alpha: float
-    target_modules: tuple[str, ...]
-    use_rslora: bool = False
+    lora_alpha: float | None = option(None, gt=0)
+    """Scale of the adapters: their output is multiplied by alpha / rank; default: --lora-rank."""
+
+    lora_dropout: float = option(0.0, ge=0, lt=1)
+    """Dropout of the adapters' inputs; only 0 is supported, because engines and replays have none."""
+
+    lora_target_modules: list[str] = option(["all-linear"])
+    """Layers with adapters: attention, mlp, experts, all-linear, or names such as o_proj."""
+
+    lora_use_rslora: bool = option(False)
+    """Multiply the adapters' output by alpha / sqrt(rank) (rsLoRA)."""
+
+    lora_load: str | None = option(None)
+    """PEFT directory of adapters to start from, with the rank, alpha and layers of the options."""
+
+    lora_publish: Literal["adapter", "merged"] | None = option(None, mutability="placement")
+    """What engines get: adapter sends only the adapters; merged sends all weights, with the adapters added to them.
+    Default: adapter if the engines can apply them, else merged."""
+
+    @property
+    def adapters(self) -> dict[str, Any]:
+        """What a checkpoint of adapters depends on: rank, scale and layers."""
+        return {"rank": self.lora_rank, "scale": self.scale, "layers": self.lora_target_modules}
+
+    @property
+    def alpha(self) -> float:
+        """Numerator of the scale."""
+        return self.lora_alpha or self.lora_rank
 
     @property
     def scale(self) -> float:
         """Factor of an adapter's output: alpha / rank, or alpha / sqrt(rank) with rsLoRA (arXiv:2312.03732)."""
-        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+        return self.alpha / (math.sqrt(self.lora_rank) if self.lora_use_rslora else self.lora_rank)
 
 
 @dataclass(frozen=True)
@@ -68,7 +92,7 @@ class AdapterTarget:
         return f"{self.name}.weight"
 
 
-def adapter_targets(shape: ModelShape, target_modules: tuple[str, ...]) -> dict[str, AdapterTarget]:
+def adapter_targets(shape: ModelShape, target_modules: Sequence[str]) -> dict[str, AdapterTarget]:
     """Return the linear layers that get adapters, by their global Megatron name, in the order of the model.
 
     Targets are "attention", "mlp" (dense MLPs and shared experts), "experts" (routed experts), "all-linear", or names
@@ -145,17 +169,17 @@ def check_adapters(
     shape: ModelShape, options: LoraOptions, *, tensor: int, pipeline: int, expert_tensor: int | None, grouped: bool
 ) -> None:
     """Check that adapters of these options can be trained with the parallel sizes."""
-    targets = adapter_targets(shape, options.target_modules)
+    targets = adapter_targets(shape, options.lora_target_modules)
     with_experts = [name for name in targets if EXPERT in name]
     if with_experts and (expert_tensor or tensor) not in (1, tensor):
         raise OptionError(
             f"adapters of experts need --expert-tensor-parallel-size 1 or {tensor} (--tensor-model-parallel-size), but "
             f"found {expert_tensor}: change it, or leave experts out of {TARGETS}"
         )
-    if with_experts and grouped and options.rank % 8:
+    if with_experts and grouped and options.lora_rank % 8:
         raise OptionError(
-            f"--lora-rank {options.rank} with grouped experts must be a multiple of 8 (rows of 16 bytes): change it, "
-            f"or leave experts out of {TARGETS}"
+            f"--lora-rank {options.lora_rank} with grouped experts must be a multiple of 8 (rows of 16 bytes): change "
+            f"it, or leave experts out of {TARGETS}"
         )
     if pipeline > 1 and len(with_experts) == len(targets):
         raise OptionError(
@@ -199,10 +223,10 @@ def peft_config(options: LoraOptions, shape: ModelShape, base_model: str) -> dic
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
-        "r": options.rank,
+        "r": options.lora_rank,
         "lora_alpha": options.alpha,
         "lora_dropout": 0.0,
-        "use_rslora": options.use_rslora,
+        "use_rslora": options.lora_use_rslora,
         "target_modules": names if is_exact else modules,
         "bias": "none",
         "inference_mode": True,
@@ -211,7 +235,10 @@ def peft_config(options: LoraOptions, shape: ModelShape, base_model: str) -> dic
 
 def served_config(options: LoraOptions, shape: ModelShape, base_model: str) -> dict[str, Any]:
     """Return `peft_config` for engines that compute the scale as lora_alpha / r in any case."""
-    return peft_config(options, shape, base_model) | {"lora_alpha": options.scale * options.rank, "use_rslora": False}
+    return peft_config(options, shape, base_model) | {
+        "lora_alpha": options.scale * options.lora_rank,
+        "use_rslora": False,
+    }
 
 
 def served_modules(options: LoraOptions, shape: ModelShape) -> tuple[str, ...]:
@@ -227,7 +254,7 @@ def served_tensors(options: LoraOptions, shape: ModelShape) -> list[str]:
 
 def _targets(shape: ModelShape, options: LoraOptions | None = None) -> list[AdapterTarget]:
     """Return the layers with adapters; without `options` all layers that can have some."""
-    return list(adapter_targets(shape, options.target_modules if options else ("all-linear",)).values())
+    return list(adapter_targets(shape, options.lora_target_modules if options else ("all-linear",)).values())
 
 
 @contextmanager
@@ -248,7 +275,7 @@ def check_peft_directory(directory: Path, shape: ModelShape, options: LoraOption
         if not (directory / name).is_file():
             raise ModelError(f"{directory / name} does not exist: give --lora-load a directory that PEFT has saved")
     config = read_config(directory / CONFIG)
-    needed = {"r": options.rank, "lora_alpha": options.alpha, "use_rslora": options.use_rslora}
+    needed = {"r": options.lora_rank, "lora_alpha": options.alpha, "use_rslora": options.lora_use_rslora}
     neutral = dict.fromkeys(("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform"))
     for name, value in {**needed, **neutral, "bias": "none", "fan_in_fan_out": False}.items():
         found = config.get(name)
@@ -262,8 +289,8 @@ def check_peft_directory(directory: Path, shape: ModelShape, options: LoraOption
     for target in _targets(shape, options):
         for module in target.hf_modules:
             out, size = layout.hf_shapes[f"{module}.weight"]
-            shapes[f"{PREFIX}{module}.lora_A.weight"] = [options.rank, size]
-            shapes[f"{PREFIX}{module}.lora_B.weight"] = [out, options.rank]
+            shapes[f"{PREFIX}{module}.lora_A.weight"] = [options.lora_rank, size]
+            shapes[f"{PREFIX}{module}.lora_B.weight"] = [out, options.lora_rank]
     found = {name: tensor["shape"] for name, tensor in read_header(directory / WEIGHTS)[0].items()}
     if differing := sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name)):
         name = differing[0]

@@ -19,7 +19,6 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from penstock.engines.backends import DEFAULT, EngineFacts, engine_backend
-from penstock.engines.megatron.megatron_options import options_that_change_results
 from penstock.flows.debug_config import DebugConfig
 from penstock.flows.options.argv import short_repr
 from penstock.flows.options.refused import REFUSED
@@ -29,14 +28,13 @@ from penstock.stages.convert.config import ConvertConfig
 from penstock.stages.eval.config import EvalConfig
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
-from penstock.storage.config import Mutability, StageConfig, field_meta, option
+from penstock.storage.config import Mutability, StageConfig, entries_of, field_meta, option, section_model
 from penstock.storage.disk import read_file
 from penstock.storage.errors import InputError, OptionError, nearest_name
 from penstock.storage.history.run_record import ParentRecord, RecordedConfig
 from penstock.storage.secret_references import contains_hidden_secret, hide_literal_secrets, resolve_secrets
 from penstock.storage.secrets import has_credentials
 
-MEGATRON = "train.megatron"  # the option that has Megatron's options
 GROUP_SIZE = 8  # default of --n-samples-per-prompt with a group-relative estimator
 MAX_CONFIG_BYTES = 4 << 20  # size limit of a --config file; the longest recipe has 3 kB
 
@@ -90,13 +88,13 @@ class PostTrainConfig(StageConfig):
         """Return the options of the rollout, whose user-defined functions also get the options of the other sections as
         attributes of `args`, except secrets."""
         others = {
-            name: getattr(getattr(self, section), name)
+            name: option_value(self, section, name)
             for section, name, field in list_options()
             if section != "rollout" and not field_meta(field).secret
         }
-        megatron = self.train.megatron.model_dump()
-        plugin_args = megatron | others | {"megatron": megatron} | self.rollout.plugin_args
-        return self.rollout.model_copy(update={"plugin_args": plugin_args})
+        for section, switch in SWITCHES.items():
+            others[switch[2:].replace("-", "_")] = option_value(self, *section.rsplit(".", 1)) is not None
+        return self.rollout.model_copy(update={"plugin_args": others | self.rollout.plugin_args})
 
     @property
     def start_weights(self) -> str:
@@ -122,81 +120,73 @@ class PostTrainConfig(StageConfig):
     @classmethod
     def _reject_unusable_values(cls, values: Any) -> Any:
         """Reject values that pydantic would convert or that no stage can use."""
-        for section, entries in values.items() if isinstance(values, dict) else ():
-            fields = SECTIONS[section].model_fields if section in SECTIONS else {}
-            for name, value in entries.items() if isinstance(entries, dict) else ():
-                if name in fields:
-                    flag = f"--{entries.get('engine', DEFAULT)}" if name == "engine_options" else flag_of_field(name)
-                    check_value(flag, value, fields[name])
+        for section, name, field in list_options():
+            if name in (entries := entries_of(values, section)):
+                flag = f"--{entries.get('engine', DEFAULT)}" if name == "engine_options" else flag_of_field(name)
+                check_value(flag, entries[name], field)
         return values
 
-    @model_validator(mode="after")
-    def _check_retention(self) -> PostTrainConfig:
-        """Check that --keep-best is given with --keep-checkpoints."""
-        if self.run.keep_best is not None and self.run.keep_checkpoints is None:
-            raise OptionError(
-                f"--keep-best {self.run.keep_best} has no effect without --keep-checkpoints (all checkpoints are "
-                "kept): add --keep-checkpoints N"
-            )
-        return self
+    def rules(self) -> Iterator[tuple[object, str]]:
+        yield from (*self._sharing_rules(), *self._async_rules(), *self._streaming_rules(), *self._teacher_rules())
 
-    @model_validator(mode="after")
-    def _check_sharing(self) -> PostTrainConfig:
-        """Check that --colocate does not contradict --rollout-num-gpus, and that offloaded engines are not external."""
+    def _sharing_rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the rules about checkpoints that are kept, and about engines on the trainer's GPUs."""
+        yield (
+            self.run.keep_best is not None and self.run.keep_checkpoints is None,
+            f"--keep-best {self.run.keep_best} has no effect without --keep-checkpoints (all checkpoints are "
+            "kept): add --keep-checkpoints N",
+        )
         engines, ranks = self.rollout.rollout_num_gpus, self.train.num_ranks
-        if self.run.colocate and engines not in (None, ranks):
-            raise OptionError(
-                f"--colocate puts the engines on the trainer's {ranks} GPUs, but --rollout-num-gpus is {engines}: "
-                "omit --rollout-num-gpus to share them, or --colocate to use others"
-            )
-        if self.run.offloads_engines and self.rollout.rollout_external_engine_addrs:
-            raise OptionError(
-                "--offload-rollout (or --colocate) cannot be combined with --rollout-external-engine-addrs, because "
-                "external engines keep their memory: omit --offload-rollout and --colocate"
-            )
-        return self
+        yield (
+            self.run.colocate and engines not in (None, ranks),
+            f"--colocate puts the engines on the trainer's {ranks} GPUs, but --rollout-num-gpus is {engines}: "
+            "omit --rollout-num-gpus to share them, or --colocate to use others",
+        )
+        yield (
+            self.run.offloads_engines and self.rollout.rollout_external_engine_addrs,
+            "--offload-rollout (or --colocate) cannot be combined with --rollout-external-engine-addrs, because "
+            "external engines keep their memory: omit --offload-rollout and --colocate",
+        )
 
-    @model_validator(mode="after")
-    def _check_async(self) -> PostTrainConfig:
-        """Check that generation or evaluation during training does not contradict options about memory."""
+    def _async_rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the rules about generation and evaluation during training."""
         run = self.run
         mode = "--async-mode streaming" if run.streams else f"--async-buffer-size {run.async_buffer_size}"
-        if run.generates_ahead and run.alternates_trainer_and_engines:
-            raise OptionError(
-                f"{mode} generates while the trainer works, but with --colocate, --offload-train or --offload-rollout "
-                f"trainer and engines use the memory in turns: omit {mode}, or these options"
-            )
-        if run.offloads_engines and run.update_weights_interval > 1:
-            raise OptionError(
-                f"--update-weights-interval {run.update_weights_interval} leaves weights in the engines for several "
-                "rounds, but with --colocate or --offload-rollout they release them after each: give an interval of 1, "
-                "or omit these options"
-            )
-        if self.eval.eval_mode == "apart" and run.alternates_trainer_and_engines:
-            raise OptionError(
-                "--eval-mode apart evaluates while the trainer works, but with --colocate, --offload-train or "
-                "--offload-rollout trainer and engines take turns: omit --eval-mode apart, or these options"
-            )
-        if self.eval.eval_mode == "apart" and not self.eval.data_sets:
-            raise OptionError(
-                "--eval-mode apart reserves engines, but nothing is evaluated: add --eval-prompt-data, or omit it"
-            )
-        if self.eval.eval_mode == "between" and self.eval.eval_num_engines != 1:
-            raise OptionError("--eval-num-engines has no effect without --eval-mode apart: add this, or omit it")
-        return self
+        yield (
+            run.generates_ahead and run.alternates_trainer_and_engines,
+            f"{mode} generates while the trainer works, but with --colocate, --offload-train or --offload-rollout "
+            f"trainer and engines use the memory in turns: omit {mode}, or these options",
+        )
+        yield (
+            run.offloads_engines and run.update_weights_interval > 1,
+            f"--update-weights-interval {run.update_weights_interval} leaves weights in the engines for several "
+            "rounds, but with --colocate or --offload-rollout they release them after each: give an interval of 1, "
+            "or omit these options",
+        )
+        yield (
+            self.eval.eval_mode == "apart" and run.alternates_trainer_and_engines,
+            "--eval-mode apart evaluates while the trainer works, but with --colocate, --offload-train or "
+            "--offload-rollout trainer and engines take turns: omit --eval-mode apart, or these options",
+        )
+        yield (
+            self.eval.eval_mode == "apart" and not self.eval.data_sets,
+            "--eval-mode apart reserves engines, but nothing is evaluated: add --eval-prompt-data, or omit it",
+        )
+        yield (
+            self.eval.eval_mode == "between" and self.eval.eval_num_engines != 1,
+            "--eval-num-engines has no effect without --eval-mode apart: add this, or omit it",
+        )
 
-    @model_validator(mode="after")
-    def _check_streaming(self) -> PostTrainConfig:
-        """Check that --async-mode streaming does not contradict other options, and that its own options come with
-        it."""
+    def _streaming_rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the rules about --async-mode streaming and its own options."""
         run, rollout = self.run, self.rollout
         if not run.streams:
             for name in {"max_staleness", "pause_generation_mode"} & run.model_fields_set:
-                if getattr(run, name) != RunConfig.model_fields[name].default:
-                    raise OptionError(
-                        f"{flag_of_field(name)} has no effect without --async-mode streaming: add this, or omit it"
-                    )
-            return self
+                yield (
+                    getattr(run, name) != RunConfig.model_fields[name].default,
+                    f"{flag_of_field(name)} has no effect without --async-mode streaming: add this, or omit it",
+                )
+            return
         unused: dict[str, Any] = {
             "--async-buffer-size": run.async_buffer_size,
             "--partial-rollout": rollout.partial_rollout,
@@ -204,40 +194,39 @@ class PostTrainConfig(StageConfig):
             "--rollout-function-path": rollout.rollout_function_path,
         }
         for flag, value in unused.items():
-            if value:
-                raise OptionError(
-                    f"{flag} cannot be combined with --async-mode streaming, in which rounds have no end at which "
-                    f"groups are aborted or returned to a data source: omit {flag}, or --async-mode streaming"
-                )
-        if run.check_weight_update_equal:
-            raise OptionError(
-                "--check-weight-update-equal cannot be combined with --async-mode streaming, because it overwrites the "
-                "weights while requests use them: omit --check-weight-update-equal"
+            yield (
+                value,
+                f"{flag} cannot be combined with --async-mode streaming, in which rounds have no end at which "
+                f"groups are aborted or returned to a data source: omit {flag}, or --async-mode streaming",
             )
-        if run.update_weights_interval > run.max_staleness + 1:
-            raise OptionError(
-                f"--update-weights-interval {run.update_weights_interval} makes tokens older than --max-staleness "
-                f"{run.max_staleness} allows: give an interval of at most {run.max_staleness + 1}"
-            )
-        return self
+        yield (
+            run.check_weight_update_equal,
+            "--check-weight-update-equal cannot be combined with --async-mode streaming, because it overwrites the "
+            "weights while requests use them: omit --check-weight-update-equal",
+        )
+        yield (
+            run.update_weights_interval > run.max_staleness + 1,
+            f"--update-weights-interval {run.update_weights_interval} makes tokens older than --max-staleness "
+            f"{run.max_staleness} allows: give an interval of at most {run.max_staleness + 1}",
+        )
 
-    @model_validator(mode="after")
-    def _check_teacher(self) -> PostTrainConfig:
-        """Check that --opd-type sglang has one teacher, with log-probs at the same temperature."""
+    def _teacher_rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the rules about the teacher of --opd-type sglang."""
         rollout, train = self.rollout, self.train
-        if rollout.opd_teacher_url is not None and not train.reads_teacher_logprobs:
-            raise OptionError("--opd-teacher-url has no effect without --opd-type sglang: add it, or omit the address")
-        if train.reads_teacher_logprobs and (rollout.opd_teacher_url is None) == (train.opd_teacher_load is None):
-            raise OptionError(
-                "--opd-type sglang needs either --opd-teacher-load, a model for which the run starts an engine, or "
-                "--opd-teacher-url, the address of a server: give one of them"
-            )
-        if train.reads_teacher_logprobs and rollout.rollout_temperature != 1:
-            raise OptionError(
-                f"--opd-type sglang returns log-probs at temperature 1, but --rollout-temperature is "
-                f"{rollout.rollout_temperature}: give 1, or use --opd-teacher-load"
-            )
-        return self
+        yield (
+            rollout.opd_teacher_url is not None and not train.reads_teacher_logprobs,
+            "--opd-teacher-url has no effect without --opd-type sglang: add it, or omit the address",
+        )
+        yield (
+            train.reads_teacher_logprobs and (rollout.opd_teacher_url is None) == (train.served_teacher is None),
+            "--opd-type sglang needs either --opd-teacher-load, a model for which the run starts an engine, or "
+            "--opd-teacher-url, the address of a server: give one of them",
+        )
+        yield (
+            train.reads_teacher_logprobs and rollout.rollout_temperature != 1,
+            f"--opd-type sglang returns log-probs at temperature 1, but --rollout-temperature is "
+            f"{rollout.rollout_temperature}: give 1, or use --opd-teacher-load",
+        )
 
     @model_validator(mode="after")
     def _check_derived_options(self) -> PostTrainConfig:
@@ -255,17 +244,65 @@ class Plan(PostTrainConfig):
     notes: tuple[str, ...] = Field(exclude=True)  # what was decided in an unusual way
 
 
-SECTIONS: dict[str, type[StageConfig]] = {
-    name: field.annotation  # type: ignore[misc]
-    for name, field in PostTrainConfig.model_fields.items()
+def _sections(model: type[StageConfig], prefix: str = "") -> dict[str, type[StageConfig]]:
+    """Return the sections of a config, each before those in it: dotted path -> config."""
+    found: dict[str, type[StageConfig]] = {}
+    for name, field in model.model_fields.items():
+        if inner := section_model(field):
+            found |= {prefix + name: inner} | _sections(inner, f"{prefix}{name}.")
+    return found
+
+
+SECTIONS = _sections(PostTrainConfig)
+SWITCHES = {  # optional section -> the flag that adds it: the first alias of its field, or its name
+    f"{section}.{name}": "--" + next(iter(field_meta(field).aliases), name).replace("_", "-")
+    for section, model in SECTIONS.items()
+    for name, field in model.model_fields.items()
+    if section_model(field) and field.default is None
 }
 
 
 def list_options() -> Iterator[tuple[str, str, FieldInfo]]:
-    """Yield every option as (section, name, field)."""
+    """Yield every option as (dotted path of its section, name, field)."""
     for section, model in SECTIONS.items():
         for name, field in model.model_fields.items():
-            yield section, name, field
+            if section_model(field) is None:
+                yield section, name, field
+
+
+def option_value(config: PostTrainConfig, section: str, name: str) -> Any:
+    """Return the value of an option; None if its section is absent."""
+    found: Any = config
+    for part in section.split("."):
+        found = found and getattr(found, part)
+    return found and getattr(found, name)
+
+
+def with_options(config: Any, section: str, values: dict[str, Any]) -> Any:
+    """Return the config with other values of options of a section; unchanged if the section is absent. Options that
+    keep their value are not among those that are given."""
+    if not section:
+        return config.model_copy(update={name: new for name, new in values.items() if new != getattr(config, name)})
+    first, _, rest = section.partition(".")
+    inner = getattr(config, first)
+    return config if inner is None else config.model_copy(update={first: with_options(inner, rest, values)})
+
+
+def with_entry(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """Return the values of a config with another value of the option at a dotted path."""
+    first, _, rest = path.partition(".")
+    if rest:
+        value = with_entry(entries_of(values, first), rest, value)
+    return {**values, first: value}
+
+
+def create_section(values: dict[str, Any], section: str) -> dict[str, Any]:
+    """Return the entries of a section in the values of a config, in which it is created if it is absent."""
+    for part in section.split("."):
+        if not isinstance(values.get(part), dict):
+            values[part] = {}
+        values = values[part]
+    return values
 
 
 def derive(config: PostTrainConfig) -> PostTrainConfig:
@@ -273,9 +310,6 @@ def derive(config: PostTrainConfig) -> PostTrainConfig:
 
     These are the size of a group, samples and steps of a round, --use-tis, --params-dtype, the learning-rate schedule
     and --debug-train-only with --load-debug-rollout-data.
-
-    Raises:
-        OptionError: the options that they depend on contradict each other.
     """
     run, rollout, train = config.run, config.rollout, config.train
     if config.debug.load_debug_rollout_data and not run.debug_rollout_only:  # needs no engines
@@ -323,12 +357,10 @@ def validate_config(values: dict[str, Any]) -> PostTrainConfig:
             "--store contains credentials: give them as --store-options NAME=env:VARIABLE (or secret-file:PATH)"
         )
     try:
-        sections = {name: dict(section) if isinstance(section, dict) else section for name, section in values.items()}
         for section, name in secret_fields():
-            options_of_section = sections.get(section)
-            if isinstance(options_of_section, dict) and name in options_of_section:
-                options_of_section[name] = hide_literal_secrets(name, options_of_section[name])
-        return PostTrainConfig.model_validate(sections)
+            if name in (entries := entries_of(values, section)):
+                values = with_entry(values, f"{section}.{name}", hide_literal_secrets(name, entries[name]))
+        return PostTrainConfig.model_validate(values)
     except ValidationError as error:
         cause = error.errors()[0].get("ctx", {}).get("error")
         raise (type(cause) if isinstance(cause, InputError) else OptionError)(describe_error(error)) from error
@@ -347,13 +379,9 @@ def check_secrets(config: PostTrainConfig, *, allow_literal: bool = True) -> Non
     Args:
         config: the config to check.
         allow_literal: accept secrets given as literal values, which no other process can resolve.
-
-    Raises:
-        OptionError: an environment variable is not set, a secret file cannot be read, or a secret is given literally
-        although `allow_literal` is False.
     """
     for section, name in secret_fields():
-        value = getattr(getattr(config, section), name)
+        value = option_value(config, section, name)
         if not allow_literal and contains_hidden_secret(value):
             raise OptionError(
                 f"{flag_of_field(name)} contains a secret, which would be readable on the Prefect server: "
@@ -368,11 +396,7 @@ def secret_fields() -> list[tuple[str, str]]:
 
 
 def read_toml(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Return section -> option -> value of a TOML file.
-
-    Raises:
-        OptionError: the file does not exist, is not TOML, or has values outside the known sections.
-    """
+    """Return section -> option -> value of a TOML file."""
     text = read_config_text(path)
     try:
         values = tomllib.loads(text)
@@ -405,7 +429,7 @@ def read_config_text(path: str | Path, flag: str = "--config", kind: str = "TOML
 
 def check_known_section(path: str | Path, name: str, entries: Any) -> None:
     """Check that a top-level entry of a config file is a known section. Raises OptionError."""
-    if name in SECTIONS:
+    if name in PostTrainConfig.model_fields:
         if not isinstance(entries, dict):
             kind = "an array of tables" if isinstance(entries, list) else f"the value {short_repr(entries)}"
             raise OptionError(f"config file {path}: {name} is {kind}: write [{name}] and below it option = value")
@@ -413,24 +437,26 @@ def check_known_section(path: str | Path, name: str, entries: Any) -> None:
     owner = next((section for section, option_name, _ in list_options() if option_name == name.replace("-", "_")), None)
     if owner is not None:
         raise OptionError(f"config file {path}: {name} is outside its section: write it below [{owner}]")
-    known = ", ".join(f"[{section}]" for section in SECTIONS)
-    raise OptionError(f"config file {path} has the section [{short_repr(name)[1:-1]}]: the sections are {known}")
+    raise OptionError(f"config file {path} has the section [{short_repr(name)[1:-1]}]: the sections are {_KNOWN}")
+
+
+_KNOWN = ", ".join(f"[{section}]" for section in PostTrainConfig.model_fields)
 
 
 def options_by_mutability(config: PostTrainConfig, mutability: Mutability) -> dict[str, Any]:
     """Return the options of one mutability class: `section.name` -> JSON value.
 
-    A resumed run cannot change `identity` options; it may change `schedule` and `placement` options. Of Megatron's
-    options, `train.megatron`, only those that can change results are identity options.
+    A resumed run cannot change `identity` options; it may change `schedule` and `placement` options. The options of an
+    absent section are None.
     """
     dumped = config.model_dump(mode="json")
     options = {
-        f"{section}.{name}": dumped[section][name]
+        f"{section}.{name}": entries_of(dumped, section).get(name)
         for section, name, field in list_options()
         if field_meta(field).mutability == mutability
     }
-    if MEGATRON in options:
-        options[MEGATRON] = options_that_change_results(options[MEGATRON])
+    if mutability == "identity":
+        options["train.megatron.recompute_modules"] = config.train.megatron.rounding_modules
     return options
 
 
@@ -455,31 +481,34 @@ def flag_of_field(field_name: str) -> str:
 def describe_error(error: ValidationError) -> str:
     """Return the first error of a validation as one sentence with the flag or the section."""
     first = error.errors()[0]
-    where = [str(part) for part in first["loc"]]
-    message = first["msg"].removeprefix("Value error, ")
-    section_of_options = len(where) == 1 and where[0] in SECTIONS
-    if not where or ((section_of_options or where == MEGATRON.split(".")) and first["type"] == "value_error"):
+    where, message = [str(part) for part in first["loc"]], first["msg"].removeprefix("Value error, ")
+    depth = next(n for n in range(len(where), -1, -1) if n == 0 or ".".join(where[:n]) in SECTIONS)
+    section, value = ".".join(where[:depth]), first.get("input")
+    if depth == len(where) and (not where or first["type"] == "value_error"):
         return message  # a check across options: its message has their flags
-    if section_of_options:
-        return f"[{where[0]}] is {short_repr(first.get('input'))}: write [{where[0]}] and below it option = value"
+    if depth == len(where):
+        return f"[{section}] is {short_repr(value)}: write [{section}] and below it option = value"
     if first["type"] == "extra_forbidden":
         return describe_unknown_option(where)
-    depth = 2 if where[:2] == MEGATRON.split(".") else 1
-    name = where[min(depth, len(where) - 1)]
-    value = "" if any(name == secret for _, secret in secret_fields()) else f" {short_repr(first.get('input'))}"
-    return f"{flag_of_field(name)}{value}: {message[0].lower()}{message[1:]}"
+    name, flag = where[depth], flag_of_field(where[depth])
+    if first["type"] == "missing" and depth == len(where) - 1:
+        given = ", ".join(map(flag_of_field, value)) if isinstance(value, dict) else ""
+        found = f", but has only {given}" if given else ""
+        return f"[{section}] needs {flag}{found}: add {flag}, or omit {given or 'the section'}"
+    shown = "" if (section, name) in secret_fields() else f" {short_repr(value)}"
+    return f"{flag}{shown}: {message[0].lower()}{message[1:]}"
 
 
 def describe_unknown_option(where: list[str]) -> str:
     """Return `[train] learning_rate: no such option`, with the nearest known option."""
     section, name = ".".join(where[:-1]), where[-1]
     if not section:
-        known = ", ".join(f"[{section_name}]" for section_name in SECTIONS)
-        return f"[{short_repr(name)[1:-1]}]: no such section; the sections are {known}"
+        return f"[{short_repr(name)[1:-1]}]: no such section; the sections are {_KNOWN}"
     if reason := REFUSED.get(flag_of_field(name)):
         return f"[{section}] {name} is not supported: {reason}"
-    fields = SECTIONS[where[0]].model_fields if where[0] in SECTIONS else {}
-    near = nearest_name(name.replace("-", "_"), fields)
-    owner = next((other for other, option_name, _ in list_options() if option_name == name), None)
-    hint = f"; it belongs to [{owner}]" if owner else f": did you mean {near}?" if near else ""
+    near = nearest_name(name.replace("-", "_"), SECTIONS[section].model_fields if section in SECTIONS else {})
+    owners = [other for other, option_name, _ in list_options() if option_name == name]
+    owners += [path for path, switch in SWITCHES.items() if switch == flag_of_field(name)]
+    hint = f"; it belongs to [{owners[0]}]" if owners else ": `penstock train --help-all` lists them"
+    hint = f": did you mean {near}?" if near and not owners else hint
     return f"[{section}] {short_repr(name)[1:-1]}: no such option{hint}"

@@ -9,7 +9,6 @@ from pydantic import model_validator
 from penstock.stages.torch_files import check_template
 from penstock.stages.train.diagnostics.config import DiagnosticsConfig
 from penstock.storage.config import option
-from penstock.storage.errors import OptionError
 
 GRAD_NORM_PLACEHOLDERS = ("role", "rollout_id", "step_id")
 # Switch -> options that have no effect without it.
@@ -95,20 +94,15 @@ class DebugConfig(DiagnosticsConfig):
                 check_template(_flag(name), template, allowed, required)
         return self
 
-    @model_validator(mode="after")
-    def _check_contradictions(self) -> DebugConfig:
+    def rules(self) -> Iterator[tuple[object, str]]:
+        yield from super().rules()
         for switch, names in COMPANIONS.items():
-            fields = type(self).model_fields
-            given = [name for name in names if getattr(self, name) != fields[name].default]
-            if given and not getattr(self, switch):
-                raise OptionError(f"{_flag(given[0])} has no effect without {_flag(switch)}: add this, or omit it")
-        for wrong, message in self._rules():
-            if wrong:
-                raise OptionError(message)
-        return self
-
-    def _rules(self) -> Iterator[tuple[object, str]]:
-        """Yield (is violated, error message) for each rule about several of these options."""
+            for name in names:
+                is_given = getattr(self, name) != type(self).model_fields[name].default
+                yield (
+                    is_given and not getattr(self, switch),
+                    f"{_flag(name)} has no effect without {_flag(switch)}: add this, or omit it",
+                )
         targets = ", ".join(self.profile_target)
         yield (
             len(self.profile_target) > 1 and "train_overall" in self.profile_target,

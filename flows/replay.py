@@ -22,11 +22,16 @@ from prefect.states import Completed
 
 from penstock.engines.cluster import Cluster
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.megatron.megatron_options import options_that_change_results
-from penstock.flows.config import PostTrainConfig, flag_of_field, training_options, validate_config
+from penstock.flows.config import (
+    PostTrainConfig,
+    flag_of_field,
+    options_by_mutability,
+    training_options,
+    validate_config,
+)
 from penstock.flows.gpu_plan import check_layout
 from penstock.flows.options.argv import parse_integer, parse_run_argument, split_args
-from penstock.flows.options.flags import parse_config
+from penstock.flows.options.flags import merge_values, parse_config
 from penstock.flows.run_config import RunConfig
 from penstock.flows.runtime.engine_options import run_placement
 from penstock.flows.runtime.runs import open_store, read_flow_and_config
@@ -34,7 +39,6 @@ from penstock.stages.train.restore import PolicyRestorer, ReplayError, ReplayRes
 from penstock.stages.train.spec import TrainerSpec
 from penstock.stages.train.trainer_group import TrainerGroup
 from penstock.storage.commit import CheckpointRef, RunKeys, commit_key
-from penstock.storage.config import field_meta
 from penstock.storage.errors import InputError, OptionError, RunError, StoreError
 from penstock.storage.history.run_record import read_run_record
 from penstock.storage.store import Store
@@ -56,8 +60,9 @@ def main(argv: list[str]) -> int:
     """Run the command. Return the exit code: 0 if all rounds agree, 1 if a round differs or the replay failed."""
     positional, own, rest = split_args(argv, {"--from": True, "--to": True, "--json": True})
     run, options, given = parse_run_argument("replay", positional), parse_own_flags(own), parse_config(rest)
-    try:  # without Prefect, which only a deployment of the flow needs
-        replay.fn(run, given.run, placement_options(given), **options)
+    placement = given.train.model_dump(mode="json", exclude_unset=True)
+    try:
+        replay.fn(run, given.run, placement, **options)  # without Prefect, which only a deployment of the flow needs
     except (InputError, StoreError):
         raise
     except Exception as error:
@@ -80,7 +85,7 @@ def replay(
 
     Args:
         where: the store (`store`, `store_options`), and `ray_address` to use an existing Ray cluster.
-        placement: placement fields of the trainer's config that replace the recorded ones.
+        placement: placement options of the trainer (as in a file, below [train]) that replace the recorded ones.
         first: policy version to start at, or the newest checkpoint before it.
         last: policy version to end at; default the last committed one.
         json_file: file to write each round's verdict, weight digest and metrics to.
@@ -156,38 +161,21 @@ def check_replay(
     return config, begin, last
 
 
-def placement_options(given: PostTrainConfig) -> dict[str, Any]:
-    """Return the trainer's placement options among those given on the command line.
-
-    The options of Megatron are compared with the recorded ones later (`_replay_config`).
-    """
-    placement = {}
-    for name in given.train.model_fields_set:
-        if name != "megatron" and field_meta(type(given.train).model_fields[name]).mutability != "placement":
-            raise _fixed_option_error(name)
-        placement[name] = getattr(given.train, name)
-    return placement
-
-
-def _fixed_option_error(name: str) -> OptionError:
-    return OptionError(
-        f"{flag_of_field(name)} changes the result, but a replay uses the recorded options: leave it out, or fork "
-        "the run"
-    )
-
-
 def _replay_config(run: str, where: RunConfig, placement: dict[str, Any]) -> PostTrainConfig:
     """Return the run's recorded config with the placement and the Ray address of the replay."""
-    values = read_flow_and_config(where, run)[1].model_dump(mode="json")
-    recorded = values["train"]["megatron"]
-    megatron = recorded | (placement["megatron"].model_dump() if "megatron" in placement else {})
-    before, now = options_that_change_results(recorded), options_that_change_results(megatron)
-    if changed := [name for name in now | before if now.get(name) != before.get(name)]:
-        raise _fixed_option_error(changed[0])
-    values["train"] |= placement | {"megatron": megatron}
+    recorded = read_flow_and_config(where, run)[1]
+    values = recorded.model_dump(mode="json")
+    merge_values(values, {"train": placement})
     for name in ("ray_address", "network_interface", "num_gpus_per_node", "node_timeout"):
         values["run"][name] = getattr(where, name)
-    return validate_config(values)
+    config = validate_config(values)
+    before, now = (options_by_mutability(each, "identity") for each in (recorded, config))
+    if changed := [option for option in now if now[option] != before[option]]:
+        raise OptionError(
+            f"{flag_of_field(changed[0].rpartition('.')[2])} changes the result, but a replay uses the recorded "
+            "options: leave it out, or fork the run"
+        )
+    return config
 
 
 def check_same_options(store: Store, keys: RunKeys, config: PostTrainConfig, begin: int, last: int) -> None:

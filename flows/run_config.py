@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -160,16 +161,14 @@ class RunOptions(StageConfig):
                 )
         return {**values, "save": None, "store": store or "/", "run": run}
 
-    @model_validator(mode="after")
-    def _check_save_hf(self) -> RunOptions:
-        """Check that --save-hf gives every checkpoint its own path."""
+    def rules(self) -> Iterator[tuple[object, str]]:
+        yield from super().rules()
         path = self.save_hf
-        if path is not None and ("{rollout_id}" not in path or set("{}") & set(path.replace("{rollout_id}", ""))):
-            raise OptionError(
-                f"--save-hf {path} gives several checkpoints one path, or has other braces: write {{rollout_id}} where "
-                "the number of the rollout belongs, as in /models/hf_{rollout_id}"
-            )
-        return self
+        yield (
+            path is not None and ("{rollout_id}" not in path or set("{}") & set(path.replace("{rollout_id}", ""))),
+            f"--save-hf {path} gives several checkpoints one path, or has other braces: write {{rollout_id}} where "
+            "the number of the rollout belongs, as in /models/hf_{rollout_id}",
+        )
 
     def hf_path(self, version: int) -> str:
         """Return the path of --save-hf for policy `version`, which the round `version` - 1 trained."""

@@ -50,7 +50,8 @@ def convert(session: Session) -> CheckpointRef:
         session.run.pin_model(name, path, auxiliary[path])
     start = session.config.start_weights
     base = auxiliary.get(start) or convert_unless_unchanged(session, "base", start)
-    if (adapter := session.config.train.lora_load) is not None:
+    lora = session.config.train.lora
+    if adapter := lora and lora.lora_load:
         from penstock.stages.convert.exported_adapters import import_peft
 
         cluster = session.processes.cluster

@@ -3,6 +3,9 @@
 The flag of a field is its name with dashes: `rollout_batch_size` is `--rollout-batch-size` on the command line and
 `rollout_batch_size` under `[rollout]` in TOML. The docstring below a field is its help text.
 
+A field whose type is another config is a section within the section: `lora` of the trainer is `[train.lora]`, and its
+options are flags as well. Each flag of an optional one creates it: options of something that is absent cannot be given.
+
 The mutability of a field determines whether a resumed run may change it:
 
     identity    model, seed, data, algorithm: cannot change; fork the run instead. Exception: those of Megatron's
@@ -13,10 +16,14 @@ The mutability of a field determines whether a resumed run may change it:
 
 from __future__ import annotations
 
+import typing
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
+
+from penstock.storage.errors import OptionError
 
 Mutability = Literal["identity", "schedule", "placement"]
 
@@ -35,6 +42,17 @@ class StageConfig(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+    def rules(self) -> Iterator[tuple[object, str]]:
+        """Yield (is violated, error message) for each rule about several options."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> StageConfig:
+        for is_violated, message in self.rules():
+            if is_violated:
+                raise OptionError(message)
+        return self
 
 
 def option(
@@ -69,3 +87,18 @@ def field_meta(field: FieldInfo) -> FieldMeta:
     """Return the metadata that `option` attached to a field, or the default metadata for any other field."""
     extra: dict[str, Any] = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     return FieldMeta(extra.get("change", "identity"), extra.get("aliases", []), extra.get("secret", False))
+
+
+def section_model(field: FieldInfo) -> type[StageConfig] | None:
+    """Return the config of a field that is a section, perhaps an optional one, and None for an option."""
+    for kind in typing.get_args(field.annotation) or [field.annotation]:
+        if isinstance(kind, type) and issubclass(kind, StageConfig):
+            return kind
+    return None
+
+
+def entries_of(values: Any, section: str) -> dict[str, Any]:
+    """Return the entries of a section in the values of a config; {} if it is absent or not a table."""
+    for part in section.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else {}

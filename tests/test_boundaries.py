@@ -384,8 +384,7 @@ def test_check_before_a_run_loads_no_engine(program: str, heavy: str) -> None:
 WITHOUT_FLOWS = """
 from penstock.flows import cli
 from penstock.flows.options.flags import parse_config
-from penstock.flows.options.reference import options_page
-assert parse_config(["--run", "r", "--lr", "1e-5"]).run.run == "r" and options_page()
+assert parse_config(["--run", "r", "--lr", "1e-5"]).run.run == "r"
 assert "slime" not in cli.USAGE and cli.main(["import-slime", "run.sh"]) == 2
 try:
     parse_config(["--use-slime-router"])

@@ -91,7 +91,7 @@ def compare_training(options: argparse.Namespace) -> dict[str, Any]:
     shape = sized_shape(options.model, None) if not is_1_5b else model_shape(size)
     batch = make_batch(replace(size, length=options.length, num_sequences=options.sequences), 1)
     report: dict[str, Any] = {"tokens": len(batch.token_ids)}
-    adapters = LoraOptions(rank=options.rank, alpha=options.rank, target_modules=("all-linear",))
+    adapters = LoraOptions(lora_rank=options.rank)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         init_parallel(0, 1, f"file://{scratch}/rendezvous")
         for name, lora in (("lora", adapters), ("full", None)):

@@ -10,19 +10,22 @@ import contextlib
 import io
 import os
 import re
+import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import annotated_types
 from pydantic.fields import FieldInfo
 
+from penstock.engines.backends import BACKENDS, engine_backend
 from penstock.engines.megatron.megatron_options import MegatronOptions
 from penstock.flows import cli
-from penstock.flows.config import SECTIONS, flag_of_field, list_options
-from penstock.flows.options.reference import options_page
+from penstock.flows.config import SECTIONS, SWITCHES, flag_of_field, list_options
+from penstock.flows.options import refused
+from penstock.flows.options.help import about_section
 from penstock.storage.config import field_meta
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -39,6 +42,10 @@ SECTION_TITLES = {
     "convert": "Model, conversion and export",
     "rollout": "Prompts, generation, rewards, engines",
     "train": "Algorithm, optimizer, batches, parallelism",
+    "train.lora": "Adapters",
+    "train.opd": "Distillation",
+    "train.opsm": "Sequence masking",
+    "train.megatron": "Options of Megatron-core",
     "eval": "Evaluation and promotion",
     "debug": "Debugging and profiling",
 }
@@ -82,6 +89,8 @@ def configuration_page() -> str:
     for section in SECTIONS:
         options = [(name, field) for owner, name, field in list_options() if owner == section]
         lines += [f"## [{section}] {SECTION_TITLES[section]}", "", f"{len(options)} options.", ""]
+        if section in SWITCHES:
+            lines += [plain_text(about_section(section)), ""]
         for name, field in options:
             lines += [*option_entry(name, field), ""]
     return "\n".join(lines)
@@ -105,7 +114,8 @@ def option_entry(name: str, field: FieldInfo) -> Iterator[str]:
 
 def origin(flag: str) -> str:
     """Return which program has an option of this name."""
-    return "Megatron" if flag in MEGATRON else "slime" if flag in SLIME else "Penstock"
+    is_megatrons = flag in MEGATRON or flag[2:].replace("-", "_") in MegatronOptions.model_fields
+    return "Megatron" if is_megatrons else "slime" if flag in SLIME else "Penstock"
 
 
 def plain_text(text: str) -> str:
@@ -137,7 +147,7 @@ def annotation_text(annotation: Any) -> str:
         return f"list ({annotation_text(args[0])})"
     if origin_type is tuple:
         return "pair" if len(args) == 2 else "tuple"
-    if origin_type is dict or annotation is MegatronOptions:
+    if origin_type is dict:
         return "table"
     return TYPE_NAMES.get(annotation, "file")
 
@@ -145,11 +155,63 @@ def annotation_text(annotation: Any) -> str:
 def default_text(field: FieldInfo) -> str:
     """Return the default of an option."""
     value = field.get_default(call_default_factory=True)
-    if value in (None, "", [], {}, MegatronOptions()):
+    if value in (None, "", [], {}):
         return "none"
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"`{value}`"
+
+
+# ---- names of other programs -----------------------------------------------------------------------------------------
+
+OPTIONS_HEAD = f"""# Names of {", ".join([*refused.TRAINERS, "Megatron"])} and of engines
+
+Every name that `penstock train` and the other flows accept besides the options of Penstock, which
+[Configuration](reference/configuration.md) lists with their spellings.
+
+| class | meaning |
+|---|---|
+| synonym | stands for other options, named once in the log |
+| accepted | asks for what Penstock does anyway; the reason is logged once |
+| refused | an error before anything starts, with what to use instead |
+
+Any other name is an error that suggests the nearest one, if one is near.
+"""
+
+
+def options_page() -> str:
+    """Return the page."""
+    lines = [OPTIONS_HEAD, "## Synonyms", "", *table(("name", "means"), sorted(synonym_rows()))]
+    lines += [
+        "",
+        "## Accepted names of other trainers",
+        "",
+        *table(("name", "why"), refused.ACCEPTED.items()),
+    ]
+    lines += ["", "## Refused names of other trainers", "", *table(("name", "what to use"), refused.REFUSED.items())]
+    for name in BACKENDS:
+        lines += ["", f"## Options of {engine_backend(name).title} and its router"]
+        for text, rows in engine_backend(name).flag_tables().items():
+            lines += ["", *textwrap.wrap(text, 120), "", *table(("name", "what Penstock does"), rows.items())]
+    return "\n".join(lines) + "\n"
+
+
+def synonym_rows() -> Iterator[tuple[str, str]]:
+    """Yield (name, the flags that it stands for)."""
+    for key, flags in refused.SYNONYMS.items():
+        yield key, " ".join("VALUE" if word == "..." else word for flag in flags for word in flag)
+
+
+def table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield a Markdown table of two columns, the first of which has code."""
+    yield f"| {head[0]} | {head[1]} |"
+    yield "|---|---|"
+    yield from (f"| `{name}` | {cell(text)} |" for name, text in rows)
+
+
+def cell(text: str) -> str:
+    """Return a text for a cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class Adapter(nn.Module):
         weight: Any = linear.weight
         self.layers, self.names, self.part_of_row = tuple(layers), tuple(names), part_of_row
         self.num_parts = num_parts = 1 if part_of_row is None else int(part_of_row.max()) + 1
-        self.rank, self.scale, self.enabled = options.rank, options.scale, True
+        self.rank, self.scale, self.enabled = options.lora_rank, options.scale, True
         self.group: dist.ProcessGroup = sharding_group(f"{layers[0]}.weight")
         axis = sharded_axis(weight)
         rows, columns = weight.shape[-2:]
@@ -95,8 +95,8 @@ class Adapter(nn.Module):
         self.sequence_parallel = sequence_parallel
         stacked = weight.shape[:-2]
         empty = partial(torch.empty, dtype=weight.dtype, device=weight.device)
-        self.lora_A = nn.Parameter(empty(*stacked, num_parts * options.rank, columns))
-        self.lora_B = nn.Parameter(empty(*stacked, rows, options.rank))
+        self.lora_A = nn.Parameter(empty(*stacked, num_parts * options.lora_rank, columns))
+        self.lora_B = nn.Parameter(empty(*stacked, rows, options.lora_rank))
         mask = None
         if part_of_row is not None:
             mask = F.one_hot(self._shard_of_rows(part_of_row, rows), num_parts).to(weight)
@@ -244,7 +244,7 @@ def add_adapters(chunks: list[PolicyModel], options: LoraOptions, seed: int) -> 
     """Freeze all parameters of the chunks and add initialized adapters to the target layers. Call this before the
     chunks are wrapped in DistributedDataParallel."""
     shape = chunks[0].shape
-    targets, layout = adapter_targets(shape, options.target_modules), tensor_layout(shape)
+    targets, layout = adapter_targets(shape, options.lora_target_modules), tensor_layout(shape)
     for chunk in chunks:
         for param in chunk.parameters():
             param.requires_grad_(False)

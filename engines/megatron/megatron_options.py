@@ -13,34 +13,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from pydantic import ConfigDict, model_serializer, model_validator
+from pydantic import model_serializer
 
-from penstock.storage.config import StageConfig, field_meta, option
-from penstock.storage.errors import OptionError, nearest_name
+from penstock.storage.config import StageConfig, option
+from penstock.storage.errors import OptionError
 
 # A value of recompute_modules that changes results: gradients of a norm's input are summed in another order.
 ROUNDING_MODULE = "layernorm"
-# Spelling on Megatron-LM's command line -> the field that the option sets, and its value; `...`: the option's value.
-ALIASES: dict[str, tuple[str, Any]] = {
-    "recompute_activations": ("recompute_granularity", "selective"),
-    "no_bias_gelu_fusion": ("bias_activation_fusion", False),
-    "no_bias_swiglu_fusion": ("bias_activation_fusion", False),
-    "no_bias_dropout_fusion": ("bias_dropout_fusion", False),
-    "no_gradient_accumulation_fusion": ("gradient_accumulation_fusion", False),
-    "no_check_for_nan_in_loss_and_grad": ("check_for_nan_in_grad", False),
-    "accumulate_allreduce_grads_in_fp32": ("grad_reduce_in_fp32", True),
-    "grad_reduce_in_bf16": ("grad_reduce_in_fp32", False),
-    "ddp_bucket_size": ("bucket_size", ...),
-    "decoder_first_pipeline_num_layers": ("num_layers_in_first_pipeline_stage", ...),
-    "decoder_last_pipeline_num_layers": ("num_layers_in_last_pipeline_stage", ...),
+SYNONYMS = {  # flag of Megatron-LM -> the flag that it stands for, with `...` in place of the value
+    "--recompute-activations": "--recompute-granularity selective",
+    "--no-bias-gelu-fusion": "--no-bias-activation-fusion",
+    "--no-bias-swiglu-fusion": "--no-bias-activation-fusion",
+    "--no-check-for-nan-in-loss-and-grad": "--no-check-for-nan-in-grad",
+    "--accumulate-allreduce-grads-in-fp32": "--grad-reduce-in-fp32",
+    "--grad-reduce-in-bf16": "--no-grad-reduce-in-fp32",
+    "--ddp-bucket-size": "--bucket-size ...",
+    "--decoder-first-pipeline-num-layers": "--num-layers-in-first-pipeline-stage ...",
+    "--decoder-last-pipeline-num-layers": "--num-layers-in-last-pipeline-stage ...",
 }
 RecomputableModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 
 
 class MegatronOptions(StageConfig):
     """The section [train.megatron]. It is dumped without the options that are not given."""
-
-    model_config = ConfigDict(strict=True)
 
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local", "fa4", "torch"] | None = option(None)
     """Attention kernel."""
@@ -89,32 +84,14 @@ class MegatronOptions(StageConfig):
     optimizer_offload_fraction: float | None = option(None, mutability="placement", ge=0, le=1)
     """Share of the optimizer states in host memory."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _resolve_spellings(cls, options: Any) -> Any:
-        """Return the options under the names of the fields. Raises OptionError if Penstock does not have an option."""
-        if not isinstance(options, dict):
-            return options
-        fields: dict[str, Any] = {}
-        for spelling, value in options.items():
-            name = str(spelling).lstrip("-").replace("-", "_")
-            if name not in cls.model_fields and name not in ALIASES:
-                near = nearest_name(name, [*cls.model_fields, *ALIASES])
-                hint = f"did you mean {near}?" if near else "`penstock train --help-all` lists them"
-                raise OptionError(f"[train.megatron] {name[:80]}: no such option: {hint}")
-            field, fixed = ALIASES.get(name, (name, ...))
-            if fixed is not ... and not isinstance(value, bool):
-                flag = "--" + name.replace("_", "-")
-                raise OptionError(f"{flag} is a switch and takes no value; found {str(value)[:80]!r}")
-            if fixed is ... or value:  # False: the switch is not set
-                fields[field] = value if fixed is ... else fixed
-        if isinstance(fields.get("recompute_modules"), str):  # one module on a command line
-            fields["recompute_modules"] = [fields["recompute_modules"]]
-        return fields
-
     @model_serializer(mode="wrap")
     def _dump_given(self, dump: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         return {name: value for name, value in dump(self).items() if value is not None}
+
+    @property
+    def rounding_modules(self) -> list[str] | None:
+        """Those of `recompute_modules` that change results, so that a resumed run keeps them."""
+        return [name for name in self.recompute_modules or () if name == ROUNDING_MODULE] or None
 
     def check(self) -> None:
         """Check that the options which are given together have an effect. Raises OptionError."""
@@ -148,12 +125,3 @@ class MegatronOptions(StageConfig):
         ):
             if is_violated:
                 raise OptionError(message)
-
-
-def options_that_change_results(options: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the given options (a dump of `MegatronOptions`) that can change a bit of the results; a resumed
-    run keeps them. Of recompute_modules only layernorm is returned."""
-    fields = MegatronOptions.model_fields
-    kept = {name: value for name, value in options.items() if field_meta(fields[name]).mutability == "identity"}
-    rounds = ROUNDING_MODULE in (options.get("recompute_modules") or ())
-    return kept | ({"recompute_modules": [ROUNDING_MODULE]} if rounds else {})

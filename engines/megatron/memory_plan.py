@@ -147,10 +147,10 @@ def count_adapter_parameters(
 ) -> RankParameters:
     """Return the number of parameters of the adapters of a rank, as if none were sharded over tensor-parallel ranks."""
     counts, hf_shapes = {True: 0, False: 0}, tensor_layout(shape).hf_shapes
-    for name, target in adapter_targets(shape, options.target_modules).items():
+    for name, target in adapter_targets(shape, options.lora_target_modules).items():
         if int(name.split(".")[2]) in layers:
             rows = [hf_shapes[f"{module}.weight"] for module in target.hf_modules]
-            counts[EXPERT in name] += options.rank * (sum(out for out, _ in rows) + sum(size for _, size in rows))
+            counts[EXPERT in name] += options.lora_rank * (sum(out for out, _ in rows) + sum(size for _, size in rows))
     return RankParameters(counts[False], counts[True] // expert)
 
 

@@ -11,7 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.flows.config import SECTIONS, Plan, PostTrainConfig, RunConfig, flag_of_field, options_by_mutability
+from penstock.flows.config import (
+    Plan,
+    PostTrainConfig,
+    RunConfig,
+    flag_of_field,
+    list_options,
+    options_by_mutability,
+)
 from penstock.flows.options.adapters import check_fork_can_publish
 from penstock.flows.options.argv import check_run_name, parse_integer, penstock_command, split_args
 from penstock.flows.options.flags import parse_values, store_options_from_values, update_config_from_argv
@@ -25,6 +32,7 @@ from penstock.flows.runtime.runs import (
     read_flow_and_config,
 )
 from penstock.storage.commit import Commit, RunKeys, commit_key, decode_record, has_matching_digest
+from penstock.storage.config import entries_of
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import OptionError, RunError, StoreError
 from penstock.storage.history.run_record import ForkRecord, ParentRecord, RunRecord, read_run_record
@@ -127,7 +135,9 @@ def plan_fork(store: Store, flow: str, parent: PostTrainConfig, argv: Sequence[s
             f"{flag_of_field(changed[0])} cannot change at round {at_round}, because the optimizer has no state of "
             "frozen parameters: fork at round 0, or start a new run with --load"
         )
-    elif at_round > 0 and before.lora is not None and after.lora != before.lora:
+    elif (
+        at_round > 0 and before.lora is not None and (after.lora is None or after.lora.adapters != before.lora.adapters)
+    ):
         problem = (
             f"the options of --lora-rank cannot change at round {at_round}, because the adapters of {parent.run.run} "
             "have them: keep them, fork at round 0, or export the run and start a new one with --load"
@@ -146,7 +156,7 @@ def changed_options(parent: PostTrainConfig, config: PostTrainConfig) -> list[tu
         with_absolute_paths(each).model_dump(mode="json", exclude={"run": {"run", "store", "store_options"}})
         for each in (parent, config)
     )
-    values = [(name, before[s].get(name), after[s].get(name)) for s in SECTIONS for name in before[s] | after[s]]
+    values = [(name, entries_of(before, s).get(name), entries_of(after, s).get(name)) for s, name, _ in list_options()]
     return [(name, old, new) for name, old, new in values if old != new]
 
 
@@ -184,7 +194,7 @@ def _response_options(config: PostTrainConfig) -> dict[str, Any]:
     """Return the options on which groups in the buffer of a rollout depend: their number of samples, their responses
     and rewards, and what the trainer reads with them."""
     options = options_by_mutability(config, "identity")
-    train = {f"train.{name}" for name in ("use_rollout_routing_replay", "use_opd", "opd_type", "opd_teacher_load")}
+    train = {f"train.{name}" for name in ("use_rollout_routing_replay", "opd.opd_type", "opd.opd_teacher_load")}
     return {name: value for name, value in options.items() if name.startswith("rollout.") or name in train}
 
 
@@ -241,7 +251,8 @@ def copy_records_to_fork(store: Store, parent: PostTrainConfig, config: PostTrai
     prefixes = [prefix for prefix in committed_prefixes(store, old) if _fork_shares_commit(old, prefix, at_round)]
     map_in_threads(lambda prefix: copy_commit_to_fork(store, old, new, prefix), prefixes, _NUM_COPIES)
     same_auxiliary = parent.train.auxiliary_models.items() & config.train.auxiliary_models.items()
-    adapter = ["adapter"] if parent.train.lora_load == config.train.lora_load else []
+    before, now = (each.train.lora and each.train.lora.lora_load for each in (parent, config))
+    adapter = ["adapter"] if before == now else []
     for name in ("base", *dict(same_auxiliary), *adapter):
         if model := store.read(old.origin_key(name)):  # missing if the parent has not converted its model yet
             store.create(new.origin_key(name), model)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.flows.config import PostTrainConfig, flag_of_field, validate_config
+from penstock.flows.config import SECTIONS, PostTrainConfig, flag_of_field, validate_config
 from penstock.flows.options import flags
 from penstock.flows.options.argv import check_run_name, parse_integer, short_repr, split_args
 from penstock.flows.options.flags import parse_store_options
@@ -157,8 +157,11 @@ def rescore_main(argv: list[str]) -> int:
 def parse_scoring_options(argv: list[str]) -> PostTrainConfig:
     """Return the config given on the command line, which may have only options that affect scoring."""
     values = flags.parse_values(argv)
-    for name in (name for entries in values.values() for name in entries if name not in _SCORING):
-        raise OptionError(f"{flag_of_field(name)} has no effect on scoring stored samples: leave it out")
+    for section, entries in values.items():
+        if other := next((name for name in entries if name not in _SCORING), None):
+            inner = entries[other] if f"{section}.{other}" in SECTIONS else None
+            flag = flag_of_field(next(iter(inner or ()), other))
+            raise OptionError(f"{flag} has no effect on scoring stored samples: leave it out")
     given = validate_config(values)
     if given.eval.eval_rm_type and given.rollout.custom_rm_path:
         raise OptionError(

@@ -22,7 +22,15 @@ from penstock.engines.families import read_shape
 from penstock.engines.families.entries import check_not_hub_id
 from penstock.engines.local_gpus import visible_gpu_bytes
 from penstock.engines.weights.hf_headers import block_size, check_weights, stored_tensors, weight_files
-from penstock.flows.config import Flow, Plan, PostTrainConfig, check_secrets, derive, list_options
+from penstock.flows.config import (
+    Flow,
+    Plan,
+    PostTrainConfig,
+    check_secrets,
+    derive,
+    list_options,
+    option_value,
+)
 from penstock.flows.gpu_plan import check_engine_gpus, check_layout, check_nodes, plan_gpu_memory
 from penstock.flows.inspect.plan import print_plan
 from penstock.flows.options.argv import format_bytes, short_repr
@@ -43,7 +51,7 @@ from penstock.flows.terminal.console import print_table
 from penstock.stages.rollout.prompts.prompt_check import render_first_prompt, split_first_conversation
 from penstock.stages.rollout.prompts.prompt_files import parse_slice
 from penstock.storage.commit import RunKeys
-from penstock.storage.config import field_meta
+from penstock.storage.config import entries_of, field_meta
 from penstock.storage.errors import InputError, OptionError, StoreError
 from penstock.storage.store import Store
 from penstock.storage.tracking.trackers import check_trackers
@@ -191,12 +199,13 @@ def missing_files(config: PostTrainConfig) -> Iterator[tuple[str, str]]:
         yield "--hf-checkpoint", f"{model} (weights)"
     paths = [("--prompt-data", parse_slice(entry)[0]) for entry in config.rollout.prompt_data]
     paths += [("--eval-prompt-data", parse_slice(path)[0]) for _, path in config.eval.data_sets]
-    paths += [("--ref-load", config.train.ref_load or ""), ("--opd-teacher-load", config.train.opd_teacher_load or "")]
+    teacher = config.train.opd and config.train.opd.opd_teacher_load
+    paths += [("--ref-load", config.train.ref_load or ""), ("--opd-teacher-load", teacher or "")]
     engine, of_engine = config.rollout.engine, config.rollout.engine_options
     of_paths = engine_backend(engine).path_flags
     paths += [(engine_flag(engine, name), str(of_engine[name])) for name in of_paths if name in of_engine]
     for section, name, _ in list_options():
-        value = getattr(getattr(config, section), name)
+        value = option_value(config, section, name)
         if name.endswith("_path") and isinstance(value, str) and ".py" in value:
             paths.append((f"--{name.replace('_', '-')}", value.partition(".py")[0] + ".py"))
     for flag, path in paths:
@@ -310,8 +319,8 @@ def option_rows(config: Plan) -> Iterator[Row]:
     """Yield the given options that differ from their defaults."""
     title = "options"
     for section, name, field in list_options():
-        value = getattr(getattr(config, section), name)
+        value = option_value(config, section, name)
         is_default = value == field.get_default(call_default_factory=True)
-        if name in config.given.get(section, {}) and not is_default and not field_meta(field).secret:
+        if name in entries_of(config.given, section) and not is_default and not field_meta(field).secret:
             yield title, f"--{name.replace('_', '-')} {short_repr(value)}"
             title = ""

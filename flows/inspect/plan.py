@@ -25,6 +25,7 @@ from penstock.flows.options.flags import parse_values
 from penstock.flows.runtime.resolve import resolve
 from penstock.flows.runtime.runs import open_store
 from penstock.flows.terminal.console import print_table
+from penstock.storage.config import entries_of
 from penstock.storage.errors import OptionError
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ def distribute_gpus(values: dict[str, dict[str, Any]], flag_values: Mapping[str,
         return
     total = _parse_positive_integer("--num-gpus", flag_values["--num-gpus"])
     engines = values.get("rollout", {}).get("rollout_num_gpus")
-    train, teacher = values.get("train", {}), 0
-    if train.get("opd_type") == "sglang" and train.get("opd_teacher_load"):
+    opd, teacher = entries_of(values, "train.opd"), 0
+    if opd.get("opd_type") == "sglang" and opd.get("opd_teacher_load"):
         teacher = parse_integer("--opd-teacher-num-gpus", str(values.get("rollout", {}).get("opd_teacher_num_gpus", 1)))
     trainer = total - teacher - (0 if engines is None else parse_integer("--rollout-num-gpus", str(engines)))
     if trainer < 1:

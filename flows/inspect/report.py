@@ -23,6 +23,7 @@ from penstock.flows.options.flags import parse_store_options
 from penstock.flows.runtime.runs import latest_schedule_options, open_store, unknown_run_error
 from penstock.stages.eval.scores import check_same_data, compare_rewards, rewards_by_prompt
 from penstock.storage.commit import Commit, RunKeys
+from penstock.storage.config import entries_of
 from penstock.storage.errors import DataError, InputError, OptionError, StoreError
 from penstock.storage.history.run_record import RunRecord, read_run_record, read_schedule_changes
 from penstock.storage.report.data import OptionRow, ReportInput, collect_overview
@@ -99,16 +100,13 @@ def option_rows(config: dict[str, Any]) -> list[OptionRow]:
     The default is what a run gets that gives only its name and model: some defaults are derived from other options.
     """
     minimal = derive(validate_config({})).model_dump(mode="json")
-    rows = {}
+    rows = []
     for section, name, field in list_options():
         own = field.get_default(call_default_factory=True)
-        default = None if own is PydanticUndefined else minimal.get(section, {}).get(name)
-        rows[section, name] = OptionRow(section, name, default, default)
-    for section, entries in config.items():
-        for name, value in entries.items():
-            default = rows[section, name].default if (section, name) in rows else None
-            rows[section, name] = OptionRow(section, name, mask_secrets(value, name), default)
-    return list(rows.values())
+        default = None if own is PydanticUndefined else entries_of(minimal, section).get(name, own)
+        value = entries_of(config, section).get(name, default)
+        rows.append(OptionRow(section, name, mask_secrets(value, name), default))
+    return rows
 
 
 def compare_evaluations(store: Store, first: Commit, last: Commit) -> dict[str, Any]:

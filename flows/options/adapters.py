@@ -30,22 +30,19 @@ def with_adapters(options: EngineOptions, config: PostTrainConfig, parent: Paren
         options: options of the engines.
         config: config of the run.
         parent: the origin of the run, if it is a fork.
-
-    Raises:
-        OptionError: --lora-publish adapter is given, but the engines cannot get adapters.
     """
     train, run = config.train, config.run
-    if train.lora is None or train.lora_publish == "merged" or run.debug_rollout_only or run.debug_train_only:
+    if train.lora is None or train.lora.lora_publish == "merged" or run.debug_rollout_only or run.debug_train_only:
         return options
-    if train.lora_publish is None and (options.external or calls_engines_itself(config)):
+    if train.lora.lora_publish is None and (options.external or calls_engines_itself(config)):
         return options
     if reason := reason_against_adapters(config, options, parent):
-        if train.lora_publish == "adapter":
+        if train.lora.lora_publish == "adapter":
             raise _adapters_error(reason)
         return options
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
     adapters = ServedAdapters(
-        rank=train.lora.rank,
+        rank=train.lora.lora_rank,
         modules=served_modules(train.lora, shape),
         max_versions=run.max_staleness + 2 if run.streams else 1,
     )
@@ -73,7 +70,7 @@ def reason_against_adapters(config: PostTrainConfig, options: EngineOptions, par
     if run.check_weight_update_equal and run.update_weight_transport == "disk":
         return "engines compare adapters for --check-weight-update-equal only over --update-weight-transport tensor"
     shape = read_shape(config.convert.hf_checkpoint, config.convert.model_family_path)
-    targets = adapter_targets(shape, lora.target_modules)
+    targets = adapter_targets(shape, lora.lora_target_modules)
     return engine_backend(options.engine).reason_against_adapters(
         options, shape, targets, compare=run.check_weight_update_equal
     )
@@ -95,12 +92,10 @@ def check_fork_can_publish(flow: Flow, config: PostTrainConfig, parent: ParentRe
         flow: flow of the fork.
         config: config of the fork.
         parent: the origin of the fork.
-
-    Raises:
-        OptionError: it does not.
     """
     has_engines = flow.has_rollouts and not (config.run.debug_rollout_only or config.run.debug_train_only)
-    if has_engines and config.train.lora_publish == "adapter" and (reason := describe_other_base(config, parent)):
+    publish = config.train.lora and config.train.lora.lora_publish
+    if has_engines and publish == "adapter" and (reason := describe_other_base(config, parent)):
         raise _adapters_error(reason)
 
 
@@ -131,7 +126,7 @@ def fully_trained_ancestor(parent: ParentRecord | None) -> str | None:
     continues it (`penstock fork`), and it has trained all weights. Return None if the base is the model that the run
     starts from."""
     while parent is not None and parent.at > 0:
-        if parent.config.get("train", {}).get("lora_rank") is None:
+        if parent.config.get("train", {}).get("lora") is None:
             return parent.run
         parent = parent.parent
     return None

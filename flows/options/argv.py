@@ -31,10 +31,6 @@ def split_args(
     Returns:
         the positional arguments, the own flags with their values ("" for a switch), and the other flags with their
         values in the order given.
-
-    Raises:
-        OptionError: an own flag has no value although it needs one, has a value although it is a switch, or is given
-        twice.
     """
     positional: list[str] = []
     values: dict[str, str] = {}
@@ -64,12 +60,7 @@ def split_args(
 
 
 def parse_run_argument(command: str, positional: Sequence[str]) -> str:
-    """Return the run name from the positional arguments of `penstock COMMAND RUN`.
-
-    Raises:
-        OptionError: no argument or more than one is given.
-        RunError: the argument is not a valid run name.
-    """
+    """Return the run name from the positional arguments of `penstock COMMAND RUN`."""
     if len(positional) != 1:
         found = f"; found {short_repr(' '.join(positional))}" if positional else ""
         raise OptionError(f"penstock {command} needs the name of one run{found}; `penstock runs` lists them")
@@ -77,12 +68,7 @@ def parse_run_argument(command: str, positional: Sequence[str]) -> str:
 
 
 def check_run_name(name: str, flag: str = "") -> str:
-    """Check that `name` is a valid run name, and return it. `flag` is the flag that gave it, for the error message.
-
-    Raises:
-        RunError: the name has other characters than letters, digits, dot, dash and underscore, begins with another
-            character than a letter or digit, or has more than MAX_RUN_NAME characters.
-    """
+    """Check that `name` is a valid run name, and return it. `flag` is the flag that gave it, for the error message."""
     from penstock.storage.commit import MAX_RUN_NAME, RUN_NAME  # `penstock setup` runs without its packages
 
     what = f"{flag} {short_repr(name)}" if flag else short_repr(name)
@@ -97,11 +83,7 @@ def check_run_name(name: str, flag: str = "") -> str:
 
 
 def parse_number(name: str, text: str) -> float:
-    """Parse the value of the flag `name` as a non-negative number.
-
-    Raises:
-        OptionError: the text is not a finite number >= 0.
-    """
+    """Parse the value of the flag `name` as a non-negative number."""
     try:
         value = float(text) if text.isascii() else -1.0
     except ValueError:
@@ -112,11 +94,7 @@ def parse_number(name: str, text: str) -> float:
 
 
 def parse_integer(name: str, text: str) -> int:
-    """Parse the value of the flag `name` as a non-negative integer.
-
-    Raises:
-        OptionError: the text is not an integer >= 0.
-    """
+    """Parse the value of the flag `name` as a non-negative integer."""
     if not re.fullmatch(r"[0-9]{1,15}", text):
         raise OptionError(f"{name} takes an integer >= 0; found {short_repr(text)}")
     return int(text)

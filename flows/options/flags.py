@@ -1,7 +1,8 @@
-"""Parse flags: Penstock's own, Megatron's unchanged, an engine's as `--<engine>-NAME`, its router's as `--router-NAME`.
+"""Parse flags: Penstock's own, an engine's as `--<engine>-NAME`, its router's as `--router-NAME`.
 
-Penstock's flags are the config fields (flows/config.py); Megatron's are those of `MegatronOptions`. An unknown
-flag is an error that suggests the nearest known one. An engine's flags are checked later, by its backend.
+Penstock's flags are the config fields (flows/config.py); a flag of an optional section creates the section, and
+`--no-SECTION` removes one that a file has. An unknown flag is an error that suggests the nearest known one. An engine's
+flags are checked later, by its backend.
 """
 
 from __future__ import annotations
@@ -14,14 +15,24 @@ from functools import cache
 from typing import Any
 
 from penstock.engines.backends import BACKENDS, DEFAULT
-from penstock.engines.megatron.megatron_options import ALIASES, MegatronOptions
-from penstock.flows.config import PostTrainConfig, flag_of_field, list_options, read_toml, validate_config
+from penstock.engines.megatron import megatron_options
+from penstock.flows.config import (
+    SECTIONS,
+    SWITCHES,
+    PostTrainConfig,
+    create_section,
+    flag_of_field,
+    list_options,
+    read_config_text,
+    read_toml,
+    validate_config,
+)
 from penstock.flows.options.argv import short_repr
 from penstock.flows.options.paths import FUNCTIONS
 from penstock.flows.options.refused import ACCEPTED, check_listed_flag, is_listed, log_once, synonym_of
-from penstock.flows.options.yaml_file import read_yaml
 from penstock.flows.run_config import RunConfig
-from penstock.storage.config import field_meta
+from penstock.stages.eval.data_sets import parse_yaml
+from penstock.storage.config import field_meta, section_model
 from penstock.storage.errors import OptionError, nearest_name
 
 Values = dict[str, dict[str, Any]]
@@ -31,11 +42,7 @@ _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d"
 
 
 def parse_config(argv: Sequence[str]) -> PostTrainConfig:
-    """Return the config given by `--config` files and flags. Later files override earlier ones; flags override files.
-
-    Raises:
-        InputError: a flag is unknown or has no value, or the config is invalid.
-    """
+    """Return the config of `--config` files and flags. Later files override earlier ones; flags override files."""
     return validate_config(parse_values(argv))
 
 
@@ -43,17 +50,10 @@ def parse_store_options(argv: Sequence[str], command: str) -> RunConfig:
     """Return the store options of `penstock COMMAND`, a command that takes no other options.
 
     Other options are ignored in a `--config` file and rejected on the command line.
-
-    Raises:
-        OptionError: the command line has another option.
     """
     for name, _ in split_flags(argv):
         if name != "--config" and name not in STORE_FLAGS:
-            if (
-                name not in penstock_flags()
-                and not name.startswith(engine_prefixes())
-                and name not in megatron_flag_names()
-            ):
+            if name not in penstock_flags() and not name.startswith(engine_prefixes()):
                 raise OptionError(describe_unknown_flag(name, STORE_FLAGS))
             raise OptionError(
                 f"{name} has no effect on penstock {command}, which takes {', '.join(STORE_FLAGS)}: leave it out"
@@ -69,9 +69,6 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
     Args:
         argv: the command line.
         base_values: values that the files and flags update in place; default: an empty dict.
-
-    Raises:
-        OptionError: a flag is unknown or has no value.
     """
     values: Values = {} if base_values is None else base_values
     occurrences = split_flags(argv)
@@ -79,11 +76,7 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
         if name == "--config" and not any(args):
             raise OptionError("--config needs a value: the path of a TOML file")
     for path in [path for name, args in occurrences if name == "--config" for path in args]:
-        for section, entries in read_toml(path).items():
-            target = values.setdefault(section, {})
-            for key, value in entries.items():
-                old = target.get(key)
-                target[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+        merge_values(values, read_toml(path))
     options_set: set[str] = set()
     for name, args in occurrences:
         if name != "--config":
@@ -93,33 +86,57 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
     return values
 
 
+def merge_values(values: Values, new: Values) -> None:
+    """Set the new options in `values`; a table extends the one that is there."""
+    for section, entries in new.items():
+        target = values.setdefault(section, {})
+        for key, value in entries.items():
+            old = target.get(key)
+            target[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+
+
 def apply_custom_config(values: Values) -> None:
     """Set the options that the YAML file of --custom-config-path names, and remove its path from `values`: the run
     records the options.
 
     They override flags, and names that no option has become attributes of the `args` of user-defined
     functions (--plugin-args).
-
-    Raises:
-        OptionError: the file cannot be read.
     """
     debug = values.get("debug")
     path = debug.get("custom_config_path") if isinstance(debug, dict) else None
     if not isinstance(debug, dict) or not isinstance(path, str):
         return  # not given, or refused when the config is validated
     del debug["custom_config_path"]
-    for key, value in read_yaml(path).items():
+    for key, value in _read_yaml(path).items():
         flag = f"--{key.replace('_', '-')}"
         section, name, nested = "rollout", "plugin_args", key
+        if flag in megatron_options.SYNONYMS or flag in SWITCHES.values():
+            apply_flag(values, flag, [] if value is True else [str(value)], set())
+            continue
         if flag in penstock_flags():
             section, name, _ = penstock_flags()[flag]
-            values.setdefault(section, {})[name] = value
+            create_section(values, section)[name] = value
             continue
         if flag.startswith(engine_prefixes()):
             name, nested = name_engine_option(flag)
-        elif flag in megatron_flag_names():
-            section, name, nested = "train", "megatron", megatron_flag_names()[flag]
         values.setdefault(section, {}).setdefault(name, {})[nested] = value
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    """Return option name (with underscores) -> value of the YAML file of --custom-config-path."""
+    import yaml
+
+    text = read_config_text(path, "--custom-config-path", "YAML")
+    try:
+        values = parse_yaml(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:150]
+        raise OptionError(f"--custom-config-path {path} is not valid YAML ({reason}): correct it") from None
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise OptionError(
+            f"--custom-config-path {path} is not a mapping: write one `option_name: value` on each line, without dashes"
+        )
+    return {name.removeprefix("--").replace("-", "_"): value for name, value in values.items()}
 
 
 def store_options_from_values(values: Values) -> RunConfig:
@@ -131,9 +148,6 @@ def store_options_from_values(values: Values) -> RunConfig:
 def update_config_from_argv(config: PostTrainConfig, argv: Sequence[str]) -> PostTrainConfig:
     """Return a config updated by the options of a command line. Derived batch sizes and numbers of rounds are computed
     again.
-
-    Raises:
-        OptionError: an option is invalid.
     """
     given, values = parse_values(argv), config.model_dump(mode="json")
     sizes = {"rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout"}
@@ -148,11 +162,7 @@ def update_config_from_argv(config: PostTrainConfig, argv: Sequence[str]) -> Pos
 
 
 def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Split a command line: `--a 1 --b --c=x y` -> [("--a", ["1"]), ("--b", []), ("--c", ["x", "y"])].
-
-    Raises:
-        OptionError: a word before the first flag, `--` alone, or a flag written with other dashes than hyphens.
-    """
+    """Split a command line: `--a 1 --b --c=x y` -> [("--a", ["1"]), ("--b", []), ("--c", ["x", "y"])]."""
     flags: list[tuple[str, list[str]]] = []
     for word in argv:
         if word.startswith("--") and len(word) > 2:
@@ -171,12 +181,16 @@ def split_flags(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 @cache
 def penstock_flags() -> dict[str, tuple[str, str, Any]]:
-    """Return Penstock's flags, aliases included: flag -> (section, field name, field)."""
+    """Return Penstock's flags, aliases and switches of optional sections included: flag -> (section, field name,
+    field)."""
     table: dict[str, tuple[str, str, Any]] = {}
     for section, name, field in list_options():
         for spelling in (flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)):
             assert spelling not in table, f"{spelling} means both {table.get(spelling)} and {section}.{name}"
             table[spelling] = (section, name, field)
+    for path, switch in SWITCHES.items():
+        section, _, name = path.rpartition(".")
+        table[switch] = (section, name, SECTIONS[section].model_fields[name])
     return table
 
 
@@ -197,33 +211,39 @@ def apply_flag(values: Values, name: str, args: list[str], options_set: set[str]
             apply_flag(values, flag, words, options_set)
     elif name in own and " ".join([name, *args]) not in ACCEPTED:
         apply_own_flag(values, name, args, options_set)
-    elif positive in own and _has_type(own[positive][2].annotation, bool):
+    elif positive in own and (section_model(own[positive][2]) or _has_type(own[positive][2].annotation, bool)):
         if args:
             raise OptionError(f"{name} is a switch and takes no value; found {short_repr(args[0])}")
-        values.setdefault(own[positive][0], {})[own[positive][1]] = False
+        section, key, field = own[positive]
+        create_section(values, section)[key] = None if section_model(field) else False
     elif is_listed(name):
         check_listed_flag(name, args)
     elif name.startswith(engine_prefixes()):
         option, key = name_engine_option(name)
         values.setdefault("rollout", {}).setdefault(option, {})[key] = parse_literal(args)
-    elif name in (engine := megatron_flag_names()):
-        values.setdefault("train", {}).setdefault("megatron", {})[engine[name]] = parse_literal(args)
     else:
-        raise OptionError(describe_unknown_flag(name, [*own, *engine]))
+        raise OptionError(describe_unknown_flag(name, [*own]))
 
 
 def apply_own_flag(values: Values, name: str, args: list[str], options_set: set[str]) -> None:
     """Set the option of one of Penstock's flags in `values`; the arguments are those of `apply_flag`."""
     section, key, field = penstock_flags()[name]
+    target = create_section(values, section)
+    if section_model(field):
+        if parse_value(name, bool, args):
+            create_section(target, key)
+        else:
+            target[key] = None
+        return
     if name != flag_of_field(key):
         log_once(name, f"means {flag_of_field(key)}")
-    target = values.setdefault(section, {})
     new = parse_value(name, field.annotation, args)
-    if f"{section}.{key}" in options_set and isinstance(new, dict):  # a repeated flag extends the first
+    is_repeated = f"{section}.{key}" in options_set and key in target
+    if is_repeated and isinstance(new, dict):  # a repeated flag extends the first
         new = {**target[key], **new}
-    elif f"{section}.{key}" in options_set and isinstance(new, list):
+    elif is_repeated and isinstance(new, list):
         new = [*target[key], *new]
-    elif f"{section}.{key}" in options_set and key in FUNCTIONS.get(section, ()) and new != target[key]:
+    elif is_repeated and key in FUNCTIONS.get(section, ()) and new != target[key]:
         log_once(name, f"{new} replaces {target[key]}, because one function is called")
     target[key] = new  # the first flag replaces a file's value
     options_set.add(f"{section}.{key}")
@@ -251,12 +271,6 @@ def check_engine_flags(values: Values, flags: Sequence[str]) -> None:
                     f"{flag} is an option of --engine {other}, but --engine is {engine}: omit {flag}, or give --engine "
                     f"{other}"
                 )
-
-
-@cache
-def megatron_flag_names() -> dict[str, str]:
-    """Return flag -> option of Megatron's flags that have an effect."""
-    return {flag_of_field(name): name for name in (*MegatronOptions.model_fields, *ALIASES)}
 
 
 def describe_unknown_flag(name: str, known: Sequence[str]) -> str:
@@ -289,7 +303,7 @@ def parse_value(name: str, annotation: Any, args: list[str]) -> Any:
     lists = [option for option in _union_members(annotation) if typing.get_origin(option) is list]
     if lists:
         return parse_list(name, typing.get_args(lists[0])[0], args)
-    if _has_type(annotation, dict) or annotation is MegatronOptions:
+    if _has_type(annotation, dict):
         return parse_dict(name, args)
     if len(args) > 1:
         raise OptionError(f"{name} takes one value; found {short_repr(' '.join(args))}")

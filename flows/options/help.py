@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.engines.backends import BACKENDS, engine_backend
-from penstock.engines.megatron.megatron_options import MegatronOptions
-from penstock.flows.config import flag_of_field, list_options
+from penstock.flows.config import SECTIONS, SWITCHES, flag_of_field, list_options
 from penstock.storage.config import field_meta
 
 WIDTH = 118  # columns
@@ -125,31 +124,27 @@ def full_help(command: str, usage: str, *, may_change_only: bool = False) -> str
     """
     lines = [usage, "", "OPTIONS OF PENSTOCK, in a file below [section]"]
     section = ""
-    keep: Callable[[Any], bool] = lambda field: not may_change_only or field_meta(field).mutability != "identity"
     for owner, name, field in list_options():
-        if not keep(field):
+        if may_change_only and field_meta(field).mutability == "identity":
             continue
         if owner != section:
             section = owner
-            lines += ["", f"[{section}]"]
+            lines += ["", f"[{section}]", *(_wrap(about_section(section), "  ") if section in SWITCHES else [])]
         spellings = " ".join([flag_of_field(name), *(f"--{alias}" for alias in field_meta(field).aliases)])
         lines += [f"  {spellings}{_default(field)}", *_wrap(field.description or "", " " * 6)]
-    others = [*_megatron_options(keep), "", *_wrap(_PROGRAMS)] if may_change_only else _other_families()
+    others = _wrap(_PROGRAMS) if may_change_only else _other_families()
     return "\n".join([*lines, "", *others, *_wrap(_RESUME)])
 
 
-def _megatron_options(keep: Callable[[Any], bool]) -> Iterator[str]:
-    """Yield help lines about the options of Megatron-core for whose fields `keep` is true."""
-    yield from ("OPTIONS OF MEGATRON-CORE, under its own names; in a file below [train.megatron]", "")
-    for name, field in MegatronOptions.model_fields.items():
-        if keep(field):
-            yield f"  {flag_of_field(name)}"
-            yield from _wrap(field.description or "", " " * 6)
+def about_section(section: str) -> str:
+    """Return what an optional section is, and which flags add and remove it."""
+    flag = SWITCHES[section]
+    about = f"{flag} adds the section, and so does each of its options; --no-{flag[2:]} removes it."
+    return f"{SECTIONS[section].__doc__} {about}"
 
 
 def _other_families() -> Iterator[str]:
-    """Yield help lines about the options of Megatron-core and of the engines."""
-    yield from _megatron_options(lambda field: True)
+    """Yield help lines about the options of the engines."""
     for name in BACKENDS:
         backend = engine_backend(name)
         yield ""
@@ -179,7 +174,7 @@ def first_sentence(text: str) -> str:
 def _default(field: Any) -> str:
     """Return ` (default X)`; nothing for a switch that is off and for an empty default."""
     value = None if field.is_required() else field.get_default(call_default_factory=True)
-    return "" if value is False or value in (None, "", [], {}, MegatronOptions()) else f" (default {value})"
+    return "" if value is False or value in (None, "", [], {}) else f" (default {value})"
 
 
 def _wrap(text: str, indent: str = "") -> Sequence[str]:

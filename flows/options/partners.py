@@ -63,13 +63,11 @@ PARTNERS = (
         "--use-tis or --get-mismatch-metrics",
         lambda config: config.train.use_tis or config.train.get_mismatch_metrics,
     ),
-    Partner("train", "opsm_delta", "--use-opsm", lambda config: config.train.use_opsm),
-    Partner("train", "opd_kl_coef", "--use-opd", lambda config: config.train.use_opd),
     Partner(
         "rollout",
         "opd_teacher_num_gpus",
         "--opd-type sglang with --opd-teacher-load",
-        lambda config: config.train.reads_teacher_logprobs and config.train.opd_teacher_load,
+        lambda config: config.train.served_teacher,
     ),
     Partner(
         "train",

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engines.backends import engine_backend
-from penstock.flows.config import PostTrainConfig
+from penstock.flows.config import PostTrainConfig, option_value, with_options
 from penstock.stages.plugins import DEFAULT_NAMES, with_function_name
 from penstock.stages.rollout.config import RolloutConfig
 from penstock.stages.train.config import TrainConfig
-from penstock.storage.config import StageConfig
 
 FILES = {  # section -> options that name a file or a directory, or a list of them
     section: names.split()
@@ -24,7 +23,9 @@ FILES = {  # section -> options that name a file or a directory, or a list of th
         "run": "store save_hf update_weight_disk_dir tb_dir wandb_dir",
         "convert": "hf_checkpoint load convert_save",
         "rollout": "prompt_data data_cache rm_model_path",
-        "train": "ref_load opd_teacher_load lora_load",
+        "train": "ref_load",
+        "train.opd": "opd_teacher_load",
+        "train.lora": "lora_load",
         "debug": "save_debug_rollout_data load_debug_rollout_data save_debug_train_data dump_details profile_dir "
         "memory_snapshot_dir ci_save_grad_norm ci_load_grad_norm",
     }.items()
@@ -41,21 +42,17 @@ def with_function_names(config: PostTrainConfig) -> PostTrainConfig:
     """Return the config with the name of the function in every path of a user-defined function (`rewards.py` becomes
     `rewards.py:reward_func`), so that plan, record and every process mean the same function. The checks
     report files that do not exist.
-
-    Raises:
-        PluginError: a file does not load, or its function cannot be chosen.
     """
     from penstock.stages.rewards.grading import check_reward_options  # loads pyarrow and jinja2
 
-    sections = {}
     for section in ("rollout", "train"):
         options = getattr(config, section)
         paths = {name: getattr(options, name) for name in FUNCTIONS[section]}
         bare = {name: path for name, path in paths.items() if path and path.endswith(".py") and Path(path).exists()}
         reward = {"custom_rm_path": check_reward_options(options)} if bare.pop("custom_rm_path", None) else {}
         named = {name: with_function_name(path, DEFAULT_NAMES[name]) for name, path in bare.items()}
-        sections[section] = _with_changes(options, named | reward)
-    return config.model_copy(update=sections)
+        config = with_options(config, section, named | reward)
+    return config
 
 
 def with_absolute_paths(config: PostTrainConfig) -> PostTrainConfig:
@@ -86,29 +83,26 @@ def _map_paths(config: PostTrainConfig, change: Callable[[str], str]) -> PostTra
         path, colon, name = (value, "", "") if value.endswith(".py") else value.rpartition(":")
         return change_file_path(path) + colon + name if path.endswith(".py") else value
 
-    sections: dict[str, Any] = {}
-    for section in ("run", "convert", "rollout", "train", "debug"):
-        old = getattr(config, section)
-        new = {name: change_file_path(getattr(old, name)) for name in FILES.get(section, ())}
-        new |= {name: change_function_path(getattr(old, name)) for name in FUNCTIONS.get(section, ())}
-        if section == "rollout":
-            of_paths = engine_backend(old.engine).path_flags
-            new["engine_options"] = {
-                name: change_file_path(value) if name in of_paths else value
-                for name, value in old.engine_options.items()
-            }
-        sections[section] = _with_changes(old, new)
+    changed = config
+    for table, change_path in ((FILES, change_file_path), (FUNCTIONS, change_function_path)):
+        for section, names in table.items():
+            values = {name: change_path(option_value(config, section, name)) for name in names}
+            changed = with_options(changed, section, values)
+    of_paths = engine_backend(config.rollout.engine).path_flags
+    engine_options = {
+        name: change_file_path(value) if name in of_paths else value
+        for name, value in config.rollout.engine_options.items()
+    }
+    changed = with_options(changed, "rollout", {"engine_options": engine_options})
     evals = config.eval
-    new = {"eval_prompt_data": [(name, change_file_path(path)) for name, path in evals.eval_prompt_data]}
+    new: dict[str, Any] = {
+        "eval_prompt_data": [(name, change_file_path(path)) for name, path in evals.eval_prompt_data]
+    }
     if evals.eval_config is not None:
         data_sets = [
             data_set.model_copy(update={"path": change_file_path(data_set.path)})
             for data_set in evals.eval_config.datasets
         ]
         new["eval_config"] = evals.eval_config.model_copy(update={"datasets": data_sets})
-    return config.model_copy(update=sections | {"eval": _with_changes(evals, new)})
-
-
-def _with_changes(section: StageConfig, values: dict[str, Any]) -> StageConfig:
-    """Return the section with `values`. Options that keep their value are not among those that are given."""
-    return section.model_copy(update={name: new for name, new in values.items() if new != getattr(section, name)})
+    result: PostTrainConfig = with_options(changed, "eval", new)
+    return result

@@ -13,14 +13,16 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 
+from penstock.engines.megatron import megatron_options
 from penstock.storage.errors import OptionError
 
 TRAINERS = ("slime",)
+_MEGATRON = {flag: (tuple(words.split()),) for flag, words in megatron_options.SYNONYMS.items()}
 _TABLES = [importlib.import_module(f"penstock.flows.{name}.flag_table") for name in TRAINERS]
 REFUSED: dict[str, str] = {flag: text for table in _TABLES for flag, text in table.REFUSED.items()}
 ACCEPTED: dict[str, str] = {flag: text for table in _TABLES for flag, text in table.ACCEPTED.items()}
 # Flag, perhaps with a value -> the flags that it stands for; `...` is the value that was given.
-SYNONYMS: dict[str, tuple[tuple[str, ...], ...]] = {
+SYNONYMS: dict[str, tuple[tuple[str, ...], ...]] = _MEGATRON | {
     flag: flags for table in _TABLES for flag, flags in table.SYNONYMS.items()
 }
 
@@ -33,11 +35,7 @@ def is_listed(name: str) -> bool:
 
 
 def synonym_of(name: str, args: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the flags, each with its arguments, for which a flag stands; [] if it is not a synonym.
-
-    Raises:
-        OptionError: the flag is a switch, but has a value.
-    """
+    """Return the flags, each with its arguments, for which a flag stands; [] if it is not a synonym."""
     key = next((key for key in (" ".join([name, *args]), name) if key in SYNONYMS), None)
     if key is None:
         return []
@@ -49,11 +47,7 @@ def synonym_of(name: str, args: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def check_listed_flag(name: str, args: Sequence[str]) -> None:
-    """Log why an accepted flag has no effect of its own. `name` is a flag for which `is_listed` is true.
-
-    Raises:
-        OptionError: the flag is refused, alone or with these arguments.
-    """
+    """Log why an accepted flag has no effect of its own. `name` is a flag for which `is_listed` is true."""
     with_value = " ".join([name, *args])
     for key in (with_value, name):
         if key in ACCEPTED:

@@ -101,8 +101,6 @@ def describe_nested_flag(name: str, key: Any) -> str:
     """Return how the entry `key` of the dict option `name` is given on the command line, for error messages."""
     key = short_repr(str(key))[1:-1]
     dashed = key.replace("_", "-")
-    if name == "--megatron":
-        return f"--{dashed}"
     return f"{name}-{dashed}" if name.removeprefix("--") in ("router", *BACKENDS) else f"{name} {key}"
 
 

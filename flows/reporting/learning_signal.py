@@ -35,9 +35,8 @@ class LearningSignal(Observer):
         if not report.is_new or report.commit.kind != "step":
             return
         run, train, r = self.run, self.run.config.train, report.commit.index
-        custom_advantages = train.custom_advantage_function_path or train.disable_rewards_normalization or train.use_opd
-        custom_advantages = custom_advantages or run.config.rollout.sets_train_rewards
-        group_relative = train.compares_samples and not custom_advantages
+        of_user = train.custom_advantage_function_path or run.config.rollout.sets_train_rewards
+        group_relative = train.compares_samples and not (of_user or train.disable_rewards_normalization or train.opd)
         warnings = [zero_gradient_warning(run.store, run.keys, r, group_relative=group_relative)]
         if not (train.use_tis or train.use_rollout_logprobs):
             fp8 = bool(fp8_weights(run.config.convert.hf_checkpoint))

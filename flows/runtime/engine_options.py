@@ -59,12 +59,12 @@ def engine_options(config: PostTrainConfig) -> EngineOptions:
 def teacher_options(config: PostTrainConfig) -> EngineOptions | None:
     """Return the options of the engine that serves the model of --opd-teacher-load; None if the run starts none."""
     train, num_gpus = config.train, config.rollout.opd_teacher_num_gpus
-    if not train.reads_teacher_logprobs or train.opd_teacher_load is None:
+    if train.served_teacher is None:
         return None
     engines = engine_options(config)
     spec = engines.spec.model_copy(
         update={
-            "model_path": str(Path(train.opd_teacher_load).resolve()),
+            "model_path": str(Path(train.served_teacher).resolve()),
             "role": "teacher",
             "weight_version": TEACHER,
             "port": 0,

@@ -465,8 +465,8 @@ def check_lora(train: TrainConfig, lora: LoraOptions, shape: ModelShape) -> None
         expert_tensor=train.expert_tensor_parallel_size,
         grouped=bool(train.megatron.moe_grouped_gemm or train.megatron.moe_permute_fusion),
     )
-    if train.lora_load is not None:
-        adapter = Path(train.lora_load)
+    if lora.lora_load is not None:
+        adapter = Path(lora.lora_load)
         check_peft_directory(adapter, shape, lora)
         check_first_values(stored_tensors(adapter, [adapter / WEIGHTS]))
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.flows.config import SECTIONS, Flow, Plan, PostTrainConfig, derive, list_options
+from penstock.flows.config import Flow, Plan, PostTrainConfig, derive
 from penstock.flows.options.paths import CHAMPION, with_absolute_paths, with_function_names
 from penstock.flows.runtime.runs import completion_of, differing_option, latest_config
 from penstock.stages.convert.targets import is_converted, is_published, megatron_directory
@@ -75,7 +75,7 @@ def resolve(flow: str, config: PostTrainConfig, store: Store, *, counts_rows: bo
     config = derive(config)
     if config.run.num_rollout_per_start is not None and config.run.run:
         config = _with_num_rollout(config, target_rounds(store, existing, config))
-    sections = {name: getattr(config, name) for name in SECTIONS}
+    sections = {name: getattr(config, name) for name in PostTrainConfig.model_fields}
     parent = existing.record.parent if existing else None
     return Plan.model_construct(**sections, flow=flow, given=given, parent=parent, notes=notes)
 
@@ -101,14 +101,13 @@ def _with_recorded_decisions(config: PostTrainConfig, existing: _Existing) -> Po
     """Return the config with what the run has decided for options that it leaves open in the same way: those that have
     the value that was given then, although the run uses another one."""
     sections = {}
-    for section in SECTIONS:
+    for section in PostTrainConfig.model_fields:
         now, given, decided = (getattr(each, section) for each in (config, existing.given, existing.config))
         sections[section] = now.model_copy(
             update={
                 name: getattr(decided, name)
-                for owner, name, field in list_options()
-                if owner == section
-                and name != "num_rollout"  # see `rounds_of_epochs` and `target_rounds`
+                for name, field in type(now).model_fields.items()
+                if name != "num_rollout"  # see `rounds_of_epochs` and `target_rounds`
                 and field_meta(field).mutability != "placement"
                 and getattr(now, name) == getattr(given, name) != getattr(decided, name)
                 and (name in now.model_fields_set) == (name in given.model_fields_set)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from penstock.flows.config import (
-    MEGATRON,
     Flow,
     Plan,
     PostTrainConfig,
@@ -27,6 +26,7 @@ from penstock.flows.config import (
     options_by_mutability,
     training_options,
     validate_config,
+    with_entry,
 )
 from penstock.flows.options.argv import check_run_name
 from penstock.flows.options.nearby_stores import stores_with_run
@@ -204,10 +204,7 @@ def describe_difference(record: RunRecord, plan: Plan) -> str | None:
     if difference is None:
         return None
     option, recorded, given = difference
-    name = option.split(".")[1]
-    if option == MEGATRON:  # the first of Megatron's options that differs
-        name = next(name for name in {**recorded, **given} if recorded.get(name) != given.get(name))
-        recorded, given = recorded.get(name), given.get(name)
+    name = option.rpartition(".")[2]
     before, now = (text if len(text) <= 60 else f"{text[:57]}..." for text in (repr(recorded), repr(given)))
     return f"run {plan.run.run!r} has {flag_of_field(name)} {before}, this command has {now}"
 
@@ -317,11 +314,9 @@ def record_schedule(store: Store, keys: RunKeys, record: RunRecord, plan: Plan) 
 
 def _config_with_schedule(config: RecordedConfig, schedule: dict[str, Any]) -> PostTrainConfig:
     """Return a recorded config with `schedule` (`section.name` -> value) in place of the recorded values."""
-    values = {section: dict(fields) for section, fields in config.items()}
     for field, value in schedule.items():
-        section, name = field.split(".")
-        values[section][name] = value
-    return _validated_config(values)
+        config = with_entry(config, field, value)
+    return _validated_config(config)
 
 
 def read_flow_and_config(where: RunConfig, run: str) -> tuple[str, PostTrainConfig]:

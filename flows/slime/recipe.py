@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engines.backends import engine_backend
-from penstock.flows.config import SECTIONS, PostTrainConfig, flag_of_field, validate_config
+from penstock.flows.config import (
+    SECTIONS,
+    SWITCHES,
+    PostTrainConfig,
+    flag_of_field,
+    option_value,
+    validate_config,
+)
 from penstock.flows.options.argv import short_repr, split_args
 from penstock.flows.options.flags import (
     Values,
@@ -24,7 +31,6 @@ from penstock.flows.options.flags import (
     apply_flag,
     did_you_mean,
     engine_prefixes,
-    megatron_flag_names,
     penstock_flags,
     split_flags,
 )
@@ -32,7 +38,7 @@ from penstock.flows.options.refused import ACCEPTED, REFUSED, is_listed
 from penstock.flows.runtime.runner import run_flow
 from penstock.flows.slime.flag_table import OF_MODEL
 from penstock.flows.slime.shell import Script, read_script
-from penstock.storage.config import field_meta
+from penstock.storage.config import entries_of, field_meta
 from penstock.storage.errors import EngineError, ModelError, OptionError
 from penstock.storage.secrets import is_secret_name
 
@@ -171,10 +177,10 @@ def translate_flags(recipe: Recipe, argv: list[str]) -> None:
     for name, args in split_flags(argv):
         own = penstock_flags().get(name)
         text = " ".join([name, *args])
-        if own is None and not (is_listed(name) or name.startswith(engine_prefixes()) or name in megatron_flag_names()):
+        if own is None and not (is_listed(name) or name.startswith(engine_prefixes())):
             positive = "--" + name.removeprefix("--no-")
             if positive not in penstock_flags():
-                unknown.append(name + did_you_mean(name, [*penstock_flags(), *megatron_flag_names()]).rstrip("?"))
+                unknown.append(name + did_you_mean(name, [*penstock_flags()]).rstrip("?"))
                 continue
         if REFUSED.get(name) == OF_MODEL:
             num_of_model += 1
@@ -246,7 +252,7 @@ def adapt_run(recipe: Recipe) -> None:
 def adapt_rollout(recipe: Recipe) -> None:
     """Name the teacher's server by its option, and seed the samples of deterministic inference, as slime does."""
     rollout = recipe.values["rollout"]
-    if recipe.values["train"].get("opd_type") == "sglang" and "rm_url" in rollout:
+    if entries_of(recipe.values, "train.opd").get("opd_type") == "sglang" and "rm_url" in rollout:
         rollout["opd_teacher_url"] = rollout.pop("rm_url").removesuffix("/generate")
         recipe.comments["rollout", "opd_teacher_url"] = "--rm-url in the script"
         if path := rollout.pop("custom_rm_path", None):
@@ -296,14 +302,17 @@ def format_recipe(recipe: Recipe) -> str:
     if recipe.environment:
         lines.append(f"# Environment variables that the script exports, not applied: {', '.join(recipe.environment)}")
     lines += [f"# Dropped: {format_comment(line)}" for line in dict.fromkeys(recipe.dropped)]
-    for section in (name for name in SECTIONS if name in recipe.values):
-        entries = {name: value for name, value in recipe.values[section].items() if value is not None}
-        dumped = getattr(recipe.config, section).model_dump(mode="json", exclude_none=True)
+    values = recipe.config.model_dump(mode="json", exclude_none=True)
+    for section in SECTIONS:
+        entries = {name: value for name, value in entries_of(recipe.values, section).items() if value is not None}
+        dumped = entries_of(values, section)
         if has_null(entries.get("plugin_args", {})):  # the option takes JSON text, too
             dumped["plugin_args"] = entries["plugin_args"] = json.dumps(entries["plugin_args"], ensure_ascii=False)
         tables = {name: table for name, table in entries.items() if isinstance(table, dict)}
         plain = {name: dumped.get(name, value) for name, value in entries.items() if name not in tables}
-        if plain:
+        tables = {name: table for name, table in tables.items() if f"{section}.{name}" not in SECTIONS}
+        is_added = section in SWITCHES and option_value(recipe.config, *section.rsplit(".", 1)) is not None
+        if plain or is_added:
             lines += ["", f"[{section}]", *(format_line(recipe, section, name, plain[name]) for name in plain)]
         for name, table in tables.items():
             path, given = f"{section}.{name}", {key: value for key, value in table.items() if value is not None}

@@ -42,14 +42,14 @@ class StoredAdapters:
 
     def __init__(self, directory: Path, shape: ModelShape, options: LoraOptions) -> None:
         self.options, self.layout = options, tensor_layout(shape)
-        self.targets = adapter_targets(shape, options.target_modules)
+        self.targets = adapter_targets(shape, options.lora_target_modules)
         slices: dict[str, list[ShardSlice]] = {}
         num_experts = shape.experts.num_experts if shape.experts else 0
         for target in self.targets.values():
             rows = [self.layout.hf_shapes[f"{module}.weight"] for module in target.hf_modules]
             sizes = {
-                "lora_A": (len(rows) * options.rank, rows[0][1]),
-                "lora_B": (sum(out for out, _ in rows), options.rank),
+                "lora_A": (len(rows) * options.lora_rank, rows[0][1]),
+                "lora_B": (sum(out for out, _ in rows), options.lora_rank),
             }
             for kind, size in sizes.items():
                 key, expert = stored_matrix(target.name, kind)

@@ -12,7 +12,7 @@ import tomllib
 from typing import Any
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from penstock.storage.commit import JOURNAL, commit_key
 from penstock.storage.config import StageConfig
@@ -26,9 +26,11 @@ MAX_YAML_VALUES = 100_000
 _YAML = (".yaml", ".yml", ".json")  # endings of names; JSON is YAML
 
 
-class DataSetSettings(StageConfig):
+class DataSetSettings(BaseModel):
     """Sampling and scoring settings of a data set; None = the value in the file's [defaults], else of the
     --eval-* flag, else of the rollout's option."""
+
+    model_config = StageConfig.model_config
 
     n_samples_per_eval_prompt: int | None = Field(default=None, ge=1)  # responses per prompt
     temperature: float | None = Field(default=None, ge=0)  # sampling temperature, 0 is greedy
@@ -61,8 +63,10 @@ class DataSet(DataSetSettings):
     path: str
 
 
-class EvalFile(StageConfig):
+class EvalFile(BaseModel):
     """The content of the --eval-config file."""
+
+    model_config = StageConfig.model_config
 
     defaults: DataSetSettings = DataSetSettings()
     datasets: list[DataSet] = Field(default_factory=list)

@@ -7,9 +7,10 @@ sampling options; the rollout stage takes a RolloutConfig, which adds all others
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, field_validator, model_validator
+from pydantic import BeforeValidator, field_validator
 
 from penstock.engines.backends import BACKENDS, DEFAULT, engine_backend
 from penstock.storage.config import StageConfig, option
@@ -104,20 +105,19 @@ class PromptConfig(StageConfig):
             )
         return value
 
-    @model_validator(mode="after")
-    def _check_weights(self) -> PromptConfig:
+    def rules(self) -> Iterator[tuple[object, str]]:
+        yield from super().rules()
         weights = self.prompt_data_weights
-        if weights and len(weights) != len(self.prompt_data):
-            raise OptionError(
-                f"--prompt-data-weights has {len(weights)} numbers for the {len(self.prompt_data)} entries of "
-                "--prompt-data: give one weight per entry"
-            )
-        if weights and not (all(0 <= weight < float("inf") for weight in weights) and any(weights)):
-            raise OptionError(
-                f"--prompt-data-weights {' '.join(map(str, weights))}: give finite weights of 0 or more, at least one "
-                "of them positive"
-            )
-        return self
+        yield (
+            weights and len(weights) != len(self.prompt_data),
+            f"--prompt-data-weights has {len(weights)} numbers for the {len(self.prompt_data)} entries of "
+            "--prompt-data: give one weight per entry",
+        )
+        yield (
+            weights and not (all(0 <= weight < float("inf") for weight in weights) and any(weights)),
+            f"--prompt-data-weights {' '.join(map(str, weights))}: give finite weights of 0 or more, at least one "
+            "of them positive",
+        )
 
 
 class GenerationConfig(PromptConfig):
@@ -420,40 +420,39 @@ class RolloutConfig(GenerationConfig):
         """Return whether a user-defined function sets the rewards that advantage estimators use."""
         return bool(self.custom_reward_post_process_path or self.custom_convert_samples_to_train_data_path)
 
-    @model_validator(mode="after")
-    def _check(self) -> RolloutConfig:
-        if self.rollout_num_gpus is not None and self.rollout_num_gpus % self.rollout_num_gpus_per_engine:
-            raise OptionError(
-                f"--rollout-num-gpus {self.rollout_num_gpus} is not a multiple of --rollout-num-gpus-per-engine "
-                f"{self.rollout_num_gpus_per_engine}: change one of them"
-            )
-        if self.over_sampling_batch_size is not None and self.over_sampling_batch_size < self.rollout_batch_size:
-            raise OptionError(
-                f"--over-sampling-batch-size {self.over_sampling_batch_size} is less than --rollout-batch-size "
-                f"{self.rollout_batch_size}: request at least as many prompts as a rollout needs"
-            )
-        if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
-            raise OptionError(
-                "--mask-offpolicy-in-partial-rollout has no effect without --partial-rollout: add --partial-rollout, "
-                "or remove the flag"
-            )
-        if self.allow_row_code is not None and not all(part.isidentifier() for part in self.allow_row_code.split(".")):
-            raise OptionError(
-                f"--allow-row-code {self.allow_row_code!r} is not the name of a Python package: "
-                "give an importable name, e.g. my_rewards or my_rewards.math"
-            )
-        if self.custom_reward_post_process_path and self.custom_convert_samples_to_train_data_path:
-            raise OptionError(
-                "--custom-reward-post-process-path is not called with --custom-convert-samples-to-train-data-path, "
-                "which returns rewards itself: remove --custom-reward-post-process-path"
-            )
-        if self.rm_type and self.custom_rm_path:
-            raise OptionError(
-                f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are both given: remove "
-                "--rm-type to grade with the user-defined reward, or --custom-rm-path to grade with the built-in one"
-            )
-        if self.rollout_top_k == 0:
-            raise OptionError(
-                "--rollout-top-k 0 would leave no token to sample: give -1 for all tokens, or a positive number"
-            )
-        return self
+    def rules(self) -> Iterator[tuple[object, str]]:
+        yield from super().rules()
+        yield (
+            self.rollout_num_gpus is not None and self.rollout_num_gpus % self.rollout_num_gpus_per_engine,
+            f"--rollout-num-gpus {self.rollout_num_gpus} is not a multiple of --rollout-num-gpus-per-engine "
+            f"{self.rollout_num_gpus_per_engine}: change one of them",
+        )
+        yield (
+            self.over_sampling_batch_size is not None and self.over_sampling_batch_size < self.rollout_batch_size,
+            f"--over-sampling-batch-size {self.over_sampling_batch_size} is less than --rollout-batch-size "
+            f"{self.rollout_batch_size}: request at least as many prompts as a rollout needs",
+        )
+        yield (
+            self.mask_offpolicy_in_partial_rollout and not self.partial_rollout,
+            "--mask-offpolicy-in-partial-rollout has no effect without --partial-rollout: add --partial-rollout, "
+            "or remove the flag",
+        )
+        yield (
+            self.allow_row_code is not None and not all(part.isidentifier() for part in self.allow_row_code.split(".")),
+            f"--allow-row-code {self.allow_row_code!r} is not the name of a Python package: "
+            "give an importable name, e.g. my_rewards or my_rewards.math",
+        )
+        yield (
+            self.custom_reward_post_process_path and self.custom_convert_samples_to_train_data_path,
+            "--custom-reward-post-process-path is not called with --custom-convert-samples-to-train-data-path, "
+            "which returns rewards itself: remove --custom-reward-post-process-path",
+        )
+        yield (
+            self.rm_type and self.custom_rm_path,
+            f"--rm-type {self.rm_type} and --custom-rm-path {self.custom_rm_path} are both given: remove "
+            "--rm-type to grade with the user-defined reward, or --custom-rm-path to grade with the built-in one",
+        )
+        yield (
+            self.rollout_top_k == 0,
+            "--rollout-top-k 0 would leave no token to sample: give -1 for all tokens, or a positive number",
+        )

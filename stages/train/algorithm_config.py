@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from pydantic import model_validator
-
 from penstock.engines.lora import LoraOptions
 from penstock.stages.plugins import DEFAULT_NAMES
 from penstock.stages.train.algorithms.registry import ESTIMATORS, POLICY_LOSSES
 from penstock.storage.config import StageConfig, option
-from penstock.storage.errors import OptionError
 
 if TYPE_CHECKING:
     EstimatorName: TypeAlias = str
@@ -28,6 +25,28 @@ PLUGINS = {
     "custom_pg_loss_reducer_function_path": ("trajectory_index", "sample_index", "num_trajectories"),
     "rollout_data_postprocess_path": ("args", "rollout_id", "rollout_data"),
 }
+
+
+class DistillationConfig(StageConfig):
+    """On-policy distillation: subtract the log-ratio to a teacher from the advantages."""
+
+    opd_kl_coef: float = option(1.0, ge=0)
+    """Coefficient of the policy/teacher log-ratio that is subtracted from the advantages."""
+
+    opd_type: Literal["megatron", "sglang"] = option("megatron")
+    """Where the teacher is: megatron, in the trainer, or sglang, in an engine of the run (--opd-teacher-load) or on a
+    server (--opd-teacher-url), whose log-probs are stored with the samples."""
+
+    opd_teacher_load: str | None = option(None)
+    """Teacher: a Hugging Face checkpoint with the policy's architecture and sizes; with --opd-type sglang, of any
+    supported architecture and size with the policy's tokenizer."""
+
+
+class SequenceMaskingConfig(StageConfig):
+    """Off-policy sequence masking of samples with negative advantage whose mean log-prob fell by over --opsm-delta."""
+
+    opsm_delta: float = option(1e-4)
+    """Samples are masked whose mean of old minus current log-probs is above this value."""
 
 
 class AlgorithmConfig(StageConfig):
@@ -75,19 +94,7 @@ class AlgorithmConfig(StageConfig):
     kl_coef: float = option(0.0, ge=0)
     """Coefficient of the KL to the reference as a penalty on each token's reward; not together with --kl-loss-coef."""
 
-    use_opd: bool = option(False)
-    """On-policy distillation: subtract the log-ratio to a teacher from the advantages."""
-
-    opd_kl_coef: float = option(1.0, ge=0)
-    """Coefficient of the policy/teacher log-ratio that --use-opd subtracts from the advantages."""
-
-    opd_type: Literal["megatron", "sglang"] | None = option(None)
-    """Where the teacher of --use-opd is: megatron (default), in the trainer, or sglang, in an engine of the run
-    (--opd-teacher-load) or on a server (--opd-teacher-url), whose log-probs are stored with the samples."""
-
-    opd_teacher_load: str | None = option(None)
-    """Teacher of --use-opd: a Hugging Face checkpoint with the policy's architecture and sizes; with --opd-type sglang,
-    of any supported architecture and size with the policy's tokenizer."""
+    opd: DistillationConfig | None = option(None, aliases=("use-opd",))
 
     # ---- the policy loss ---------------------------------------------------------------------------------------------
 
@@ -115,11 +122,7 @@ class AlgorithmConfig(StageConfig):
     entropy_coef: float = option(0.0)
     """Coefficient of the entropy bonus."""
 
-    use_opsm: bool = option(False)
-    """Off-policy sequence masking of samples with negative advantage whose mean log-prob fell by over --opsm-delta."""
-
-    opsm_delta: float = option(1e-4)
-    """--use-opsm masks samples whose mean of old minus current log-probs is above this value."""
+    opsm: SequenceMaskingConfig | None = option(None, aliases=("use-opsm",))
 
     calculate_per_token_loss: bool = option(False)
     """Average the loss over all tokens of a step; default: average over each sample's tokens, then over samples."""
@@ -191,27 +194,7 @@ class AlgorithmConfig(StageConfig):
 
     # ---- adapters ----------------------------------------------------------------------------------------------------
 
-    lora_rank: int | None = option(None, ge=1)
-    """Train LoRA adapters of this rank, and freeze the model's own weights."""
-
-    lora_alpha: float | None = option(None, gt=0)
-    """Scale of the adapters: their output is multiplied by alpha / rank; default: --lora-rank."""
-
-    lora_dropout: float = option(0.0, ge=0, lt=1)
-    """Dropout of the adapters' inputs; only 0 is supported, because engines and replays have none."""
-
-    lora_target_modules: list[str] | None = option(None)
-    """Layers with adapters: attention, mlp, experts, all-linear, or names such as o_proj; default: all-linear."""
-
-    lora_use_rslora: bool = option(False)
-    """Multiply the adapters' output by alpha / sqrt(rank) (rsLoRA)."""
-
-    lora_load: str | None = option(None)
-    """PEFT directory of adapters to start from, with the rank, alpha and layers of the options."""
-
-    lora_publish: Literal["adapter", "merged"] | None = option(None, mutability="placement")
-    """What engines get: adapter sends only the adapters; merged sends all weights, with the adapters added to them.
-    Default: adapter if the engines can apply them, else merged."""
+    lora: LoraOptions | None = option(None)
 
     # ---- experts -----------------------------------------------------------------------------------------------------
 
@@ -227,18 +210,6 @@ class AlgorithmConfig(StageConfig):
         return self.policy_loss or ESTIMATORS[self.advantage_estimator].policy_loss
 
     @property
-    def lora(self) -> LoraOptions | None:
-        """Options of the policy's adapters, or None if all weights are trained."""
-        if self.lora_rank is None:
-            return None
-        return LoraOptions(
-            rank=self.lora_rank,
-            alpha=self.lora_alpha or self.lora_rank,
-            target_modules=tuple(self.lora_target_modules or ["all-linear"]),
-            use_rslora=self.lora_use_rslora,
-        )
-
-    @property
     def uses_critic(self) -> bool:
         """Whether a value model is trained with the policy."""
         return self.loss_type == "policy_loss" and ESTIMATORS[self.advantage_estimator].critic
@@ -251,7 +222,8 @@ class AlgorithmConfig(StageConfig):
     @property
     def auxiliary_models(self) -> dict[str, str]:
         """Paths of the frozen models that the trainer loads: "reference" or "teacher" -> path."""
-        paths = {"reference": self.ref_load, "teacher": self.opd_teacher_load if self.loads_teacher else None}
+        teacher = self.opd.opd_teacher_load if self.opd and self.loads_teacher else None
+        paths = {"reference": self.ref_load, "teacher": teacher}
         return {name: path for name, path in paths.items() if path}
 
     @property
@@ -262,12 +234,17 @@ class AlgorithmConfig(StageConfig):
     @property
     def loads_teacher(self) -> bool:
         """Whether the trainer computes log-probs of a teacher."""
-        return self.use_opd and self.opd_type != "sglang"
+        return self.opd is not None and self.opd.opd_type == "megatron"
 
     @property
     def reads_teacher_logprobs(self) -> bool:
         """Whether the samples have log-probs of a teacher."""
-        return self.use_opd and self.opd_type == "sglang"
+        return self.opd is not None and self.opd.opd_type == "sglang"
+
+    @property
+    def served_teacher(self) -> str | None:
+        """Path of the teacher for which the run starts an engine."""
+        return self.opd.opd_teacher_load if self.opd and self.reads_teacher_logprobs else None
 
     def refreshes_reference_at(self, version: int) -> bool:
         """Return whether policy `version` replaces the reference (--ref-update-interval)."""
@@ -285,16 +262,11 @@ class AlgorithmConfig(StageConfig):
             if path := getattr(self, name):
                 yield path, DEFAULT_NAMES[name], arguments
 
-    @model_validator(mode="after")
-    def _check_contradictions(self) -> AlgorithmConfig:
-        rules = (*self._loss_rules(), *self._correction_rules(), *self._model_rules(), *self._adapter_rules())
-        for wrong, message in rules:
-            if wrong:
-                raise OptionError(message)
-        return self
+    def rules(self) -> Iterator[tuple[object, str]]:
+        yield from (*self._loss_rules(), *self._correction_rules(), *self._model_rules(), *self._adapter_rules())
 
     def _loss_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield (is violated, error message) for each rule about estimator and loss."""
+        """Yield the rules about estimator and loss."""
         name = self.advantage_estimator
         estimator = ESTIMATORS[name]
         yield (
@@ -344,7 +316,7 @@ class AlgorithmConfig(StageConfig):
         )
 
     def _correction_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield (is violated, error message) for each rule about the correction of the engine's log-probs."""
+        """Yield the rules about the correction of the engine's log-probs."""
         yield (
             self.use_tis and self.use_rollout_logprobs,
             "--use-tis has no effect with --use-rollout-logprobs, which uses the engine's log-probs as old log-probs: "
@@ -361,23 +333,14 @@ class AlgorithmConfig(StageConfig):
         )
 
     def _adapter_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield (is violated, error message) for each rule about LoRA adapters."""
-        fields = type(self).model_fields
-        changed = [
-            name for name in fields if name.startswith("lora_") and getattr(self, name) != fields[name].get_default()
-        ]
+        """Yield the rules about LoRA adapters."""
+        if self.lora is None:
+            return
         yield (
-            changed and self.lora_rank is None,
-            f"--{(changed or [''])[0].replace('_', '-')} has no effect without adapters: add --lora-rank, or omit the "
-            "option",
-        )
-        yield (
-            self.lora_dropout,
-            f"--lora-dropout {self.lora_dropout:g} is not supported: engines generate without dropout, so their "
+            self.lora.lora_dropout,
+            f"--lora-dropout {self.lora.lora_dropout:g} is not supported: engines generate without dropout, so their "
             "log-probs would differ from the trainer's; omit it",
         )
-        if self.lora_rank is None:
-            return
         yield (
             self.freeze_params_name_list or self.only_train_params_name_list,
             "--freeze-params-name-list and --only-train-params-name-list cannot be combined with --lora-rank, which "
@@ -395,14 +358,10 @@ class AlgorithmConfig(StageConfig):
         )
 
     def _model_rules(self) -> Iterator[tuple[object, str]]:
-        """Yield (is violated, error message) for each rule about auxiliary models and expert routing."""
+        """Yield the rules about auxiliary models and expert routing."""
         yield (
-            self.loads_teacher if self.opd_teacher_load is None else not self.use_opd,
-            "--use-opd and --opd-teacher-load need each other, unless --opd-type is sglang: give both or neither",
-        )
-        yield (
-            self.opd_type and not self.use_opd,
-            f"--opd-type {self.opd_type} has no effect without --use-opd: add --use-opd, or omit --opd-type",
+            self.opd and self.loads_teacher and self.opd.opd_teacher_load is None,
+            "--use-opd needs --opd-teacher-load, unless --opd-type is sglang: add it, or omit --use-opd",
         )
         yield (
             self.freeze_params_name_list and self.only_train_params_name_list,

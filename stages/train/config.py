@@ -5,9 +5,8 @@ The number of rounds and the data are options of other stages.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
-
-from pydantic import model_validator
 
 from penstock.engines.megatron.megatron_options import MegatronOptions
 from penstock.engines.parallel_layout import ParallelLayout
@@ -132,8 +131,7 @@ class TrainConfig(AlgorithmConfig):
     """Split the activations of norms and residuals by position over the tensor-parallel ranks."""
 
     megatron: MegatronOptions = option(default_factory=MegatronOptions)
-    """Options of Megatron-core that have an effect, by Megatron's names. Those that change no result, such as
-    --recompute-granularity and --optimizer-cpu-offload, may change on resume."""
+    """Options of Megatron-core that have an effect, by Megatron's names."""
 
     mtp_num_layers: int | None = option(None, mutability="placement", ge=0)
     """Number of multi-token prediction layers of --hf-checkpoint, which is checked; they are not trained (--mtp)."""
@@ -193,38 +191,34 @@ class TrainConfig(AlgorithmConfig):
                 "replicas, each of which needs a sample per step: raise --global-batch-size, or use fewer trainer ranks"
             )
 
-    @model_validator(mode="after")
-    def _check_parallel_sizes(self) -> TrainConfig:
+    def rules(self) -> Iterator[tuple[object, str]]:
+        yield from super().rules()
         model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-        if self.num_ranks % model:
-            raise OptionError(
-                f"{self.num_ranks} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) are not divisible by "
-                "--tensor-model-parallel-size x --pipeline-model-parallel-size x --context-parallel-size = "
-                f"{model}: change one of these options"
-            )
+        yield (
+            self.num_ranks % model,
+            f"{self.num_ranks} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) are not divisible by "
+            "--tensor-model-parallel-size x --pipeline-model-parallel-size x --context-parallel-size = "
+            f"{model}: change one of these options",
+        )
         expert_tensor = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
         experts = expert_tensor * self.expert_model_parallel_size * self.pipeline_model_parallel_size
-        if self.num_ranks % experts:
-            raise OptionError(
-                f"{self.num_ranks} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) are not divisible by "
-                "--expert-tensor-parallel-size x --expert-model-parallel-size x --pipeline-model-parallel-size = "
-                f"{experts}: change one of these options"
-            )
+        yield (
+            self.num_ranks % experts,
+            f"{self.num_ranks} trainer ranks (--actor-num-nodes x --actor-num-gpus-per-node) are not divisible by "
+            "--expert-tensor-parallel-size x --expert-model-parallel-size x --pipeline-model-parallel-size = "
+            f"{experts}: change one of these options",
+        )
         if self.global_batch_size is not None:
             self.check_batch(self.global_batch_size)
-        if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
-            raise OptionError(
-                f"--virtual-pipeline-model-parallel-size {self.virtual_pipeline_model_parallel_size} needs "
-                "--pipeline-model-parallel-size above 1: raise it, or omit --virtual-pipeline-model-parallel-size"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_dtype(self) -> TrainConfig:
-        """Check that --params-dtype does not contradict Megatron's --bf16, which means --params-dtype bf16."""
-        if self.megatron.bf16 and self.params_dtype == "fp32":
-            raise OptionError("--bf16 contradicts --params-dtype fp32: omit --bf16, or give --params-dtype bf16")
-        return self
+        yield (
+            self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1,
+            f"--virtual-pipeline-model-parallel-size {self.virtual_pipeline_model_parallel_size} needs "
+            "--pipeline-model-parallel-size above 1: raise it, or omit --virtual-pipeline-model-parallel-size",
+        )
+        yield (
+            self.megatron.bf16 and self.params_dtype == "fp32",
+            "--bf16 contradicts --params-dtype fp32: omit --bf16, or give --params-dtype bf16",
+        )
 
     def lr_schedule(self, num_steps: int) -> dict[str, int | None]:
         """Return the learning-rate schedule of a run of `num_steps` optimizer steps: lr_decay_iters, lr_warmup_iters.

@@ -262,7 +262,7 @@ class PolicyRestorer:
         needed: dict[AuxiliaryModel, bool] = {
             "reference": config.uses_reference and not refreshed,
             "teacher": config.loads_teacher,
-            "adapter": config.lora_load is not None and checkpoint is None,
+            "adapter": config.lora is not None and config.lora.lora_load is not None and checkpoint is None,
         }
         models: dict[AuxiliaryModel, Commit] = {}
         for name in (name for name, is_needed in needed.items() if is_needed):

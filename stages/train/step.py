@@ -181,7 +181,7 @@ def needs_old_logprobs(config: TrainConfig, num_steps: int) -> bool:
     they equal the log-probs of the training pass, so the separate pass is needed only if the advantages depend on
     them."""
     functions = (config.custom_advantage_function_path, config.rollout_data_postprocess_path)
-    needed_by_advantages = config.kl_coef > 0 or config.use_opd or any(functions)
+    needed_by_advantages = config.kl_coef > 0 or config.opd is not None or any(functions)
     return config.loss_type != "sft_loss" and (num_steps > 1 or needed_by_advantages)
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from penstock.storage.commit import ORIGINS, STAGE_KINDS, CheckpointRef, Commit, RunKeys, attempt_in_path, commit_key
+from penstock.storage.config import entries_of
 from penstock.storage.history.costs import RunCosts, close_starts, compute_costs
 from penstock.storage.history.run_record import RunRecord, ScheduleChange, read_starts
 from penstock.storage.maintenance.deletion import expired_versions
@@ -289,9 +290,10 @@ def collect_options(given: ReportInput) -> list[dict[str, Any]]:
     rows = []
     for option in given.options:
         row = asdict(option) | {"changed": option.value != option.default}
-        before = parent.config.get(option.section, {}) if parent else {}  # without options that are not recorded
-        if (option.section, option.name) != ("run", "run") and before.get(option.name, option.value) != option.value:
-            row["parent"] = mask_secrets(before[option.name], option.name)
+        absent = option.default if parent and "." in option.section else option.value  # or an option not recorded
+        before = entries_of(parent.config if parent else {}, option.section).get(option.name, absent)
+        if (option.section, option.name) != ("run", "run") and before != option.value:
+            row["parent"] = mask_secrets(before, option.name)
         rows.append(row)
     return rows
 

@@ -27,7 +27,7 @@ from tests.engines.megatron_reference import OPTIMIZER
 from tests.families import make_family
 
 KEYS = RunKeys("old")
-LORA = LoraOptions(rank=8, alpha=12, target_modules=("all-linear",))
+LORA = LoraOptions(lora_rank=8, lora_alpha=12, lora_target_modules=["all-linear"])
 
 
 def config_of(model: Path, store: Path, run: str = "old", *words: str) -> PostTrainConfig:

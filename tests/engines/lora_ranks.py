@@ -27,7 +27,7 @@ from tests.families import hf_model, make_family
 TOLERANCE = 2e-5  # relative to the largest value of a tensor
 FAMILIES = ["qwen3", "qwen3-moe", "deepseek-v3"]
 MIXTURES = ["qwen3-moe", "deepseek-v3"]
-LORA = LoraOptions(rank=8, alpha=12.0, target_modules=("all-linear",))
+LORA = LoraOptions(lora_rank=8, lora_alpha=12.0, lora_target_modules=["all-linear"])
 SEQUENCE = ParallelLayout(tensor=2, sequence_parallel=True)
 GROUPED = {"moe_grouped_gemm": True}
 CASES: dict[str, tuple[ParallelLayout, list[str], dict[str, Any]]] = {
@@ -93,7 +93,7 @@ def prepare(directory: Path, name: str) -> None:
         if stacked is not None:
             layer.mlp.experts = Experts(map(Expert, stacked.gate_up_proj.detach(), stacked.down_proj.detach()))
     linears = [key for key, module in hf.named_modules() if isinstance(module, nn.Linear) and key != "lm_head"]
-    config = peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=linears)
+    config = peft.LoraConfig(r=LORA.lora_rank, lora_alpha=LORA.alpha, target_modules=linears)
     model = peft.get_peft_model(Plain(hf), config)
     generator = torch.Generator().manual_seed(5)
     for key, param in model.named_parameters():

@@ -33,7 +33,7 @@ from tests.engines.megatron_reference import SHAPE
 from tests.engines.small_servers import JsonServer, answer, with_servers
 from tests.engines.test_lora import MIXTURE
 
-LORA = LoraOptions(rank=4, alpha=8, target_modules=("all-linear",), use_rslora=True)
+LORA = LoraOptions(lora_rank=4, lora_alpha=8, lora_target_modules=["all-linear"], lora_use_rslora=True)
 NAMED = {"base_model.model.x.lora_A.weight": torch.ones(4, 8), "base_model.model.x.lora_B.weight": torch.zeros(8, 4)}
 NAMES = AdapterNames("store run 1.0")
 

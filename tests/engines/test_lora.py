@@ -48,7 +48,7 @@ def test_targets_that_match_nothing_or_split_a_joined_layer_are_refused() -> Non
 
 def test_adapters_that_parallel_sizes_do_not_allow_are_refused() -> None:
     def check(modules: tuple[str, ...] = ("all-linear",), rank: int = 8, **sizes: object) -> None:
-        options = LoraOptions(rank=rank, alpha=8, target_modules=modules)
+        options = LoraOptions(lora_rank=rank, lora_alpha=8, lora_target_modules=list(modules))
         check_adapters(MIXTURE, options, **{**ONE, **sizes})  # type: ignore[arg-type]
 
     check(tensor=2, expert_tensor=1, pipeline=2)
@@ -62,12 +62,12 @@ def test_adapters_that_parallel_sizes_do_not_allow_are_refused() -> None:
 
 
 def test_scale_is_pefts() -> None:
-    options = LoraOptions(rank=16, alpha=8, target_modules=("attention",))
-    assert options.scale == 0.5 and options.model_copy(update={"use_rslora": True}).scale == 2
+    options = LoraOptions(lora_rank=16, lora_alpha=8, lora_target_modules=["attention"])
+    assert options.scale == 0.5 and options.model_copy(update={"lora_use_rslora": True}).scale == 2
 
 
 def test_adapters_train_and_resume_bit_for_bit_while_the_base_keeps_its_bits(world: None, tmp_path: Path) -> None:
-    lora = LoraOptions(rank=4, alpha=8, target_modules=("attention", "linear_fc2"))
+    lora = LoraOptions(lora_rank=4, lora_alpha=8, lora_target_modules=["attention", "linear_fc2"])
     full = make_engine(dtype="bf16", seed=3)
     full.save(tmp_path / "base", None)
     engine = make_engine(dtype="bf16", optimizer={**OPTIMIZER, "lora": lora}, seed=3)
@@ -105,7 +105,7 @@ def test_options_of_megatron_do_not_change_how_adapters_are_trained(
     world: None, tmp_path: Path, overrides: dict[str, Any]
 ) -> None:
     shape = read_shape(make_family(tmp_path, "deepseek-v3"))
-    options = {**OPTIMIZER, "lora": LoraOptions(rank=8, alpha=8, target_modules=("all-linear",))}
+    options = {**OPTIMIZER, "lora": LoraOptions(lora_rank=8, lora_alpha=8, lora_target_modules=["all-linear"])}
     plain, other = (
         make_engine(shape, dtype="bf16", optimizer=options, overrides=changed, seed=3) for changed in ({}, overrides)
     )

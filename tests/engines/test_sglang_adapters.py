@@ -34,13 +34,13 @@ DIFFERENCE = 0.01  # of log-probs with and without an adapter
 
 
 def options_of(*modules: str) -> LoraOptions:
-    return LoraOptions(rank=4, alpha=8, target_modules=modules, use_rslora=True)
+    return LoraOptions(lora_rank=4, lora_alpha=8, lora_target_modules=list(modules), lora_use_rslora=True)
 
 
 @contextmanager
 def serve(model: Path, lora: LoraOptions, log_dir: Path) -> Iterator[str]:
     """Start a server as a run with these adapters does, and yield its URL."""
-    served = ServedAdapters(rank=lora.rank, modules=served_modules(lora, read_shape(model)), max_versions=3)
+    served = ServedAdapters(rank=lora.lora_rank, modules=served_modules(lora, read_shape(model)), max_versions=3)
     spec = ServerSpec(model_path=str(model), weight_version=BASE, log_dir=str(log_dir))
     args = engine_backend().server_args(EngineOptions(spec, adapters=served), has_gpus=torch.cuda.is_available())
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES", "0"),) if torch.cuda.is_available() else ()
@@ -61,7 +61,7 @@ def matrices(model: Path, lora: LoraOptions, seed: int) -> dict[str, torch.Tenso
     for name in served_tensors(lora, shape):
         module, _, kind = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
         out, size = shapes[f"{module}.weight"]
-        matrix = (lora.rank, size) if kind == "lora_A" else (out, lora.rank)
+        matrix = (lora.lora_rank, size) if kind == "lora_A" else (out, lora.lora_rank)
         result[name] = 0.2 * torch.randn(matrix, generator=generator)
     return result
 

@@ -32,7 +32,7 @@ def module(name: str, function: str) -> dict[str, Any]:
 def test_recipe_is_valid_and_its_readme_names_it(recipe: Path) -> None:
     values = read_toml(recipe)
     if recipe.parent.name == "on_policy_distillation":
-        values["train"]["opd_teacher_load"] = "given by the user"
+        values["train"]["opd"]["opd_teacher_load"] = "given by the user"
     config = validate_config(values)
     assert config.run.run == config.convert.hf_checkpoint == ""  # the user gives them
     assert f"examples/{recipe.parent.name}/{recipe.name}" in (recipe.parent / "README.md").read_text(encoding="utf-8")

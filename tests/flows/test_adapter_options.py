@@ -65,7 +65,7 @@ def test_other_runs_get_merged_weights_or_are_refused(
 
 def test_fork_of_full_training_gets_merged_weights(tiny_model: Path) -> None:
     full = parent_record("full", 3, config={"train": {}})
-    adapters = parent_record("adapters", 5, config={"train": {"lora_rank": 4}}, parent=full.model_dump())
+    adapters = parent_record("adapters", 5, config={"train": {"lora": {"lora_rank": 4}}}, parent=full.model_dump())
     assert fully_trained_ancestor(full) == fully_trained_ancestor(adapters) == "full"
     assert fully_trained_ancestor(full.model_copy(update={"at": 0})) is None and fully_trained_ancestor(None) is None
     assert options_of(tiny_model, parent=full).adapters is None

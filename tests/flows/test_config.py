@@ -13,7 +13,13 @@ from penstock.flows.config import (
     options_by_mutability,
     validate_config,
 )
-from penstock.flows.options.flags import parse_config, parse_values, penstock_flags, split_flags
+from penstock.flows.options.flags import (
+    parse_config,
+    parse_values,
+    penstock_flags,
+    split_flags,
+    update_config_from_argv,
+)
 from penstock.flows.options.refused import log_once
 from penstock.flows.runtime.conversion import export_origin
 from penstock.flows.runtime.resolve import resolve
@@ -162,6 +168,40 @@ def test_config_round_trips_through_json_and_its_hash_covers_identity_only() -> 
         options_by_mutability(config, "placement")
     ) == {f"{s}.{n}" for s, n, _ in list_options()}
     assert {field_meta(field).mutability for _, _, field in list_options()} == {"identity", "schedule", "placement"}
+
+
+def test_flag_of_a_section_creates_it_and_its_switch_removes_it(tmp_path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[train.lora]\nlora_rank = 8\n")
+    words = ["--config", str(file), "--lora-alpha", "16"]
+    for config in (parse_config(words), parse_config(["--lora-alpha", "16", "--lora-rank", "8"])):
+        assert config.train.lora is not None and config.train.lora.scale == 2
+        assert options_by_mutability(config, "identity")["train.lora.lora_rank"] == 8
+        assert update_config_from_argv(config, ["--no-lora"]).train.lora is None
+    assert parse_config(["--use-opsm"]).train.opsm == parse_config(["--opsm-delta", "1e-4"]).train.opsm is not None
+    for words in ("--use-opsm --no-use-opsm", "--use-opsm false", "--opsm-delta 1 --no-use-opsm"):
+        assert parse_config(words.split()).train.opsm is None
+    list_option = "--lora-rank 4 --lora-target-modules mlp"
+    assert parse_config(f"{list_option} --no-lora {list_option}".split()).train.lora is not None
+    assert parse_config(["--config", str(file), "--no-lora"]).train.lora is None and parse_config([]).train.lora is None
+    assert options_by_mutability(parse_config([]), "identity")["train.lora.lora_rank"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--lora-alpha 16 --lora-publish merged",
+            r"^\[train.lora\] needs --lora-rank, but has only --lora-alpha, --lora-publish: add --lora-rank",
+        ),
+        ("--lora", r"^\[train.lora\] needs --lora-rank: add --lora-rank, or omit the section"),
+        ("--lora 1", "--lora is a switch and takes no value"),
+        ("--lora-alpha inf", "--lora-alpha takes a finite number"),
+    ],
+)
+def test_section_without_what_it_needs_is_refused(words: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        parse_config(words.split())
 
 
 def test_chat_template_kwargs_take_json_or_words_and_are_identity() -> None:

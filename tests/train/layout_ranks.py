@@ -161,7 +161,7 @@ KL_LOSS: dict[str, Any] = dict(use_kl_loss=True, kl_loss_coef=0.1)
 ROUNDS: list[dict[str, Any]] = [
     dict(num_steps_per_rollout=2, max_tokens_per_gpu=90, balance_data=True, entropy_coef=0.01),
     dict(
-        **dict(num_steps_per_rollout=2, micro_batch_size=3, advantage_estimator="gspo", use_opsm=True, opsm_delta=0.05),
+        **dict(num_steps_per_rollout=2, micro_batch_size=3, advantage_estimator="gspo", opsm={"opsm_delta": 0.05}),
         **dict(
             use_tis=True, tis_level="sequence", tis_clip_low=0.3, kl_loss_type="k3", use_unbiased_kl=True, **KL_LOSS
         ),

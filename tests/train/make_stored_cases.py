@@ -94,8 +94,8 @@ AXES: dict[str, list[Options]] = {
     "kl": KL,
     "distillation": [
         {},
-        {"use_opd": True, "opd_teacher_load": "t"},
-        {"use_opd": True, "opd_teacher_load": "t", "opd_kl_coef": 0.25},
+        {"opd": {"opd_teacher_load": "t"}},
+        {"opd": {"opd_teacher_load": "t", "opd_kl_coef": 0.25}},
     ],
     "clip": [
         {},
@@ -105,7 +105,7 @@ AXES: dict[str, list[Options]] = {
         {"eps_clip_c": 3.0},
     ],
     "entropy": [{}, {"entropy_coef": 0.01}, {"entropy_coef": -0.02}],
-    "sequence masking": [{}, {"use_opsm": True}, {"use_opsm": True, "opsm_delta": 0.05}],
+    "sequence masking": [{}, {"opsm": {}}, {"opsm": {"opsm_delta": 0.05}}],
     "aggregation": [
         {},
         {"calculate_per_token_loss": True},
@@ -253,7 +253,7 @@ def logits(**changed: object) -> Iterator[Case]:
 
 def on_two_ranks() -> Iterator[Case]:
     """Yield cases in which two ranks share every sequence, or the vocabulary."""
-    options: Options = {"use_opsm": True, "use_tis": True, "tis_level": "geometric", "tis_veto": 0.8}
+    options: Options = {"opsm": {}, "use_tis": True, "tis_level": "geometric", "tis_veto": 0.8}
     names = ("ragged", "one token each", "holes", "masked and ungraded", "all masked", "overflowing ratios")
     for name, estimator in itertools.product(names, ("grpo", "gspo", "cispo", "ppo")):
         options |= {"advantage_estimator": estimator, "rollout": name, "max_tokens_per_gpu": 10, "entropy_coef": 0.01}
@@ -267,7 +267,7 @@ def at_bounds() -> Iterator[Case]:
     bounds: list[Options] = [
         {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 1.0},
         {"use_tis": True, "tis_mode": "mask", "tis_clip": 1.0},
-        {"use_opsm": True, "opsm_delta": 0.0},
+        {"opsm": {"opsm_delta": 0.0}},
         {"value_clip": 0.0, "eps_clip": 0.0},
     ]
     common: Options = {"num_steps_per_rollout": 2, "rollout": "on policy"}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.stages.train.algorithm_config import AlgorithmConfig
+from penstock.stages.train.algorithm_config import AlgorithmConfig, DistillationConfig, SequenceMaskingConfig
 from penstock.stages.train.algorithms.experience import Experience, SegmentReducer
 
 FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values")
@@ -65,7 +66,9 @@ def sums(lengths: list[int]) -> SegmentReducer:
     return SegmentReducer(index, torch.tensor(lengths))
 
 
-def options(**changed: object) -> AlgorithmConfig:
+def options(**changed: Any) -> AlgorithmConfig:
     """Return the default configuration with some options changed, without the check that they fit together."""
     assert changed.keys() <= AlgorithmConfig.model_fields.keys()
-    return AlgorithmConfig.model_construct(**changed)
+    sections = {"opd": DistillationConfig, "opsm": SequenceMaskingConfig}
+    built = {name: model(**changed[name]) for name, model in sections.items() if name in changed}
+    return AlgorithmConfig.model_construct(**changed | built)

@@ -60,7 +60,7 @@ def _rollout_case(case: Case, group: dist.ProcessGroup | None) -> dict[str, Tens
         group_index=torch.from_numpy(batch.group_index),
         rollout_logprobs=numbers["rollout_logprobs"],
         ref_logprobs=numbers["ref_logprobs"] if config.uses_reference else None,
-        teacher_logprobs=numbers["teacher_logprobs"] if config.use_opd else None,
+        teacher_logprobs=numbers["teacher_logprobs"] if config.opd else None,
         values=numbers["values"] if config.uses_critic else None,
     )
     if config.use_rollout_logprobs:

@@ -14,7 +14,7 @@ import torch
 from random_rollouts import commit_rollouts
 
 from penstock.engines.families import read_shape
-from penstock.engines.lora import CONFIG, WEIGHTS, check_peft_directory, open_peft
+from penstock.engines.lora import CONFIG, WEIGHTS, LoraOptions, check_peft_directory, open_peft
 from penstock.stages.convert.exported_adapters import export_peft, import_peft
 from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.to_hf import Origin, export_hf
@@ -33,7 +33,8 @@ KEYS = RunKeys("run")
 OPTIONS: dict[str, Any] = dict(
     lr=1e-3, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="low_var_kl", max_tokens_per_gpu=400
 )
-LORA: dict[str, Any] = dict(lora_rank=8, lora_alpha=16)
+OF_ADAPTERS: dict[str, Any] = dict(lora_rank=8, lora_alpha=16)
+LORA: dict[str, Any] = dict(lora=OF_ADAPTERS)
 
 
 class OneRank:
@@ -103,7 +104,7 @@ def test_adapter_run_resumes_replays_and_exports(place: SimpleNamespace) -> None
     assert {name for name in after if after[name] != before[name]} == {name for name in after if ".lora_" in name}
     restorer.save_checkpoint(3)
     commit = checkpoint_of(place, 3)
-    assert commit.inputs["base"] == place.base.key and commit.state["lora"]["alpha"] == 16
+    assert commit.inputs["base"] == place.base.key and commit.state["lora"]["lora_alpha"] == 16
     model = place.store.read(place.base.key)
     full = sum(file.bytes for file in Commit.model_validate_json(model or b"").files)
     assert sum(file.bytes for file in commit.files) < full
@@ -191,7 +192,7 @@ def test_peft_directory_of_a_run_is_loaded_by_peft_and_starts_another_run(place:
     imported = import_peft(place.store, str(target))
     assert import_peft(place.store, str(target)) == imported
     place.store.create(KEYS.origin_key("adapter"), imported.model_dump_json().encode())
-    other, second = run_of(place, **LORA, lora_load=str(target))
+    other, second = run_of(place, lora=OF_ADAPTERS | {"lora_load": str(target)})
     other.load_checkpoint(0)
     assert second.digest() == trained
 
@@ -215,23 +216,20 @@ def test_peft_directory_that_differs_from_the_options_is_refused(
     from penstock.engines.lora import adapter_targets, peft_config, to_peft
 
     shape, layout = read_shape(tiny_model), tensor_layout(read_shape(tiny_model))
-    own = TrainConfig(**LORA).lora
-    assert own is not None
+    own = LoraOptions(**OF_ADAPTERS)
     tensors = {}
-    for name, target in adapter_targets(shape, own.target_modules).items():
+    for name, target in adapter_targets(shape, own.lora_target_modules).items():
         sizes = [layout.hf_shapes[f"{module}.weight"] for module in target.hf_modules]
         matrices = torch.zeros(8 * len(sizes), sizes[0][1]), torch.zeros(sum(out for out, _ in sizes), 8)
         tensors |= {key: tensor.contiguous() for key, tensor in to_peft(layout, name, *matrices)}
     save_file(tensors, tmp_path / WEIGHTS)
     (tmp_path / CONFIG).write_text(json.dumps(peft_config(own, shape, "base") | entry))
-    needed = TrainConfig(**{**LORA, **options}).lora
-    assert needed is not None
+    needed = LoraOptions(**OF_ADAPTERS | options)
     with pytest.raises(ModelError, match=message):
         check_peft_directory(tmp_path, shape, needed)
 
 
 def test_peft_directory_without_files_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    options = TrainConfig(**LORA).lora
-    assert options is not None
+    options = LoraOptions(**OF_ADAPTERS)
     with pytest.raises(ModelError, match=r"adapter_config\.json does not exist: give --lora-load"):
         check_peft_directory(tmp_path, read_shape(tiny_model), options)

@@ -71,9 +71,9 @@ def naive_advantages(samples: list[Sample], opts: AlgorithmConfig) -> tuple[Numb
                 running = rewards[t] + opts.gamma * after - values[t] + decay * running
                 mine[t] = running
             returns.append([a + v for a, v in zip(mine, values, strict=True)])
-        if opts.use_opd:
+        if opts.opd:
             gaps = [p - t for p, t in zip(policy, s["teacher_logprobs"], strict=True)]
-            mine = [a - opts.opd_kl_coef * gap for a, gap in zip(mine, gaps, strict=True)]
+            mine = [a - opts.opd.opd_kl_coef * gap for a, gap in zip(mine, gaps, strict=True)]
         advantages.append(mine)
     if opts.normalize_advantages:
         everything = list(itertools.chain(*advantages))
@@ -89,8 +89,8 @@ VARIANTS: list[Any] = [
     {"gamma": 0.9, "lambd": 0.95},
     {"gamma": 0.0},
     *({"kl_coef": 0.3, "kl_loss_type": kind} for kind in ("k1", "k2", "k3", "low_var_kl")),
-    {"kl_coef": 0.1, "use_rollout_logprobs": True, "use_opd": True, "opd_kl_coef": 0.5},
-    {"use_opd": True, "normalize_advantages": True, "kl_coef": 0.2, "gamma": 0.99, "lambd": 0.9},
+    {"kl_coef": 0.1, "use_rollout_logprobs": True, "opd": {"opd_kl_coef": 0.5}},
+    {"opd": {}, "normalize_advantages": True, "kl_coef": 0.2, "gamma": 0.99, "lambd": 0.9},
 ]
 
 
@@ -108,7 +108,7 @@ def test_every_estimator_equals_a_plain_loop(name: str) -> None:
             torch.testing.assert_close(found.returns, expected, rtol=1e-9, atol=1e-9)
         assert all(values.shape == expected.shape for values in found.metrics.values())
         assert ("rollout/kl" in found.metrics) == bool(opts.kl_coef)
-        assert ("rollout/opd_reverse_kl" in found.metrics) == opts.use_opd
+        assert ("rollout/opd_reverse_kl" in found.metrics) == (opts.opd is not None)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -164,7 +164,7 @@ def test_user_defined_estimator_replaces_the_built_in_one(tmp_path: Path) -> Non
     )
     samples = ragged(3)
     found = estimate_advantages(
-        experience(samples), options(custom_advantage_function_path=str(mine), gamma=0.5, use_opd=True, opd_kl_coef=0.0)
+        experience(samples), options(custom_advantage_function_path=str(mine), gamma=0.5, opd={"opd_kl_coef": 0.0})
     )
     assert found.advantages.tolist() == [sample.reward * 0.5 for sample in samples for _ in range(sample.length)]
     assert "rollout/opd_reverse_kl" in found.metrics  # what follows the estimator still follows

@@ -200,7 +200,7 @@ def test_critic_and_refreshed_reference_resume_from_a_checkpoint(cluster: Cluste
         "critic_lr": 3e-3,
         "ref_update_interval": 1,
     }
-    ppo |= {"use_opd": True, "opd_kl_coef": 0.1, "opd_teacher_load": "the base, as nothing else is pinned"}
+    ppo |= {"opd": {"opd_kl_coef": 0.1, "opd_teacher_load": "the base, as nothing else is pinned"}}
 
     def group(**placed: object) -> TrainerGroup:
         config = TrainConfig(**(CONFIG | ppo | placed))

@@ -60,7 +60,7 @@ def naive_policy_loss(
                 loss = max(-ratio * a, -clip(ratio, 1 - opts.eps_clip, 1 + high) * a)
                 if opts.eps_clip_c is not None and a < 0:
                     loss = min(loss, -opts.eps_clip_c * a)
-            if opts.use_opsm and a < 0 and drift > opts.opsm_delta:
+            if opts.opsm and a < 0 and drift > opts.opsm.opsm_delta:
                 loss = 0.0
             loss -= opts.entropy_coef * entropy[t]
             if opts.use_kl_loss:
@@ -103,11 +103,11 @@ POLICY_LOSSES: list[Any] = [
     *({"advantage_estimator": name} for name in ("grpo", "gspo", "cispo", "ppo", "rloo", "reinforce_plus_plus")),
     *({"advantage_estimator": name, "eps_clip": 0.1, "eps_clip_high": 0.4} for name in ("grpo", "gspo", "cispo")),
     *({"advantage_estimator": name, "eps_clip_c": 1.4} for name in ("grpo", "gspo")),
-    *({"advantage_estimator": name, "use_opsm": True, "opsm_delta": 0.05} for name in ("grpo", "gspo", "cispo")),
+    *({"advantage_estimator": name, "opsm": {"opsm_delta": 0.05}} for name in ("grpo", "gspo", "cispo")),
     *({"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": kind, "use_unbiased_kl": True} for kind in KL_TYPES),
     *({"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": kind} for kind in KL_TYPES),
     {"use_kl_loss": True, "kl_loss_coef": 0.0, "kl_loss_type": "k3", "entropy_coef": 0.01},
-    {"use_rollout_logprobs": True, "use_opsm": True, "eps_clip_c": 3.0, "entropy_coef": -0.2},
+    {"use_rollout_logprobs": True, "opsm": {}, "eps_clip_c": 3.0, "entropy_coef": -0.2},
 ]
 
 
@@ -137,7 +137,7 @@ def test_every_policy_loss_and_its_gradient_equal_a_plain_loop(variant: dict[str
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
 def test_clip_fractions_and_ratios_are_reported(name: str) -> None:
     new, known, entropy = made_up(0)
-    opts = options(advantage_estimator=name, use_opsm=True)
+    opts = options(advantage_estimator=name, opsm={})
     metrics = policy_loss(
         torch.tensor(new, dtype=torch.float64), torch.tensor(entropy), tensors(known), sums(LENGTHS), opts
     )[1]
@@ -186,7 +186,7 @@ def test_mismatch_is_reported_with_rollout_logprobs_as_the_old_ones() -> None:
     assert metrics["train/train_rollout_logprob_abs_diff"].tolist() == pytest.approx(expected)
 
 
-EVERYTHING = dict(use_opsm=True, use_tis=True, tis_mode="mask", tis_veto=1e-3, eps_clip_high=0.3)
+EVERYTHING = dict(opsm={}, use_tis=True, tis_mode="mask", tis_veto=1e-3, eps_clip_high=0.3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -215,7 +215,7 @@ def test_extreme_ratios_stay_finite(name: str, gap: float, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize(
-    "extra", [{}, {"eps_clip_c": 3.0}, {"use_opsm": True}, EVERYTHING], ids=["one", "dual", "opsm", "all"]
+    "extra", [{}, {"eps_clip_c": 3.0}, {"opsm": {}}, EVERYTHING], ids=["one", "dual", "opsm", "all"]
 )
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "ppo"])
 def test_zero_advantages_give_zero_gradients(name: str, extra: dict[str, object]) -> None:

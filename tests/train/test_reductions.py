@@ -54,7 +54,7 @@ def test_samples_split_over_two_ranks_give_the_same_losses_and_gradients(name: s
     """Two threads with a gloo group: some samples are on one rank, some on both; one rank may have no tokens."""
     new, known, entropy = made_up(5, LENGTHS)
     opts = options(
-        advantage_estimator=name, use_opsm=True, opsm_delta=-0.1, use_tis=True, tis_level="geometric", tis_veto=0.3
+        advantage_estimator=name, opsm={"opsm_delta": -0.1}, use_tis=True, tis_level="geometric", tis_veto=0.3
     )
     weights = torch.rand(16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
+from penstock.engines.lora import LoraOptions
 from penstock.flows.config import derive, validate_config
 from penstock.flows.options.flags import parse_config, update_config_from_argv
 from penstock.stages.plugins import load_function
@@ -100,21 +103,18 @@ def test_estimator_and_policy_loss_are_separate_choices(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lora_alpha": 16}, "--lora-alpha has no effect without adapters: add --lora-rank"),
-        ({"lora_load": "adapter"}, "--lora-load has no effect without adapters"),
-        ({"lora_rank": 8, "lora_dropout": 0.1}, "--lora-dropout 0.1 is not supported.*omit it"),
-        ({"lora_publish": "adapter"}, "--lora-publish has no effect without adapters"),
-        ({"lora_rank": 8, "freeze_params_name_list": ["embedding"]}, "cannot be combined with --lora-rank"),
-        ({"lora_rank": 8, "advantage_estimator": "ppo"}, "--advantage-estimator ppo.*without a critic"),
-        ({"lora_rank": 8, "use_kl_loss": True, "ref_update_interval": 2}, "--ref-update-interval cannot be combined"),
+        ({"lora": {"lora_rank": 8, "lora_dropout": 0.1}}, "--lora-dropout 0.1 is not supported.*omit it"),
+        ({"freeze_params_name_list": ["embedding"]}, "cannot be combined with --lora-rank"),
+        ({"advantage_estimator": "ppo"}, "--advantage-estimator ppo.*without a critic"),
+        ({"use_kl_loss": True, "ref_update_interval": 2}, "--ref-update-interval cannot be combined"),
     ],
 )
-def test_options_that_adapters_do_not_allow_are_refused(options: dict[str, object], message: str) -> None:
+def test_options_that_adapters_do_not_allow_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TrainConfig(**options)  # type: ignore[arg-type]
+        TrainConfig(**{"lora": {"lora_rank": 8}} | options)
 
 
 def test_config_with_adapters_survives_its_record() -> None:
-    config = TrainConfig(lora_rank=8, lora_target_modules=["attention"])
+    config = TrainConfig(lora=LoraOptions(lora_rank=8, lora_target_modules=["attention"]))
     assert TrainConfig(**config.model_dump()) == config
     assert config.lora is not None and (config.lora.alpha, config.lora.scale) == (8, 1)

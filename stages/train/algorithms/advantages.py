@@ -46,21 +46,24 @@ def estimate_advantages(experience: Experience, config: AlgorithmConfig) -> Esti
         estimator = load_function(ESTIMATORS[config.advantage_estimator].function)
         estimate = estimator(experience, kl_penalty, config)
         estimate = replace(estimate, metrics=estimate.metrics | metrics)
-    if config.use_opd:
-        estimate = subtract_teacher_kl(estimate, experience, config)
+    if config.opd is not None:
+        policy = experience.policy_logprobs(config.use_rollout_logprobs)
+        estimate = subtract_teacher_kl(estimate, policy, experience.teacher_logprobs, config.opd.opd_kl_coef)
     if config.normalize_advantages:
         estimate = replace(estimate, advantages=whiten(estimate.advantages))
     return estimate
 
 
-def subtract_teacher_kl(estimate: Estimate, experience: Experience, config: AlgorithmConfig) -> Estimate:
-    """Return the advantages A_t - opd_kl_coef x (log pi_old - log pi_teacher): on-policy distillation (arXiv
+def subtract_teacher_kl(
+    estimate: Estimate, policy_logprobs: Tensor, teacher_logprobs: Tensor | None, coefficient: float
+) -> Estimate:
+    """Return the advantages A_t - coefficient x (log pi_old - log pi_teacher): on-policy distillation (arXiv
     2306.13649), with the one-sample estimate of the reverse KL as a penalty on each token."""
-    assert experience.teacher_logprobs is not None, "distillation needs the teacher's log-probs"
-    reverse_kl = experience.policy_logprobs(config.use_rollout_logprobs) - experience.teacher_logprobs
+    assert teacher_logprobs is not None, "distillation needs the teacher's log-probs"
+    reverse_kl = policy_logprobs - teacher_logprobs
     return replace(
         estimate,
-        advantages=estimate.advantages - config.opd_kl_coef * reverse_kl,
+        advantages=estimate.advantages - coefficient * reverse_kl,
         metrics=estimate.metrics | {"rollout/opd_reverse_kl": reverse_kl},
     )
 

@@ -154,8 +154,8 @@ def importance_weights(
     """
     weights = mask = torch.ones_like(old_logprobs)
     metrics = {}
-    if config.use_opsm:
-        kept = off_policy_mask(logprobs, old_logprobs, fields.advantages, samples, config.opsm_delta)
+    if config.opsm is not None:
+        kept = off_policy_mask(logprobs, old_logprobs, fields.advantages, samples, config.opsm.opsm_delta)
         weights, metrics["train/opsm_clipfrac"] = weights * kept, 1.0 - kept
     if config.use_tis or config.get_mismatch_metrics:
         correct = mismatch_correction if config.custom_tis_function_path is None else custom_correction
