@@ -20,17 +20,6 @@ from penstock.storage.errors import OptionError
 
 # A value of recompute_modules that changes results: gradients of a norm's input are summed in another order.
 ROUNDING_MODULE = "layernorm"
-SYNONYMS = {  # flag of Megatron-LM -> the flag that it stands for, with `...` in place of the value
-    "--recompute-activations": "--recompute-granularity selective",
-    "--no-bias-gelu-fusion": "--no-bias-activation-fusion",
-    "--no-bias-swiglu-fusion": "--no-bias-activation-fusion",
-    "--no-check-for-nan-in-loss-and-grad": "--no-check-for-nan-in-grad",
-    "--accumulate-allreduce-grads-in-fp32": "--grad-reduce-in-fp32",
-    "--grad-reduce-in-bf16": "--no-grad-reduce-in-fp32",
-    "--ddp-bucket-size": "--bucket-size ...",
-    "--decoder-first-pipeline-num-layers": "--num-layers-in-first-pipeline-stage ...",
-    "--decoder-last-pipeline-num-layers": "--num-layers-in-last-pipeline-stage ...",
-}
 RecomputableModule = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 
 

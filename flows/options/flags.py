@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any
 
 from penstock.engines.backends import BACKENDS, DEFAULT
-from penstock.engines.megatron import megatron_options
 from penstock.flows.config import (
     SECTIONS,
     SWITCHES,
@@ -29,7 +28,14 @@ from penstock.flows.config import (
 )
 from penstock.flows.options.argv import short_repr
 from penstock.flows.options.paths import FUNCTIONS
-from penstock.flows.options.refused import ACCEPTED, check_listed_flag, is_listed, log_once, synonym_of
+from penstock.flows.options.refused import (
+    ACCEPTED,
+    MEGATRON_SYNONYMS,
+    check_listed_flag,
+    is_listed,
+    log_once,
+    synonym_of,
+)
 from penstock.flows.run_config import RunConfig
 from penstock.stages.eval.data_sets import parse_yaml
 from penstock.storage.config import field_meta, section_model
@@ -110,7 +116,7 @@ def apply_custom_config(values: Values) -> None:
     for key, value in _read_yaml(path).items():
         flag = f"--{key.replace('_', '-')}"
         section, name, nested = "rollout", "plugin_args", key
-        if flag in megatron_options.SYNONYMS or flag in SWITCHES.values():
+        if flag in MEGATRON_SYNONYMS or flag in SWITCHES.values():
             apply_flag(values, flag, [] if value is True else [str(value)], set())
             continue
         if flag in penstock_flags():

@@ -13,17 +13,27 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 
-from penstock.engines.megatron import megatron_options
 from penstock.storage.errors import OptionError
 
 TRAINERS = ("slime",)
-_MEGATRON = {flag: (tuple(words.split()),) for flag, words in megatron_options.SYNONYMS.items()}
+MEGATRON_SYNONYMS = {  # flag of Megatron-LM -> the flag that it stands for, with `...` in place of the value
+    "--recompute-activations": "--recompute-granularity selective",
+    "--no-bias-gelu-fusion": "--no-bias-activation-fusion",
+    "--no-bias-swiglu-fusion": "--no-bias-activation-fusion",
+    "--no-check-for-nan-in-loss-and-grad": "--no-check-for-nan-in-grad",
+    "--accumulate-allreduce-grads-in-fp32": "--grad-reduce-in-fp32",
+    "--grad-reduce-in-bf16": "--no-grad-reduce-in-fp32",
+    "--ddp-bucket-size": "--bucket-size ...",
+    "--decoder-first-pipeline-num-layers": "--num-layers-in-first-pipeline-stage ...",
+    "--decoder-last-pipeline-num-layers": "--num-layers-in-last-pipeline-stage ...",
+}
 _TABLES = [importlib.import_module(f"penstock.flows.{name}.flag_table") for name in TRAINERS]
 REFUSED: dict[str, str] = {flag: text for table in _TABLES for flag, text in table.REFUSED.items()}
 ACCEPTED: dict[str, str] = {flag: text for table in _TABLES for flag, text in table.ACCEPTED.items()}
 # Flag, perhaps with a value -> the flags that it stands for; `...` is the value that was given.
-SYNONYMS: dict[str, tuple[tuple[str, ...], ...]] = _MEGATRON | {
-    flag: flags for table in _TABLES for flag, flags in table.SYNONYMS.items()
+SYNONYMS: dict[str, tuple[tuple[str, ...], ...]] = {
+    **{flag: (tuple(words.split()),) for flag, words in MEGATRON_SYNONYMS.items()},
+    **{flag: flags for table in _TABLES for flag, flags in table.SYNONYMS.items()},
 }
 
 logger = logging.getLogger(__name__)
