@@ -47,11 +47,11 @@ def test_every_name_of_slime_and_the_seeds_is_in_a_class() -> None:
 
 @cache
 def attributes_read() -> set[str]:
-    """Return the names of all attributes that the program reads, and of hooks that it loads with `plugin("NAME")`."""
+    """Return the names of all attributes that the program reads, and of hooks that it loads by name."""
     paths = [path for name in ("flows", "stages", "engines", "storage") for path in (ROOT / name).rglob("*.py")]
     nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    hooks = {ast.unparse(node.args[0])[1:-1] for node in nodes
-             if isinstance(node, ast.Call) and ast.unparse(node.func) == "plugin" and node.args}  # fmt: skip
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "_load_plugin"]
+    hooks = {ast.unparse(call.args[1])[1:-1] for call in calls}
     return hooks | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
 
 
