@@ -40,7 +40,7 @@ class PolicyLimits:
 
     lead: int = 0
     bound: int = 0
-    interval: int = 1  # versions that are multiples of this are sent
+    interval: int = 1  # new weights are due at versions that are multiples of this; the newest version is sent
     streams: bool = False
     evaluates_apart: bool = False  # on engines that generate no rollouts
 

@@ -41,10 +41,9 @@ class PolicyEngines:
     def __init__(self, processes: Processes, on_published: OnPublished) -> None:
         run = processes.run.config.run
         lead = run.max_staleness if run.streams else run.async_buffer_size
-        lead = run.num_rollout if run.debug_rollout_only else lead
         limits = PolicyLimits(
-            lead=lead,
-            bound=run.max_staleness if run.streams else lead + run.update_weights_interval - 1,
+            lead=run.num_rollout if run.debug_rollout_only else lead,
+            bound=run.staleness_limit,
             interval=run.update_weights_interval,
             streams=run.streams,
             evaluates_apart=processes.setup.evaluates_apart,
