@@ -59,7 +59,7 @@ def test_run_with_adapters_survives_kills(world: World, kills: list[tuple[str, s
     assert sum(kill["num_killed"] > 0 for kill in kill_at(pipeline, kills)) >= len(kills) - 1
     assert verdict(pipeline, mode)["replayed_rounds"] == rounds
     checkpoint = pipeline.store.committed(pipeline.keys.checkpoint_prefix(rounds))
-    assert checkpoint is not None and checkpoint.state["lora"]["rank"] == 4
+    assert checkpoint is not None and checkpoint.state["lora"]["lora_rank"] == 4
     assert checkpoint.inputs["base"].startswith("models/")
     steps = [pipeline.store.committed(pipeline.keys.step_prefix(number)) for number in range(rounds)]
     metrics = [step.summary for step in steps if step is not None]

@@ -33,7 +33,7 @@ def test_an_engine_loads_weights_that_its_actor_downloads(
 ) -> None:
     client = SGLangClient(engine_pool.urls)
     upload = WeightUpload(object_store.uri, object_store.options, PREFIX, engine_pool.actors(client.urls))
-    assert list(upload.actors) == client.urls and "test" not in repr(upload)
+    assert list(upload.actors) == client.urls and "'test'" not in repr(upload)  # key and secret
     transport = WeightTransport("disk", model_path=str(other_tiny_model), upload=upload, bucket_bytes=4096)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weights = load_file(other_tiny_model / "model.safetensors", device=device)
