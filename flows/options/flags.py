@@ -30,7 +30,6 @@ from penstock.flows.options.argv import short_repr
 from penstock.flows.options.paths import FUNCTIONS
 from penstock.flows.options.refused import (
     ACCEPTED,
-    MEGATRON_SYNONYMS,
     check_listed_flag,
     is_listed,
     log_once,
@@ -116,8 +115,9 @@ def apply_custom_config(values: Values) -> None:
     for key, value in _read_yaml(path).items():
         flag = f"--{key.replace('_', '-')}"
         section, name, nested = "rollout", "plugin_args", key
-        if flag in MEGATRON_SYNONYMS or flag in SWITCHES.values():
-            apply_flag(values, flag, [] if value is True else [str(value)], set())
+        words = [] if value is True else [str(value)]
+        if flag in SWITCHES.values() or synonym_of(flag, words):
+            apply_flag(values, flag, words, set())
             continue
         if flag in penstock_flags():
             section, name, _ = penstock_flags()[flag]

@@ -16,7 +16,7 @@ from functools import cache
 from penstock.storage.errors import OptionError
 
 TRAINERS = ("slime",)
-MEGATRON_SYNONYMS = {  # flag of Megatron-LM -> the flag that it stands for, with `...` in place of the value
+_OF_MEGATRON_LM = {
     "--recompute-activations": "--recompute-granularity selective",
     "--no-bias-gelu-fusion": "--no-bias-activation-fusion",
     "--no-bias-swiglu-fusion": "--no-bias-activation-fusion",
@@ -32,7 +32,7 @@ REFUSED: dict[str, str] = {flag: text for table in _TABLES for flag, text in tab
 ACCEPTED: dict[str, str] = {flag: text for table in _TABLES for flag, text in table.ACCEPTED.items()}
 # Flag, perhaps with a value -> the flags that it stands for; `...` is the value that was given.
 SYNONYMS: dict[str, tuple[tuple[str, ...], ...]] = {
-    **{flag: (tuple(words.split()),) for flag, words in MEGATRON_SYNONYMS.items()},
+    **{flag: (tuple(words.split()),) for flag, words in _OF_MEGATRON_LM.items()},
     **{flag: flags for table in _TABLES for flag, flags in table.SYNONYMS.items()},
 }
 
