@@ -126,7 +126,8 @@ class EngineBackend(ABC):
                 engine died is sent again to a live engine.
             timeout: seconds for one request, including the time spent waiting for an engine.
             experts: if given, request the routed expert ids of every token and encode them in this format.
-            router: if given, returns the router's address, to which generation requests are then sent.
+            router: if given, returns the router's address, to which generation requests are then sent, or None while
+                the router is down.
         """
 
     @abstractmethod

@@ -379,7 +379,8 @@ def check_ray_answers(address: str) -> None:
 
 
 def check_speaks_http2(host: str, port: int) -> None:
-    """Check that an HTTP/2 server (as of gRPC) listens; with RAY_USE_TLS, that a server does. Raises OSError."""
+    """Check that an HTTP/2 server, such as a gRPC server, listens at host:port; with RAY_USE_TLS, that any server does.
+    Raises OSError."""
     place = f"{host}:{port}"
     try:
         with socket.create_connection((host, port), ANSWER_SECONDS) as connection:

@@ -106,9 +106,8 @@ def serve_store(listener: socket.socket, world_size: int, timeout: timedelta) ->
 # ---- ports -----------------------------------------------------------------------------------------------------------
 
 LOWEST, HIGHEST = 20_000, 65_535
-OUTGOING_PORTS = Path(
-    "/proc/sys/net/ipv4/ip_local_port_range"
-)  # the range that the kernel gives to outgoing connections
+# The range that the kernel gives to outgoing connections.
+OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _reserved: dict[int, socket.socket] = {}  # port reserved by this process -> the Unix socket that reserves it
 
 

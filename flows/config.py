@@ -246,11 +246,11 @@ class Plan(PostTrainConfig):
 
 def _sections(model: type[StageConfig], prefix: str = "") -> dict[str, type[StageConfig]]:
     """Return the sections of a config, each before those in it: dotted path -> config."""
-    found: dict[str, type[StageConfig]] = {}
+    sections: dict[str, type[StageConfig]] = {}
     for name, field in model.model_fields.items():
         if inner := section_model(field):
-            found |= {prefix + name: inner} | _sections(inner, f"{prefix}{name}.")
-    return found
+            sections |= {prefix + name: inner} | _sections(inner, f"{prefix}{name}.")
+    return sections
 
 
 SECTIONS = _sections(PostTrainConfig)
@@ -272,15 +272,15 @@ def list_options() -> Iterator[tuple[str, str, FieldInfo]]:
 
 def option_value(config: PostTrainConfig, section: str, name: str) -> Any:
     """Return the value of an option; None if its section is absent."""
-    found: Any = config
+    owner: Any = config
     for part in section.split("."):
-        found = found and getattr(found, part)
-    return found and getattr(found, name)
+        owner = owner and getattr(owner, part)
+    return owner and getattr(owner, name)
 
 
 def with_options(config: Any, section: str, values: dict[str, Any]) -> Any:
-    """Return the config with other values of options of a section; unchanged if the section is absent. Options that
-    keep their value are not among those that are given."""
+    """Return the config with other values of options of a section; unchanged if the section is absent. Options whose
+    value does not change are not added to `model_fields_set`."""
     if not section:
         return config.model_copy(update={name: new for name, new in values.items() if new != getattr(config, name)})
     first, _, rest = section.partition(".")
@@ -297,11 +297,14 @@ def with_entry(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def create_section(values: dict[str, Any], section: str) -> dict[str, Any]:
-    """Return the entries of a section in the values of a config, in which it is created if it is absent."""
+    """Return the entries of a section in the values of a config, in which it is created if it is absent. Raises
+    OptionError if it has a value that is not a table."""
     for part in section.split("."):
-        if not isinstance(values.get(part), dict):
+        if values.get(part) is None:
             values[part] = {}
         values = values[part]
+        if not isinstance(values, dict):
+            raise OptionError(_not_a_table(section, values))
     return values
 
 
@@ -487,16 +490,20 @@ def describe_error(error: ValidationError) -> str:
     if depth == len(where) and (not where or first["type"] == "value_error"):
         return message  # a check across options: its message has their flags
     if depth == len(where):
-        return f"[{section}] is {short_repr(value)}: write [{section}] and below it option = value"
+        return _not_a_table(section, value)
     if first["type"] == "extra_forbidden":
         return describe_unknown_option(where)
     name, flag = where[depth], flag_of_field(where[depth])
     if first["type"] == "missing" and depth == len(where) - 1:
         given = ", ".join(map(flag_of_field, value)) if isinstance(value, dict) else ""
-        found = f", but has only {given}" if given else ""
-        return f"[{section}] needs {flag}{found}: add {flag}, or omit {given or 'the section'}"
+        but_has = f", but has only {given}" if given else ""
+        return f"[{section}] needs {flag}{but_has}: add {flag}, or omit {given or 'the section'}"
     shown = "" if (section, name) in secret_fields() else f" {short_repr(value)}"
     return f"{flag}{shown}: {message[0].lower()}{message[1:]}"
+
+
+def _not_a_table(section: str, value: Any) -> str:
+    return f"[{section}] is {short_repr(value)}: write [{section}] and below it option = value"
 
 
 def describe_unknown_option(where: list[str]) -> str:

@@ -4,7 +4,7 @@ The flag of a field is its name with dashes: `rollout_batch_size` is `--rollout-
 `rollout_batch_size` under `[rollout]` in TOML. The docstring below a field is its help text.
 
 A field whose type is another config is a section within the section: `lora` of the trainer is `[train.lora]`, and its
-options are flags as well. Each flag of an optional one creates it: options of something that is absent cannot be given.
+options are flags as well. A flag of an optional section creates it, so there are no options without their section.
 
 The mutability of a field determines whether a resumed run may change it:
 

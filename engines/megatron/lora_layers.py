@@ -205,7 +205,8 @@ class AddAdapter(torch.autograd.Function):
     def forward(
         ctx: Any, output: Tensor, x: Tensor, first: Tensor, second: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
-        """Return y, changed in place. `output` y [..., out], x [..., in], A [parts * r, in], B [out, r]"""
+        """Return `output` (y, [..., out]), changed in place. x is [..., in], `first` A [parts * r, in], `second`
+        B [out, r]; `mask` as in `_spread`."""
         rows = x.reshape(-1, x.shape[-1])
         low_rank = rows @ first.t()
         spread = _spread(second, mask)

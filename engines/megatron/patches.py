@@ -61,8 +61,12 @@ def has_transformer_engine() -> bool:
 def _replace_kernels(module: str, names: dict[str, Any]) -> None:
     """Replace functions of a module by faster ones."""
     if module == "fusions.fused_bias_swiglu":
-        for name in ("swiglu", "weighted_swiglu", "swiglu_back", "weighted_swiglu_back"):
-            names[name] = getattr(triton_kernels, name)
+        names |= {
+            "swiglu": triton_kernels.swiglu,
+            "weighted_swiglu": triton_kernels.swiglu,
+            "swiglu_back": triton_kernels.swiglu_back,
+            "weighted_swiglu_back": triton_kernels.weighted_swiglu_back,
+        }
     elif module == "tensor_parallel.layers":
         names["fused_weight_gradient_mlp_cuda"] = SimpleNamespace(
             wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32, wgrad_gemm_accum_fp16=wgrad_gemm_accum_fp16

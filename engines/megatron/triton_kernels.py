@@ -210,9 +210,6 @@ def swiglu(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
     return out
 
 
-weighted_swiglu = swiglu
-
-
 def swiglu_back(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Return the gradient of silu(gate) * up. [..., F], [..., 2 * F] -> [..., 2 * F]"""
     return weighted_swiglu_back(grad, gate_up, None)[0]

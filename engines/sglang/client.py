@@ -118,9 +118,8 @@ class SGLangClient(EngineClient):
         async def abort_sample(request: str, url: str, sample: str) -> None:
             async with gate:
                 if request in self._running:
-                    with suppress(
-                        aiohttp.ClientError, _RetryableError
-                    ):  # `_request_with_retries` handles a dead engine
+                    # `_request_with_retries` handles a dead engine.
+                    with suppress(aiohttp.ClientError, _RetryableError):
                         await self._post(url, "/abort_request", {"rid": sample})
 
         while self._running:
@@ -199,9 +198,8 @@ class SGLangClient(EngineClient):
                     return generations
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _RetryableError) as error:
                     failures, until = self._backoff.get(url, (0, 0.0))
-                    if (
-                        until <= time.monotonic()
-                    ):  # failures during a backoff (requests that failed together) count once
+                    # Failures during a backoff, of requests that failed together, count once.
+                    if until <= time.monotonic():
                         seconds = min(MAX_BACKOFF, 0.25 * 2**failures) * random.uniform(0.75, 1.25)
                         self._backoff[url] = (failures + 1, time.monotonic() + seconds)
                     num_failures += isinstance(error, _RetryableError) or not callable(self._urls)

@@ -121,7 +121,7 @@ def unload_adapter(url: str, name: str, timeout: float = 600) -> None:
     call_server(url, "/unload_lora_adapter", {"lora_name": name}, timeout)
 
 
-def pause_generation(url: str, timeout: float = 120, mode: PauseMode = "retract") -> None:
+def pause_generation(url: str, timeout: float, mode: PauseMode) -> None:
     """Pause generation. With "retract" running requests return to the waiting queue, so that the KV cache can be
     flushed; with "in_place" they keep their KV cache."""
     call_server(url, "/pause_generation", {"mode": mode}, timeout)

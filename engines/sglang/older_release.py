@@ -17,7 +17,7 @@ from penstock.storage.errors import EngineError
 Release = tuple[int, ...]  # for instance (0, 5, 21)
 OLDEST: Release = (0, 5, 15)  # the first with /model_info
 CURRENT: Release = (0, 5, 21)
-# Its limits of the batches with a CUDA graph that differ, as in `cuda_graphs.LIMITS`.
+# Its limits of the batches with a CUDA graph that differ, as in `checks.LIMITS`.
 GRAPH_LIMITS = {35: (24, 80)}
 # Its names of flags -> the flag and value that replace them (... is the value that was given).
 RENAMED: dict[str, tuple[str, Any]] = {

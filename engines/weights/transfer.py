@@ -180,6 +180,7 @@ def update_and_check(
     """Send the trainer's weights to all engines of a client and check that every tensor arrived. If the weights are
     those of --hf-checkpoint (`is_initial`), engines that report `INITIAL`, which loaded them without the trainer, are
     compared, too.
+
     Return the number of compared tensors, over all ranks of all engines, and the seconds of the update itself. After a
     WeightMismatch the engines report no policy version, so that the weights are sent again.
     """

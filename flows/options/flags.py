@@ -92,7 +92,7 @@ def parse_values(argv: Sequence[str], base_values: Values | None = None) -> Valu
 
 
 def merge_values(values: Values, new: Values) -> None:
-    """Set the new options in `values`; a table extends the one that is there."""
+    """Set the new options in `values`; a table is merged into the existing one."""
     for section, entries in new.items():
         target = values.setdefault(section, {})
         for key, value in entries.items():
@@ -116,7 +116,11 @@ def apply_custom_config(values: Values) -> None:
         flag = f"--{key.replace('_', '-')}"
         section, name, nested = "rollout", "plugin_args", key
         words = [] if value is True else [str(value)]
-        if flag in SWITCHES.values() or synonym_of(flag, words):
+        negates = flag.startswith("--no-") and f"--{flag.removeprefix('--no-')}" in penstock_flags()
+        stands_for = synonym_of(flag, [] if value is False else words)
+        if value is False and (negates or stands_for):
+            continue  # a switch that is not set
+        if negates or stands_for or flag in SWITCHES.values():
             apply_flag(values, flag, words, set())
             continue
         if flag in penstock_flags():
@@ -357,7 +361,8 @@ def _has_type(annotation: Any, kind: type) -> bool:
 
 
 def parse_literal(args: list[str]) -> Any:
-    """Return an untyped option (of Megatron, engines or fsspec) as a number, bool, JSON value or text, by its spelling.
+    """Return an untyped option (of an engine, its router or fsspec) as a number, bool, JSON value or text, by its
+    spelling.
 
     Without arguments the value is True; several arguments make a list.
     """

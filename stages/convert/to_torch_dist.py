@@ -72,7 +72,7 @@ from penstock.storage.failpoints import failpoint
 from penstock.storage.store import Store
 
 FORMAT = 2  # version of unfinished conversions; those of another version are not resumed
-COPY_FORMAT = 1  # the same for copies of torch_dist checkpoints
+COPY_FORMAT = 1  # the version of unfinished copies of torch_dist checkpoints, in the same way
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def get_builtin_reward(name: str) -> BuiltinReward:
 
 
 def get_checked_builtin_reward(name: str, rm_url: str | None, reward_key: str | None) -> BuiltinReward:
-    """Return the built-in reward `name`, if the flags that it needs are given."""
+    """Return the built-in reward `name`. Raises RewardError if it is unknown, or a flag that it needs is missing."""
     reward = get_builtin_reward(name)
     if reward.keys and reward_key not in reward.keys:
         raise RewardError(

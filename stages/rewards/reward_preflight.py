@@ -153,8 +153,8 @@ def try_reward_on_test_samples(
     """Check the reward: call it on test samples made from the first row, or connect to the server at --rm-url.
 
     The response of a test sample is empty, the label, or the label in \\boxed{}. Return the response and the outcome of
-    each test sample; none if the reward is a server's. Not all outcomes may be errors, but some may: test samples may
-    differ from real ones. `arguments`: attributes of the `args` passed to a user-defined reward.
+    each test sample; none if the reward is a server's. Some outcomes may be errors, because test samples may differ
+    from real ones; RewardError is raised if all are. `arguments`: attributes of the `args` of a user-defined reward.
     """
     samples = _make_test_samples(rows, same_group=options.group_rm)
     if not samples:

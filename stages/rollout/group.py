@@ -3,7 +3,7 @@
 A sample's tokens are the token ids that the engine returned; the response text is decoded from them and never tokenized
 again. Every response reports the weight version that generated it; a version other than the round's is an error. Many
 groups are in flight at once, bounded by the engines' concurrency, and groups are graded while others are generated.
-rollout.py decides which groups are generated, and how many.
+collect.py and stream.py decide which groups are generated, and how many.
 
 A teacher model adds its log-probs, from an engine of the run or another server. They are stored in the samples, so
 training and replay need no teacher. A request has the tokens of prompt and response; the server returns the log-prob of
@@ -179,7 +179,7 @@ class GroupRunner:
             outcome.apply(sample)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class EngineGenerator:
     """Sends the pending samples of a group to an engine in one request. A sample aborted in an earlier round is
     continued after the tokens that it has."""
@@ -224,7 +224,7 @@ class EngineGenerator:
         await self.client.abort()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class EngineCalls:
     """Sends requests to the engines of one round, from any thread and any event loop."""
 

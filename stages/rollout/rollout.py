@@ -8,7 +8,8 @@ A sample with the built-in generation and reward passes through these files, all
     text/tokenizer.py       chat template and token ids; the text of the response
     group.py                the engine generates, the reward function grades
     journal.py              finished groups are stored before the round is committed
-    rollout.py              keep, drop or buffer the group; write shards; commit
+    collect.py              keep, drop or buffer the group
+    rollout.py              write shards; commit
 
 The round starts at the data position in the commit of the previous round, so no prompt is lost or used twice. Every
 attempt writes its shards under a private prefix; they become valid when the commit, written last, names them: `part-*`
@@ -227,7 +228,8 @@ async def generate_round(
     num_groups: int,
     data_set: str | None = None,
 ) -> RoundResult:
-    """Generate and grade groups until `num_groups` are kept, then run the hooks. `data_set`: of an evaluation."""
+    """Generate and grade groups until `num_groups` are kept, then run the hooks. `data_set`: name of
+    an evaluation's data set; None: a rollout."""
     start, counters = time.perf_counter(), context.read_counters()
     config = context.config
     hooks, group_filter, num_samples = Hooks(config), load_group_filter(config), config.n_samples_per_prompt

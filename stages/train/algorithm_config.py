@@ -361,7 +361,8 @@ class AlgorithmConfig(StageConfig):
         """Yield the rules about auxiliary models and expert routing."""
         yield (
             self.opd and self.loads_teacher and self.opd.opd_teacher_load is None,
-            "--use-opd needs --opd-teacher-load, unless --opd-type is sglang: add it, or omit --use-opd",
+            "[train.opd] needs --opd-teacher-load, unless --opd-type is sglang: add it, or omit --use-opd and "
+            "the other options of the section",
         )
         yield (
             self.freeze_params_name_list and self.only_train_params_name_list,

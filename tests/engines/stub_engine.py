@@ -53,7 +53,7 @@ if __name__ == "__main__":
     ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
-from penstock.engines.backends import EngineBackend, EngineFacts, EngineMemory, estimate_engine_memory  # noqa: E402  # noqa: E402
+from penstock.engines.backends import EngineBackend, EngineFacts, EngineMemory, estimate_engine_memory  # noqa: E402
 from penstock.engines.generation import (  # noqa: E402
     OVER_MEMORY,
     EngineClient,

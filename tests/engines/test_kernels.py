@@ -72,7 +72,7 @@ def test_rope_of_a_part_of_each_head_equals_torch() -> None:
 
 
 def check_swiglu(ffn: int, dtype: torch.dtype, device: str) -> None:
-    from penstock.engines.megatron.triton_kernels import swiglu, swiglu_back, weighted_swiglu, weighted_swiglu_back
+    from penstock.engines.megatron.triton_kernels import swiglu, swiglu_back, weighted_swiglu_back
 
     torch.manual_seed(0)
     gate_up, grad = (torch.randn(7, size, device=device).to(dtype) for size in (2 * ffn, ffn))
@@ -86,7 +86,7 @@ def check_swiglu(ffn: int, dtype: torch.dtype, device: str) -> None:
         *torch.autograd.grad(plain * inputs[1], inputs, grad.float()),
     ]
     found = [
-        *(swiglu(gate_up), weighted_swiglu(gate_up, weights)),
+        *(swiglu(gate_up), swiglu(gate_up, weights)),
         *(swiglu_back(grad, gate_up), *weighted_swiglu_back(grad, gate_up, weights)),
     ]
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
@@ -180,6 +180,7 @@ def test_megatron_uses_the_kernels() -> None:
 
     from penstock.engines.megatron import triton_kernels
 
-    for name in ("swiglu", "weighted_swiglu", "swiglu_back", "weighted_swiglu_back"):
+    for name in ("swiglu", "swiglu_back", "weighted_swiglu_back"):
         assert getattr(fused_bias_swiglu, name) is getattr(triton_kernels, name)
+    assert fused_bias_swiglu.weighted_swiglu is triton_kernels.swiglu
     assert clip_grads.l2_norm_impl is l2_norm and clip_grads.multi_tensor_scale_impl is scale

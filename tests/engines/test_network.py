@@ -23,6 +23,11 @@ def test_an_address_belongs_to_the_interface_whose_network_contains_it() -> None
     assert network.interface_of("203.0.113.7") is None
 
 
+def test_nccl_and_gloo_use_exactly_the_given_interface() -> None:
+    exact = {"NCCL_SOCKET_IFNAME": "=eth1", "GLOO_SOCKET_IFNAME": "eth1"}  # "=": eth1, but not eth10
+    assert network.socket_environment("eth1") == exact and network.socket_environment(None) == {}
+
+
 def test_an_unknown_interface_is_refused_with_the_existing_ones() -> None:
     with pytest.raises(EngineError, match=r"--network-interface ib7: .* it has .*lo"):
         network.node_address("ib7")

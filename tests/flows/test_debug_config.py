@@ -135,6 +135,11 @@ def test_custom_config_sets_options_of_all_families_and_arguments_of_functions(t
     assert config.train.megatron.model_dump() == {"recompute_granularity": "full"}
     assert config.rollout.plugin_args == {"search_url": "http://127.0.0.1:1", "tools": {"python": {"limit": 3}}}
     assert config.debug.custom_config_path is None  # the run records the values
+    switches = "no_bias_dropout_fusion: true\nrecompute_activations: false\nsglang_server_concurrency: 7"
+    config = with_yaml(tmp_path, switches)
+    assert config.train.megatron.model_dump() == {"bias_dropout_fusion": False}
+    assert (config.rollout.engine_concurrency, config.rollout.plugin_args) == (7, {})
+    config = with_yaml(tmp_path, text, "--lr", "1e-6", "--sglang-log-level", "info")
     again = parse_config([*BASE, "--lr", "1e-4", "--rollout-temperature", "0.7", "--rollout-stop", "a", "b",
                           "--recompute-granularity", "full", "--plugin-args", "search_url=http://127.0.0.1:1",
                           'tools={"python": {"limit": 3}}'])  # fmt: skip

@@ -405,7 +405,8 @@ def test_function_without_continues_partial_restarts_sample(bench: Bench) -> Non
     sample.token_ids, sample.response = [*sample.token_ids, 11], "5"
     sample.loss_mask, sample.rollout_logprobs = [*sample.loss_mask, 1], [*sample.rollout_logprobs, -1.0]
     sample, same = bench.run(CALCULATOR, group=[sample, finished])
-    assert (sample.response, sample.loss_mask) == ("56<|end|>", [0] * 4 + [1] * 3) and same is finished
+    assert (sample.response, sample.loss_mask) == ("56<|end|>", [0] * 4 + [1] * 3)
+    assert same is finished and same.response == "done before"
 
 
 def test_sample_aborted_after_tool_tokens_keeps_prompt(bench: Bench) -> None:

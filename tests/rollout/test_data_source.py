@@ -177,6 +177,14 @@ def test_every_source_gets_its_share_as_evenly_as_whole_prompts_allow(trial: int
     assert np.abs(counts - ideal).max() < 1.5
 
 
+def test_selecting_sources_in_pieces_gives_same_order() -> None:
+    parts = weights_to_shares([0.7, 0.2, 0.1])
+    whole, after = select_sources([0, 0, 0], parts, 100)
+    first, credits = select_sources([0, 0, 0], parts, 37)
+    second, end = select_sources(credits, parts, 63)
+    assert (first + second, end) == (whole, after)
+
+
 def test_shares_are_integers_with_fixed_sum() -> None:
     for weights in ([1, 1, 1], [0.7, 0.3], [0, 5], [1e-12, 1, 3]):
         assert sum(weights_to_shares(weights)) == WHOLE

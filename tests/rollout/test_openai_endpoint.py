@@ -298,3 +298,12 @@ def test_server_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(web.AppRunner, "setup", fail)
     with pytest.raises(RuntimeError, match="out of file descriptors"):
         Bench()
+
+
+def test_server_without_an_event_loop_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError("out of file descriptors")
+
+    monkeypatch.setattr("asyncio.events.new_event_loop", fail)
+    with pytest.raises(EngineError, match="out of file descriptors"):
+        Bench()

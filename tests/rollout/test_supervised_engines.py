@@ -141,7 +141,6 @@ def test_engines_survive_killed_driver_and_round_survives_killed_engine(
         assert seen["published"][1:] == [[url for url in seen["after"] if url not in seen["before"]]]
         assert len(seen["after"]) == 2 and seen["versions"] == [f"run/{r}"] * 2
         print(f"round {r} took {seen['seconds']:.1f} s; two engines again {seen['seconds_until_back']:.1f} s later")
-    assert all(found["log"])
     print(f"taken over in {found['seconds']:.1f} s, started in {held['seconds']:.1f} s")
 
     assert found["second_adopted"] == [[True, True], True]

@@ -63,6 +63,7 @@ def test_removing_a_run_with_rounds_needs_its_name_as_confirmation(store: Store)
     assert not (Path(store.root) / "runs/empty").exists()
     with pytest.raises(RunError, match="confirm its removal with --yes r"):
         command(store, "r")
+    assert main(["rm", "r", "--store", store.root]) == 2
     with pytest.raises(OptionError, match="--yes other"):
         command(store, "r", "--yes", "other")
     assert audit_run(store, KEYS).problems == []

@@ -219,6 +219,14 @@ def test_only_transient_failures_are_retried(
     assert len(calls) == (1 if is_definite else 2)
 
 
+def test_missing_credentials_are_one_error_that_says_what_to_set() -> None:
+    def call() -> None:
+        raise type("NoCredentialsError", (Exception,), {})("Unable to locate credentials")
+
+    with pytest.raises(StoreError, match=r"listing runs needs credentials.*AWS_ACCESS_KEY_ID"):
+        objects.call_with_retries(call, "listing runs")
+
+
 def test_backoff_does_not_advance_the_seeded_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "_FIRST_PAUSE", 0.001)
     random.seed(7)

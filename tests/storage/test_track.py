@@ -32,6 +32,7 @@ from penstock.storage.tracking.tracker import (
     Committed,
     MetricsLogged,
     RunCommits,
+    RunStarted,
     TrackedRun,
     tracking_directory,
 )
@@ -328,25 +329,27 @@ def test_wandb_run_id_names_the_run_whose_history_is_continued(
 def test_wandb_online_gets_one_row_for_each_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     history: list[dict[str, Any]] = []
     opened: list[dict[str, Any]] = []
+    updates: list[dict[str, Any]] = []
 
     def init(**options: Any) -> SimpleNamespace:
         opened.append(options)
         return SimpleNamespace(
             url="https://wandb.example/p/runs/r",
-            config={},
+            config=SimpleNamespace(update=lambda values, allow_val_change: updates.append(values)),
             define_metric=lambda name, step_metric=None: None,
             log=lambda row, commit: history.append(row),
         )
 
     fake = SimpleNamespace(init=init, Settings=lambda **options: options)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    records = [MetricsLogged("a", 2.0, 0, {"x": 1.0})]
+    records = [RunStarted("start", 1.0, {"run": {"run": "demo"}}), MetricsLogged("a", 2.0, 0, {"x": 1.0})]
     records += [Committed(key, commit.created_at, commit) for key, commit in commits()]
     uri = f"wandb://?project=p&entity=e&group=g&mode=online&key=local-key-1&dir={tmp_path}"
     tracker = WandbTracker(uri, TrackedRun("demo", "1"))
     tracker.deliver(records, RunCommits())
     assert tracker.page == "https://wandb.example/p/runs/r"
     assert [row[RECORD] for row in history] == [record.key for record in records]
+    assert len(updates) == 1
     assert opened[0]["settings"]["api_key"] == "local-key-1" and opened[0]["settings"]["finish_timeout"] > 0
     assert (opened[0]["project"], opened[0]["entity"], opened[0]["group"]) == ("p", "e", "g")
     assert opened[0]["id"] == TrackedRun("demo", "1", "/elsewhere").identity

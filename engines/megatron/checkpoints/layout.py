@@ -191,7 +191,7 @@ def to_transformer_engine_key(shape: ModelShape, key: str) -> str:
     return key.removesuffix(name) + (PRE_MLP_NORM if has_experts else FUSED_PRE_MLP_NORM)
 
 
-def write_common_files(directory: Path, shape: ModelShape, iteration: int = 0) -> None:
+def write_common_files(directory: Path, shape: ModelShape, iteration: int) -> None:
     """Write `metadata.json` and `common.pt`, without which Megatron does not accept a directory as a checkpoint.
     `common.pt` contains what training scripts and converters read: the model as Megatron command-line arguments,
     whether layers are stacked, and the number of training iterations."""

@@ -75,12 +75,13 @@ class SafeReader(dcp.FileSystemReader):
 def read_metadata(directory: str | Path) -> metadata.Metadata:
     """Return the tensor index of a checkpoint (`.metadata`)."""
     path = Path(directory) / METADATA
-    if not path.exists():
-        raise ModelError(
-            f"{directory} is not a torch_dist checkpoint ({METADATA} is missing): use a completely saved checkpoint"
-        )
-    with _refusing_damaged(path), open(path, "rb") as file:
-        index = _MetadataUnpickler(file, path).load()
+    with _refusing_damaged(path):
+        if not path.exists():
+            raise ModelError(
+                f"{directory} is not a torch_dist checkpoint ({METADATA} is missing): use a completely saved checkpoint"
+            )
+        with open(path, "rb") as file:
+            index = _MetadataUnpickler(file, path).load()
         tensors, storage = index.state_dict_metadata, index.storage_data
         names = {info.relative_path for info in storage.values()}
     if outside := sorted(name for name in names if not isinstance(name, str) or Path(name).name != name):
@@ -91,10 +92,11 @@ def read_metadata(directory: str | Path) -> metadata.Metadata:
 def read_common(directory: str | Path) -> dict[str, Any]:
     """Return the contents of `common.pt`, which all ranks share: options, counters, hyperparameters."""
     path = Path(directory) / COMMON
-    if not path.exists():
-        raise ModelError(f"{directory} has no {COMMON}: use a completely saved checkpoint")
-    with open(path, "rb") as file:
-        common = read_object(file, path)
+    with _refusing_damaged(path):
+        if not path.exists():
+            raise ModelError(f"{directory} has no {COMMON}: use a completely saved checkpoint")
+        with open(path, "rb") as file:
+            common = read_object(file, path)
     if not isinstance(common, dict):
         raise ModelError(f"{path} contains a {type(common).__name__} instead of a dict: use another checkpoint")
     return common
@@ -106,7 +108,8 @@ def read_object(stream: IO[bytes], where: str | Path) -> Any:
     name the file or entry `where`."""
     with _refusing_damaged(where):
         allowed: list[Any] = []
-        for name in torch.serialization.get_unsafe_globals_in_checkpoint(stream):  # type: ignore[arg-type]
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(stream)  # type: ignore[arg-type]
+        for name in sorted(names):  # so that the same one is refused each time
             allowed.append((_PLAIN_CLASSES.get(name) or _stand_in_class(name, where), name))
         stream.seek(0)
         # names that torch already allows are not listed; `safe_globals` would disallow those at the end of the block

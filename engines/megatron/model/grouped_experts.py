@@ -220,8 +220,9 @@ class TokenDispatcher(MoETokenDispatcher):
 class TakeRows(torch.autograd.Function):
     """Computes `take_rows(x, rows)`; its gradient is `take_rows(grad, back)`, where `back` is the reverse of `rows`.
 
-    Rows of x are copied with rows [n * k], the row of x of each row of the result, and back [n, k], the copies of each
-    row of x; exchanged they sum the copies, in this order. Rows are permuted with a permutation and its inverse.
+    To copy rows: `rows` [n * k] has the index in x of each row of the result, and `back` [n, k] the indices of the
+    copies of each row of x. With the two exchanged, the copies of each row are summed, in this order. To permute rows:
+    a permutation and its inverse.
     """
 
     @staticmethod

@@ -294,7 +294,7 @@ def same_value(left: Node, right: Node) -> bool:
 
 
 def sign_of_constant_ratio(left: Node, right: Node) -> int:
-    """Return the sign of the constant c for which left = c * right, or 0 if there is no such constant."""
+    """Return the sign of the constant c with left = c * right, or 0 if there is none."""
     ratio, num_points = None, 0
     for a, b in _values_at_test_points(left, right, variable_names(left) | variable_names(right)):
         if _is_zero(a) and _is_zero(b):

@@ -108,8 +108,8 @@ class Conversation:
         return reply
 
     def fork(self, num_turns: int, blank: UserSample) -> Conversation:
-        """Return a new conversation whose prompt is the first `num_turns` turns of this one, which it does not
-        train."""
+        """Return a new conversation that starts with the first `num_turns` turns of this one. They are its prompt, so
+        they are not trained."""
         turn = self.turns[num_turns - 1]
         other = Conversation(self.handle, blank, self.tools, self.template_options)
         other.messages, other.turns = self.messages[: turn.num_messages], self.turns[:num_turns]

@@ -97,8 +97,7 @@ class OpenAIEndpoint:
 
     def _start_server(self) -> None:
         listening: Future[int] = Future()
-        serve = self._serve(listening)
-        self._thread = threading.Thread(target=asyncio.run, args=(serve,), name="openai-endpoint", daemon=True)
+        self._thread = threading.Thread(target=self._run_server, args=(listening,), name="openai-endpoint", daemon=True)
         self._thread.start()
         try:
             self._port = listening.result()
@@ -107,6 +106,15 @@ class OpenAIEndpoint:
             raise EngineError(
                 f"--agent-endpoint-port {self._port} cannot be used ({error}): give another port, or 0 for a free port"
             ) from None
+
+    def _run_server(self, listening: Future[int]) -> None:
+        try:
+            with asyncio.Runner() as loop:
+                loop.run(self._serve(listening))
+        except BaseException as error:
+            if listening.done():
+                raise
+            listening.set_exception(error)  # `_start_server` waits for the port
 
     async def _serve(self, listening: Future[int]) -> None:
         self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
@@ -120,10 +128,6 @@ class OpenAIEndpoint:
             await web.TCPSite(runner, "127.0.0.1", self._port).start()
             listening.set_result(runner.addresses[0][1])
             await self._closing.wait()
-        except BaseException as error:
-            if listening.done():
-                raise
-            listening.set_exception(error)  # `_start_server` waits for the port
         finally:
             await runner.cleanup()
 

@@ -2,7 +2,7 @@
 
     def check(args, samples) -> bool            or a NumPy or torch truth value, or a DynamicFilterOutput
 
-rollout.py drops a group that the filter rejects and generates another group instead.
+collect.py drops a group that the filter rejects and generates another group instead.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class DynamicFilterOutput:
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Keep a group if the rewards of its samples that have one differ: with equal rewards, group-relative advantages
-    are zero."""
+    """Keep a group if the rewards of its graded samples differ: with equal rewards, group-relative advantages are
+    zero."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     if not rewards:
         return DynamicFilterOutput(False, "no_reward")

@@ -67,7 +67,7 @@ def load_rollout_function(path: str, option: str = "rollout_function_path") -> C
     return load_checked_function(path, DEFAULT_NAMES[option], ("args", "rollout_id", "data_source"))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FunctionSource:
     """The data source of a rollout function. It remembers which groups the function got and handed back. Other
     attributes (`dataset`, `args`, ...) are those of the run's data source."""
@@ -96,7 +96,7 @@ class FunctionSource:
         return getattr(self._intake.source, name)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # `args` of a user's function is printed
 class RolloutTools:
     """Parts of the built-in rollout that a rollout function may call (`args.rollout`), from any thread or loop."""
 
