@@ -101,7 +101,6 @@ def with_hf_checkpoint(config: PostTrainConfig) -> PostTrainConfig:
     the Hugging Face directory that the checkpoint `convert_load` has recorded."""
     options = config.convert
     exports, names, vocab_size = options.convert_load is not None, options.megatron_names, options.export_vocab_size
-    names_run = exports and names and options.megatron_iteration and isinstance(find_checkpoint(config), Commit)
     hf_only = {"--export-dtype": options.export_dtype, "--vocab-size": vocab_size}
     for_hf = next((flag for flag, value in hf_only.items() if value is not None), None)
     export_only = {"--origin-hf-dir": options.origin_hf_dir, "--export-vocab-size": vocab_size}
@@ -118,7 +117,7 @@ def with_hf_checkpoint(config: PostTrainConfig) -> PostTrainConfig:
             "--megatron-names to write Hugging Face files",
         ),
         (
-            options.megatron_iteration and not names_run,
+            options.megatron_iteration and not (exports and names),
             "--megatron-iteration needs --load RUN and --megatron-names: add them, or leave it out",
         ),
         (not exports and for_export, f"{for_export} needs --load CHECKPOINT: add it, or leave out the flag"),
@@ -133,6 +132,10 @@ def with_hf_checkpoint(config: PostTrainConfig) -> PostTrainConfig:
     ):
         if wrong:
             raise OptionError(message)
+    if options.megatron_iteration and not isinstance(find_checkpoint(config), Commit):
+        raise OptionError(
+            "--megatron-iteration needs --load RUN, because a Megatron directory has its own iteration: leave it out"
+        )
     if not exports:
         return config
     origin, family_path = options.origin_hf_dir or options.hf_checkpoint, options.model_family_path

@@ -169,7 +169,7 @@ class PolicyTurns:
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self.schedule.may_train())
             self.schedule.is_training = True
-        num_trained = 0  # after a failure no more than before
+        num_trained = 0  # stays so after a failure: `end_training` keeps the earlier number
         try:
             yield
             num_trained = rollout_id + 1

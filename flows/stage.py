@@ -161,5 +161,12 @@ def disk_full_error(error: BaseException, directories: Sequence[str] = ()) -> St
     if not is_full:
         return None
     # The path is unknown: take the directory with the least free space.
-    fullest = min((*directories, tempfile.gettempdir()), key=lambda path: shutil.disk_usage(path).free)
-    return store_full_error(fullest)
+    return store_full_error(min((*directories, tempfile.gettempdir()), key=_free_bytes))
+
+
+def _free_bytes(directory: str) -> int:
+    """Return the free bytes of a directory's disk; a huge number if the directory does not exist."""
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return 1 << 62

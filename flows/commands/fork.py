@@ -101,9 +101,10 @@ def create_fork(store: Store, parent: PostTrainConfig, config: Plan, at_round: i
     if not store.read(new.record):
         lease = Lease(store, new_driver_lease_key(new))  # `penstock gc` keeps the unfinished fork
         try:
-            # `penstock gc` may have removed the unfinished fork before the lease existed.
-            is_reserved = store.exists(unfinished_fork_key(new)) and not is_removed(store, new)
-            if not is_reserved or describe_removing_process(store, new):
+            # `penstock gc` may have removed the unfinished fork before the lease existed. First whether it does so now:
+            # a removal that ends between the two checks is found by the second one.
+            is_being_removed = describe_removing_process(store, new) is not None
+            if is_being_removed or is_removed(store, new) or not store.exists(unfinished_fork_key(new)):
                 raise RunError(f"`penstock gc` has removed the unfinished fork {new.run!r}: repeat the command")
             if shares_start:
                 copy_records_to_fork(store, parent, config, at_round)

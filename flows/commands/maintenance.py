@@ -1,9 +1,9 @@
 """`penstock verify`, `rm` and `gc`: check the files of a run, remove a run, and remove files that nothing needs.
 
 storage/maintenance/ does the checks and decides what is removable; this file parses the requests and prints tables.
-Files of dead processes outside the store are only those provably unused: temporary directories (engines/scratch.py);
-Ray's session folders in /tmp/ray, where they are if TMPDIR is too long for Ray, if their driver (the pid in the
-folder's name) is dead; files of engines and torch in /dev/shm that no process has mapped.
+Outside the store, `gc` removes only files of dead processes that are provably unused: temporary directories
+(engines/scratch.py); Ray's session folders in /tmp/ray, where they are if TMPDIR is too long for Ray, if their driver
+(the pid in the folder's name) is dead; files of engines and torch in /dev/shm that no process has mapped.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 
 def is_other_file(path: Path) -> bool:
-    """Return whether something else than a report of this command exists at `path`."""
+    """Return whether something other than a report of this command exists at `path`."""
     return path.exists() and not (path.is_file() and GENERATOR.encode() in path.read_bytes()[:1000])
 
 

@@ -98,7 +98,7 @@ def stacks_of_process(process: psutil.Process, seconds: float = ANSWER_SECONDS) 
     """Return the Python stacks that a descendant prints within `seconds`, or a line that says why they are not known.
 
     Trainer ranks and engine processes print their stacks when they get SIGUSR2 (`engines/scratch.py`, an engine's
-    launch script). It would kill a process without that handler, which does not get it.
+    launch script). A process without that handler is not signalled, because SIGUSR2 would kill it.
     """
     status = process.status()
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):

@@ -273,7 +273,7 @@ def crash_runs_of_killed_drivers(store: Store, keys: RunKeys, flow_run_id: UUID,
     """Mark what killed drivers of the run have left as running as crashed: their flow runs and all task runs of them,
     also those of earlier attempts (`prefect flow-run retry`) of the caller's own flow run. Return how many.
 
-    Does nothing while a driver lives, other than that of `own_lease`. Flow runs of other Prefect servers are skipped.
+    Does nothing while a driver other than that of `own_lease` is alive. Flow runs of other Prefect servers are skipped.
     """
     if describe_live_drivers(store, keys, own_lease=own_lease):
         return 0

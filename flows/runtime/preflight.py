@@ -328,14 +328,17 @@ def check_gpus(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> None:
     check_memory(plan_gpu_memory(flow, config, shape, min(gpus)))
 
 
+def _context_length(config: PostTrainConfig, shape: ModelShape) -> int:
+    """Return the longest prompt with response, in tokens, of the engines; by default the model's."""
+    return config.engine_facts.context_length or shape.max_position_embeddings
+
+
 def check_lengths(flow: Flow, config: PostTrainConfig, shape: ModelShape) -> None:
     """Check that the longest response leaves room for a prompt in the engines' context length."""
     if not flow.generates:
         return
     rollout, evals = config.rollout, config.eval
-    limit = (
-        config.engine_facts.context_length or shape.max_position_embeddings
-    )  # of the engines, by default the model's
+    limit = _context_length(config, shape)
     source = (
         engine_backend(config.rollout.engine).context_flag
         if limit != shape.max_position_embeddings
@@ -387,8 +390,7 @@ def check_data(
     graded = [*([config.rollout_with_args] if flow.has_rollouts else []), *evaluated]
     for rollout in graded:
         check_reward_options(rollout)
-    positions = config.engine_facts.context_length or shape.max_position_embeddings
-    check_rows = partial(check_prompt_data, tokenizer=tokenizer, max_seq_len=positions)
+    check_rows = partial(check_prompt_data, tokenizer=tokenizer, max_seq_len=_context_length(config, shape))
     if flow.trains and (config.run.num_rollout or config.run.num_rollout_per_start):
         grading = None if flow.has_demonstrations or _may_grade_itself(config.rollout) else config.rollout
         check_rows(config.rollout, is_sft=flow.has_demonstrations, grading=grading)

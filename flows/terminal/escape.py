@@ -28,13 +28,13 @@ def escape_controls(text: str) -> str:
 
 
 class StreamProxy:
-    """A text stream whose subclass has a `write` of its own. All else is that of the original stream."""
+    """A text stream that replaces `write`, in a subclass, and has everything else of the original stream."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        return self._stream.write(text)
+        raise NotImplementedError
 
     def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
