@@ -30,7 +30,7 @@ from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, check
 from penstock.engines.megatron.parallel import device, init_parallel, shutdown_parallel
 from penstock.engines.weights.hf_headers import check_tensors
 from penstock.stages.convert.hf_checkpoint import HFWeights
-from penstock.stages.convert.torch_dist import TorchDistWeights
+from penstock.stages.convert.torch_dist_files import TorchDistWeights
 from penstock.storage.commit import Commit
 from penstock.storage.disk import map_in_threads
 from penstock.storage.errors import ModelError, PenstockError

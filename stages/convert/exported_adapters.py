@@ -30,7 +30,7 @@ from penstock.engines.lora import (
 )
 from penstock.engines.megatron.checkpoints.layout import CheckpointLayout, ShardSlice
 from penstock.stages.convert.targets import DirectoryTarget
-from penstock.stages.convert.torch_dist import TorchDistWeights
+from penstock.stages.convert.torch_dist_files import TorchDistWeights
 from penstock.stages.convert.work import WorkItems, write_files
 from penstock.storage.commit import ADAPTERS, CheckpointRef, Commit, commit_key
 from penstock.storage.errors import ModelError

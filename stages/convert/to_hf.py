@@ -52,7 +52,7 @@ from penstock.stages.convert.targets import (
     copy_assets,
     full_disk_as_store_error,
 )
-from penstock.stages.convert.torch_dist import TorchDistWeights
+from penstock.stages.convert.torch_dist_files import TorchDistWeights
 from penstock.stages.convert.work import OnBytes, Progress, WorkItems, WorkRecord, collect_file_records, write_files
 from penstock.storage import disk
 from penstock.storage.commit import CheckpointRef, Commit

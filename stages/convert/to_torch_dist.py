@@ -54,7 +54,7 @@ from penstock.stages.convert.targets import (
     stat_hash,
 )
 from penstock.stages.convert.to_hf import Origin, checkpoint_files, checkpoint_fingerprint
-from penstock.stages.convert.torch_dist import (
+from penstock.stages.convert.torch_dist_files import (
     UNIT_BYTES,
     Slice,
     TorchDistWeights,

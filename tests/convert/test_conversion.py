@@ -22,7 +22,7 @@ from penstock.stages.convert.hf_checkpoint import HFWeights
 from penstock.stages.convert.targets import ASSETS_DIRECTORY
 from penstock.stages.convert.to_hf import Origin, export_hf, export_to
 from penstock.stages.convert.to_torch_dist import convert_hf
-from penstock.stages.convert.torch_dist import TorchDistWeights
+from penstock.stages.convert.torch_dist_files import TorchDistWeights
 from penstock.storage.errors import ModelError
 from penstock.storage.store import Store
 

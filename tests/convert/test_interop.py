@@ -33,7 +33,7 @@ from penstock.stages.convert.to_torch_dist import (
     export_megatron,
     import_megatron_checkpoint,
 )
-from penstock.stages.convert.torch_dist import TorchDistWeights
+from penstock.stages.convert.torch_dist_files import TorchDistWeights
 from penstock.storage.errors import ModelError
 from penstock.storage.store import Store
 

@@ -27,7 +27,7 @@ from penstock.engines.megatron.checkpoints.safe_load import (
     read_object,
 )
 from penstock.stages.convert.to_torch_dist import ConversionOptions, convert_hf
-from penstock.stages.convert.torch_dist import TorchDistWeights
+from penstock.stages.convert.torch_dist_files import TorchDistWeights
 from penstock.storage.errors import ModelError
 from penstock.storage.store import Store
 

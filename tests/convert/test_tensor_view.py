@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.stages.convert.torch_dist import tensor_view
+from penstock.stages.convert.torch_dist_files import tensor_view
 
 PLAIN = [
     torch.randn(3, 4),

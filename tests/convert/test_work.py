@@ -26,7 +26,7 @@ from penstock.stages.convert.to_torch_dist import (
     prepare_conversion,
     write_units,
 )
-from penstock.stages.convert.torch_dist import WorkUnit
+from penstock.stages.convert.torch_dist_files import WorkUnit
 from penstock.storage.commit import CheckpointRef
 from penstock.storage.errors import ModelError, OptionError, StoreError
 from penstock.storage.failpoints import VARIABLE

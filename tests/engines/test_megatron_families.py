@@ -14,7 +14,7 @@ from penstock.engines.megatron.checkpoints.layout import checkpoint_layout
 from penstock.engines.megatron.checkpoints.safe_load import read_metadata
 from penstock.engines.megatron.parallel import ParallelLayout
 from penstock.engines.parallel_layout import check_model_parallel
-from penstock.stages.convert.torch_dist import TorchDistWeights
+from penstock.stages.convert.torch_dist_files import TorchDistWeights
 from penstock.storage.errors import OptionError
 from tests.engines import megatron_reference
 from tests.engines.family_ranks import SOME
