@@ -25,7 +25,7 @@ from penstock.engines.megatron.megatron_options import MegatronOptions
 from penstock.flows import cli
 from penstock.flows.config import SECTIONS, SWITCHES, flag_of_field, list_options
 from penstock.flows.options import refused
-from penstock.flows.options.help import about_section
+from penstock.flows.options.help import SHORT, about_section, first_sentence
 from penstock.storage.config import field_meta
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -85,6 +85,7 @@ def configuration_page() -> str:
         "and those of its router as `--router-NAME`. [Names of slime, Megatron and engines](../options.md) lists them,",
         "with the names that are synonyms, accepted without effect, or refused.",
         "",
+        *common_options(),
     ]
     for section in SECTIONS:
         options = [(name, field) for owner, name, field in list_options() if owner == section]
@@ -94,6 +95,24 @@ def configuration_page() -> str:
         for name, field in options:
             lines += [*option_entry(name, field), ""]
     return "\n".join(lines)
+
+
+def common_options() -> Iterator[str]:
+    """Yield the section of the options that most runs need: those of `penstock train --help`."""
+    fields = {flag_of_field(name): (name, field) for _, name, field in list_options()}
+    groups = SHORT["train"].options
+    flags = [(title, flag) for title, words in groups.items() for flag in words.split()]
+    yield from (
+        f"## The {len(flags)} options you will use {{ #common }}",
+        "",
+        "| for | option | meaning |",
+        "|---|---|---|",
+    )
+    for title, flag in flags:
+        name, field = fields[flag]
+        link = f"[`{flag}`](#{name.replace('_', '-')})"
+        yield f"| {title} | {link} | {cell(first_sentence(field.description or ''))} |"
+    yield ""
 
 
 def option_entry(name: str, field: FieldInfo) -> Iterator[str]:

@@ -40,11 +40,11 @@ SHORT: dict[str, ShortHelp] = {
         {
             "run": _RUN,
             "model and data": f"--hf-checkpoint {_DATA}",
-            "rollout": "--rollout-batch-size --n-samples-per-prompt --rollout-max-response-len --rm-type "
-            "--custom-rm-path",
-            "training": "--advantage-estimator --lr --num-steps-per-rollout",
+            "rollout": "--rollout-batch-size --n-samples-per-prompt --rollout-max-response-len --rollout-temperature "
+            "--rm-type --custom-rm-path",
+            "training": "--advantage-estimator --lr --lora-rank",
             "GPUs": f"{_GPUS} {_ENGINES}",
-            "evaluation": "--eval-prompt-data --eval-interval",
+            "evaluation, checkpoints": "--eval-prompt-data --eval-interval --save-interval",
         },
         "penstock train --dry-run checks the options and prints the plan; penstock doctor --plan estimates GPU memory.",
     ),
