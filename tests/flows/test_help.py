@@ -21,7 +21,7 @@ def test_help_of_every_command_is_printed(
         out = capsys.readouterr().out
         assert f"penstock {command}" in out.partition("\n")[0]
         assert {"--store", "--cron", "--directory", "--torch", "--output"} & set(re.findall(r"--\w+", out))
-        assert words[1:] == ["--help-all"] or len(out.splitlines()) <= 50
+        assert words[1:] == ["--help-all"] or len(out.splitlines()) <= 54
     assert list(tmp_path.iterdir()) == []
 
 
