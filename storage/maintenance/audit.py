@@ -50,7 +50,7 @@ class Audit:
     num_samples: int = 0  # in rollouts; evaluations are not counted
     num_prompts: int = 0  # with samples in rollouts
     num_epochs: int = 0  # started epochs of the prompt data
-    num_off_policy: int = 0  # rollouts that the start weights generated although they are not the first
+    num_off_policy: int = 0  # rollouts after the first that the initial weights generated
     num_expired: int = 0  # checkpoints with a tombstone
     num_orphans: int = 0  # files that nothing needs (deletion.py)
     orphan_bytes: int = 0
@@ -73,7 +73,7 @@ def audit_run(store: Store, keys: RunKeys, *, verify_hashes: bool = True) -> Aud
 
 
 def kind_and_index(prefix: str) -> tuple[str, int]:
-    """Return what the commit record of a stage of a run must contain, according to its key."""
+    """Return the kind and the index that a commit record must contain, derived from the prefix of its stage."""
     directory, number = prefix.split("/")[2:4]
     return directory.removesuffix("s"), int(number)
 

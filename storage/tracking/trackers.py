@@ -1,4 +1,4 @@
-"""The table of trackers, and which of them the options of a run choose."""
+"""The table of trackers, and the choice of a run's trackers from its options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRACKERS = {row.scheme: row for row in cast("tuple[type[OptionsOfTracker], ...]"
 
 
 def tracker_class(uri: str) -> type[Tracker]:
-    """Return the tracker class for a tracking URI. Schemes without a row (http, sqlite, databricks, ...) are of
+    """Return the tracker class for a tracking URI. Schemes without a row (http, sqlite, databricks, ...) belong to
     MLflow."""
     return TRACKERS.get(uri.partition("://")[0], MlflowOptions).tracker
 
