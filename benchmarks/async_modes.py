@@ -5,7 +5,7 @@ one, and the sizes of a round make generation and training take about equally lo
     python benchmarks/async_modes.py DIRECTORY [--seeds 0 1 2] [--rounds 24] [--modes synchronous ahead streaming]
         [-- further train options]
 
-For each seed, `penstock sft` makes the start policy, and every mode trains it. Wall time: from the start of the first
+For each seed, `penstock sft` makes the initial policy, and every mode trains it. Wall time: from the start of the first
 rollout to the commit of the last step; evaluations are before and after it. Steady time: from the commit of the second
 step, because kernels are compiled in the first two. Prints JSON: per mode the ratios to the synchronous times, held-out
 accuracy and the staleness of the trained tokens, and the seconds of generation and training of a synchronous round. The

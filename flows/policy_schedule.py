@@ -38,7 +38,8 @@ class EngineUse:
 
 @dataclass(frozen=True)
 class PolicyLimits:
-    """The limits on the use of the policy, from the options of a run."""
+    """The limits of the rules, from the options of a run; the module's docstring defines `lead` and `bound`, in
+    rounds."""
 
     lead: int = 0
     bound: int = 0

@@ -78,7 +78,7 @@ def check_grad_norm(config: PostTrainConfig, norm: float, where: str, **values: 
         if not math.isclose(norm, expected, rel_tol=GRAD_NORM_TOLERANCE, abs_tol=GRAD_NORM_TOLERANCE):
             raise GateFailed(
                 f"--ci-load-grad-norm failed in {where}: the gradient norm of the {values['role']} is {norm:g}, but "
-                f"{path} has {expected:g}, and they may differ by {GRAD_NORM_TOLERANCE}"
+                f"{path} has {expected:g}, and they may differ by at most {GRAD_NORM_TOLERANCE}"
             )
 
 

@@ -191,9 +191,9 @@ class PolicyPublisher:
         self.on_published(version, metrics, switches)
 
     def transport(self, trainer: TrainerGroup, urls: list[str], version: int) -> WeightTransport:
-        """Return the transport of policy `version` to the engines at `urls`. If it is disk, the files are written to
-        --update-weight-disk-dir, else to a local store, else to the trainer machine's temporary directory, from which
-        they are uploaded to the store if engines run on other machines."""
+        """Return the transport of policy `version` to the engines at `urls`. For transport over disk, the files are
+        written to --update-weight-disk-dir if given, else to the store if it is local, else to a temporary directory of
+        the trainer's machine, from which they are uploaded to the store if engines run on other machines."""
         processes, config = self.processes, self.config
         store, prefix = processes.run.store, f"{processes.run.keys.prefix}/published"
         engines = processes.start_engines()

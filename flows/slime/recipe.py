@@ -143,7 +143,7 @@ def find_training_command(script: Script, path: Path) -> tuple[str, list[str]]:
         for position, word in enumerate(words):
             if (name := word.rpartition("/")[2]) in PROGRAMS:
                 argv = words[position + 1 :]
-                for rest in script.commands[number + 1 :]:  # a line lacks its backslash: bash would run `--flag`
+                for rest in script.commands[number + 1 :]:  # a missing backslash: bash would run `--flag` as a command
                     if not rest[0].startswith("--"):
                         break
                     argv += rest

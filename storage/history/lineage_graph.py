@@ -127,7 +127,7 @@ def read_lineage(store: Store) -> LineageGraph:
 
 
 def find_originals(store: Store, keys: RunKeys, commits: dict[str, Commit]) -> dict[str, str]:
-    """Return the commits of a fork that are copies of its parent's: key of the copy -> key of the original."""
+    """Return the commits of a fork that are copies of its parent's commits: key of the copy -> key of the original."""
     record = read_run_record(store, keys)
     if record is None or record.parent is None:
         return {}

@@ -132,7 +132,7 @@ class _RunAudit:
                 if data is None:
                     if prefix.startswith("models/"):
                         self.add_problem(
-                            f"{key} is missing, the record of an initial model of the run: convert the model again"
+                            f"{key}, the record of an initial model of the run, is missing: convert the model again"
                         )
                     continue
                 commits[prefix] = decode_record(Commit, key, data)

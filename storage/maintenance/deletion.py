@@ -199,7 +199,7 @@ def _expire_checkpoint(store: Store, keys: RunKeys, version: int, why: str) -> N
         existing = read_tombstone(store, prefix)
         if existing is not None and existing.commit.attempt == commit.attempt:
             break  # another driver has created the same tombstone; both may delete the checkpoint
-        if existing is not None:  # a tombstone of an earlier save of this version, which was saved again
+        if existing is not None:  # the tombstone of an earlier checkpoint of this version, saved again since
             _delete_expired_checkpoint(store, keys, version, existing)
             store.delete([tombstone_key(prefix)])
     _delete_expired_checkpoint(store, keys, version, tombstone)

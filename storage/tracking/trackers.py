@@ -43,7 +43,7 @@ def check_trackers(options: TrackerOptions) -> None:
 
 
 def tracked_run(store: Store, keys: RunKeys, record: RunRecord, num_traces: int | None = None) -> TrackedRun:
-    """Return a run as its trackers identify and show it. `num_traces`: see TrackedRun; default: as recorded."""
+    """Return the TrackedRun of a run: its identity in trackers. `num_traces`: see TrackedRun; default: as recorded."""
     if num_traces is None:
         num_traces = record.config["run"]["mlflow_trace_samples"]
     return TrackedRun(keys.run, record.id, store.uri, store=store, num_traces=num_traces)

@@ -102,7 +102,7 @@ class WandbTracker(Tracker):
         self.run_id = self.options.get("id", run.identity)
         self._online = self.options.get("mode") != "offline"
         self._page: str | None = None
-        self._client: Any = None  # wandb.Run, opened with its first record
+        self._client: Any = None  # wandb.Run, opened when the first record is sent
 
     @property
     def page(self) -> str | None:

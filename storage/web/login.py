@@ -1,8 +1,8 @@
 """The login of this user's local web servers, and links that log a browser in.
 
 All users of a machine can reach 127.0.0.1. So every start of a server creates a new login, which only the user who
-started it can read, and LoginGate checks every request before it reaches the app. If another user's server gets the
-same port later and receives the login, the login is no longer valid.
+started it can read, and LoginGate checks every request before it reaches the app. If another user's server later gets
+the same port and receives the login, the login is already invalid.
 """
 
 from __future__ import annotations

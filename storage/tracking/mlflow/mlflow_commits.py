@@ -40,7 +40,7 @@ from penstock.storage.tracking.tracker import Committed, RunCommits, metric_poin
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput, LoggedModel, Run
 
-_PARENT = "penstock.parent"  # tag of a fork: the id of its parent
+_PARENT = "penstock.parent"  # tag of a fork's MLflow run: the id of the parent's MLflow run
 _SOURCES = ("hf_checkpoint", "checkpoint", "export")  # inputs of conversions: a directory, or files of a run
 
 
@@ -343,7 +343,7 @@ class MlflowCommits:
         return inputs, previews
 
     def _log_tables(self, run_id: str, tables: dict[str, Rows], listed: list[str]) -> None:
-        """Log tables by artifact path, and list them and the last of `listed` as tables on the run's page.
+        """Log tables by artifact path. The run's page lists these and the last _MAX_TABLES paths of `listed` as tables.
 
         `log_table` is not used, since it would append to an existing table.
         """
