@@ -158,7 +158,7 @@ class PolicyTurns:
 
     @contextmanager
     def change(self) -> Iterator[PolicySchedule]:
-        """Change the schedule in the block."""
+        """Yield the schedule, to be changed in the block; then wake the threads that wait for a rule."""
         with self._changed:
             yield self.schedule
             self._changed.notify_all()
@@ -245,7 +245,7 @@ class PolicyTurns:
             with self.change() as schedule:
                 if opened is not None:
                     pool.serves = False  # from now on no user can join
-                    # a stream that could not load its weights has reserved them
+                    # cancel the reservation of a stream that could not load its weights
                     schedule.is_reserved &= version is not None
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: pool.num_users == 1)

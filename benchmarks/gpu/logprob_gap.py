@@ -77,12 +77,12 @@ def train_words(name: str, options: Any) -> list[Any]:
 
 
 def generate(name: str, options: Any) -> subprocess.Popen[bytes]:
-    """Start the generation of a set, without a trainer."""
+    """Start the generation for an entry of SETS, without a trainer."""
     return penstock("train", options, [*train_words(name, options), "--debug-rollout-only"])
 
 
 def compare_all(options: Any) -> dict[str, Any]:
-    """Return the differences of each set."""
+    """Return the log-prob differences of each entry of SETS."""
     from penstock.engines.megatron.engine import MegatronEngine
     from penstock.engines.megatron.parallel import init_parallel, shutdown_parallel
     from penstock.stages.train.batching import Batch

@@ -301,7 +301,7 @@ def describe_engines(config: PostTrainConfig) -> str:
     number, size = options.num_engines_to_start(has_gpus=True), rollout.rollout_num_gpus_per_engine
     place = "on GPUs of their own" if options.num_gpus is not None else "on the trainer's GPUs"
     turns = ", in turns with the trainer" if config.run.alternates_trainer_and_engines else ""
-    return f"{number} of {size} GPUs, {place}{turns} (without GPUs: {options.num_engines})"
+    return f"{number} x {size} GPUs, {place}{turns}; on a machine without GPUs: {options.num_engines}"
 
 
 def describe_weights(config: PostTrainConfig) -> str:

@@ -139,7 +139,7 @@ INTERVAL_SAMPLES = 5  # samples that are averaged for one record
 
 
 def sample_system() -> dict[str, float]:
-    """Return CPU, memory and GPUs of this node under the names of MLflow's system metrics. CPU utilization is that
+    """Return CPU, memory and GPUs of this node under the names of MLflow's system metrics. CPU utilization is the mean
     since the previous call, in percent of all cores."""
     memory = psutil.virtual_memory()
     metrics = {
@@ -228,7 +228,7 @@ class PrometheusEndpoint(Observer):
         self.update_from_record(Committed(report.key, report.commit.created_at, report.commit))
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the metrics, as prometheus_client asks of a collector."""
+        """Yield the metrics; prometheus_client calls this method at each request."""
         with self._lock:
             values, stage = dict(self._values), self._stage
         for name, value in values.items():

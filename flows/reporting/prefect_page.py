@@ -315,7 +315,7 @@ def read_active_task_runs(client: Any, flow_run_id: UUID) -> list[TaskRun]:
 
 
 def parse_flow_run_id(text: str) -> UUID | None:
-    """Return the id in the URL or id of a flow run (`Start.flow_run`), or None if it has none."""
+    """Return the id of a flow run from `Start.flow_run`, its URL or its id; None if `text` contains no id."""
     try:
         return UUID(text.rpartition("/")[2])
     except ValueError:

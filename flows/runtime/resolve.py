@@ -98,8 +98,8 @@ def _continues(existing: _Existing, config: PostTrainConfig) -> bool:
 
 
 def _with_recorded_decisions(config: PostTrainConfig, existing: _Existing) -> PostTrainConfig:
-    """Return the config with the values that the run chose when it was created: options that are given as they were
-    then get the value that the run uses."""
+    """Return the config with the values that the run chose when it was created: an option that is given with the same
+    value as then gets the value that the run uses."""
     sections = {}
     for section in PostTrainConfig.model_fields:
         now, given, decided = (getattr(each, section) for each in (config, existing.given, existing.config))
