@@ -185,7 +185,9 @@ class FileStore:
         except (NotImplementedError, TypeError) as error:  # TypeError: an old fsspec driver without `mode="create"`
             raise StoreError(f"store {self.uri!r} has no conditional create, {advice}") from error
         except StoreError as error:
-            raise StoreError(f"store {self.uri!r} does not respond: {error}") from error
+            raise StoreError(
+                f"store {self.uri!r} does not respond ({error}): check its address and the network"
+            ) from error
         except Exception as error:  # fsspec drivers have their own error types
             if self.is_local and getattr(error, "errno", None) in disk.NO_HARD_LINKS:
                 raise StoreError(f"store {self.uri!r} is on a file system without hard links, {advice}") from error

@@ -248,7 +248,9 @@ def run_step(step: Step, log: Path) -> None:
         run_pip(("--no-deps", "--ignore-installed", *pinned), log)
     run_pip(step.arguments, log)
     if missing := step.missing():
-        raise InstallError(f"pip has finished, but this is still missing: {'; '.join(missing[:5])}; its log is {log}")
+        raise InstallError(
+            f"pip has finished, but these are still missing: {'; '.join(missing[:5])}; see its log {log}"
+        )
 
 
 def run_pip(arguments: Sequence[str], log: Path) -> None:
@@ -272,7 +274,7 @@ def run_pip(arguments: Sequence[str], log: Path) -> None:
     if process.returncode:
         lines = _printed_lines(log, start)
         reason = ([line for line in lines if line.lower().startswith("error")] or lines)[-1][:160]
-        raise InstallError(f"pip failed: {reason}; its log is {log}. Finished downloads are kept: repeat the command")
+        raise InstallError(f"pip failed: {reason}; see its log {log}. Finished downloads are kept: repeat the command")
 
 
 def _printed_lines(log: Path, start: int) -> list[str]:

@@ -126,7 +126,10 @@ def check_promotion_options(evals: EvalConfig) -> None:
     names = [name for name, _ in evals.data_sets]
     if evals.promote_to is None:
         if evals.promote_data_set or evals.promote_guards or evals.promote_min_reward is not None:
-            raise OptionError("--promote-data-set, --promote-guards and --promote-min-reward need --promote-to MODEL")
+            raise OptionError(
+                "--promote-data-set, --promote-guards and --promote-min-reward need --promote-to "
+                "MODEL: add it, or omit these options"
+            )
         return
     model_prefix(evals.promote_to)  # raises RunError if the name is invalid
     needed = [*([evals.promote_data_set] if evals.promote_data_set else []), *evals.promote_guards]

@@ -110,7 +110,7 @@ def parse_record(line: dict[str, Any]) -> Record:
             return ReportWritten(line["key"], line["at"], line["store_key"])
         case "end":
             return RunEnded(line["key"], line["at"], line["status"])
-    raise ValueError(f"outbox line {line['key']} has the unknown type {line['type']!r}")
+    raise ValueError(f"outbox line {line['key']} has the unknown type {line['type']!r}: use the release that wrote it")
 
 
 def report_record_key(content: bytes) -> str:
