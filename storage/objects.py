@@ -144,7 +144,7 @@ def is_permanent_error(error: Exception) -> bool:
         return True
     if response is not None:
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    else:  # gcsfs, azure, aiohttp. Not `__cause__`: aiohttp's parser reports a truncated body as status 400.
+    else:  # gcsfs, azure, aiohttp. `__cause__` is not read: aiohttp reports a truncated body there as status 400.
         values = (getattr(error, name, None) for name in ("status_code", "status", "code"))
         status = next((value for value in values if isinstance(value, int)), None)
     return status is not None and 400 <= status < 500 and status not in _TRANSIENT_STATUS

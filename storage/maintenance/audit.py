@@ -253,7 +253,8 @@ class _RunAudit:
             # The step is read again, since the run may have committed it during the audit.
             if last > num_trained and self.store.read(commit_key(self.keys.step_prefix(last - 1))) is None:
                 self.add_problem(
-                    f"{kind} {last} has a policy version that was not trained: the run has {num_trained} trained rounds"
+                    f"{kind} {last} has a policy version that was not trained: the run has {num_trained} trained "
+                    f"rounds; restore its missing steps from a backup"
                 )
 
     def check_sample_ids_and_prompts(self, run_record: RunRecord | None, commits_by_prefix: dict[str, Commit]) -> None:
